@@ -1,0 +1,54 @@
+# One switch: ENGINE=cpu or ENGINE=cuda (detected by default). The rest follows from it.
+ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed-$(ENGINE)
+
+# uv reads UV_FIND_LINKS where pip reads PIP_FIND_LINKS. Without a local folder of wheels, the CPU build of torch
+# comes from PyTorch's own index.
+ifdef PIP_FIND_LINKS
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+else ifeq ($(ENGINE),cpu)
+export UV_TORCH_BACKEND ?= cpu
+endif
+
+.PHONY: help env demo test test-all check format bench clean
+
+help:  ## what can be made
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+env: $(STAMP)  ## create .venv and install everything
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet uv
+	@# vLLM's CPU build asks for packages whose CUDA builds break its import: keep them out.
+	@if [ $(ENGINE) = cpu ]; then for p in torchvision torchaudio torchcodec triton; do \
+		echo "$$p ; sys_platform == 'never'"; done > .venv/overrides.txt; else : > .venv/overrides.txt; fi
+	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --overrides .venv/overrides.txt -e '.[$(ENGINE),wandb,nats,dev]'
+	touch $@
+
+demo: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write outputs/demo/report.html
+	$(BIN)/python recipes/distill_llama3b.py --preset demo --overwrite
+
+test: $(STAMP)  ## the whole suite, with the real engine
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(STAMP)  ## the suite and the slow tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## format, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## speed and memory, as ratios of one interleaved run
+	$(BIN)/redraft bench-training
+
+clean:  ## remove the environment and outputs
+	rm -rf .venv outputs

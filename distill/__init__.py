@@ -1,0 +1,1 @@
+"""Draft training: divergences, data, target signals, the step and its checkpoints."""

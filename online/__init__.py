@@ -1,0 +1,1 @@
+"""The learner beside a vLLM fleet: capture, buffer, gate, registry, rollout."""

@@ -1,0 +1,1 @@
+"""Runnable files, one per job, and the `redraft` command."""
