@@ -1,0 +1,292 @@
+"""Capture: from the references that the engine thread leaves behind to records in the spool, on a thread of its own.
+
+    engine thread                         background thread
+    hook ──► Step (references) ──► StepQueue ──► reduce ──► RequestLog (one a request) ──► encode ──► SpoolWriter
+                                   bounded,      top-k,     steps become segments
+                                   oldest goes   log-sum-exp
+
+B = requests of the step, R = logit rows, S = draft tokens of all requests, V = vocabulary, K = kept top-k ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import zlib
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from online.plugin_config import CaptureConfig
+from online.records import encode
+from online.request_log import RequestInfo, RequestLog, Rows, Verified
+from online.spool import SpoolWriter
+
+logger = logging.getLogger("vllm.redraft")
+
+MAX_QUEUED_BYTES = 256 << 20
+"""Of logits waiting for the background thread: device memory that the engine does not get back meanwhile."""
+
+MAX_QUEUED_STEPS = 512
+
+MAX_REDUCED_ELEMENTS = 1 << 22
+"""Logits reduced in one call: enough to make its fixed cost small, 16 MB of float32."""
+
+SEGMENT_ROWS = 512
+"""A long answer is shipped in parts of about this many rows, so that the learner need not wait for its end."""
+
+SHIP_BYTES = 4 << 20
+SHIP_INTERVAL_S = 1.0
+"""A spool file is written when so many bytes are waiting, or the oldest waits so long."""
+
+POLL_INTERVAL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPart:
+    """One request's share of a step."""
+
+    request: RequestInfo
+    start: int
+    """Index, in prompt + output, of the first token that the step sampled."""
+    sampled_row: int
+    """Of `Step.sampled_BK`."""
+    num_drafts: int
+    first_row: int
+    """Of `Step.logits_RV`: its rows are this one and the `num_drafts` that follow."""
+    first_draft: int
+    """Of `Step.draft_ids_S`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one engine step leaves behind: references to tensors that nothing writes to any more."""
+
+    draft_version: str
+    parts: list[StepPart]
+    finished: list[str]
+    """Requests that ended before this step."""
+    sampled_BK: Tensor | None = None
+    """Sampled tokens of each request, -1 padded."""
+    logits_RV: Tensor | None = None
+    """Before temperature, penalties and every other sampling parameter. None where no request verified drafts."""
+    draft_ids_S: Tensor | None = None
+    draft_probs_S: Tensor | None = None
+    """None where drafting is greedy."""
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.logits_RV is None else self.logits_RV.nbytes
+
+
+class StepQueue:
+    """Steps from the engine thread to the background thread; when full, the oldest step makes room."""
+
+    def __init__(self, max_steps: int = MAX_QUEUED_STEPS, max_bytes: int = MAX_QUEUED_BYTES) -> None:
+        self.max_steps = max_steps
+        self.max_bytes = max_bytes
+        self.num_dropped_steps = 0
+        self._steps: deque[Step] = deque()
+        self._num_bytes = 0
+        self._lock = threading.Lock()  # held for a few instructions only: the engine thread takes it too
+
+    def put(self, step: Step) -> None:
+        with self._lock:
+            self._steps.append(step)
+            self._num_bytes += step.num_bytes
+            while len(self._steps) > 1 and (len(self._steps) > self.max_steps or self._num_bytes > self.max_bytes):
+                self._num_bytes -= self._steps.popleft().num_bytes
+                self.num_dropped_steps += 1
+
+    def take(self) -> list[Step]:
+        """The oldest steps, as many as are reduced in one call and at least one; empty if none waits."""
+        taken: list[Step] = []
+        elements = 0
+        with self._lock:
+            while self._steps:
+                size = 0 if self._steps[0].logits_RV is None else self._steps[0].logits_RV.numel()
+                if taken and elements + size > MAX_REDUCED_ELEMENTS:
+                    break
+                elements += size
+                taken.append(self._steps.popleft())
+                self._num_bytes -= taken[-1].num_bytes
+        return taken
+
+
+@torch.inference_mode()
+def reduce(logits_RV: Tensor, top_k: int) -> Rows:
+    """The largest `top_k` of every row as log-probabilities at temperature 1, with the log-sum-exp of all."""
+    logits_RV = logits_RV.float()
+    log_sum_exp_R = logits_RV.logsumexp(-1)
+    logits_RK, ids_RK = logits_RV.topk(min(top_k, logits_RV.shape[-1]), dim=-1)
+    return Rows(
+        topk_ids_RK=ids_RK.int().cpu().numpy(),
+        topk_log_probs_RK=(logits_RK - log_sum_exp_R[:, None]).cpu().numpy(),
+        log_sum_exp_R=log_sum_exp_R.cpu().numpy(),
+    )
+
+
+class Capture:
+    """Decides which requests are recorded, takes their steps, and ships records from a thread of its own."""
+
+    def __init__(self, config: CaptureConfig, server_id: str, fingerprint: str, draft_version: str) -> None:
+        self.config = config
+        self.server_id = server_id
+        self.fingerprint = fingerprint
+        self.draft_version = draft_version
+        self.counts: Counter[str] = Counter()
+        self.last_error = ""
+        self.queue = StepQueue()
+        self._spool = SpoolWriter(config.spool, server_id, config.spool_bytes)
+        self._logs: dict[str, RequestLog] = {}
+        self._waiting: list[bytes] = []
+        self._waiting_since_s = 0.0
+        self._is_stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="redraft-capture", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ship what is complete, then end."""
+        self._is_stopping.set()
+        self._thread.join(timeout=10)
+
+    def is_sampled(self, request_id: str, tenant: str) -> bool:
+        """Whether this request is one of those to record; the same answer on every call."""
+        if self.config.tenants is not None and tenant not in self.config.tenants:
+            self.counts["skipped_requests_tenant"] += 1
+            return False
+        if zlib.crc32(request_id.encode()) >= self.config.fraction * 2**32:
+            self.counts["skipped_requests_fraction"] += 1
+            return False
+        return True
+
+    def status(self) -> dict[str, Any]:
+        """Counters, and the last error if there was one. Nothing of any text."""
+        return {
+            **self.counts,
+            "dropped_steps_queue_full": self.queue.num_dropped_steps,
+            "spool_files": self._spool.num_files,
+            "evicted_files_spool_budget": self._spool.num_evicted_files,
+            "open_requests": len(self._logs),
+            "last_error": self.last_error,
+        }
+
+    def report(self, error: Exception, what: str) -> None:
+        """Count and log an error of capture: serving goes on without it."""
+        self.counts[f"errors_{what}"] += 1
+        message = f"{type(error).__name__}: {error}"
+        if message != self.last_error:  # the same error on every step would fill the log
+            logger.warning("capture, %s: %s", what, message)
+        self.last_error = message
+
+    def _run(self) -> None:
+        _leave_engine_cores()
+        while True:
+            steps = self.queue.take()
+            if steps:
+                try:
+                    self._apply(steps)
+                except Exception as error:
+                    self.report(error, "reduce")
+            if self._is_shipment_due():
+                self._ship()
+            if not steps and self._is_stopping.wait(POLL_INTERVAL_S):
+                self._ship()
+                return
+
+    def _apply(self, steps: list[Step]) -> None:
+        logits = [step.logits_RV for step in steps if step.logits_RV is not None]
+        rows = reduce(torch.cat(logits), self.config.top_k) if logits else None
+        first_row = 0
+        for step in steps:
+            for request_id in step.finished:
+                self._close(request_id)
+            self._apply_one(step, rows, first_row)
+            first_row += 0 if step.logits_RV is None else len(step.logits_RV)
+
+    def _apply_one(self, step: Step, rows: Rows | None, first_row: int) -> None:
+        if step.sampled_BK is None:
+            return
+        sampled_BK = step.sampled_BK.cpu().numpy()
+        draft_ids = None if step.draft_ids_S is None else step.draft_ids_S.cpu().numpy().astype(np.int32)
+        draft_probs = None if step.draft_probs_S is None else step.draft_probs_S.float().cpu().numpy()
+        for part in step.parts:
+            sampled = [int(token) for token in sampled_BK[part.sampled_row] if token != -1]
+            verified = None
+            if part.num_drafts:
+                assert rows is not None
+                assert draft_ids is not None
+                drafts = slice(part.first_draft, part.first_draft + part.num_drafts)
+                verified = Verified(
+                    start=part.start,
+                    draft_ids=draft_ids[drafts],
+                    draft_probs=np.ones(part.num_drafts, np.float32) if draft_probs is None else draft_probs[drafts],
+                    num_accepted=len(sampled) - 1,
+                    rows=rows.part(first_row + part.first_row, part.num_drafts + 1),
+                )
+            self._append(part, step.draft_version, sampled, verified)
+
+    def _append(self, part: StepPart, draft_version: str, sampled: list[int], verified: Verified | None) -> None:
+        log = self._logs.setdefault(part.request.request_id, RequestLog(info=part.request))
+        if log.is_closed:
+            return
+        if log.draft_version != draft_version:  # every record names the one version that proposed its drafts
+            self._emit(log)
+            log.draft_version = draft_version
+        if not log.append(part.start, sampled, verified):
+            self.counts["broken_requests_gap"] += 1
+            self._emit(log)
+            log.is_closed = True
+        elif log.is_complete:
+            self._emit(log)
+            log.is_closed = True
+        elif log.num_rows >= SEGMENT_ROWS:
+            self._emit(log)
+
+    def _close(self, request_id: str) -> None:
+        log = self._logs.pop(request_id, None)
+        if log is not None and not log.is_closed:
+            self._emit(log)
+
+    def _emit(self, log: RequestLog) -> None:
+        record = log.segment(self.server_id, self.fingerprint)
+        if record is None:
+            return
+        if not self._waiting:
+            self._waiting_since_s = time.monotonic()
+        self._waiting.append(encode(record))
+        self.counts["records"] += 1
+        self.counts["rows"] += len(record.positions)
+
+    def _is_shipment_due(self) -> bool:
+        if not self._waiting:
+            return False
+        waited_s = time.monotonic() - self._waiting_since_s
+        return waited_s > SHIP_INTERVAL_S or sum(map(len, self._waiting)) >= SHIP_BYTES
+
+    def _ship(self) -> None:
+        frames, self._waiting = self._waiting, []
+        if not frames:
+            return
+        try:
+            self._spool.write(frames)
+            self.counts["shipped_records"] += len(frames)
+            self.counts["shipped_bytes"] += sum(map(len, frames))
+        except OSError as error:  # a full disk: these are lost, the next ones may fit again
+            self.counts["dropped_records_spool"] += len(frames)
+            self.report(error, "spool")
+
+
+def _leave_engine_cores() -> None:
+    """Let this thread run anywhere: vLLM's CPU worker binds its main thread to one core, and children inherit it."""
+    with contextlib.suppress(OSError):  # a container may not allow it
+        os.sched_setaffinity(threading.get_native_id(), range(os.cpu_count() or 1))

@@ -1,0 +1,16 @@
+"""The entry point of vLLM's general plugins: loaded in every process of a server that has redraft in VLLM_PLUGINS."""
+
+from __future__ import annotations
+
+from online.plugin_config import is_enabled
+
+
+def register() -> None:
+    """Mend sampling on the CPU and let workers capture and swap; nothing where VLLM_PLUGINS does not name redraft."""
+    if not is_enabled():
+        return
+    from online.cpu_mend import mend_cpu_sampling
+    from online.plugin_worker import register_worker
+
+    mend_cpu_sampling()
+    register_worker()

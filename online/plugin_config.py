@@ -1,0 +1,86 @@
+"""What the plugin is told: read from the environment, which every process of a vLLM server inherits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PLUGIN_NAME = "redraft"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureConfig:
+    spool: Path
+    """REDRAFT_CAPTURE_SPOOL: folder that receives records; without it nothing is captured."""
+    fraction: float = 1.0
+    """REDRAFT_CAPTURE_FRACTION of all requests."""
+    tenants: frozenset[str] | None = None
+    """REDRAFT_CAPTURE_TENANTS, comma-separated: only these; unset: all."""
+    top_k: int = 32
+    """REDRAFT_CAPTURE_TOP_K."""
+    spool_bytes: int = 1 << 30
+    """REDRAFT_CAPTURE_SPOOL_BYTES: above it the oldest records go."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fraction <= 1:
+            raise ValueError(f"REDRAFT_CAPTURE_FRACTION is {self.fraction}: it must lie between 0 and 1")
+        if self.top_k < 1:
+            raise ValueError(f"REDRAFT_CAPTURE_TOP_K is {self.top_k}: it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginConfig:
+    registry: Path | None = None
+    """REDRAFT_REGISTRY: folder of the draft's versions (v000001, ...); without it nothing can be swapped."""
+    token: str | None = field(default=None, repr=False)
+    """REDRAFT_TOKEN, or what the file REDRAFT_TOKEN_FILE holds; without it the routes answer nobody."""
+    allow_remote: bool = False
+    """REDRAFT_ALLOW_REMOTE=1: the routes answer other machines too."""
+    capture: CaptureConfig | None = None
+
+
+def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether VLLM_PLUGINS names the plugin: where that is unset vLLM loads every general plugin there is."""
+    return PLUGIN_NAME in environment.get("VLLM_PLUGINS", "").split(",")
+
+
+def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
+    """The plugin's configuration.
+
+    Raises: ValueError for a value that can not be; FileNotFoundError for a token file or registry that is not there.
+    """
+    registry = environment.get("REDRAFT_REGISTRY")
+    if registry and not Path(registry).is_dir():
+        raise FileNotFoundError(f"REDRAFT_REGISTRY={registry} is no folder: create it, or unset the variable")
+    return PluginConfig(
+        registry=Path(registry) if registry else None,
+        token=_token(environment),
+        allow_remote=environment.get("REDRAFT_ALLOW_REMOTE") == "1",
+        capture=_capture(environment),
+    )
+
+
+def _token(environment: Mapping[str, str]) -> str | None:
+    token = environment.get("REDRAFT_TOKEN")
+    file = environment.get("REDRAFT_TOKEN_FILE")
+    if not token and file:
+        token = Path(file).read_text().strip()
+        if not token:
+            raise ValueError(f"REDRAFT_TOKEN_FILE={file} is empty: write the token into it")
+    return token or None
+
+
+def _capture(environment: Mapping[str, str]) -> CaptureConfig | None:
+    spool = environment.get("REDRAFT_CAPTURE_SPOOL")
+    if not spool:
+        return None
+    tenants = environment.get("REDRAFT_CAPTURE_TENANTS")
+    return CaptureConfig(
+        spool=Path(spool),
+        fraction=float(environment.get("REDRAFT_CAPTURE_FRACTION", CaptureConfig.fraction)),
+        tenants=frozenset(tenants.split(",")) if tenants else None,
+        top_k=int(environment.get("REDRAFT_CAPTURE_TOP_K", CaptureConfig.top_k)),
+        spool_bytes=int(environment.get("REDRAFT_CAPTURE_SPOOL_BYTES", CaptureConfig.spool_bytes)),
+    )

@@ -1,0 +1,161 @@
+"""What is known of one running request: verification steps go in, records come out.
+
+R = rows, K = kept top-k ids.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from online.records import Record, Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestInfo:
+    """What a record says of its request as a whole."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    max_tokens: int
+    stop_ids: frozenset[int]
+    domain: str = ""
+    tenant: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What is kept of logits."""
+
+    topk_ids_RK: NDArray[np.int32]
+    topk_log_probs_RK: NDArray[np.float32]
+    log_sum_exp_R: NDArray[np.float32]
+
+    def part(self, first: int, count: int) -> Rows:
+        """`count` rows from `first` on."""
+        kept = slice(first, first + count)
+        return Rows(
+            topk_ids_RK=self.topk_ids_RK[kept],
+            topk_log_probs_RK=self.topk_log_probs_RK[kept],
+            log_sum_exp_R=self.log_sum_exp_R[kept],
+        )
+
+
+@dataclass(kw_only=True)
+class Verified:
+    """The rows of one verification step of one request, in the order of the draft tokens, the bonus row last."""
+
+    start: int
+    draft_ids: NDArray[np.int32]
+    draft_probs: NDArray[np.float32]
+    num_accepted: int
+    rows: Rows
+
+    @property
+    def end(self) -> int:
+        """Index of the first token behind those that the step sampled."""
+        return self.start + self.num_accepted + 1
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """The record's columns for these rows."""
+        index = np.arange(len(self.draft_ids) + 1, dtype=np.int32)
+        return {
+            "row_positions": self.start + index,
+            "row_branches": np.maximum(0, index - self.num_accepted),
+            "row_drafts": np.append(self.draft_ids, np.int32(-1)),
+            "row_draft_probs": np.append(self.draft_probs, np.float32("nan")),
+            "row_accepted": (index < self.num_accepted).astype(np.uint8),
+            "row_topk_ids": self.rows.topk_ids_RK,
+            "row_topk_log_probs": self.rows.topk_log_probs_RK,
+            "row_log_sum_exp": self.rows.log_sum_exp_R,
+        }
+
+
+@dataclass(kw_only=True)
+class RequestLog:
+    """What is known of one running request, and which segment of it comes next."""
+
+    info: RequestInfo
+    output: list[int] = field(default_factory=list)
+    verified: list[Verified] = field(default_factory=list)
+    draft_version: str = ""
+    sequence: int = 0
+    num_shipped: int = 0
+    """Output tokens that are in earlier segments."""
+    is_complete: bool = False
+    """The request has come to its end."""
+    is_closed: bool = False
+    """Nothing further of it can be recorded: it ended, or a step of it was lost."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(step.draft_ids) + 1 for step in self.verified)
+
+    def append(self, start: int, sampled: list[int], verified: Verified | None) -> bool:
+        """Take one step; False where steps before it are missing, so that the text is no longer known."""
+        begin = start - len(self.info.prompt_ids)
+        if begin > len(self.output):
+            return False
+        if begin < len(self.output):
+            self._forget(begin)
+        if verified is not None:
+            self.verified.append(verified)
+        for token in sampled:
+            self.output.append(token)
+            # A step may sample past the request's end: the scheduler cuts there, and so must the record.
+            if token in self.info.stop_ids or len(self.output) >= self.info.max_tokens:
+                self.is_complete = True
+                break
+        return True
+
+    def segment(self, server_id: str, fingerprint: str) -> Record | None:
+        """The record of what came since the last segment, None where no row did; the log then waits for the next."""
+        columns = self._columns()
+        context, output = self.output[: self.num_shipped], self.output[self.num_shipped :]
+        self.num_shipped = len(self.output)
+        self.verified = []
+        if not columns:
+            return None
+        self.sequence += 1
+        return Record(
+            server_id=server_id,
+            request_id=self.info.request_id,
+            sequence=self.sequence - 1,
+            time_s=time.time(),
+            domain=self.info.domain,
+            tenant=self.info.tenant,
+            target_fingerprint=fingerprint,
+            draft_version=self.draft_version,
+            sampling=self.info.sampling,
+            num_prompt_tokens=len(self.info.prompt_ids),
+            top_k=columns["row_topk_ids"].shape[1],
+            context=_bytes(self.info.prompt_ids + context),
+            output=_bytes(output),
+            **{name: np.ascontiguousarray(column).tobytes() for name, column in columns.items()},
+        )
+
+    def _forget(self, begin: int) -> None:
+        """Drop the output from `begin`: the scheduler threw those tokens of a preempted request away."""
+        del self.output[begin:]
+        first_lost = len(self.info.prompt_ids) + begin
+        self.verified = [step for step in self.verified if step.end <= first_lost]
+        self.num_shipped = min(self.num_shipped, begin)
+        self.is_complete = False
+
+    def _columns(self) -> dict[str, NDArray[Any]]:
+        """The record's columns, without the rows whose text goes on behind the request's end; empty without a row."""
+        parts = [step.columns() for step in self.verified]
+        if not parts:
+            return {}
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        kept = columns["row_positions"] - columns["row_branches"] < len(self.info.prompt_ids) + len(self.output)
+        return {name: column[kept] for name, column in columns.items()} if kept.any() else {}
+
+
+def _bytes(ids: list[int]) -> bytes:
+    return np.array(ids, "<i4").tobytes()

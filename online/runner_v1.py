@@ -1,0 +1,203 @@
+"""Hooks on an instance of vLLM's V1 model runner: the only file that knows its names.
+
+`_sample(logits, metadata)` is the one place where the target's logits, the draft tokens and the sampled tokens of a
+step meet. The hooks call the runner's own method, keep references to what it used, and return what it returned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from online.capture import Capture, Step, StepPart
+from online.records import Sampling
+from online.request_log import RequestInfo
+
+RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+
+EXTRA_ARGS_KEY = "redraft"
+"""Under `SamplingParams.extra_args`: `{"tenant", "domain", "opt_out"}`, put there by the API process."""
+
+
+def require_known_runner(runner: object) -> None:
+    """Return where `runner` is vLLM's V1 model runner (the CPU one derives from it).
+
+    Raises: RuntimeError otherwise.
+    """
+    names = [f"{cls.__module__}.{cls.__qualname__}" for cls in type(runner).__mro__]
+    if RUNNER not in names:
+        raise RuntimeError(
+            f"redraft knows vLLM's V1 model runner, not {names[0]}: set VLLM_USE_V2_MODEL_RUNNER=0, "
+            "or take redraft out of VLLM_PLUGINS"
+        )
+
+
+def install_capture(runner: Any, capture: Capture) -> None:
+    """Let `capture` see every step of `runner` from now on."""
+    hooks = _Hooks(runner, capture)
+    runner._sample = hooks.sample
+    runner._get_spec_decode_draft_probs = hooks.draft_probs
+    runner._on_request_state_removed = hooks.request_removed
+
+
+class _Hooks:
+    def __init__(self, runner: Any, capture: Capture) -> None:
+        self.runner = runner
+        self.capture = capture
+        self.requests: dict[str, RequestInfo | None] = {}
+        """Of every running request what its records say of it, or None where it is not recorded."""
+        self.finished: list[str] = []
+        self.step_draft_probs_SV: Tensor | None = None
+        self._sample = runner._sample
+        self._draft_probs = runner._get_spec_decode_draft_probs
+        self._request_removed = runner._on_request_state_removed
+
+    def sample(self, logits_RV: Tensor | None, metadata: Any) -> Any:
+        self.step_draft_probs_SV = None
+        output = self._sample(logits_RV, metadata)
+        try:
+            step = self._step(logits_RV, metadata, output.sampled_token_ids)
+            if step is not None:
+                self.capture.queue.put(step)
+        except Exception as error:  # capture may fail, serving may not
+            self.capture.report(error, "hook")
+        return output
+
+    def draft_probs(self, metadata: Any) -> Tensor | None:
+        self.step_draft_probs_SV = self._draft_probs(metadata)
+        return self.step_draft_probs_SV
+
+    def request_removed(self, request_id: str, state: Any) -> None:
+        self._request_removed(request_id, state)
+        if self.requests.pop(request_id, None) is not None:
+            self.finished.append(request_id)
+            if not self.runner.requests:  # no step may come for a long time
+                self.capture.queue.put(self._finished_step())
+
+    def _finished_step(self) -> Step:
+        finished, self.finished = self.finished, []
+        return Step(draft_version=self.capture.draft_version, parts=[], finished=finished)
+
+    def _step(self, logits_RV: Tensor | None, metadata: Any, sampled_BK: Tensor) -> Step | None:
+        batch = self.runner.input_batch
+        infos = [self._info(request_id) for request_id in batch.req_ids[: batch.num_reqs]]
+        if not any(infos):
+            return self._finished_step() if self.finished else None
+        num_drafts_B = np.array(metadata.num_draft_tokens if metadata else [0] * len(infos))
+        parts = self._parts(infos, num_drafts_B)
+        finished, self.finished = self.finished, []
+        verified = [part for part in parts if part.num_drafts]
+        if not verified or logits_RV is None:
+            return Step(draft_version=self.capture.draft_version, parts=parts, finished=finished, sampled_BK=sampled_BK)
+        num_rows = sum(part.num_drafts + 1 for part in verified)
+        if 2 * num_rows < len(logits_RV):  # few of many: a copy of them holds less memory than a reference to all
+            parts, logits_RV = _only_their_rows(parts, logits_RV)
+        return Step(
+            draft_version=self.capture.draft_version,
+            parts=parts,
+            finished=finished,
+            sampled_BK=sampled_BK,
+            logits_RV=logits_RV,
+            draft_ids_S=metadata.draft_token_ids,
+            draft_probs_S=self._chosen_draft_probs(metadata.draft_token_ids),
+        )
+
+    def _parts(self, infos: list[RequestInfo | None], num_drafts_B: Any) -> list[StepPart]:
+        runner, count = self.runner, len(infos)
+        num_scheduled_B = np.diff(runner.query_start_loc.np[: count + 1])
+        starts_B = runner.input_batch.num_computed_tokens_cpu[:count] + num_scheduled_B - num_drafts_B
+        is_partial_prefill_B = runner.discard_request_mask.np[:count]
+        first_drafts_B = np.cumsum(num_drafts_B) - num_drafts_B
+        return [
+            StepPart(
+                request=info,
+                start=int(starts_B[i]),
+                sampled_row=i,
+                num_drafts=int(num_drafts_B[i]),
+                first_row=int(first_drafts_B[i]) + i,  # every request before it has one bonus row besides its drafts
+                first_draft=int(first_drafts_B[i]),
+            )
+            for i, info in enumerate(infos)
+            if info is not None and not is_partial_prefill_B[i]
+        ]
+
+    def _chosen_draft_probs(self, draft_ids_S: Tensor) -> Tensor | None:
+        if self.step_draft_probs_SV is None:
+            return None
+        return self.step_draft_probs_SV.gather(1, draft_ids_S[:, None].long())[:, 0]
+
+    def _info(self, request_id: str) -> RequestInfo | None:
+        if request_id not in self.requests:
+            self.requests[request_id] = self._decide(self.runner.requests[request_id])
+        return self.requests[request_id]
+
+    def _decide(self, state: Any) -> RequestInfo | None:
+        """What the records of a new request will say of it, or None where it is not to be recorded."""
+        params = state.sampling_params
+        origin = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {})
+        tenant = origin.get("tenant", "")
+        if reason := _unfit(state, origin):
+            self.capture.counts[f"skipped_requests_{reason}"] += 1
+            return None
+        if not self.capture.is_sampled(state.req_id, tenant):
+            return None
+        self.capture.counts["captured_requests"] += 1
+        max_model_len = self.runner.max_model_len - len(state.prompt_token_ids)
+        return RequestInfo(
+            request_id=state.req_id,
+            prompt_ids=list(state.prompt_token_ids),
+            sampling=_sampling(params),
+            max_tokens=min(params.max_tokens or max_model_len, max_model_len),
+            stop_ids=frozenset(params.stop_token_ids or ()) | ({params.eos_token_id} - {None}),
+            domain=origin.get("domain", ""),
+            tenant=tenant,
+        )
+
+
+def _unfit(state: Any, origin: dict[str, Any]) -> str:
+    """Why a request can not be recorded; empty where it can."""
+    reasons = {
+        "opt_out": origin.get("opt_out", False),
+        # its logits come with the grammar's mask already in them
+        "structured_output": state.sampling_params.structured_outputs is not None,
+        # an adapter is another target than the draft's
+        "lora": state.lora_request is not None,
+        # what the target read is more than token ids
+        "multimodal": bool(state.mm_features) or state.prompt_token_ids is None,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def _sampling(params: Any) -> Sampling:
+    return Sampling(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(0, params.top_k),
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+    )
+
+
+def _only_their_rows(parts: list[StepPart], logits_RV: Tensor) -> tuple[list[StepPart], Tensor]:
+    """A copy of the rows that belong to `parts`, and the parts pointing into it."""
+    moved: list[StepPart] = []
+    rows: list[int] = []
+    for part in parts:
+        kept = range(part.first_row, part.first_row + part.num_drafts + 1) if part.num_drafts else ()
+        moved.append(
+            StepPart(
+                request=part.request,
+                start=part.start,
+                sampled_row=part.sampled_row,
+                num_drafts=part.num_drafts,
+                first_row=len(rows),
+                first_draft=part.first_draft,
+            )
+        )
+        rows += kept
+    return moved, logits_RV[torch.tensor(rows, device=logits_RV.device)]

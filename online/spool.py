@@ -1,0 +1,66 @@
+"""A folder that servers fill with records and the learner empties: the transport that needs no broker.
+
+    server ─► .<name>.partial ─ rename ─► <time>-<server>-<number>.records ─► learner reads, commits, unlinks
+
+A file appears complete or not at all, it outlives both sides, and a learner that dies between commit and unlink reads
+it again: every record arrives at least once. The folder is bounded: above its budget the oldest files go, whoever
+wrote them.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+SUFFIX = ".records"
+
+
+class SpoolWriter:
+    """Writes one server's frames into the folder and keeps the folder within `budget_bytes`. Not thread-safe."""
+
+    def __init__(self, folder: Path, server_id: str, budget_bytes: int) -> None:
+        self.folder = folder
+        self.server_id = server_id
+        self.budget_bytes = budget_bytes
+        self.num_files = 0
+        self.num_evicted_files = 0
+
+    def write(self, frames: list[bytes]) -> None:
+        """One new file of `frames`.
+
+        Raises: OSError where the disk is full or the folder can not be written; what was written of the file is gone.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # The time leads, so that the files of many servers sort by age.
+        name = f"{time.time_ns():020d}-{self.server_id}-{self.num_files:08d}"
+        partial = self.folder / f".{name}.partial"
+        try:
+            partial.write_bytes(b"".join(frames))
+            partial.rename(self.folder / f"{name}{SUFFIX}")
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        self.num_files += 1
+        self._evict()
+
+    def _evict(self) -> None:
+        files = [(path, _size(path)) for path in spool_files(self.folder)]
+        excess = sum(size for _, size in files) - self.budget_bytes
+        for path, size in files[:-1]:  # never the newest, so that a budget below one file still lets records through
+            if excess <= 0:
+                return
+            path.unlink(missing_ok=True)
+            excess -= size
+            self.num_evicted_files += 1
+
+
+def spool_files(folder: Path) -> list[Path]:
+    """The complete files of the folder, the oldest first. Reading: `read_frames(path.read_bytes())`, then unlink."""
+    return sorted(folder.glob(f"*{SUFFIX}"))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # the learner took it meanwhile
+        return 0
