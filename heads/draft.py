@@ -54,6 +54,8 @@ class TargetSignal:
     distribution: ExactTarget | TopKTarget
     aux_BTLD: Tensor | None = None
     """Residual stream after the layers the head asked for, ascending (k = after k layers, before any final norm)."""
+    hidden_BTD: Tensor | None = None
+    """After the final norm, for heads that read it, where `distribution` is a `TopKTarget` and so does not hold it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,18 @@ class Draft(Protocol):
         ...
 
 
+def final_hidden(signal: TargetSignal) -> Tensor:
+    """The target's last hidden state after its final norm, [B, T, D].
+
+    Raises: ValueError where the signal holds none.
+    """
+    if isinstance(signal.distribution, ExactTarget):
+        return signal.distribution.hidden_BTD
+    if signal.hidden_BTD is None:
+        raise ValueError("this head reads the target's last hidden state, which the signal lacks: capture it as well")
+    return signal.hidden_BTD
+
+
 def label_rows(batch: Batch, shift: int) -> Tensor:
     """Rows whose label x[t + 1 + shift] counts: it is in the loss mask and of the same document as row t. bool [B, T]."""
     ahead = shift + 1
@@ -102,3 +116,12 @@ def attention_mask(batch: Batch) -> Tensor:
     causal_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=batch.document_BT.device).tril()
     same_BTT = batch.document_BT[:, :, None] == batch.document_BT[:, None, :]
     return (same_BTT & causal_TT)[:, None]
+
+
+def draw(logits_V: Tensor, temperature: float, generator: torch.Generator | None = None) -> tuple[int, Tensor]:
+    """A draft token and the distribution q [V] it was drawn from: one-hot at the first maximum for temperature 0."""
+    if temperature == 0:
+        best = int(logits_V.argmax())
+        return best, torch.zeros_like(logits_V).index_fill_(0, torch.tensor([best], device=logits_V.device), 1)
+    q_V = (logits_V / temperature).softmax(-1)
+    return int(torch.multinomial(q_V, 1, generator=generator)), q_V

@@ -1,0 +1,307 @@
+"""EAGLE-3: one layer over the embedding and a mix of the target's layers (Li et al., arXiv 2503.01840).
+
+    g[t] = fc(concat of the target's residual stream after each aux layer)
+    layer([input_layernorm(embed(x[t+1])), hidden_norm(g[t])]) + g[t] -> g'[t+1], read by the head after `norm`
+
+What is fed back is g' before `norm`, or after it with `norm_output`. Options of EAGLE-3.1: `fc_norm`, `norm_output`.
+B = batch, T = tokens, L = aux layers, D = hidden, V = target vocabulary, W = draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.attention import Memory
+from heads.draft import Batch, DraftStep, TargetSignal
+from heads.layers import Attention, GatedMLP, LlamaShape, Rotary, norm
+from heads.recurrent import decode, over_target_vocabulary, unroll
+from heads.target import Target
+from heads.tensors import load_into, read_config, read_tensors, tensor_files, write_head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    aux_layer_ids: tuple[int, ...] = ()
+    """Target layers read, ascending: k is the residual stream after k layers. Empty: 2, n // 2 and n - 3."""
+    own_head: bool = True
+    """Train a head of its own, begun as the target's. Without: the target's rows, frozen."""
+    norm_before_residual: bool = False
+    """The residual is the normed feature instead of the feature."""
+    fc_norm: bool = False
+    """Norm each aux layer's stream before they are mixed (EAGLE-3.1)."""
+    norm_output: bool = False
+    """Feed back what the head reads instead of the unnormed feature (EAGLE-3.1)."""
+    num_steps: int = 7
+    """Draft steps trained at once, each on the features of the one before."""
+    step_decay: float = 0.8
+    """Step k weighs step_decay^k."""
+
+
+ARCHITECTURE = ("norm_before_residual", "fc_norm", "norm_output")
+"""Options that change what the head computes; engines read them by these names."""
+
+
+class Layer(nn.Module):
+    """A Llama layer whose attention reads the token's embedding beside the feature."""
+
+    def __init__(self, shape: LlamaShape, norm_before_residual: bool) -> None:
+        super().__init__()
+        self._norm_before_residual = norm_before_residual
+        self.input_layernorm = norm(shape)
+        self.hidden_norm = norm(shape)
+        self.self_attn = Attention(shape, 2 * shape.hidden_size)
+        self.post_attention_layernorm = norm(shape)
+        self.mlp = GatedMLP(shape)
+
+    def forward(self, embed_BTD: Tensor, feature_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        normed_BTD = self.hidden_norm(feature_BTD)
+        x_BTD = normed_BTD if self._norm_before_residual else feature_BTD
+        attended = self.self_attn(torch.cat([self.input_layernorm(embed_BTD), normed_BTD], dim=-1), cos_sin, memory)
+        x_BTD = x_BTD + attended
+        out: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        return out
+
+
+class Eagle3(nn.Module):
+    is_autoregressive = False
+
+    def __init__(self, config: Config, target: Target, draft_ids_W: Tensor | None = None) -> None:
+        """`draft_ids_W`: the target ids that the draft can propose, ascending; None for all.
+
+        Raises: ValueError for aux layers or ids that the target does not have.
+        """
+        super().__init__()
+        self.config = config
+        self.shape = LlamaShape.of(target.config)
+        self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
+        hidden = self.shape.hidden_size
+        self._embed_VD = target.embed_VD
+        self._rotary = Rotary(self.shape)
+        self._draft_ids_W = None if draft_ids_W is None else checked_ids(draft_ids_W, self.shape.vocab_size)
+        self.fc = nn.Linear(len(self.aux_layer_ids) * hidden, hidden, bias=False)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(norm(self.shape) for _ in self.aux_layer_ids)
+        self.midlayer = Layer(self.shape, config.norm_before_residual)
+        self.norm = norm(self.shape)
+        rows_WD = target.head_VD if self._draft_ids_W is None else target.head_VD[self._draft_ids_W]
+        if config.own_head:
+            self.lm_head = nn.Linear(hidden, len(rows_WD), bias=False)
+            self.lm_head.weight.data.copy_(rows_WD)
+        else:
+            self._frozen_head_WD = rows_WD
+
+    @property
+    def head(self) -> Tensor:
+        """The rows that logits come from, [W, D]."""
+        return self.lm_head.weight if self.config.own_head else self._frozen_head_WD
+
+    def step(
+        self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: Memory
+    ) -> tuple[Tensor, Tensor]:
+        """What the head reads and what is fed back, [B, T, D]."""
+        embed_BTD = F.embedding(ids_BT, self._embed_VD).to(feature_BTD.dtype)
+        out_BTD = self.midlayer(embed_BTD, feature_BTD, self._rotary(position_ids_BT, feature_BTD), memory)
+        normed_BTD = self.norm(out_BTD)
+        return normed_BTD, normed_BTD if self.config.norm_output else out_BTD
+
+    def mix(self, signal: TargetSignal) -> Tensor:
+        """The feature of step 0, fc(concat aux), [B, T, D].
+
+        Raises: ValueError where the signal has no, or another number of, aux layers.
+        """
+        aux_BTLD, wanted = signal.aux_BTLD, len(self.aux_layer_ids)
+        if aux_BTLD is None or aux_BTLD.shape[2] != wanted:
+            held = 0 if aux_BTLD is None else aux_BTLD.shape[2]
+            raise ValueError(f"this head reads target layers {self.aux_layer_ids}, the signal holds {held} layers")
+        aux_BTLD = aux_BTLD.to(self.fc.weight.dtype)
+        if self.config.fc_norm:
+            aux_BTLD = torch.stack([n(a) for n, a in zip(self.fc_norm, aux_BTLD.unbind(2), strict=True)], dim=2)
+        out: Tensor = self.fc(aux_BTLD.flatten(2))
+        return out
+
+    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
+        """Steps of shifts 1, 2, ...: the head's own features, the true tokens."""
+        return unroll(
+            self.step,
+            batch,
+            self.mix(signal),
+            self.head,
+            num_steps=num_steps or self.config.num_steps,
+            step_decay=self.config.step_decay,
+            draft_ids_W=self._draft_ids_W,
+        )
+
+    @torch.no_grad()
+    def propose(
+        self,
+        prefix_ids: Sequence[int],
+        signal: TargetSignal,
+        num_tokens: int,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> list[tuple[int, Tensor]]:
+        """`num_tokens` draft tokens after the prefix, each with the q [V] it was drawn from.
+
+        `signal` holds what the target computed on all but the last token of the prefix.
+        """
+        return decode(self.step, self._logits, prefix_ids, self.mix(signal), num_tokens, temperature, generator)
+
+    def _logits(self, hidden_D: Tensor) -> Tensor:
+        logits_W = F.linear(hidden_D, self.head.to(hidden_D.dtype))
+        return over_target_vocabulary(logits_W, self._draft_ids_W, self.shape.vocab_size)
+
+    def init_from_layer(self, layer: nn.Module, final_norm: nn.Module) -> None:
+        """Begin as a layer of the target (its last is the usual choice) on the highest aux layer's stream.
+
+        Tensors of equal shape are copied; the projections of attention take the layer's for the feature's half and keep
+        their random start for the embedding's. Shapes that differ (another architecture) keep their random start.
+        """
+        theirs = {f"midlayer.{name}": value for name, value in layer.state_dict().items()}
+        theirs["midlayer.hidden_norm.weight"] = theirs.pop("midlayer.input_layernorm.weight")
+        theirs["norm.weight"] = final_norm.state_dict()["weight"]
+        hidden = self.shape.hidden_size
+        with torch.no_grad():
+            for name, own in self.state_dict().items():
+                value = theirs.get(name)
+                if value is not None and value.shape == own.shape:
+                    own.copy_(value)
+                elif value is not None and value.ndim == 2 and own.shape == (len(value), 2 * hidden):
+                    own[:, hidden:].copy_(value)
+            self.fc.weight.zero_()[:, -hidden:].fill_diagonal_(1.0)
+
+    def export(
+        self,
+        folder: Path,
+        dtype: torch.dtype | None = None,
+        *,
+        layout: Literal["vllm", "speculators"] = "vllm",
+        target_name: str = "",
+        num_speculative_tokens: int = 3,
+    ) -> None:
+        """Write what vLLM loads with `method: eagle3`, in its own layout or that of the `speculators` package.
+
+        Embeddings are absent, and the head where it is the target's: the engine then shares the target's. The
+        speculators layout also records the target's name and the number of tokens to draft.
+        """
+        if layout == "speculators":
+            config = self._speculators_config(target_name, num_speculative_tokens)
+            tensors = {name.replace("midlayer.", "layers.0."): t for name, t in self._tensors().items()}
+        else:
+            config, tensors = self._vllm_config(), self._tensors()
+        write_head(folder, tensors, config, dtype or self.fc.weight.dtype)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = self.state_dict()
+        if self._draft_ids_W is None:
+            return tensors
+        ids_W = self._draft_ids_W.cpu()
+        kept_V = torch.zeros(self.shape.vocab_size, dtype=torch.bool)
+        kept_V[ids_W] = True
+        # d2t is what to add to a draft id, not the target id itself
+        return {**tensors, "lm_head.weight": self.head, "d2t": ids_W - torch.arange(len(ids_W)), "t2d": kept_V}
+
+    def _vllm_config(self) -> dict[str, Any]:
+        return {
+            **self.shape.hf_config(),
+            **self._architecture(),
+            "architectures": ["LlamaForCausalLMEagle3"],
+            # vLLM counts the layers by this key: top-level ids alone give it 3
+            "num_aux_hidden_states": len(self.aux_layer_ids),
+            "redraft": self._training(),
+        }
+
+    def _speculators_config(self, target_name: str, num_speculative_tokens: int) -> dict[str, Any]:
+        greedy = {"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens}
+        # vLLM builds its config from this inner one, so the count of layers must be here
+        layer = {**self.shape.hf_config(), "num_aux_hidden_states": len(self.aux_layer_ids)}
+        return {
+            **self._architecture(),
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.9.0",
+            "target_hidden_size": None,
+            "tie_word_embeddings": False,
+            "transformer_layer_config": layer,
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{**greedy, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+                "verifier": {"name_or_path": target_name, "architectures": ["LlamaForCausalLM"]},
+            },
+            "redraft": self._training(),
+        }
+
+    def _architecture(self) -> dict[str, Any]:
+        return {
+            **{name: getattr(self.config, name) for name in ARCHITECTURE},
+            "draft_vocab_size": len(self.head),
+            "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
+        }
+
+    def _training(self) -> dict[str, Any]:
+        kept = {"own_head", "num_steps", "step_decay"}
+        return {"family": "eagle3", **{name: value for name, value in asdict(self.config).items() if name in kept}}
+
+    @staticmethod
+    def load(folder: Path, target: Target) -> Eagle3:
+        """A head from an exported folder of either layout, or from one that others trained without extra tensors.
+
+        Raises: ValueError where a tensor is missing, unknown or of another shape, or the ids are no map.
+        """
+        config = read_config(folder)
+        tensors = read_tensors(folder, tensor_files(folder))
+        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+        tensors.pop("t2d", None)
+        offset_W = tensors.pop("d2t", None)
+        draft_ids_W = None if offset_W is None else offset_W + torch.arange(len(offset_W))
+        head = Eagle3(_read(config, own_head="lm_head.weight" in tensors), target, draft_ids_W)
+        if not head.config.own_head:
+            tensors.pop("lm_head.weight", None)
+        load_into(head, tensors, folder)
+        return head
+
+
+def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """The aux layers of a target of `num_layers`: those chosen, or 2, n // 2 and n - 3.
+
+    Raises: ValueError where one does not exist, or they are not ascending.
+    """
+    layers = tuple(chosen) or (2, num_layers // 2, num_layers - 3)
+    if list(layers) != sorted(set(layers)):
+        raise ValueError(f"aux layers {layers} of a target of {num_layers} layers: give distinct ones, ascending")
+    if layers[0] < 0 or layers[-1] > num_layers:
+        raise ValueError(f"aux layers {layers}: the target has layers 0 to {num_layers}")
+    return layers
+
+
+def checked_ids(draft_ids_W: Tensor, vocab_size: int) -> Tensor:
+    """The ids of a draft vocabulary, found ascending and within the target's.
+
+    Raises: ValueError.
+    """
+    if len(draft_ids_W) > vocab_size:
+        raise ValueError(f"a draft vocabulary of {len(draft_ids_W)} ids is larger than the target's {vocab_size}")
+    if not bool((draft_ids_W.diff() > 0).all()) or draft_ids_W[0] < 0 or draft_ids_W[-1] >= vocab_size:
+        raise ValueError(f"draft ids must ascend within 0..{vocab_size - 1}: is d2t an offset, not the target's id?")
+    return draft_ids_W
+
+
+def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:
+    """The options of a checkpoint: architecture from the engine's keys, training from ours where they are."""
+    known = {field.name for field in fields(Config)}
+    training = {name: value for name, value in config.get("redraft", {}).items() if name in known}
+    is_speculators = config.get("speculators_model_type") == "eagle3"
+    return Config(
+        aux_layer_ids=tuple(config.get("eagle_aux_hidden_state_layer_ids") or ()),
+        norm_before_residual=config.get("norm_before_residual", is_speculators),
+        fc_norm=config.get("fc_norm", False),
+        norm_output=config.get("norm_output", False),
+        **{"own_head": own_head, **training},
+    )
