@@ -1,0 +1,279 @@
+"""What an engine will accept, forecast from teacher-forced passes over the target's own greedy text.
+
+B = batch, T = tokens, N = rows, K = num_speculative_tokens.
+
+Under greedy decoding every token that is emitted is the target's greedy token. So one pass of target and draft over
+the target's continuation tells for every prefix of it which draft tokens would match, and walking the blocks over this
+table gives the engine's own counts without the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from eval.acceptance import AcceptanceCounts, simulate_blocks, tau
+from eval.prompts import Prompt
+from eval.rows import block_matches, compare_rows, draft_steps_of
+from heads.draft import Batch, Draft, TargetSignal
+
+SignalFunction = Callable[[Batch], TargetSignal]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """A prompt and the target's greedy answer to it."""
+
+    prompt: Prompt
+    output_ids: list[int]
+    """As the engine returns it: up to the end token (included) or to `max_tokens`."""
+    beyond_ids: list[int]
+    """The target's greedy tokens after that: the engine's last block reaches past the end, and counts in full."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptForecast:
+    domain: str
+    num_output_tokens: int
+    alpha_sum: float
+    alpha_greedy_sum: float
+    num_rows: int
+    counts: AcceptanceCounts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastSummary:
+    num_prompts: int
+    num_output_tokens: int
+    alpha: float
+    """Mean over the answers' rows, at temperature 1."""
+    alpha_greedy: float
+    """Mean over the answers' rows, at temperature 1."""
+    tau: float
+    """Tokens per target step at temperature 0."""
+    acceptance_per_position: list[float]
+    """Share of drafts whose first j + 1 tokens are accepted, at temperature 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    per_prompt: list[PromptForecast]
+
+    @property
+    def overall(self) -> ForecastSummary:
+        return _summary(self.per_prompt)
+
+    @property
+    def by_domain(self) -> dict[str, ForecastSummary]:
+        names = sorted({prompt.domain for prompt in self.per_prompt})
+        return {name: _summary([p for p in self.per_prompt if p.domain == name]) for name in names}
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self.overall), "by_domain": {name: asdict(row) for name, row in self.by_domain.items()}}
+
+
+def _summary(forecasts: Sequence[PromptForecast]) -> ForecastSummary:
+    num_rows = sum(f.num_rows for f in forecasts)
+    counts = sum((f.counts for f in forecasts[1:]), forecasts[0].counts)
+    return ForecastSummary(
+        num_prompts=len(forecasts),
+        num_output_tokens=sum(f.num_output_tokens for f in forecasts),
+        alpha=sum(f.alpha_sum for f in forecasts) / num_rows,
+        alpha_greedy=sum(f.alpha_greedy_sum for f in forecasts) / num_rows,
+        tau=counts.tau,
+        acceptance_per_position=counts.acceptance_per_position,
+    )
+
+
+@torch.no_grad()
+def greedy_continuations(
+    target: Any,
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: int,
+    num_speculative_tokens: int,
+    end_ids: Collection[int],
+    batch_size: int = 16,
+) -> list[Continuation]:
+    """The greedy answer of a `transformers` causal LM to every prompt, and the K - 1 tokens that would follow it.
+
+    Raises:
+        ValueError: a prompt and its answer do not fit the target's window.
+    """
+    beyond = num_speculative_tokens - 1
+    _require_window(target, prompts, max_tokens + beyond)
+    # Prompts of like length share a batch: little padding, and short answers do not wait for long ones' prefill.
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
+    results: dict[int, Continuation] = {}
+    with tqdm(total=len(prompts), desc="target's greedy answers", unit="prompt") as bar:
+        for first in range(0, len(order), batch_size):
+            chosen = order[first : first + batch_size]
+            texts = _greedy_batch(target, [prompts[i].token_ids for i in chosen], max_tokens, beyond, end_ids)
+            for i, text in zip(chosen, texts, strict=True):
+                end = _output_length(text, max_tokens, end_ids)
+                results[i] = Continuation(prompt=prompts[i], output_ids=text[:end], beyond_ids=text[end : end + beyond])
+            bar.update(len(chosen))
+    return [results[i] for i in range(len(prompts))]
+
+
+def _require_window(target: Any, prompts: Sequence[Prompt], num_new_tokens: int) -> None:
+    window = target.config.max_position_embeddings
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    if longest + num_new_tokens > window:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {num_new_tokens} new ones exceed the target's window of {window}: "
+            "leave longer prompts out or lower max_tokens"
+        )
+
+
+def _output_length(text: Sequence[int], max_tokens: int, end_ids: Collection[int]) -> int:
+    ends = (position + 1 for position, token in enumerate(text[:max_tokens]) if token in end_ids)
+    return next(ends, max_tokens)
+
+
+def _greedy_batch(
+    target: Any, prompts: Sequence[list[int]], max_tokens: int, beyond: int, end_ids: Collection[int]
+) -> list[list[int]]:
+    """Greedy tokens of each prompt, at least `beyond` more than its output has."""
+    device = target.device
+    width = max(map(len, prompts))
+    ids_BT = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts], device=device)
+    mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
+    ends = torch.tensor(sorted(end_ids), device=device)
+    needed_B = torch.full((len(prompts),), max_tokens + beyond, device=device)
+    tokens: list[Tensor] = []
+    cache = None
+    while len(tokens) < int(needed_B.max()):
+        position_ids_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
+        output = target(
+            input_ids=ids_BT,
+            attention_mask=mask_BT,
+            position_ids=position_ids_BT,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        tokens.append(output.logits[:, -1].argmax(-1))
+        after_end = torch.full_like(needed_B, len(tokens) + beyond)
+        needed_B = torch.where(torch.isin(tokens[-1], ends), torch.minimum(needed_B, after_end), needed_B)
+        ids_BT, cache = tokens[-1][:, None], output.past_key_values
+        mask_BT = torch.nn.functional.pad(mask_BT, (0, 1), value=1)
+    return [row.tolist() for row in torch.stack(tokens, dim=1)]
+
+
+@torch.no_grad()
+def forecast(
+    draft: Draft,
+    target_signal: SignalFunction,
+    continuations: Sequence[Continuation],
+    num_speculative_tokens: int,
+    device: torch.device | str = "cpu",
+) -> Forecast:
+    """Acceptance of `draft` at temperature 0 on the target's own greedy text, one teacher-forced pass a prompt.
+
+    Raises:
+        ValueError: the draft has fewer draft steps than `num_speculative_tokens`.
+    """
+    return Forecast(
+        per_prompt=[
+            _prompt_forecast(draft, target_signal, continuation, num_speculative_tokens, device)
+            for continuation in tqdm(continuations, desc="forecast", unit="prompt")
+        ]
+    )
+
+
+def _prompt_forecast(
+    draft: Draft,
+    target_signal: SignalFunction,
+    continuation: Continuation,
+    num_speculative_tokens: int,
+    device: torch.device | str,
+) -> PromptForecast:
+    first, num_output = len(continuation.prompt.token_ids), len(continuation.output_ids)
+    batch = _document(continuation, device)
+    signal = target_signal(batch)
+    steps = draft_steps_of(draft, batch, signal, num_speculative_tokens)
+    compared = [compare_rows(step, signal.distribution) for step in steps]
+    match_BTK, _ = block_matches(compared, num_speculative_tokens, draft.is_autoregressive)
+    # The draft's row once output token 0 is known; the row before it has that token as its label.
+    start = first - steps[0].shift
+    rows = slice(max(start - 1, 0), start - 1 + num_output)
+    return PromptForecast(
+        domain=continuation.prompt.domain,
+        num_output_tokens=num_output,
+        alpha_sum=float(compared[0].alpha_BT[0, rows].sum()),
+        alpha_greedy_sum=float(compared[0].alpha_greedy_BT[0, rows].sum()),
+        num_rows=int(compared[0].mask_BT[0, rows].sum()),
+        counts=simulate_blocks(match_BTK[0, start : start + num_output - 1], num_output),
+    )
+
+
+def _document(continuation: Continuation, device: torch.device | str) -> Batch:
+    ids = [*continuation.prompt.token_ids, *continuation.output_ids, *continuation.beyond_ids]
+    position_ids_BT = torch.arange(len(ids), device=device)[None]
+    return Batch(
+        input_ids_BT=torch.tensor([ids], device=device),
+        loss_mask_BT=position_ids_BT >= len(continuation.prompt.token_ids),
+        document_BT=torch.zeros_like(position_ids_BT),
+        position_ids_BT=position_ids_BT,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickMetrics:
+    """Acceptance on held-out text, cheap enough for every few hundred steps."""
+
+    num_rows: int
+    alpha: float
+    alpha_greedy: float
+    tau: float
+    """1 + sum_j c_j with the positions below: every row starts a block, so it is near the forecast, not equal to it."""
+    acceptance_per_position: list[float]
+    """Share of rows whose first j + 1 draft tokens are the target's most probable ones, given the text."""
+
+
+@torch.no_grad()
+def quick_metrics(
+    draft: Draft,
+    batches: Iterable[tuple[Batch, TargetSignal]],
+    num_speculative_tokens: int,
+    reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
+) -> QuickMetrics:
+    """Held-out acceptance of `draft` over packed batches; `reduce` sums a float64 CPU tensor over all processes.
+
+    Raises:
+        ValueError: no row of the batches has a label, or the draft has too few draft steps.
+    """
+    nothing = torch.zeros(4 + num_speculative_tokens, dtype=torch.float64)
+    sums = reduce(sum(_batch_sums(draft, batches, num_speculative_tokens), nothing))
+    if sums[0] == 0:
+        raise ValueError("the held-out batches have no row with a label: check the loss mask and the held-out split")
+    num_rows, alpha_sum, alpha_greedy_sum, num_blocks, *accepted = sums.tolist()
+    per_position = [count / max(num_blocks, 1) for count in accepted]
+    return QuickMetrics(
+        num_rows=int(num_rows),
+        alpha=alpha_sum / num_rows,
+        alpha_greedy=alpha_greedy_sum / num_rows,
+        tau=tau(per_position),
+        acceptance_per_position=per_position,
+    )
+
+
+def _batch_sums(
+    draft: Draft, batches: Iterable[tuple[Batch, TargetSignal]], num_speculative_tokens: int
+) -> Iterator[Tensor]:
+    """Per batch: rows, alpha, alpha_greedy, blocks, accepted per position; float64 on the CPU, [4 + K]."""
+    for batch, signal in batches:
+        steps = draft_steps_of(draft, batch, signal, num_speculative_tokens)
+        compared = [compare_rows(step, signal.distribution) for step in steps]
+        match_BTK, labelled_BTK = block_matches(compared, num_speculative_tokens, draft.is_autoregressive)
+        blocks_NK = match_BTK[labelled_BTK.all(-1)]
+        first = compared[0]
+        rates = [first.mask_BT.sum(), first.alpha_BT.double().sum(), first.alpha_greedy_BT.double().sum()]
+        accepted_K = blocks_NK.long().cumprod(-1).sum(0)
+        yield torch.tensor([*map(float, rates), len(blocks_NK), *accepted_K.tolist()], dtype=torch.float64)

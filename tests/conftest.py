@@ -1,0 +1,79 @@
+"""What the tests of several packages share: small models on disk, made once a session."""
+
+from __future__ import annotations
+
+import ast
+import os
+import string
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from recipes.tiny_target import CHAT_TEMPLATE, SPECIAL_TOKENS
+
+# As many threads as a test has cores to itself; more of them slow these small tensors down.
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+ASSETS = Path(__file__).parent / "assets"
+
+
+@pytest.fixture(scope="session")
+def tiny_target() -> Path:
+    """The trained small target: Llama, 7 layers, vocabulary of 4,096."""
+    folder = ASSETS / "tiny-target"
+    if not (folder / "model.safetensors").exists():
+        pytest.skip(f"{folder} is not there: python recipes/tiny_target.py --output {folder}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 512 tokens with the small target's special tokens and chat template."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([Path(module.__file__ or "").read_text() for module in (ast, string)], trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token="<|pad|>",
+        bos_token="<|bos|>",
+        eos_token="<|end|>",
+        additional_special_tokens=SPECIAL_TOKENS[3:],
+        model_max_length=512,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def random_target(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A folder with a random Llama of 2 layers whose distributions are sharp, float32, and its tokenizer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(small_tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.3,  # the usual 0.02 gives nearly uniform distributions, full of ties
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    folder = tmp_path_factory.mktemp("random-target")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    small_tokenizer.save_pretrained(folder)
+    return folder
