@@ -1,0 +1,286 @@
+"""Folders that are either absent or complete: written aside, hashed, flushed to disk, then renamed into place.
+
+    publish(folder, write, provenance)          one folder, one rename
+        .<folder>.<random>.partial/             `write` fills it; a killed writer leaves only this behind
+            ... what `write` wrote ...
+            provenance.json                     where it comes from
+            manifest.json                       size and SHA-256 of every other file, written last
+        seal(partial, folder)                   manifest, flush, rename
+    verify(folder)                              names the first file that is missing, truncated or altered
+    fingerprint(folder)                         which model this is, without reading all of its weights
+
+Standard library only: a control plane that never loads torch publishes and verifies with this too.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+PROVENANCE = "provenance.json"
+
+SAMPLE_BYTES = 4096
+"""Read from the start, the middle and the end of every tensor by `fingerprint`: 9 MB for a 70B model of 723 tensors."""
+
+VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype"})
+"""What saving a model again may change in config.json without making it another model."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt")
+
+
+def publish(
+    folder: Path, write: Callable[[Path], None], provenance: Mapping[str, Any], *, overwrite: bool = False
+) -> None:
+    """Make `folder` hold what `write` puts into the folder it is given, with its provenance and manifest, atomically.
+
+    Raises: FileExistsError where `folder` holds something already, unless it was published and `overwrite` is set;
+    OSError (ENOSPC) when the disk is full.
+    """
+    require_free(folder, overwrite=overwrite)
+    if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():
+        # a mistyped --output must not remove somebody's home
+        raise FileExistsError(f"{folder} holds files that redraft did not publish: move them away by hand")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(folder)
+    with _partial_folder(folder) as partial:
+        write(partial)
+        _write_json(partial / PROVENANCE, provenance)
+        seal(partial, folder, overwrite=overwrite)
+
+
+def seal(partial: Path, folder: Path, *, overwrite: bool = False) -> None:
+    """Give the finished `partial` its manifest, flush it to disk and rename it to `folder` on the same disk.
+
+    The second half of `publish`, for writers that fill a folder together. Replaced contents step aside first.
+
+    Raises: FileExistsError where `folder` holds something and `overwrite` is not set: two writers cannot both win.
+    """
+    _write_json(partial / MANIFEST, {"files": {name: _entry(partial / name) for name in _file_names(partial)}})
+    _flush(partial)
+    if overwrite and folder.exists():
+        folder.rename(partial.with_suffix(".previous"))
+    try:
+        partial.rename(folder)  # replaces an empty folder, refuses any other
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise FileExistsError(f"{folder} was published by another process meanwhile") from error
+        raise
+    _sync(folder.parent)
+    for previous in _siblings(folder, "previous"):  # one more than ours where an earlier writer was killed here
+        shutil.rmtree(previous, ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove a published folder at once: a kill on the way leaves a hidden rest, never a folder that is half there."""
+    rest = folder.with_name(f".{folder.name}.removed.partial")
+    shutil.rmtree(rest, ignore_errors=True)
+    folder.rename(rest)
+    shutil.rmtree(rest)
+
+
+def require_free(folder: Path, *, overwrite: bool = False) -> None:
+    """Return where an output may go to `folder`: it is absent or empty, or `overwrite` was asked for.
+
+    Raises: FileExistsError; call it before hours of work, not after.
+    """
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file: choose another output folder")
+    if folder.exists() and not overwrite:
+        raise FileExistsError(f"{folder} holds another run: choose another output folder, or pass --overwrite")
+
+
+def require_space(path: Path, num_bytes: int) -> None:
+    """Return where the disk of `path` (which need not exist yet) has `num_bytes` free.
+
+    Raises: OSError (ENOSPC) with both figures.
+    """
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < num_bytes:
+        raise OSError(
+            errno.ENOSPC, f"no space left: {path} needs {num_bytes / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB free"
+        )
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a manifest."""
+
+    bytes: int
+    sha256: str
+
+
+def manifest(folder: Path) -> dict[str, FileEntry]:
+    """The files that `folder` was published with, by name relative to it.
+
+    Raises: FileNotFoundError without a manifest; ValueError where it cannot be read.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no {MANIFEST}: it was not published by redraft, or not completely")
+    try:
+        return {name: FileEntry(**entry) for name, entry in json.loads(path.read_text())["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is corrupt ({error}): publish the folder again") from error
+
+
+def verify(folder: Path) -> dict[str, FileEntry]:
+    """The manifest of `folder`, every file of it read and found unchanged. Sizes first: a cut file is named at once.
+
+    Raises: ValueError naming the first file that is missing, truncated or altered; FileNotFoundError as `manifest`.
+    """
+    entries = manifest(folder)
+    for name, entry in entries.items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: copy or publish the folder again")
+        size = path.stat().st_size
+        if size != entry.bytes:
+            raise ValueError(f"{path} has {size} bytes instead of {entry.bytes}: copy or publish the folder again")
+    for name, entry in entries.items():
+        if sha256(folder / name) != entry.sha256:
+            raise ValueError(f"{folder / name} is corrupt (its SHA-256 differs): copy or publish the folder again")
+    return entries
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(folder: Path) -> str:
+    """SHA-256 (hex) that tells models apart: architecture, tokenizer, and weights by header and samples.
+
+    Of a safetensors file it reads the header (names, types, shapes) and SAMPLE_BYTES at the start, middle and end of
+    every tensor, so tens of GB take about a second and a fine-tuned copy differs; other weight files are read whole.
+    It says *which* model this is, not that every byte is intact: `verify` does. Sharded otherwise, it is another model.
+
+    Raises: FileNotFoundError without config.json or weights; ValueError for a truncated file.
+    """
+    config_path = folder / "config.json"
+    weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    if not config_path.is_file() or not weights:
+        raise FileNotFoundError(f"{folder} is no model folder: it needs config.json and *.safetensors")
+    digest = hashlib.sha256()
+    config = json.loads(config_path.read_text())
+    kept = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS}
+    digest.update(json.dumps(kept, sort_keys=True).encode())
+    for path in [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]:
+        digest.update(bytes.fromhex(sha256(path)))
+    for path in weights:
+        for block in _safetensors_samples(path) if path.suffix == ".safetensors" else [bytes.fromhex(sha256(path))]:
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """What the header of a safetensors file says of each tensor: `{"dtype", "shape", "data_offsets"}` by name.
+
+    Raises: ValueError where the file is truncated or no safetensors file (its contents are not checked).
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))[0]
+        if length > size - 8:
+            raise ValueError(f"{path} is truncated or no safetensors file ({size} bytes): fetch it again")
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            data_bytes = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is corrupt (its header cannot be read): fetch it again") from error
+    needed = 8 + length + data_bytes
+    if size < needed:
+        raise ValueError(f"{path} is truncated: {size} bytes of {needed}; fetch it again")
+    return header
+
+
+def _safetensors_samples(path: Path) -> Iterator[bytes]:
+    header = safetensors_header(path)
+    yield json.dumps(header, sort_keys=True).encode()
+    with path.open("rb") as file:
+        data = 8 + struct.unpack("<Q", file.read(8))[0]
+        for name in sorted(header):
+            start, end = header[name]["data_offsets"]
+            last = max(start, end - SAMPLE_BYTES)
+            for offset in (start, (start + last) // 2, last):
+                file.seek(data + offset)
+                yield file.read(min(SAMPLE_BYTES, end - start))
+
+
+@contextmanager
+def _partial_folder(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` to write in, locked while its writer lives and removed if it fails."""
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    lock = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        partial.chmod(0o755)  # mkdtemp's 0o700 would hide the result from a server that runs as another user
+        yield partial
+    except Exception as error:
+        # safetensors reports a full disk by an exception of its own
+        if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error):
+            raise OSError(errno.ENOSPC, f"no space left on the disk of {folder}: nothing was published") from error
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # gone already where it was renamed
+        os.close(lock)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what killed writers of `folder` left: their locks went with them."""
+    for partial in _siblings(folder, "partial"):
+        lock = os.open(partial, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(partial, ignore_errors=True)
+        except BlockingIOError:
+            pass  # another process is writing there now
+        finally:
+            os.close(lock)
+
+
+def _siblings(folder: Path, kind: str) -> list[Path]:
+    return list(folder.parent.glob(f".{glob.escape(folder.name)}.*{kind}"))
+
+
+def _file_names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _entry(path: Path) -> dict[str, int | str]:
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def _flush(folder: Path) -> None:
+    """Bring every file and folder below and including `folder` to the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
