@@ -85,7 +85,7 @@ def test_an_output_without_drafts_has_tau_one():
 
 
 def test_blocks_are_walked_as_the_engine_walks_them():
-    # Prefill gives token 0. After it 2 of 2 match: tokens 1, 2 and the target's 3. After 3 none: token 4. After 4 one: 5, 6.
+    # Prefill gives token 0. After it 2 of 2 match: tokens 1, 2, the target's 3. After 3 none: 4. After 4 one: 5, 6.
     match_TK = torch.tensor([[1, 1], [0, 0], [0, 1], [0, 1], [1, 0], [1, 1]], dtype=torch.bool)
     assert simulate_blocks(match_TK, 7) == AcceptanceCounts.of_blocks([2, 0, 1], 2)
 
