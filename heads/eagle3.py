@@ -258,9 +258,7 @@ class Eagle3(nn.Module):
         config = read_config(folder)
         tensors = read_tensors(folder, tensor_files(folder))
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
-        tensors.pop("t2d", None)
-        offset_W = tensors.pop("d2t", None)
-        draft_ids_W = None if offset_W is None else offset_W + torch.arange(len(offset_W))
+        draft_ids_W = _read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
         head = Eagle3(_read(config, own_head="lm_head.weight" in tensors), target, draft_ids_W)
         if not head.config.own_head:
             tensors.pop("lm_head.weight", None)
@@ -291,6 +289,16 @@ def checked_ids(draft_ids_W: Tensor, vocab_size: int) -> Tensor:
     if not bool((draft_ids_W.diff() > 0).all()) or draft_ids_W[0] < 0 or draft_ids_W[-1] >= vocab_size:
         raise ValueError(f"draft ids must ascend within 0..{vocab_size - 1}: is d2t an offset, not the target's id?")
     return draft_ids_W
+
+
+def _read_ids(offset_W: Tensor | None, kept_V: Tensor | None, source: Path) -> Tensor | None:
+    """The target id of every draft id, from d2t; t2d says the same again and is compared where it is there."""
+    if offset_W is None:
+        return None
+    ids_W = offset_W + torch.arange(len(offset_W))
+    if kept_V is not None and not torch.equal(kept_V.nonzero().flatten(), ids_W):
+        raise ValueError(f"{source}: d2t and t2d name different ids: d2t must be the target's id minus the draft's")
+    return ids_W
 
 
 def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:

@@ -80,7 +80,7 @@ class MLPSpeculator(nn.Module):
         hidden_BTD = hidden_BTD.to(self._dtype)
         if not self.config.scale_input:
             return hidden_BTD
-        return F.rms_norm(hidden_BTD, (self.hidden_size,), eps=1e-6) * 0.5**0.5
+        return F.rms_norm(hidden_BTD, (self.hidden_size,), eps=1e-6) * math.sqrt(0.5)
 
     @property
     def _dtype(self) -> torch.dtype:
