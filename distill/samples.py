@@ -14,6 +14,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 from typing import Any
 
 import jinja2
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from distill.data import Conversation, Message, conversation_hash, is_plain_text
+from eval.prompts import Prompt
 
 CHUNK = 256
 """Conversations tokenised in one call: a fast tokenizer works on them in parallel."""
@@ -39,15 +41,6 @@ class Sample:
     """Token t is a label: written by the assistant, or its end-of-turn token."""
     conversation: str
     """`conversation_hash` of where it comes from."""
-    domain: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """What a server is given before an assistant turn, generation prompt included."""
-
-    input_ids: list[int]
-    conversation: str
     domain: str
 
 
@@ -124,30 +117,34 @@ def held_out_prompts(
     max_length: int,
     template_options: dict[str, Any] | None = None,
 ) -> list[Prompt]:
-    """The prompts of the last assistant turn of up to `num_prompts` conversations, in the order of their hashes.
+    """The prompts of the last assistant turn of up to `num_prompts` conversations, from every domain alike.
 
-    Those longer than `max_length` tokens are passed over. Plain documents give no prompt.
+    Which ones is decided by the conversations' hashes. Those longer than `max_length` tokens are passed over, and plain
+    documents have none.
 
     Raises: ValueError where none is left.
     """
     render = Renderer(tokenizer, template_options or {})
-    prompts: list[Prompt] = []
-    for key, conversation in sorted(
-        ((conversation_hash(c["messages"]), c) for c in conversations), key=lambda kc: kc[0]
-    ):
-        messages = conversation["messages"]
-        if len(prompts) == num_prompts:
-            break
-        if messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
-        if not messages or is_plain_text(conversation):
-            continue
-        ids = render.tokenise([render(messages, prompt=True)])[0]
-        if len(ids) <= max_length:
-            prompts.append(Prompt(input_ids=ids, conversation=key, domain=conversation["domain"]))
+    by_domain: dict[str, list[Conversation]] = {}
+    for conversation in sorted(conversations, key=lambda c: conversation_hash(c["messages"])):
+        if not is_plain_text(conversation):
+            by_domain.setdefault(conversation["domain"], []).append(conversation)
+    in_turns = (c for round_ in zip_longest(*(by_domain[name] for name in sorted(by_domain))) for c in round_ if c)
+    fitting = (prompt for c in in_turns if (prompt := _prompt(c, render)) and len(prompt.token_ids) <= max_length)
+    prompts = list(islice(fitting, num_prompts))
     if not prompts:
         raise ValueError(f"none of {len(conversations):,} conversations has a prompt of at most {max_length} tokens")
     return prompts
+
+
+def _prompt(conversation: Conversation, render: Renderer) -> Prompt | None:
+    """What a server is given before the last assistant turn, generation prompt included."""
+    messages = conversation["messages"]
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        return None
+    return Prompt(token_ids=render.tokenise([render(messages, prompt=True)])[0], domain=conversation["domain"])
 
 
 def _chunk_samples(

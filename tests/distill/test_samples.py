@@ -264,9 +264,17 @@ def test_held_out_prompts_end_where_the_last_answer_begins() -> None:
     conversation = make_conversation("a", "one", "b", "two")
     tokenizer = make_tokenizer(CHAT_TEMPLATE)
     (prompt,) = held_out_prompts([conversation], tokenizer, num_prompts=4, max_length=64)
-    assert tokenizer.decode(prompt.input_ids).endswith("one<|end|>\n<|user|>\nb<|end|>\n<|assistant|>\n")
+    assert tokenizer.decode(prompt.token_ids).endswith("one<|end|>\n<|user|>\nb<|end|>\n<|assistant|>\n")
     with pytest.raises(ValueError, match="at most 3 tokens"):
         held_out_prompts([conversation], tokenizer, num_prompts=4, max_length=3)
+
+
+def test_held_out_prompts_come_from_every_domain_alike() -> None:
+    conversations = [make_conversation(f"question {i}", "x") for i in range(20)]
+    for i, conversation in enumerate(conversations):
+        conversation["domain"] = "rare" if i < 3 else "usual"
+    prompts = held_out_prompts(conversations, make_tokenizer(CHAT_TEMPLATE), num_prompts=8, max_length=64)
+    assert [prompt.domain for prompt in prompts] == ["rare", "usual"] * 3 + ["usual"] * 2
 
 
 def test_held_out_prompts_are_the_same_whatever_the_order() -> None:
