@@ -1,0 +1,217 @@
+"""The standalone draft: a small causal LM of the target's vocabulary, which any engine serves as a draft model.
+
+Leviathan et al., arXiv 2211.17192. Begun from a checkpoint, from layers of the target, or from a new small config.
+B = batch, T = tokens, V = vocabulary, D = hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from heads.checkpoint import load_causal_lm
+from heads.draft import Batch, DraftStep, TargetSignal, attention_mask, label_rows
+
+BENDS_LOGITS = (
+    "final_logit_softcapping",
+    "output_logit_soft_cap",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "dim_model_base",
+)
+"""Config keys by which some architectures scale or cap logits after the head."""
+
+
+class StandaloneDraft(nn.Module):
+    """A Hugging Face causal LM as a draft. `model` is the LM itself."""
+
+    is_autoregressive = True
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        linear_head(model)
+        if model.config._attn_implementation != "sdpa":  # eager attention would add the boolean mask to the scores
+            raise ValueError(f"a draft trains with SDPA attention, not {model.config._attn_implementation}")
+        self.model = model
+        self.train(model.training)
+
+    @classmethod
+    def load(cls, folder: str | Path, dtype: torch.dtype | None = None) -> StandaloneDraft:
+        """The draft of a model folder or hub name.
+
+        Raises: as `heads.checkpoint.load_causal_lm`.
+        """
+        return cls(load_causal_lm(folder, dtype))
+
+    def export(
+        self,
+        folder: Path,
+        tokenizer: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Write what `vllm serve` and transformers load: config, weights in `dtype` (None: as they are), tokenizer.
+
+        `weights` is the LM's state dict gathered from all ranks, where it is sharded.
+        """
+        dtype = dtype or self.model.dtype
+        cast: dict[int, Tensor] = {}  # by address, so that tied weights stay one tensor and are stored once
+        state = {
+            name: cast.setdefault(tensor.data_ptr(), tensor.to(dtype) if tensor.is_floating_point() else tensor)
+            for name, tensor in (weights or self.model.state_dict()).items()
+        }
+        self.model.save_pretrained(folder, state_dict=state)
+        self.model.config.dtype = dtype  # save_pretrained wrote the type of the weights in training
+        self.model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    def set_gradient_checkpointing(self, enabled: bool) -> None:
+        """Compute activations again in the backward pass instead of keeping them: about 30% slower, far less memory."""
+        if enabled:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self.model.gradient_checkpointing_disable()
+
+    def draft_steps(self, batch: Batch, signal: TargetSignal | None = None) -> list[DraftStep]:
+        """One step of shift 0, whatever the signal: the draft reads nothing of the target's."""
+        output = self.model.base_model(
+            input_ids=batch.input_ids_BT,
+            attention_mask=self._attention_mask(batch),
+            position_ids=batch.position_ids_BT,
+            use_cache=False,
+        )
+        head_VD = self.model.get_output_embeddings().weight
+        hidden_BTD = output.last_hidden_state
+        return [DraftStep(hidden_BTD=hidden_BTD, head_WD=head_VD, shift=0, mask_BT=label_rows(batch, 0))]
+
+    @torch.no_grad()
+    def propose(
+        self,
+        prefix_ids: Sequence[int],
+        num_tokens: int,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> list[tuple[int, Tensor]]:
+        """`num_tokens` draft tokens after the prefix, each with the q [V] it came from (one-hot at temperature 0)."""
+        device = self.model.get_input_embeddings().weight.device
+        unread_BT = torch.tensor([list(prefix_ids)], device=device)
+        cache, drafted = None, []
+        for _ in range(num_tokens):
+            output = self.model(input_ids=unread_BT, past_key_values=cache, use_cache=True)
+            cache, logits_V = output.past_key_values, output.logits[0, -1].float()
+            q_V = (logits_V / temperature).softmax(-1) if temperature else _one_hot(logits_V)
+            unread_BT = torch.multinomial(q_V, 1, generator=generator)[None]
+            drafted.append((int(unread_BT), q_V))
+        return drafted
+
+    def _attention_mask(self, batch: Batch) -> Tensor | dict[str, Tensor]:
+        """Per document, and within the window of sliding layers: a mask given in full replaces the model's own."""
+        mask_B1TT = attention_mask(batch)
+        window = getattr(self.model.config, "sliding_window", None)
+        if window is None or window >= mask_B1TT.shape[-1]:
+            return mask_B1TT
+        sliding_B1TT = mask_B1TT & ~mask_B1TT.tril(-window)
+        if not hasattr(self.model.config, "layer_types"):
+            return sliding_B1TT
+        return {"full_attention": mask_B1TT, "sliding_attention": sliding_B1TT}
+
+
+def linear_head(model: Any) -> Tensor:
+    """The matrix [V, D] by which the last hidden states of a causal LM become its logits, and nothing else does.
+
+    Raises: ValueError where the architecture adds a bias, caps or scales, so its output is not softmax(head @ hidden).
+    """
+    head = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise ValueError(f"{type(model).__name__} has a bias in its head: only a plain matrix is supported")
+    for key in BENDS_LOGITS:
+        if getattr(model.config, key, None) not in (None, 1, 1.0):
+            raise ValueError(f"{type(model).__name__} changes its logits after the head ({key}): not supported")
+    weight: Tensor = head.weight
+    return weight
+
+
+def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
+    """A draft of the target's `layers` (0 is the first), its embeddings, final norm and head; all copied.
+
+    Raises: ValueError where `layers` is empty, out of range or not ascending.
+    """
+    prefix, total = _layers_of(target)
+    if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < total:
+        raise ValueError(f"layers to keep are ascending numbers from 0 to {total - 1}, not {list(layers)}")
+    config = copy.deepcopy(target.config)
+    # one entry a layer; a list of layer numbers (mlp_only_layers) is as long only where it names every layer
+    for key, value in target.config.to_dict().items():
+        if "layer" in key and isinstance(value, list) and len(value) == total:
+            setattr(config, key, [value[layer] for layer in layers])
+    config.num_hidden_layers = len(layers)
+    draft = AutoModelForCausalLM.from_config(config, dtype=target.dtype, attn_implementation="sdpa")
+    kept = {f"{prefix}.{old}.": f"{prefix}.{new}." for new, old in enumerate(layers)}
+    draft.load_state_dict(_renamed(target.state_dict(), f"{prefix}.", kept))
+    draft.generation_config = copy.deepcopy(target.generation_config)
+    return StandaloneDraft(draft.to(target.device).train(target.training))
+
+
+def from_config(
+    target_config: Any,
+    *,
+    num_layers: int,
+    hidden_size: int,
+    intermediate_size: int | None = None,
+    head_dim: int = 64,
+    num_key_value_heads: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> StandaloneDraft:
+    """A new draft of Llama's architecture, randomly initialised, with the target's vocabulary, window and special ids.
+
+    Raises: ValueError where `hidden_size` is no multiple of `head_dim`.
+    """
+    if hidden_size % head_dim:
+        raise ValueError(f"hidden_size {hidden_size} is not a multiple of head_dim {head_dim}")
+    config = LlamaConfig(
+        vocab_size=target_config.vocab_size,
+        hidden_size=hidden_size,
+        # 8/3 of the hidden size makes the three matrices of SwiGLU as large as the usual two of 4x
+        intermediate_size=intermediate_size or -(-hidden_size * 8 // 3 // 64) * 64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // head_dim,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=head_dim,
+        max_position_embeddings=target_config.max_position_embeddings,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=target_config.tie_word_embeddings,
+        bos_token_id=target_config.bos_token_id,
+        eos_token_id=target_config.eos_token_id,
+        pad_token_id=target_config.pad_token_id,
+        attn_implementation="sdpa",
+    )
+    return StandaloneDraft(LlamaForCausalLM(config).to(dtype))
+
+
+def _layers_of(model: Any) -> tuple[str, int]:
+    """Where the decoder layers are in the state dict, and how many."""
+    total = model.config.num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == total:
+            return name, total
+    raise ValueError(f"{type(model).__name__} has no list of {total} decoder layers to prune")
+
+
+def _renamed(state: dict[str, Tensor], layers: str, kept: dict[str, str]) -> dict[str, Tensor]:
+    """`state` without the layers that `kept` (old prefix to new prefix) does not name."""
+    renamed = {name: tensor for name, tensor in state.items() if not name.startswith(layers)}
+    for old, new in kept.items():
+        renamed |= {new + name.removeprefix(old): tensor for name, tensor in state.items() if name.startswith(old)}
+    return renamed
+
+
+def _one_hot(logits_V: Tensor) -> Tensor:
+    return nn.functional.one_hot(logits_V.argmax(-1), logits_V.shape[-1]).float()

@@ -1,0 +1,192 @@
+"""Two tokenizers compared, and a draft re-headed from one to the other.
+
+Tokens are compared by the bytes they stand for, so `Ġthe` of a byte-level BPE equals `▁the` of a sentencepiece one,
+and `<0x0A>` equals `Ċ`. N = target tokens, V = rows of the embedding, D = hidden.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
+ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+
+
+def check_same_tokenizer(target_tokenizer: Any, draft_tokenizer: Any) -> None:
+    """Return where every id means the same token in both: a draft proposes ids, and the target reads them as its own.
+
+    Merges may differ: an engine never tokenizes with the draft's.
+
+    Raises: ValueError naming the first id that differs and what it is in each.
+    """
+    target, draft = _token_of_id(target_tokenizer), _token_of_id(draft_tokenizer)
+    for token_id in sorted(target.keys() | draft.keys()):
+        if target.get(token_id) != draft.get(token_id):
+            raise ValueError(
+                f"the draft's tokenizer is not the target's: token {token_id} is {_shown(target.get(token_id))} in the "
+                f"target and {_shown(draft.get(token_id))} in the draft; transplant the target's vocabulary into the "
+                f"draft, or choose a draft of the target's family"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transplant:
+    """How the rows of a transplanted vocabulary came about."""
+
+    matched: int
+    """Copied: the same bytes are a token of the draft's."""
+    by_role: int
+    """Copied: beginning, end, padding or unknown, spelled otherwise."""
+    averaged: int
+    """The mean of the tokens that their text is to the draft's tokenizer."""
+    left: int
+    """The mean of all rows: special tokens the draft has no counterpart of, and padding of the vocabulary."""
+
+
+def transplant(draft: Any, draft_tokenizer: Any, target_tokenizer: Any, vocab_size: int) -> Transplant:
+    """Give the causal LM `draft`, in place, the target's vocabulary of `vocab_size` rows, and say how.
+
+    Input and output rows of a token the draft knows are copied, those of another are the mean of its pieces' (Qwama).
+
+    Raises: ValueError where `vocab_size` has no room for the target's tokens.
+    """
+    matched, by_role, averaged = token_sources(target_tokenizer, draft_tokenizer)
+    sources = {**averaged, **{token: [source] for token, source in (matched | by_role).items()}}
+    if max(_token_of_id(target_tokenizer)) >= vocab_size:
+        raise ValueError(f"the target's tokenizer has ids beyond its vocab_size {vocab_size}: take the target's config")
+    pieces = [sources.get(token_id, []) for token_id in range(vocab_size)]
+    _set_rows(draft, lambda weight_VD: mean_rows(weight_VD, pieces))
+    for config in (draft.config, draft.generation_config):
+        for role in ROLES[:3]:
+            setattr(config, role, getattr(target_tokenizer, role))
+    draft.get_input_embeddings().padding_idx = target_tokenizer.pad_token_id  # this row gets no gradient
+    return Transplant(
+        matched=len(matched), by_role=len(by_role), averaged=len(averaged), left=vocab_size - len(sources)
+    )
+
+
+def token_sources(
+    target_tokenizer: Any, draft_tokenizer: Any
+) -> tuple[dict[int, int], dict[int, int], dict[int, list[int]]]:
+    """By target id: the draft id of the same bytes; else that of the same role; else the draft ids of its pieces."""
+    specials, texts = _special_ids(draft_tokenizer), _token_bytes(draft_tokenizer)
+    special_of = {text: token_id for token_id, text in texts.items() if token_id in specials}
+    # of several ids with the same bytes (`<0x41>` and `A`) the shortest spelling stays: the longer is the byte fallback
+    token_of_id = _token_of_id(draft_tokenizer)
+    plain = sorted(texts.keys() - specials, key=lambda token_id: (len(token_of_id[token_id]), token_id), reverse=True)
+    plain_of = {texts[token_id]: token_id for token_id in plain}
+    roles = {
+        getattr(target_tokenizer, role): getattr(draft_tokenizer, role)
+        for role in reversed(ROLES)
+        if getattr(target_tokenizer, role) is not None and getattr(draft_tokenizer, role) is not None
+    }
+    target_specials = _special_ids(target_tokenizer)
+    matched: dict[int, int] = {}
+    by_role: dict[int, int] = {}
+    averaged: dict[int, list[int]] = {}
+    for token_id, text in _token_bytes(target_tokenizer).items():
+        same = (special_of if token_id in target_specials else plain_of).get(text)
+        if same is not None:
+            matched[token_id] = same
+        elif token_id in roles:
+            by_role[token_id] = roles[token_id]
+        elif token_id not in target_specials and (pieces := _pieces(text, draft_tokenizer, texts, plain_of)):
+            averaged[token_id] = pieces
+    return matched, by_role, averaged
+
+
+def mean_rows(weight_VD: Tensor, pieces: list[list[int]]) -> Tensor:
+    """Row i is the mean of the rows `pieces[i]` of `weight_VD`, or of all rows where there are none; float32 inside."""
+    wide_VD = weight_VD.detach().float()
+    lengths_N = torch.tensor([len(ids) for ids in pieces], device=weight_VD.device)
+    flat = torch.tensor([token_id for ids in pieces for token_id in ids], dtype=torch.long, device=weight_VD.device)
+    rows_ND = nn.functional.embedding_bag(flat, wide_VD, lengths_N.cumsum(0) - lengths_N, mode="mean")
+    rows_ND[lengths_N == 0] = wide_VD.mean(0)
+    return rows_ND.to(weight_VD.dtype)
+
+
+def fit_vocabulary(draft: Any, vocab_size: int) -> None:
+    """Pad or cut the causal LM `draft`, in place, to the target's `vocab_size` (such as 151936 to 152064).
+
+    Engines require equal sizes. A row added to the head is the mean of its rows: its logit is the mean logit, which is
+    never the largest, and by Jensen's inequality its probability is at most 1/V. No other vector has a lower worst case
+    over hidden states (sup_h r.h - logsumexp(W h) = -max{entropy(a): W'a = r}); a row of zeros *wins* wherever all
+    logits are negative. Cutting is for the caller to know unused rows: `check_same_tokenizer` first.
+    """
+    size = draft.get_input_embeddings().weight.shape[0]
+    if size != vocab_size:
+        pieces = [[token_id] if token_id < size else [] for token_id in range(vocab_size)]
+        _set_rows(draft, lambda weight_VD: mean_rows(weight_VD, pieces))
+
+
+def _set_rows(draft: Any, rows_of: Any) -> None:
+    """Replace input embeddings and head by `rows_of` of each, once where they are tied."""
+    embedding, head = draft.get_input_embeddings(), draft.get_output_embeddings()
+    tied = head.weight is embedding.weight
+    embedding.weight = nn.Parameter(rows_of(embedding.weight))
+    head.weight = embedding.weight if tied else nn.Parameter(rows_of(head.weight))
+    vocab_size = embedding.weight.shape[0]
+    embedding.num_embeddings = head.out_features = draft.config.vocab_size = draft.vocab_size = vocab_size
+
+
+def _pieces(text: bytes, tokenizer: Any, texts: dict[int, bytes], plain_of: dict[bytes, int]) -> list[int]:
+    """Ids that `text` is cut into: by the tokenizer where its pieces spell it, else the longest match from the left.
+
+    The tokenizer cannot be asked for half a character, and sentencepiece prefixes a space. [] where bytes are unknown.
+    """
+    try:
+        ids: list[int] = tokenizer.encode(text.decode(), add_special_tokens=False)
+        if b"".join(texts[token_id] for token_id in ids) == text:
+            return ids
+    except (UnicodeDecodeError, KeyError):
+        pass
+    ids, rest = [], text
+    while rest:
+        size = next((size for size in range(len(rest), 0, -1) if rest[:size] in plain_of), 0)
+        if size == 0:
+            return []
+        ids.append(plain_of[rest[:size]])
+        rest = rest[size:]
+    return ids
+
+
+def _token_of_id(tokenizer: Any) -> dict[int, str]:
+    return {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    return {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def _token_bytes(tokenizer: Any) -> dict[int, bytes]:
+    """What every token stands for, whichever way the tokenizer spells bytes and spaces."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    is_byte_level = '"ByteLevel"' in json.dumps([backend["decoder"], backend["pre_tokenizer"]])
+    added = tokenizer.added_tokens_decoder
+    spelled = _byte_level if is_byte_level else _sentencepiece
+    return {
+        token_id: token.encode() if token_id in added else spelled(token)
+        for token_id, token in _token_of_id(tokenizer).items()
+    }
+
+
+def _byte_level(token: str) -> bytes:
+    if not BYTE_OF_CHARACTER.keys() >= set(token):  # a reserved token that is in the vocabulary itself
+        return token.encode()
+    return bytes(BYTE_OF_CHARACTER[character] for character in token)
+
+
+def _sentencepiece(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("▁", " ").encode()
+
+
+def _shown(token: str | None) -> str:
+    return "absent" if token is None else repr(token)
