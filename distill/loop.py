@@ -1,0 +1,167 @@
+"""The training loop of every recipe: step, log, judge on held-out text, checkpoint; resumes where it was killed."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, send_to_device
+from tqdm import tqdm
+
+from distill.on_policy import draft_written, is_on_policy
+from distill.packing import PackedDataset
+from distill.run import Run
+from distill.train import Distillation, StepStats
+from heads.draft import Batch
+from heads.standalone import StandaloneDraft
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    steps: int = 2000
+    """Optimizer steps."""
+    batch_size: int = 8
+    """Rows of `sequence_length` tokens per process and micro-batch."""
+    sequence_length: int = 4096
+    """Train at the length that is served: a draft fails beyond the positions it has seen."""
+    on_policy: float = 0.0
+    """Share of the steps on text that the draft wrote, labelled by the target (GKD's lambda)."""
+    log_every: int = 10
+    eval_every: int = 200
+    """Held-out alpha and tau every so many steps, and at the end; 0: never."""
+    eval_batches: int = 8
+    save_every: int = 500
+    """A checkpoint every so many steps; 0: none."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What the training cost."""
+
+    tokens_per_s: float
+    peak_rss_mib: float
+    skipped_steps: int
+
+
+def make_accelerator(accumulation: int, mixed_precision: str | None, wandb_project: str | None) -> Accelerator:
+    """The accelerator of this launch; wandb writes offline where nobody is logged in."""
+    if wandb_project and not (os.environ.get("WANDB_API_KEY") or os.path.exists(os.path.expanduser("~/.netrc"))):
+        os.environ.setdefault("WANDB_MODE", "offline")
+    accelerator = Accelerator(
+        gradient_accumulation_steps=accumulation,
+        mixed_precision=mixed_precision,
+        cpu=not torch.cuda.is_available(),
+        log_with="wandb" if wandb_project else None,
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
+    if wandb_project:
+        accelerator.init_trackers(wandb_project)
+    return accelerator
+
+
+def train(
+    distillation: Distillation,
+    data: PackedDataset,
+    held_out: PackedDataset,
+    run: Run,
+    loop: Loop,
+    *,
+    num_speculative_tokens: int,
+    end_id: int | None = None,
+    label: str = "distil",
+) -> Trained:
+    """Train from where `run` ended until `loop.steps`; held-out acceptance and losses go to the run's metrics."""
+    accelerator = distillation.accelerator
+    run.restore(distillation.resume)
+    judged = list(_shared(held_out, loop, accelerator))
+    meter = _Meter()
+    steps = range(distillation.step_index, loop.steps)
+    bar = tqdm(
+        steps, desc=label, unit="step", initial=steps.start, total=loop.steps, disable=not accelerator.is_main_process
+    )
+    for step in bar:
+        batches = _batches(distillation, data, loop, step, end_id)
+        stats = distillation.step(batches)
+        meter.add(stats)
+        done = step + 1
+        if done % loop.log_every == 0 or done == loop.steps:
+            run.log(
+                done, loss=stats.loss, alpha=stats.alpha, alpha_greedy=stats.alpha_greedy, tokens_per_s=meter.rate()
+            )
+            bar.set_postfix(loss=f"{stats.loss:.3f}", alpha=f"{stats.alpha[0]:.3f}", tok_s=f"{meter.rate():,.0f}")
+        if loop.eval_every and (done % loop.eval_every == 0 or done == loop.steps):
+            with meter.paused():
+                metrics = distillation.evaluate(judged, num_speculative_tokens)
+            run.log(
+                done,
+                held_out_alpha=metrics.alpha,
+                held_out_alpha_greedy=metrics.alpha_greedy,
+                held_out_tau=metrics.tau,
+            )
+        if loop.save_every and (done % loop.save_every == 0 or done == loop.steps):
+            with meter.paused():
+                run.save(done, distillation.save)
+    return Trained(tokens_per_s=meter.rate(), peak_rss_mib=peak_rss_mib(), skipped_steps=distillation.skipped)
+
+
+def _batches(distillation: Distillation, data: PackedDataset, loop: Loop, step: int, end_id: int | None) -> list[Batch]:
+    """This rank's micro-batches of `step`: a function of the step (and, on policy, of the draft) alone."""
+    accelerator, accumulation = distillation.accelerator, distillation.optim.accumulation
+    batches = [
+        data.batch(
+            step * accumulation + micro,
+            batch_size=loop.batch_size,
+            rank=accelerator.process_index,
+            num_ranks=accelerator.num_processes,
+        )
+        for micro in range(accumulation)
+    ]
+    batches = [to_device(batch, accelerator.device) for batch in batches]
+    if end_id is None or not is_on_policy(step, loop.on_policy, loop.seed):
+        return batches
+    seed = (loop.seed * 1_000_003 + step) * accelerator.num_processes + accelerator.process_index
+    draft = cast(StandaloneDraft, distillation.draft)
+    return [draft_written(draft, b, pad_id=data.pad_id, end_id=end_id, seed=seed) for b in batches]
+
+
+def _shared(held_out: PackedDataset, loop: Loop, accelerator: Accelerator) -> Sequence[Batch]:
+    batches = held_out.in_order(loop.batch_size, rank=accelerator.process_index, num_ranks=accelerator.num_processes)
+    return [to_device(batch, accelerator.device) for batch, _ in zip(batches, range(loop.eval_batches), strict=False)]
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return Batch(**send_to_device(vars(batch), device))
+
+
+def peak_rss_mib() -> float:
+    """Largest resident memory of this process so far, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+class _Meter:
+    """Tokens per second of training alone: judging and saving stop the clock."""
+
+    def __init__(self) -> None:
+        self.tokens, self.started = 0, time.perf_counter()
+
+    def add(self, stats: StepStats) -> None:
+        self.tokens += stats.tokens
+
+    def rate(self) -> float:
+        return self.tokens / (time.perf_counter() - self.started)
+
+    def paused(self) -> _Meter:
+        return self
+
+    def __enter__(self) -> None:
+        self.paused_at = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.started += time.perf_counter() - self.paused_at

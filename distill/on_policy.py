@@ -1,0 +1,84 @@
+"""On-policy batches: text the draft itself wrote, for the target to label (GKD, arXiv 2306.13649)."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from heads.draft import Batch
+from heads.standalone import StandaloneDraft
+
+
+def is_on_policy(step: int, fraction: float, seed: int) -> bool:
+    """True for `fraction` of the steps, decided by seed and step alone, so that a resumed run repeats the choice."""
+    return random.Random(f"on-policy {seed} {step}").random() < fraction
+
+
+@torch.no_grad()
+def draft_written(
+    draft: StandaloneDraft, batch: Batch, *, pad_id: int, end_id: int, seed: int, temperature: float = 1.0
+) -> Batch:
+    """The batch's prompts, each followed by what the draft samples in place of the labelled text; one document a row.
+
+    The random generator is forked and seeded, so the step is a function of (weights, batch, seed).
+    """
+    prompts, budget = _prompts(batch)
+    width = max(len(prompt) for prompt in prompts)
+    device = batch.input_ids_BT.device
+    ids_BT = torch.full((len(prompts), width), pad_id, device=device)
+    for row, prompt in zip(ids_BT, prompts, strict=True):
+        row[width - len(prompt) :] = prompt
+    real_BT = torch.arange(width, device=device) >= width - torch.tensor([[len(p)] for p in prompts], device=device)
+    was_training = draft.training
+    draft.eval()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        written_BT = draft.model.generate(
+            input_ids=ids_BT,
+            attention_mask=real_BT.long(),
+            max_new_tokens=budget,
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+            pad_token_id=pad_id,
+            eos_token_id=end_id,
+        )
+    draft.train(was_training)
+    answers = [_until_end(row[width:], end_id) for row in written_BT]
+    return _batch(prompts, answers, pad_id)
+
+
+def _prompts(batch: Batch) -> tuple[list[Tensor], int]:
+    """Every document up to its first label, and the longest labelled text in tokens."""
+    prompts, budget = [], 1
+    for ids_T, labels_T, document_T in zip(batch.input_ids_BT, batch.loss_mask_BT, batch.document_BT, strict=True):
+        for document in range(int(document_T.max()) + 1):
+            inside_T = document_T == document
+            first = int(labels_T[inside_T].long().argmax())
+            if labels_T[inside_T].any() and first > 0:
+                prompts.append(ids_T[inside_T][:first])
+                budget = max(budget, int(labels_T[inside_T].sum()))
+    return prompts, budget
+
+
+def _until_end(answer_T: Tensor, end_id: int) -> Tensor:
+    ends = (answer_T == end_id).nonzero()
+    return answer_T[: int(ends[0]) + 1] if len(ends) else answer_T
+
+
+def _batch(prompts: list[Tensor], answers: list[Tensor], pad_id: int) -> Batch:
+    lengths = [len(p) + len(a) for p, a in zip(prompts, answers, strict=True)]
+    ids_BT = torch.full((len(prompts), max(lengths)), pad_id, device=prompts[0].device)
+    position_T = torch.arange(max(lengths), device=ids_BT.device)
+    for row, prompt, answer, length in zip(ids_BT, prompts, answers, lengths, strict=True):
+        row[:length] = torch.cat([prompt, answer])
+    end_B1 = torch.tensor([[n] for n in lengths], device=ids_BT.device)
+    start_B1 = torch.tensor([[len(p)] for p in prompts], device=ids_BT.device)
+    return Batch(
+        input_ids_BT=ids_BT,
+        loss_mask_BT=(position_T >= start_B1) & (position_T < end_B1),
+        document_BT=torch.where(position_T < end_B1, 0, -1),
+        position_ids_BT=position_T.expand_as(ids_BT).contiguous(),
+    )

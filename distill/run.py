@@ -1,0 +1,124 @@
+"""The folder of one training run: its config, its metrics by step, its checkpoints, its result.
+
+outputs/NAME/
+  run.json                  resolved config, written first
+  metrics.jsonl             one line per logged step
+  checkpoints/step-000100/  published with a manifest; the newest two are kept
+  draft/                    the exported draft
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from heads.artifact import publish, verify
+
+KEPT_CHECKPOINTS = 2
+
+
+class Run:
+    """A run's folder, opened once by every rank; only the main process writes."""
+
+    def __init__(self, folder: Path, accelerator: Accelerator) -> None:
+        self.folder, self.accelerator = folder, accelerator
+        self.metrics: list[dict[str, Any]] = []
+
+    @classmethod
+    def open(
+        cls, folder: Path, config: dict[str, Any], accelerator: Accelerator, *, resume: bool, overwrite: bool
+    ) -> Run:
+        """The run in `folder`, new or resumed.
+
+        Raises: ValueError where the folder holds another run and neither `resume` nor `overwrite` is given, or where
+        the config to resume with differs from the one the run was started with.
+        """
+        run = cls(folder, accelerator)
+        if accelerator.is_main_process:
+            run._claim(config, resume, overwrite)
+        accelerator.wait_for_everyone()
+        return run
+
+    def _claim(self, config: dict[str, Any], resume: bool, overwrite: bool) -> None:
+        config = json.loads(json.dumps(config, default=str))
+        started = self.folder / "run.json"
+        if self.folder.exists() and any(self.folder.iterdir()) and not (resume or overwrite):
+            raise ValueError(
+                f"{self.folder} holds another run: continue it with --resume or replace it with --overwrite"
+            )
+        if overwrite and self.folder.exists():
+            if not started.exists() and any(self.folder.iterdir()):
+                raise ValueError(f"{self.folder} is not a run of ours (no run.json): refusing to overwrite it")
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if resume and started.exists():
+            before = json.loads(started.read_text())["config"]
+            changed = [key for key in config if before.get(key) != config[key]]
+            if changed:
+                key = changed[0]
+                raise ValueError(
+                    f"cannot resume {self.folder}: {key} was {before.get(key)!r} and is now {config[key]!r}"
+                )
+        else:
+            started.write_text(json.dumps({"command": sys.argv, "config": config}, indent=2) + "\n")
+
+    def log(self, step: int, **values: float | int | bool | list[float]) -> None:
+        """Append one line of metrics for `step`."""
+        entry = {"step": step, **values}
+        self.metrics.append(entry)
+        self.accelerator.log(values, step=step)
+        if self.accelerator.is_main_process:
+            with (self.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def save(self, step: int, write: Callable[[Path], None]) -> None:
+        """A published checkpoint of `step`: all ranks write into one temporary folder, the main process renames it."""
+        if self.accelerator.is_main_process:
+            final = self.folder / "checkpoints" / f"step-{step:06d}"
+            publish(final, lambda partial: self._write_together(partial, write), {"step": step}, overwrite=True)
+            for old in self._checkpoints()[:-KEPT_CHECKPOINTS]:
+                shutil.rmtree(old)
+        else:
+            self._write_together(None, write)
+        self.accelerator.wait_for_everyone()
+
+    def _write_together(self, partial: Path | None, write: Callable[[Path], None]) -> None:
+        told = [str(partial)]
+        broadcast_object_list(told, from_process=0)
+        write(Path(told[0]))
+        self.accelerator.wait_for_everyone()
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted((self.folder / "checkpoints").glob("step-*"))
+
+    def restore(self, read: Callable[[Path], None]) -> int:
+        """Read the newest checkpoint back and cut the metrics to it; the step it was written at, 0 where there is none.
+
+        Raises: ValueError naming the file of a checkpoint that is corrupt or truncated.
+        """
+        checkpoints = self._checkpoints()
+        step = 0
+        if checkpoints:
+            if self.accelerator.is_main_process:
+                verify(checkpoints[-1])
+            self.accelerator.wait_for_everyone()
+            read(checkpoints[-1])
+            step = int(checkpoints[-1].name.removeprefix("step-"))
+        self._cut_metrics(step)
+        return step
+
+    def _cut_metrics(self, step: int) -> None:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        whole = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may have torn the last line
+        self.metrics = [entry for entry in whole if entry["step"] <= step]
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            path.write_text("".join(json.dumps(entry) + "\n" for entry in self.metrics))

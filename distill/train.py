@@ -1,0 +1,264 @@
+"""The training step that every draft shares: target signal -> draft steps -> divergence -> optimizer.
+
+B = batch, T = tokens, D = hidden, V = target vocabulary, M = labelled draft rows, N = target rows they point at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from distill.fused import DraftRows, ExactRows, TopKRows, fused_linear_divergence
+from distill.losses import Divergence
+from eval.forecast import QuickMetrics, quick_metrics
+from heads.draft import Batch, Draft, DraftStep, ExactTarget, TargetSignal, label_rows
+
+MAX_SKIPPED_IN_A_ROW = 20
+"""A run whose gradients stay non-finite this long will not recover: stop and say so instead of burning the night."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    lr: float = 1e-4
+    """Peak learning rate of AdamW."""
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_fraction: float = 0.03
+    """Share of all steps in which the rate rises linearly from zero."""
+    min_lr_fraction: float = 0.1
+    """Where the cosine ends, as a share of `lr`."""
+    max_grad_norm: float = 1.0
+    accumulation: int = 1
+    """Micro-batches per optimizer step."""
+
+    def rate(self, step: int, num_steps: int) -> float:
+        """Learning rate at `step` as a share of `lr`."""
+        warmup = max(1, round(self.warmup_fraction * num_steps))
+        if step < warmup:
+            return (step + 1) / warmup
+        if self.schedule == "constant":
+            return 1.0
+        progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+        return self.min_lr_fraction + (1 - self.min_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2
+
+
+@dataclass
+class StepStats:
+    """Sums over the labelled rows of all ranks and micro-batches; by draft step where lists."""
+
+    loss: float = 0.0
+    tokens: int = 0
+    """Tokens read, padding excluded."""
+    labels: int = 0
+    alpha: list[float] = field(default_factory=list)
+    alpha_greedy: list[float] = field(default_factory=list)
+    grad_norm: float = 0.0
+    skipped: bool = False
+
+
+class DistillStep(nn.Module):
+    """Draft and divergence in one forward, so that DDP, FSDP2 and ZeRO see every parameter used inside it."""
+
+    def __init__(self, draft: nn.Module, divergence: Divergence) -> None:
+        super().__init__()
+        self.draft = draft
+        self.divergence = divergence
+
+    def forward(
+        self, batch: Batch, signal: TargetSignal, *, scale: float | None = None
+    ) -> StepResult | list[DraftStep]:
+        """The loss (times `scale`) with its sums; without a scale, the draft steps for `eval` to read."""
+        steps = cast(Draft, self.draft).draft_steps(batch, signal)
+        return steps if scale is None else distill_loss(steps, batch, signal, self.divergence, scale)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: Tensor
+    """Scalar with gradient: scale * sum over steps of weight * sum over labelled rows of the divergence."""
+    sums_S3: Tensor
+    """For each draft step: sum of alpha, sum of alpha_greedy, labelled rows. Detached."""
+
+
+def distill_loss(
+    steps: Sequence[DraftStep], batch: Batch, signal: TargetSignal, divergence: Divergence, scale: float
+) -> StepResult:
+    """scale * sum_k weight_k * sum_rows D(target, draft), without ever holding [rows, V] of both."""
+    rows = [step.mask_BT.flatten().nonzero().squeeze(1) for step in steps]
+    target_rows = [row + step.shift for row, step in zip(rows, steps, strict=True)]
+    needed = torch.zeros(batch.input_ids_BT.numel(), dtype=torch.bool, device=batch.input_ids_BT.device)
+    for target_row in target_rows:
+        needed[target_row] = True
+    kept = needed.nonzero().squeeze(1)
+    new_index = needed.cumsum(0) - 1
+    drafts = [
+        DraftRows(
+            hidden_MD=step.hidden_BTD.flatten(0, 1)[row],
+            head_WD=step.head_WD,
+            target_row_M=new_index[target_row],
+            weight_M=torch.full((len(row),), step.weight * scale, device=row.device),
+            draft_ids_W=step.draft_ids_W,
+        )
+        for step, row, target_row in zip(steps, rows, target_rows, strict=True)
+    ]
+    labels_N = batch.input_ids_BT.flatten()[(kept + 1).clamp(max=needed.numel() - 1)]
+    result = fused_linear_divergence(drafts, select_rows(signal, kept), divergence, labels_N=labels_N, normaliser=1.0)
+    loss = result.loss
+    for step, row in zip(steps, rows, strict=True):
+        if step.extra_loss_BT is not None:
+            loss = loss + scale * step.weight * step.extra_loss_BT.flatten()[row].sum()
+    sums = torch.stack([result.alpha_S, result.alpha_greedy_S, result.count_S.to(result.alpha_S.dtype)], dim=1)
+    return StepResult(loss=loss, sums_S3=sums)
+
+
+def select_rows(signal: TargetSignal, kept_N: Tensor) -> ExactRows | TopKRows:
+    """The target's distribution on the given flat rows only."""
+    distribution = signal.distribution
+    if isinstance(distribution, ExactTarget):
+        return ExactRows(hidden_ND=distribution.hidden_BTD.flatten(0, 1)[kept_N], head_VD=distribution.head_VD)
+    return TopKRows(
+        ids_NK=distribution.ids_BTK.flatten(0, 1)[kept_N], log_probs_NK=distribution.log_probs_BTK.flatten(0, 1)[kept_N]
+    )
+
+
+class Distillation:
+    """A draft in training: the module, its optimizer and schedule, and how far they have come."""
+
+    def __init__(
+        self,
+        draft: nn.Module,
+        target: Callable[[Batch], TargetSignal],
+        divergence: Divergence,
+        optim: Optim,
+        num_steps: int,
+        accelerator: Accelerator,
+    ) -> None:
+        if optim.accumulation != accelerator.gradient_accumulation_steps:
+            raise ValueError(f"accumulation {optim.accumulation} differs from the accelerator's own; pass it to both")
+        self.target, self.optim, self.accelerator = target, optim, accelerator
+        module = DistillStep(draft, divergence)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trained, lr=optim.lr, betas=(optim.beta1, optim.beta2), weight_decay=optim.weight_decay
+        )
+        self.module, self.optimizer = accelerator.prepare(module, optimizer)
+        # Not prepared: accelerate would step a prepared schedule once per process.
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: optim.rate(step, num_steps))
+        self.num_steps, self.step_index, self.skipped, self.skipped_in_a_row = num_steps, 0, 0, 0
+        accelerator.register_for_checkpointing(self, self.schedule)
+
+    @property
+    def draft(self) -> nn.Module:
+        return cast(nn.Module, self.accelerator.unwrap_model(self.module).draft)
+
+    def step(self, batches: Sequence[Batch]) -> StepStats:
+        """One optimizer step over this rank's micro-batches. A non-finite loss or gradient skips it, and is counted.
+
+        Raises: RuntimeError after MAX_SKIPPED_IN_A_ROW skipped steps.
+        """
+        stats = self._count(batches)
+        # accelerate averages over ranks and micro-batches; we want the sum over all, divided by the global label count
+        scale = self.accelerator.num_processes * len(batches) / max(1, stats.labels)
+        sums, finite = None, True
+        self.module.train()
+        for batch in batches:
+            with self.accelerator.accumulate(self.module):
+                result = cast(StepResult, self.module(batch, self.target(batch), scale=scale))
+                finite = finite and self._all_finite(result.loss)
+                if finite:
+                    self.accelerator.backward(result.loss)
+                    stats.loss += result.loss.item() / (self.accelerator.num_processes * len(batches))
+                if self.accelerator.sync_gradients and finite:
+                    finite = self._update(stats)
+                elif self.accelerator.sync_gradients:
+                    self.optimizer.zero_grad()
+            sums = result.sums_S3 if sums is None else sums + result.sums_S3
+        self._finish(stats, sums, finite)
+        return stats
+
+    def _count(self, batches: Sequence[Batch]) -> StepStats:
+        counts = torch.stack([torch.stack([(b.document_BT >= 0).sum(), label_rows(b, 0).sum()]) for b in batches]).sum(
+            0
+        )
+        tokens, labels = self._sum_over_ranks(counts).tolist()
+        return StepStats(tokens=int(tokens), labels=int(labels))
+
+    def _update(self, stats: StepStats) -> bool:
+        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.optim.max_grad_norm)
+        finite = norm is None or bool(torch.isfinite(torch.as_tensor(norm)))
+        if finite:
+            stats.grad_norm = 0.0 if norm is None else float(norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return finite
+
+    def _finish(self, stats: StepStats, sums_S3: Tensor | None, finite: bool) -> None:
+        assert sums_S3 is not None
+        alpha, alpha_greedy, rows = self._sum_over_ranks(sums_S3).double().unbind(1)
+        stats.alpha, stats.alpha_greedy = (
+            (alpha / rows.clamp(min=1)).tolist(),
+            (alpha_greedy / rows.clamp(min=1)).tolist(),
+        )
+        stats.loss = float(self._sum_over_ranks(torch.tensor(stats.loss, device=self.accelerator.device)))
+        stats.skipped = not finite
+        self.skipped += stats.skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if stats.skipped else 0
+        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise RuntimeError(
+                f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a non-finite loss or gradient; lower the rate"
+            )
+        self.schedule.step()
+        self.step_index += 1
+
+    def _sum_over_ranks(self, values: Tensor) -> Tensor:
+        return cast(Tensor, self.accelerator.reduce(values, reduction="sum"))
+
+    def _all_finite(self, loss: Tensor) -> bool:
+        return int(self._sum_over_ranks((~torch.isfinite(loss.detach())).long())) == 0
+
+    def evaluate(self, batches: Sequence[Batch], num_speculative_tokens: int) -> QuickMetrics:
+        """Held-out acceptance over all ranks' batches, as `eval` defines it."""
+        self.module.eval()
+        pairs = ((batch, self.target(batch)) for batch in batches)
+        return quick_metrics(
+            _ThroughForward(self.module, self.draft), pairs, num_speculative_tokens, self._sum_over_ranks
+        )
+
+    # What accelerate saves and restores beside the module, the optimizer, the schedule and the random generators.
+    def state_dict(self) -> dict[str, Any]:
+        return {"step_index": self.step_index, "skipped": self.skipped, "num_processes": self.accelerator.num_processes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["num_processes"] != self.accelerator.num_processes:
+            raise ValueError(
+                f"the checkpoint was written by {state['num_processes']} processes; resume with as many, not "
+                f"{self.accelerator.num_processes}"
+            )
+        self.step_index, self.skipped = state["step_index"], state["skipped"]
+
+    def save(self, folder: Path) -> None:
+        """Everything an exact resume needs, written into `folder` by all ranks."""
+        self.accelerator.save_state(str(folder))
+
+    def resume(self, folder: Path) -> None:
+        self.accelerator.load_state(str(folder))
+
+
+class _ThroughForward:
+    """The wrapped module as a `Draft`: FSDP2 and ZeRO gather parameters only inside their own forward."""
+
+    def __init__(self, module: nn.Module, draft: nn.Module) -> None:
+        self.module = module
+        self.is_autoregressive = cast(Draft, draft).is_autoregressive
+
+    def draft_steps(self, batch: Batch, signal: TargetSignal) -> list[DraftStep]:
+        return cast(list[DraftStep], self.module(batch, signal))
