@@ -1,0 +1,92 @@
+"""An OpenAI-compatible server, asked with a limit on concurrency and with retries."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+RETRIED_STATUS = {408, 429, 500, 502, 503, 504}
+"""What a server answers that is overloaded or restarting; anything else would be answered the same again."""
+
+
+class RequestRefusedError(ValueError):
+    """The server answered that it will not do this request, so no retry helps."""
+
+    def __init__(self, url: str, status: int, reason: str) -> None:
+        super().__init__(f"{url} answers HTTP {status}: {reason}")
+        self.status, self.reason = status, reason
+
+
+class Endpoint:
+    """Requests to one server, from one event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        concurrency: int = 32,
+        attempts: int = 8,
+        backoff_s: float = 0.5,
+        timeout_s: float = 600.0,
+        api_key: str | None = None,
+    ) -> None:
+        """`url` with or without `/v1`; `model` as the server names it, by default the first that it lists."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.attempts, self.backoff_s, self.concurrency = attempts, backoff_s, concurrency
+        self._model = model
+        self._slots = asyncio.Semaphore(concurrency)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=concurrency)
+        self._client = httpx.AsyncClient(headers=headers, timeout=timeout_s, limits=limits)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        await self._client.aclose()
+
+    async def model(self) -> str:
+        """The model's name in requests."""
+        if self._model is None:
+            self._model = str((await self._request("GET", "/v1/models"))["data"][0]["id"])
+        return self._model
+
+    async def post(self, path: str, **body: Any) -> dict[str, Any]:
+        """The answer to one request about the model.
+
+        Raises: RequestRefusedError; ConnectionError naming the URL after `attempts` tries without an answer.
+        """
+        return await self._request("POST", path, {"model": await self.model(), **body})
+
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        url, failure = self.url + path, ""
+        for attempt in range(self.attempts):
+            if attempt:
+                await asyncio.sleep(self.backoff_s * 2 ** (attempt - 1))
+            try:
+                async with self._slots:
+                    response = await self._client.request(method, url, json=body)
+            except (httpx.TransportError, httpx.InvalidURL) as error:
+                failure = str(error) or type(error).__name__
+                continue
+            if response.is_success:
+                answer: dict[str, Any] = response.json()
+                return answer
+            if response.status_code not in RETRIED_STATUS:
+                raise RequestRefusedError(url, response.status_code, _reason(response))
+            failure = f"HTTP {response.status_code}: {_reason(response)}"
+        raise ConnectionError(f"{url} did not answer in {self.attempts} tries ({failure})")
+
+
+def _reason(response: httpx.Response) -> str:
+    """The first line of what the server says is wrong."""
+    try:
+        said = response.json()
+        text = str(said.get("error", said).get("message") or said)
+    except (ValueError, AttributeError):
+        text = response.text
+    return (text.strip().splitlines() or [response.reason_phrase])[0][:300]
