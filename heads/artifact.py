@@ -5,7 +5,7 @@
             ... what `write` wrote ...
             provenance.json                     where it comes from
             manifest.json                       size and SHA-256 of every other file, written last
-        seal(partial, folder)                   manifest, flush, rename
+        _seal(partial, folder)                   manifest, flush, rename
     verify(folder)                              names the first file that is missing, truncated or altered
     fingerprint(folder)                         which model this is, without reading all of its weights
 
@@ -58,37 +58,7 @@ def publish(
     with _partial_folder(folder) as partial:
         write(partial)
         _write_json(partial / PROVENANCE, provenance)
-        seal(partial, folder, overwrite=overwrite)
-
-
-def seal(partial: Path, folder: Path, *, overwrite: bool = False) -> None:
-    """Give the finished `partial` its manifest, flush it to disk and rename it to `folder` on the same disk.
-
-    The second half of `publish`, for writers that fill a folder together. Replaced contents step aside first.
-
-    Raises: FileExistsError where `folder` holds something and `overwrite` is not set: two writers cannot both win.
-    """
-    _write_json(partial / MANIFEST, {"files": {name: _entry(partial / name) for name in _file_names(partial)}})
-    _flush(partial)
-    if overwrite and folder.exists():
-        folder.rename(partial.with_suffix(".previous"))
-    try:
-        partial.rename(folder)  # replaces an empty folder, refuses any other
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            raise FileExistsError(f"{folder} was published by another process meanwhile") from error
-        raise
-    _sync(folder.parent)
-    for previous in _siblings(folder, "previous"):  # one more than ours where an earlier writer was killed here
-        shutil.rmtree(previous, ignore_errors=True)
-
-
-def remove(folder: Path) -> None:
-    """Remove a published folder at once: a kill on the way leaves a hidden rest, never a folder that is half there."""
-    rest = folder.with_name(f".{folder.name}.removed.partial")
-    shutil.rmtree(rest, ignore_errors=True)
-    folder.rename(rest)
-    shutil.rmtree(rest)
+        _seal(partial, folder, overwrite=overwrite)
 
 
 def require_free(folder: Path, *, overwrite: bool = False) -> None:
@@ -254,6 +224,23 @@ def _remove_abandoned(folder: Path) -> None:
             pass  # another process is writing there now
         finally:
             os.close(lock)
+
+
+def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
+    """Give `partial` its manifest, flush it to disk and rename it to `folder`; what was there steps aside."""
+    _write_json(partial / MANIFEST, {"files": {name: _entry(partial / name) for name in _file_names(partial)}})
+    _flush(partial)
+    if overwrite and folder.exists():
+        folder.rename(partial.with_suffix(".previous"))
+    try:
+        partial.rename(folder)  # replaces an empty folder and refuses any other: two writers cannot both win
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise FileExistsError(f"{folder} was published by another process meanwhile") from error
+        raise
+    _sync(folder.parent)
+    for previous in _siblings(folder, "previous"):  # one more than ours where an earlier writer was killed here
+        shutil.rmtree(previous, ignore_errors=True)
 
 
 def _siblings(folder: Path, kind: str) -> list[Path]:

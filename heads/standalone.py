@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from heads.checkpoint import load_causal_lm
+from heads.checkpoint import load_causal_lm, load_tokenizer
 from heads.draft import Batch, DraftStep, TargetSignal, attention_mask, label_rows
+from heads.tokenizers import check_same_tokenizer, first_difference, fit_vocabulary, transplant_vocabulary
 
 BENDS_LOGITS = (
     "final_logit_softcapping",
@@ -27,6 +29,28 @@ BENDS_LOGITS = (
     "dim_model_base",
 )
 """Config keys by which some architectures scale or cap logits after the head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Init:
+    """What a draft begins as. `layers` or `num_layers`, where given, takes the place of `checkpoint`."""
+
+    checkpoint: str | None = None
+    """Folder or hub name of a causal LM."""
+    transplant: bool = False
+    """Give the checkpoint the target's vocabulary where its tokenizer is another."""
+    layers: tuple[int, ...] = ()
+    """Layers of the target to keep, with its embeddings, final norm and head (0 is the first)."""
+    num_layers: int | None = None
+    """Layers of a new Llama with random weights and the target's vocabulary."""
+    hidden_size: int = 512
+    """Width of that new Llama."""
+
+    def __post_init__(self) -> None:
+        if self.layers and self.num_layers:
+            raise ValueError("a draft begins with layers of the target or with num_layers new ones, not both")
+        if not (self.checkpoint or self.layers or self.num_layers):
+            raise ValueError("a draft begins with one of checkpoint, layers, num_layers: none is given")
 
 
 class StandaloneDraft(nn.Module):
@@ -122,6 +146,40 @@ class StandaloneDraft(nn.Module):
         if not hasattr(self.model.config, "layer_types"):
             return sliding_B1TT
         return {"full_attention": mask_B1TT, "sliding_attention": sliding_B1TT}
+
+
+def make_draft(init: Init, target: Any, tokenizer: Any) -> StandaloneDraft:
+    """The draft that `init` describes, in float32: a small step of AdamW is lost in bf16's 8 bits.
+
+    `tokenizer` is the target's.
+
+    Raises: ValueError where the checkpoint's tokenizer is another and no transplant was asked for.
+    """
+    vocab_size = target.config.vocab_size
+    if init.layers:
+        draft = prune_layers(target, init.layers)
+    elif init.num_layers:
+        draft = from_config(target.config, num_layers=init.num_layers, hidden_size=init.hidden_size)
+    else:
+        assert init.checkpoint is not None
+        draft = from_checkpoint(init.checkpoint, tokenizer, vocab_size, transplant=init.transplant)
+    return draft.float()
+
+
+def from_checkpoint(
+    name_or_path: str | Path, target_tokenizer: Any, vocab_size: int, *, transplant: bool = False
+) -> StandaloneDraft:
+    """The draft of a model folder or hub name, with as many vocabulary rows as the target.
+
+    Raises: ValueError where its tokenizer is another, unless `transplant` moves the target's into it.
+    """
+    model, tokenizer = load_causal_lm(name_or_path), load_tokenizer(name_or_path)
+    if transplant and first_difference(target_tokenizer, tokenizer) is not None:
+        print(f"vocabulary: {transplant_vocabulary(model, tokenizer, target_tokenizer, vocab_size)}")
+    else:
+        check_same_tokenizer(target_tokenizer, tokenizer)
+        fit_vocabulary(model, vocab_size)
+    return StandaloneDraft(model)
 
 
 def linear_head(model: Any) -> Tensor:

@@ -25,14 +25,22 @@ def check_same_tokenizer(target_tokenizer: Any, draft_tokenizer: Any) -> None:
 
     Raises: ValueError naming the first id that differs and what it is in each.
     """
+    if difference := first_difference(target_tokenizer, draft_tokenizer):
+        token_id, target, draft = difference
+        raise ValueError(
+            f"the draft's tokenizer is not the target's: token {token_id} is {_shown(target)} in the target and "
+            f"{_shown(draft)} in the draft; transplant the target's vocabulary into the draft (--draft.transplant), "
+            f"or choose a draft of the target's family"
+        )
+
+
+def first_difference(target_tokenizer: Any, draft_tokenizer: Any) -> tuple[int, str | None, str | None] | None:
+    """The lowest id that is not the same token in both, and what it is in each (None: absent); None where all agree."""
     target, draft = _token_of_id(target_tokenizer), _token_of_id(draft_tokenizer)
     for token_id in sorted(target.keys() | draft.keys()):
         if target.get(token_id) != draft.get(token_id):
-            raise ValueError(
-                f"the draft's tokenizer is not the target's: token {token_id} is {_shown(target.get(token_id))} in the "
-                f"target and {_shown(draft.get(token_id))} in the draft; transplant the target's vocabulary into the "
-                f"draft, or choose a draft of the target's family"
-            )
+            return token_id, target.get(token_id), draft.get(token_id)
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +56,11 @@ class Transplant:
     left: int
     """The mean of all rows: special tokens the draft has no counterpart of, and padding of the vocabulary."""
 
+    def __str__(self) -> str:
+        return f"{self.matched} tokens copied, {self.by_role} by role, {self.averaged} averaged, {self.left} left"
 
-def transplant(draft: Any, draft_tokenizer: Any, target_tokenizer: Any, vocab_size: int) -> Transplant:
+
+def transplant_vocabulary(draft: Any, draft_tokenizer: Any, target_tokenizer: Any, vocab_size: int) -> Transplant:
     """Give the causal LM `draft`, in place, the target's vocabulary of `vocab_size` rows, and say how.
 
     Input and output rows of a token the draft knows are copied, those of another are the mean of its pieces' (Qwama).

@@ -18,11 +18,9 @@ from heads.artifact import (
     MANIFEST,
     fingerprint,
     publish,
-    remove,
     require_free,
     require_space,
     safetensors_header,
-    seal,
     verify,
 )
 
@@ -168,16 +166,6 @@ def test_a_living_writers_folder_is_left_alone(tmp_path):
 
     publish(tmp_path / "run", publish_and_look, {})
     verify(tmp_path / "run")
-
-
-def test_a_folder_filled_by_several_ranks_is_sealed_in_one_go(tmp_path):
-    partial = tmp_path / ".step-1.tmp"
-    partial.mkdir()
-    write_files(partial)
-    seal(partial, tmp_path / "step-1")
-    assert set(verify(tmp_path / "step-1")) == {"config.json", "weights/a.bin"}
-    remove(tmp_path / "step-1")
-    assert list(tmp_path.iterdir()) == []
 
 
 PUBLISH_FOR_EVER = """

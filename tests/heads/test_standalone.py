@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
 
 from heads.draft import Batch
-from heads.standalone import StandaloneDraft, from_config, linear_head, prune_layers
+from heads.standalone import Init, StandaloneDraft, from_config, linear_head, make_draft, prune_layers
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "num_hidden_layers": 4, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -267,3 +267,23 @@ def test_weights_gathered_elsewhere_are_the_ones_exported(tmp_path, byte_tokeniz
     gathered = {name: tensor + 1 for name, tensor in draft.model.state_dict().items()}
     draft.export(tmp_path, byte_tokenizer, weights=gathered)
     assert torch.equal(StandaloneDraft.load(tmp_path).model.lm_head.weight, draft.model.lm_head.weight + 1)
+
+
+def test_a_draft_begins_as_its_init_says(tmp_path, byte_tokenizer):
+    target = make_llama(vocab_size=384).bfloat16()
+    StandaloneDraft(make_llama(vocab_size=len(byte_tokenizer))).export(tmp_path, byte_tokenizer)
+    for init, num_layers, hidden_size in [
+        (Init(checkpoint=str(tmp_path)), 4, 32),
+        (Init(checkpoint="unused/default", layers=(0, 3)), 2, 32),
+        (Init(checkpoint="unused/default", num_layers=1, hidden_size=64), 1, 64),
+    ]:
+        draft = make_draft(init, target, byte_tokenizer)
+        assert (draft.model.config.num_hidden_layers, draft.model.config.hidden_size) == (num_layers, hidden_size)
+        assert draft.model.config.vocab_size == 384, "a checkpoint with fewer rows is padded"
+        assert draft.model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("wrong", [{}, {"layers": (0,), "num_layers": 2}])
+def test_a_draft_begins_one_way(wrong):
+    with pytest.raises(ValueError, match="a draft begins with"):
+        Init(**wrong)

@@ -5,8 +5,8 @@ import torch
 from make_tokenizers import make_byte_tokenizer, make_sentencepiece_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from heads.standalone import StandaloneDraft
-from heads.tokenizers import check_same_tokenizer, fit_vocabulary, mean_rows, token_sources, transplant
+from heads.standalone import Init, StandaloneDraft, make_draft
+from heads.tokenizers import check_same_tokenizer, fit_vocabulary, mean_rows, token_sources, transplant_vocabulary
 
 
 def make_lm(vocab_size: int, *, tied: bool = False) -> LlamaForCausalLM:
@@ -59,7 +59,7 @@ def test_a_transplant_from_a_permuted_vocabulary_permutes_the_logits(tied):
     text = "def main(argument): naïve 🙂"
     before = draft(torch.tensor([draft_tokenizer.encode(text)])).logits
 
-    report = transplant(draft, draft_tokenizer, target_tokenizer, size)
+    report = transplant_vocabulary(draft, draft_tokenizer, target_tokenizer, size)
     assert (report.matched, report.by_role, report.averaged, report.left) == (size, 0, 0, 0)
     after = draft(torch.tensor([target_tokenizer.encode(text)])).logits
     tokens = draft_tokenizer.convert_ids_to_tokens(range(size))
@@ -100,7 +100,7 @@ def test_a_new_row_is_the_mean_of_the_pieces_its_text_is_cut_into():
     target_tokenizer, draft_tokenizer = make_byte_tokenizer(400), make_byte_tokenizer(264)
     draft = make_lm(len(draft_tokenizer))
     old_embedding, old_head = draft.model.embed_tokens.weight.clone(), draft.lm_head.weight.clone()
-    report = transplant(draft, draft_tokenizer, target_tokenizer, 512)
+    report = transplant_vocabulary(draft, draft_tokenizer, target_tokenizer, 512)
 
     token = target_tokenizer.convert_tokens_to_ids("Ġtheatre")
     assert token != target_tokenizer.unk_token_id
@@ -123,7 +123,7 @@ def test_special_tokens_are_not_spelled_out_of_letters(byte_tokenizer):
 
 def test_a_transplanted_draft_has_the_targets_tokenizer_and_survives_export(tmp_path, byte_tokenizer):
     draft = make_lm(len(make_sentencepiece_tokenizer()), tied=True)
-    transplant(draft, make_sentencepiece_tokenizer(), byte_tokenizer, 384)
+    transplant_vocabulary(draft, make_sentencepiece_tokenizer(), byte_tokenizer, 384)
     StandaloneDraft(draft).export(tmp_path, byte_tokenizer)
     loaded = StandaloneDraft.load(tmp_path)
     check_same_tokenizer(byte_tokenizer, PreTrainedTokenizerFast.from_pretrained(tmp_path))
@@ -135,7 +135,18 @@ def test_a_transplanted_draft_has_the_targets_tokenizer_and_survives_export(tmp_
 
 def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(byte_tokenizer):
     with pytest.raises(ValueError, match="ids beyond its vocab_size 200"):
-        transplant(make_lm(len(byte_tokenizer)), byte_tokenizer, byte_tokenizer, 200)
+        transplant_vocabulary(make_lm(len(byte_tokenizer)), byte_tokenizer, byte_tokenizer, 200)
+
+
+def test_a_checkpoint_of_another_tokenizer_needs_the_transplant_to_be_asked_for(tmp_path, byte_tokenizer, capsys):
+    sentencepiece = make_sentencepiece_tokenizer()
+    StandaloneDraft(make_lm(len(sentencepiece))).export(tmp_path, sentencepiece)
+    target = make_lm(384)
+    with pytest.raises(ValueError, match=r"token 0 is '<\|pad\|>' in the target and '<unk>' in the draft"):
+        make_draft(Init(checkpoint=str(tmp_path)), target, byte_tokenizer)
+    draft = make_draft(Init(checkpoint=str(tmp_path), transplant=True), target, byte_tokenizer)
+    assert draft.model.config.vocab_size == 384
+    assert "tokens copied" in capsys.readouterr().out
 
 
 def test_mean_rows_by_hand():
