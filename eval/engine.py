@@ -105,7 +105,7 @@ def _free_port() -> int:
 
 def _wait_until_healthy(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:
     started = time.monotonic()
-    with tqdm(desc="vLLM starts", bar_format="{desc}: {elapsed}", leave=False) as bar:
+    with tqdm(desc="vLLM starts", bar_format="{desc}: {elapsed}", leave=False, disable=None) as bar:
         while time.monotonic() - started < START_TIMEOUT_S:
             if process.poll() is not None:
                 raise ChildProcessError(f"vLLM did not start: {last_error(log)} (whole log: {log})")
@@ -120,7 +120,9 @@ def _wait_until_healthy(server: Server, process: subprocess.Popen[bytes], log: P
 def last_error(log: Path) -> str:
     """The line of an engine's log that says why it died: the last error that is not about another process's error."""
     lines = log.read_text(errors="replace").splitlines()
-    errors = (re.search(r"((?:[A-Z]\w*(?:Error|Exception)|[Ee]rror|Value error)[:,] .+)", line) for line in lines)
+    # pydantic puts the whole input behind its message
+    pattern = r"((?:[A-Z]\w*(?:Error|Exception)|[Ee]rror|Value error)[:,] .+?)(?: \[type=.*)?$"
+    errors = (re.search(pattern, line) for line in lines)
     causes = [found[1] for found in errors if found and "Engine core initialization failed" not in found[1]]
     return causes[-1].strip() if causes else (lines[-1].strip() if lines else "it wrote nothing")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import string
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from eval.engine import Server, vllm_server
 from recipes.tiny_target import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 # As many threads as a test has cores to itself; more of them slow these small tensors down.
@@ -77,3 +79,32 @@ def random_target(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: Pre
     LlamaForCausalLM(config).save_pretrained(folder)
     small_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def served_pair(
+    random_target: Path, small_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """A random target whose answers end at different lengths, and a noisy copy of it that it accepts about half of."""
+    model = LlamaForCausalLM.from_pretrained(random_target)
+    model.generation_config.eos_token_id = list(range(2, 16))
+    target, draft = tmp_path_factory.mktemp("served-target"), tmp_path_factory.mktemp("served-draft")
+    model.save_pretrained(target)
+    torch.manual_seed(1)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.data += 0.03 * weight.std() * torch.randn_like(weight)
+    model.save_pretrained(draft)
+    for folder in (target, draft):
+        small_tokenizer.save_pretrained(folder)
+    return target, draft
+
+
+@pytest.fixture(scope="session")
+def engine_with_draft(served_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One real vLLM for all tests that need one: `served_pair` with 3 draft tokens."""
+    target, draft = served_pair
+    speculative_config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    log = tmp_path_factory.mktemp("engine") / "vllm.log"
+    with vllm_server(target, log=log, speculative_config=speculative_config, max_model_len=256) as server:
+        yield server

