@@ -1,0 +1,99 @@
+"""Target folders with an MTP layer: read it, put a tuned one back, or make room for one.
+
+A folder is copied by hard links where the disk allows it: only shards that hold a replaced tensor are written anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from heads.artifact import MANIFEST, PROVENANCE, require_free
+from heads.mtp_layouts import MIMO, Layout
+from heads.tensors import CONFIG, INDEX, WEIGHTS, read_config, read_tensors, tensor_files
+
+
+def read_layer(folder: Path, layout: Layout, num_layers: int) -> dict[str, Tensor]:
+    """The tensors of a folder's MTP layer under our names.
+
+    Raises: ValueError where it has none.
+    """
+    names = [name for name in tensor_files(folder) if layout.holds(name, num_layers)]
+    if not names:
+        raise ValueError(f"{folder} holds no MTP layer ({layout.prefix.format(n=num_layers)}*): train one from scratch")
+    return layout.from_checkpoint(read_tensors(folder, names), num_layers)
+
+
+def stitch(target_folder: Path, tensors: Mapping[str, Tensor], out: Path, config: Mapping[str, Any]) -> None:
+    """Make `out` the target's folder with these tensors (by checkpoint name) put in and these config keys set.
+
+    Raises: FileExistsError where `out` holds anything.
+    """
+    require_free(out)
+    out.mkdir(parents=True, exist_ok=True)
+    files = tensor_files(target_folder)
+    shards = set(files.values())
+    for path in target_folder.iterdir():
+        if path.is_file() and path not in shards and path.name not in (CONFIG, INDEX, MANIFEST, PROVENANCE):
+            link(path, out / path.name)
+    kept: dict[str, str] = {}
+    for path in sorted(shards):
+        kept |= _keep_shard(path, {name for name, file in files.items() if file == path}, set(tensors), out)
+    added = next(name for i in count() if (name := f"model-added-{i}.safetensors") not in kept.values())
+    save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, out / added, {"format": "pt"})
+    weight_map = {**kept, **dict.fromkeys(tensors, added)}
+    _write_json(out / INDEX, {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))})
+    _write_json(out / CONFIG, {**read_config(target_folder), **config})
+
+
+def _keep_shard(path: Path, names: set[str], replaced: set[str], out: Path) -> dict[str, str]:
+    """Where the shard's tensors that are not replaced lie in `out`, by name: in a link, or in what is left of it."""
+    # transformers takes a model.safetensors for the whole model and never looks at the index
+    name = "model-target.safetensors" if path.name == WEIGHTS else path.name
+    left = names - replaced
+    if left == names:
+        link(path, out / name)
+    elif left:  # a stale tensor beside its successor would be loaded too, and whichever comes last would win
+        save_file(read_tensors(path.parent, left), out / name, {"format": "pt"})
+    return dict.fromkeys(left, name)
+
+
+def link(source: Path, copy: Path) -> None:
+    """A hard link to the file behind `source`, a copy where that is another disk's."""
+    try:
+        os.link(source.resolve(), copy)
+    except OSError:
+        shutil.copy2(source, copy)
+
+
+def as_mimo(llama_folder: Path, out: Path) -> None:
+    """Make `out` the same target in the MiMo layout, which has room for an MTP layer: q, k and v biases of zero.
+
+    Raises: ValueError where the target is no Llama that MiMo can equal.
+    """
+    config = read_config(llama_folder)
+    if config["architectures"] != ["LlamaForCausalLM"] or config.get("attention_bias") or config.get("mlp_bias"):
+        raise ValueError(f"{llama_folder} is no bias-free LlamaForCausalLM: only that has an equal MiMo target")
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    if (config.get("head_dim") or hidden // heads) * heads != hidden:
+        raise ValueError(f"{llama_folder}: MiMo's head size is hidden_size / num_attention_heads, this target's is not")
+    weights = [name for name in tensor_files(llama_folder) if name.endswith(tuple(f".{x}_proj.weight" for x in "qkv"))]
+    biases = {
+        name.replace(".weight", ".bias"): torch.zeros(len(weight), dtype=weight.dtype)
+        for name, weight in read_tensors(llama_folder, weights).items()
+    }
+    mimo = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "use_sliding_window": False, MIMO.count_key: 1}
+    stitch(llama_folder, biases, out, mimo)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
