@@ -1,0 +1,185 @@
+"""The `redraft` command: a table of subcommands, and the one place where an error becomes a line for its user.
+
+Importing this module loads neither torch nor vLLM; a subcommand's recipe is imported when it is called.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TRACEBACK_VARIABLE = "REDRAFT_TRACEBACK"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand: the recipe whose `Config` and `main` it runs, and what --help says of it."""
+
+    module: str
+    summary: str
+    example: str
+
+
+COMMANDS = {
+    "doctor": Command(
+        "recipes.doctor",
+        "Check this environment: versions, devices, engine, disk",
+        "redraft doctor",
+    ),
+    "distill": Command(
+        "recipes.distill_llama3b",
+        "Train a draft from its target, prove it in vLLM, report",
+        "redraft distill --preset demo",
+    ),
+    "regenerate": Command(
+        "recipes.regenerate",
+        "Let the target answer a data set's prompts again",
+        "redraft regenerate --help",
+    ),
+    "serve": Command(
+        "recipes.serve",
+        "Serve a target with its draft: vLLM with capture and swap",
+        "redraft serve TARGET --draft DRAFT -- --port 8001",
+    ),
+    "tap": Command(
+        "recipes.tap",
+        "Record from a vLLM that cannot be touched, as its proxy",
+        "redraft tap --help",
+    ),
+    "tiny-target": Command(
+        "recipes.tiny_target",
+        "Train the small target of the demo and the tests",
+        "redraft tiny-target --output outputs/tiny-target",
+    ),
+    "bench-training": Command(
+        "recipes.bench_training",
+        "Measure speed and memory of training, as ratios",
+        "redraft bench-training",
+    ),
+}
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(dispatch(sys.argv[1:]))
+
+
+def dispatch(args: Sequence[str]) -> int:
+    """Run `redraft ARGS` and return its exit status: 0, or 2 for an error of the user's."""
+    if not args or args[0] in ("-h", "--help"):
+        print(help_text())
+        return 0
+    if args[0] == "--version":
+        print(f"redraft {importlib.metadata.version('redraft')}")
+        return 0
+    if args[0] not in COMMANDS:
+        print(unknown(args[0]), file=sys.stderr)
+        return 2
+    return guarded(lambda: _run_command(args[0], args[1:]))
+
+
+def run_recipe(
+    main: Callable[[Any], object],
+    config_type: type,
+    description: str | None,
+    presets: Mapping[str, Any] | None = None,
+) -> None:
+    """`main` of a recipe that is run as a file, with the config of the command line; ends the process on an error."""
+    if status := guarded(lambda: main(parse(config_type, description, presets or {}, sys.argv[1:], prog=sys.argv[0]))):
+        sys.exit(status)
+
+
+def parse(
+    config_type: type, description: str | None, presets: Mapping[str, Any], args: Sequence[str], *, prog: str
+) -> Any:
+    """A `config_type` from command-line arguments; `--preset NAME` chooses the defaults the other flags change.
+
+    Raises: ValueError for an unknown preset; SystemExit(2) from tyro for anything else it cannot read.
+    """
+    import tyro  # a tenth of a second that `redraft --help` need not wait for
+
+    name, rest = _take_preset(args)
+    if name is not None and name not in presets:
+        raise ValueError(f"there is no preset {name!r}{_choices(name, presets)}")
+    if presets:
+        description = (
+            f"{description}\n--preset {{{','.join(presets)}}} sets other defaults; the other flags then change them."
+        )
+    default = {} if name is None else {"default": presets[name]}
+    return tyro.cli(config_type, description=description, args=rest, prog=prog, **default)
+
+
+def guarded(run: Callable[[], object]) -> int:
+    """0 after `run`, or 2 after an error its user can mend, told in one line (REDRAFT_TRACEBACK=1: where it arose)."""
+    try:
+        run()
+    except (Exception, KeyboardInterrupt) as error:
+        line = user_error(error)
+        if line is None or os.environ.get(TRACEBACK_VARIABLE) == "1":
+            raise
+        print(f"redraft: {line}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def user_error(error: BaseException) -> str | None:
+    """What to tell the user in one line, or None where the error is a defect of ours and needs its traceback."""
+    httpx = sys.modules.get("httpx")  # where it was never imported, it raised nothing
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}; `redraft doctor` says what to install"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    if isinstance(error, ValueError | OSError) or (httpx is not None and isinstance(error, httpx.HTTPError)):
+        return " ".join(str(error).split()) or type(error).__name__
+    return None
+
+
+def help_text() -> str:
+    """What `redraft --help` prints."""
+    lines = ["Train drafts for speculative decoding, prove them in vLLM,"]
+    lines += ["and keep them trained from live traffic.", ""]
+    lines += ["usage: redraft COMMAND [flags]", ""]
+    width = max(map(len, COMMANDS))
+    for name, command in COMMANDS.items():
+        lines += [f"  {name:<{width}}  {command.summary}", f"  {'':<{width}}    $ {command.example}"]
+    lines += ["", "  redraft COMMAND --help   all flags of a command", "  redraft --version"]
+    lines += ["", f"An error is one line and exit status 2; {TRACEBACK_VARIABLE}=1 shows its origin."]
+    return "\n".join(lines)
+
+
+def unknown(name: str) -> str:
+    """What to say of a subcommand that does not exist."""
+    return f"redraft: there is no command {name!r}{_choices(name, COMMANDS)}"
+
+
+def _choices(name: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {close[0]!r}?" if close else f"; there is {', '.join(known) or 'none'}"
+
+
+def _run_command(name: str, args: Sequence[str]) -> None:
+    recipe = importlib.import_module(COMMANDS[name].module)
+    presets = getattr(recipe, "PRESETS", {})
+    recipe.main(parse(recipe.Config, recipe.__doc__, presets, args, prog=f"redraft {name}"))
+
+
+def _take_preset(args: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of --preset (before any `--`), and the arguments without it."""
+    rest = list(args)
+    end = rest.index("--") if "--" in rest else len(rest)
+    for index, argument in enumerate(rest[:end]):
+        if argument.startswith("--preset="):
+            return argument.removeprefix("--preset="), rest[:index] + rest[index + 1 :]
+        if argument == "--preset":
+            if index + 1 == end:
+                raise ValueError("--preset needs a name")
+            return rest[index + 1], rest[:index] + rest[index + 2 :]
+    return None, rest
