@@ -51,7 +51,7 @@ def _curve(entries: Rows, names: Mapping[str, str], title: str) -> alt.Chart | N
         .mark_line(strokeWidth=2.5, interpolate="monotone")
         .encode(
             x=alt.X("step:Q", title="optimizer step", axis=alt.Axis(grid=False, tickCount=6)),
-            y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(tickCount=5)),
+            y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=False, nice=5), axis=alt.Axis(tickCount=5)),
             color=_color("what", list(names.values()), legend=len(names) > 1),
             tooltip=["step:Q", "what:N", alt.Tooltip("value:Q", format=".4f")],
         )
@@ -76,8 +76,8 @@ def _beside(rows: Rows, x: alt.X, title: str, domain: Sequence[float]) -> alt.La
         tooltip=["label:N", "what:N", alt.Tooltip("value:Q", format=".3f")],
     )
     bars = base.transform_filter("datum.what == 'engine'").mark_bar(width={"band": 0.55}, cornerRadiusEnd=4)
-    labels = bars.mark_text(baseline="top", dy=8, fontWeight=600, fill="white").encode(
-        text=alt.Text("value:Q", format=".2f")
+    labels = bars.mark_text(baseline="bottom", dy=-9, fontWeight=600).encode(
+        text=alt.Text("value:Q", format=".2f"), color=alt.value("currentColor")
     )
     points = base.transform_filter("datum.what == 'forecast'").mark_point(
         shape="diamond", size=130, filled=True, opacity=1
@@ -111,13 +111,13 @@ def _domains(by_domain: Mapping[str, Mapping[str, Any]]) -> alt.LayerChart:
 
 
 def _gain(offline: Mapping[str, Any]) -> alt.LayerChart:
-    names = {"after": "distilled", "ce_baseline": "cross-entropy on the text", "before": "before training"}
+    names = {"before": "before training", "ce_baseline": "cross-entropy on the text", "after": "distilled"}
     rows = [
         {"what": name, "value": offline[f"alpha_greedy_{key}"]}
-        for key, name in reversed(names.items())
+        for key, name in names.items()
         if f"alpha_greedy_{key}" in offline
     ]
-    return _bars(rows, list(names.values()), "alpha greedy on held-out prompts", ".3f")
+    return _bars(rows, ours=names["after"], title="alpha greedy on held-out prompts", number=".3f")
 
 
 def _speed(engine: Mapping[str, Any]) -> alt.LayerChart:
@@ -125,21 +125,21 @@ def _speed(engine: Mapping[str, Any]) -> alt.LayerChart:
         {"what": "without a draft", "value": engine["tokens_per_s_without_draft"]},
         {"what": "with the draft", "value": engine["tokens_per_s"]},
     ]
-    return _bars(rows, ["with the draft", "", "without a draft"], "output tokens per second", ",.0f")
+    return _bars(rows, ours="with the draft", title="output tokens per second", number=",.0f")
 
 
-def _bars(rows: Rows, colours: Sequence[str], title: str, number: str) -> alt.LayerChart:
-    """Bars to the right, in the order of `rows`, each with its number at its end."""
+def _bars(rows: Rows, *, ours: str, title: str, number: str) -> alt.LayerChart:
+    """Bars to the right in the order of `rows`, each with its number at its end; `ours` stands out."""
     highest = max(row["value"] for row in rows)
-    base = alt.Chart(alt.Data(values=list(rows)), width="container", height={"step": BAR_HEIGHT}).encode(
+    base = alt.Chart(alt.Data(values=list(rows)), width="container", height=BAR_HEIGHT * len(rows)).encode(
         x=alt.X(
             "value:Q",
             title=title,
-            scale=alt.Scale(domain=[0, highest * 1.15 or 1], nice=False),
+            scale=alt.Scale(domain=[0, highest * 1.2 or 1], nice=False),
             axis=alt.Axis(grid=False, labels=False, ticks=False, domain=False),
         ),
         y=alt.Y("what:N", title=None, sort=None, axis=alt.Axis(domain=False, ticks=False, labelPadding=10)),
-        color=_color("what", colours, legend=False),
+        color=alt.condition(alt.datum.what == ours, alt.value("var(--ours)"), alt.value("var(--plain)")),
         tooltip=["what:N", alt.Tooltip("value:Q", format=number)],
     )
     bars = base.mark_bar(height={"band": 0.66}, cornerRadiusEnd=4)
