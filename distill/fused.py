@@ -26,12 +26,12 @@ from torch.autograd.function import once_differentiable
 
 from distill.gradients import GRADIENTS, Compared, cross_entropy
 from distill.losses import LOG_ZERO, Divergence, draft_columns, top_k_buckets
-from eval.acceptance import alpha, alpha_greedy
+from eval.acceptance import alpha
 
 CHUNK_TOKENS = 256
 """Target rows whose logits are held at once. Fewer make the matmuls slower (16 by 2-3x), more only cost memory."""
 
-BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
+BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU = 1 << 18, 1 << 26
 """Logits worked on at once. On a CPU the block's few float32 temporaries stay in cache; a GPU wants large launches."""
 
 FAR_BELOW = -1e30
@@ -152,9 +152,9 @@ class _FusedLinearDivergence(torch.autograd.Function):
     def forward(ctx: Any, request: _Request, *leaves: Tensor) -> tuple[Tensor, Tensor]:
         needed = [request.grad_enabled and needs for needs in ctx.needs_input_grad[1:]]
         gradients = [torch.zeros_like(leaf) if needs else None for leaf, needs in zip(leaves, needed, strict=True)]
-        steps = _steps(request, leaves, gradients)
+        steps, target = _steps(request, leaves, gradients), _in_matmul_dtype(request.target)
         with torch.autocast(leaves[0].device.type, enabled=False):
-            _run(request, steps)
+            _run(request, target, steps)
         ctx.save_for_backward(*gradients)
         sums_S3 = torch.stack([step.values_3M.sum(1) for step in steps])
         ctx.mark_non_differentiable(sums_S3)
@@ -208,11 +208,18 @@ def _matmul_dtype(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
-def _run(request: _Request, steps: Sequence[_Step]) -> None:
+def _in_matmul_dtype(target: ExactRows | TopKRows) -> ExactRows | TopKRows:
+    if isinstance(target, TopKRows):
+        return target
+    dtype = _matmul_dtype(target.hidden_ND)
+    return ExactRows(hidden_ND=target.hidden_ND.to(dtype), head_VD=target.head_VD.to(dtype))
+
+
+def _run(request: _Request, target: ExactRows | TopKRows, steps: Sequence[_Step]) -> None:
     needed_N = torch.unique(torch.cat([step.target_row_M for step in steps]))
     plans = [_rows_by_chunk(step.target_row_M, needed_N, request.chunk_tokens) for step in steps]
     for index, rows_C in enumerate(torch.split(needed_N, request.chunk_tokens) if len(needed_N) else ()):
-        chunk = _chunk(request.target, rows_C, request.divergence.temperature)
+        chunk = _chunk(target, rows_C, request.divergence.temperature)
         for step, plan in zip(steps, plans, strict=True):
             for rows_M in torch.split(plan[index], request.chunk_tokens):
                 _run_rows(request, chunk, step, rows_M)
@@ -254,23 +261,35 @@ def _divergence(
     if divergence.name == "cross_entropy":  # alpha above is against the target all the same
         assert request.labels_N is not None
         columns = draft_columns(request.labels_N[target_row_M], step.draft_ids_W, logits_MW.shape[1])
-        loss_M, dz_MW = cross_entropy(*_softmax_and_log(logits_MW, divergence.temperature), *columns)
+        loss_M, dz_MW = cross_entropy(*_softmax_and_log(logits_MW, divergence.temperature)[:2], *columns)
     else:
         loss_M, dz_MX = GRADIENTS[divergence.name](divergence, compared)
         dz_MW = at_logits(dz_MX)
     return torch.stack([loss_M, compared.alpha_M, alpha_greedy_M]), dz_MW
 
 
-def _softmax(z_MV: Tensor) -> tuple[Tensor, Tensor]:
-    """(softmax [M, V], log sum exp [M, 1]) with one pass of exp."""
+def _softmax(z_MV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(softmax [M, V], log sum exp [M, 1], argmax [M, 1]) with one pass of exp."""
     p_MV = z_MV.softmax(-1)
-    return p_MV, z_MV.amax(-1, keepdim=True) - p_MV.amax(-1, keepdim=True).log()  # max p = exp(max z) / sum exp z
+    best_M1 = _argmax(z_MV)
+    return p_MV, z_MV.gather(1, best_M1) - p_MV.gather(1, best_M1).log(), best_M1  # p = exp z / sum exp z
 
 
-def _softmax_and_log(logits_MV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _softmax_and_log(logits_MV: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(softmax of logits / temperature, its logarithm, its argmax)."""
     z_MV = _wide(logits_MV, temperature)
-    p_MV, log_sum_exp_M1 = _softmax(z_MV)
-    return p_MV, z_MV.sub_(log_sum_exp_M1).clamp_min_(LOG_ZERO)
+    p_MV, log_sum_exp_M1, best_M1 = _softmax(z_MV)
+    return p_MV, z_MV.sub_(log_sum_exp_M1).clamp_min_(LOG_ZERO), best_M1
+
+
+def _argmax(z_MV: Tensor, group: int = 64) -> Tensor:
+    """First argmax of every row, [M, 1]; in two levels, because on a CPU `amax` is vectorised and `argmax` is not."""
+    if z_MV.shape[1] % group:
+        return z_MV.argmax(-1, keepdim=True)
+    z_MGv = z_MV.view(len(z_MV), -1, group)
+    best_group_M1 = z_MGv.amax(-1).argmax(-1, keepdim=True)
+    best_in_group_M1 = z_MGv.take_along_dim(best_group_M1[..., None], 1).argmax(-1)
+    return best_group_M1 * group + best_in_group_M1
 
 
 def _wide(logits_MV: Tensor, temperature: float) -> Tensor:
@@ -281,7 +300,8 @@ def _wide(logits_MV: Tensor, temperature: float) -> Tensor:
 
 def _block_rows(logits_MV: Tensor) -> int:
     """Rows of logits to work on at once."""
-    return max(1, BLOCK_ELEMENTS[logits_MV.device.type] // logits_MV.shape[1])
+    elements = BLOCK_ELEMENTS_CPU if logits_MV.device.type == "cpu" else BLOCK_ELEMENTS_GPU
+    return max(1, elements // logits_MV.shape[1])
 
 
 # ---------------------------------------------------------------------------------------------------- the target's side
@@ -307,17 +327,18 @@ class _ExactChunk:
         self, target_row_M: Tensor, logits_MW: Tensor, draft_ids_W: Tensor | None
     ) -> tuple[Compared, Tensor, AtLogits]:
         p_MW, log_p_MW = self._p(torch.searchsorted(self.rows_C, target_row_M), draft_ids_W)
-        q_MW, log_q_MW = _softmax_and_log(logits_MW, self.temperature)
+        q_MW, log_q_MW, best_M1 = _softmax_and_log(logits_MW, self.temperature)
         compared = Compared(p_MW, log_p_MW, q_MW, log_q_MW, alpha(p_MW, q_MW))
-        return compared, alpha_greedy(p_MW, q_MW), lambda dz_MW: dz_MW
+        return compared, p_MW.gather(1, best_M1).squeeze(1), lambda dz_MW: dz_MW
 
     def _p(self, place_M: Tensor, draft_ids_W: Tensor | None) -> tuple[Tensor, Tensor]:
         if draft_ids_W is None:
-            return _softmax_and_log(self.logits_CV[place_M], self.temperature)
+            return _softmax_and_log(self.logits_CV.index_select(0, place_M), self.temperature)[:2]
         if id(draft_ids_W) not in self.kept:
             self.kept[id(draft_ids_W)] = self.logits_CV[:, draft_ids_W], self._log_sum_exp()
         kept_CW, log_sum_exp_C1 = self.kept[id(draft_ids_W)]
-        log_p_MW = _wide(kept_CW[place_M], self.temperature).sub_(log_sum_exp_C1[place_M]).clamp_min_(LOG_ZERO)
+        z_MW = _wide(kept_CW.index_select(0, place_M), self.temperature)
+        log_p_MW = z_MW.sub_(log_sum_exp_C1[place_M]).clamp_min_(LOG_ZERO)
         return log_p_MW.exp(), log_p_MW
 
     def _log_sum_exp(self) -> Tensor:
@@ -337,10 +358,10 @@ class _TopKChunk:
     ) -> tuple[Compared, Tensor, AtLogits]:
         columns_MK, reachable_MK = draft_columns(self.target.ids_NK[target_row_M], draft_ids_W, logits_MW.shape[1])
         z_MW = _wide(logits_MW, temperature=1)
-        best_M1 = z_MW.argmax(-1, keepdim=True)
+        best_M1 = _argmax(z_MW)
         z_MK = z_MW.gather(1, columns_MK).masked_fill_(~reachable_MK, FAR_BELOW)
         # By addition, because an id out of reach has the column of another: it adds 0 there.
-        tail_MW, z_tail_M1 = _softmax(z_MW.scatter_add_(1, columns_MK, reachable_MK * z_MW.new_tensor(FAR_BELOW)))
+        tail_MW, z_tail_M1, _ = _softmax(z_MW.scatter_add_(1, columns_MK, reachable_MK * z_MW.new_tensor(FAR_BELOW)))
         z_MX = torch.cat([z_MK, z_tail_M1], -1)
         log_q_MX = z_MX.log_softmax(-1).clamp_min_(LOG_ZERO)
 

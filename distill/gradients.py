@@ -3,7 +3,7 @@
 M = rows, X = outcomes compared (see `losses`); the draft's logits z give q = softmax(z).
 
 A divergence D(q) has dD/dz = q (g - sum_v q g) with g = dD/dq. Each form below is that, written so that nothing large
-cancels: by autograd the same would cost a dozen more passes over [M, X].
+cancels: by autograd the same would cost a dozen more passes over [M, X]. They may overwrite what they are given.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def forward_kl(c: Compared) -> Gradient:
     """dz = P q - p."""
     mass_M = c.p_MX.sum(-1)
     cross_M = (c.log_p_MX - c.log_q_MX).mul_(c.p_MX).sum(-1)
-    return cross_M - torch.xlogy(mass_M, mass_M), (c.q_MX * mass_M[:, None]).sub_(c.p_MX)
+    return cross_M - torch.xlogy(mass_M, mass_M), c.q_MX.mul_(mass_M[:, None]).sub_(c.p_MX)
 
 
 def reverse_kl(c: Compared) -> Gradient:
@@ -69,10 +69,10 @@ def neg_log_alpha(c: Compared) -> Gradient:
 
 def lk_hybrid(c: Compared, eta: float) -> Gradient:
     """dz = w dKL - (1 - w) d alpha, with w = exp(-eta alpha) held constant."""
-    kl_M, dz_MX = forward_kl(c)
     weight_M = torch.exp(-eta * c.alpha_M)
-    dz_MX.mul_(weight_M[:, None]).sub_(alpha_gradient(c).mul_(1 - weight_M[:, None]))
-    return weight_M * kl_M + (1 - weight_M) * (1 - c.alpha_M), dz_MX
+    d_tv_MX = alpha_gradient(c).mul_(weight_M[:, None] - 1)
+    kl_M, d_kl_MX = forward_kl(c)
+    return weight_M * kl_M + (1 - weight_M) * (1 - c.alpha_M), d_kl_MX.mul_(weight_M[:, None]).add_(d_tv_MX)
 
 
 def alpha_gradient(c: Compared) -> Tensor:
@@ -85,7 +85,7 @@ def alpha_gradient(c: Compared) -> Tensor:
 
 
 def cross_entropy(q_MW: Tensor, log_q_MW: Tensor, columns_M: Tensor, reachable_M: Tensor) -> Gradient:
-    """dz = q - one_hot(label); no gradient for a label out of the draft's reach. Overwrites q."""
+    """dz = q - one_hot(label); no gradient for a label out of the draft's reach."""
     loss_M = -log_q_MW.gather(1, columns_M[:, None]).squeeze(1) * reachable_M
     minus_one_M1 = -torch.ones_like(loss_M)[:, None]
     return loss_M, q_MW.scatter_add_(1, columns_M[:, None], minus_one_M1).mul_(reachable_M[:, None])
