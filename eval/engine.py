@@ -33,13 +33,17 @@ START_TIMEOUT_S = 600
 WARM_UP_TOKENS = 16
 
 TIE_LOGIT_GAP = 1e-3
-"""Two tokens whose float32 logits differ by less are a tie: batching alone moves logits by 1e-5 or so."""
+"""Two tokens whose logits differ by less are a tie in a float32 engine: batching alone moves logits by 1e-5 or so."""
+
+TIE_LOGIT_GAP_HALF = 0.25
+"""The same in a 16-bit engine: bfloat16 rounds logits of size 16 to 32 to steps of 1/8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
     url: str
     model: str
+    dtype: str
     num_speculative_tokens: int
     """0 where nothing is drafted."""
 
@@ -68,13 +72,14 @@ def vllm_server(
     """
     port = _free_port()
     on_cpu = engine_is_cpu()
+    dtype = dtype or ("float32" if on_cpu else "auto")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--dtype", dtype or ("float32" if on_cpu else "auto")]
-    command += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs), "--enforce-eager"]
+    command += ["--host", "127.0.0.1", "--dtype", dtype]
+    command += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
     # A cached prompt skips its prefill, and vLLM counts the first step after a full hit as a draft that failed.
     command += ["--no-enable-prefix-caching"]
     if on_cpu:
-        command += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
+        command += ["--enforce-eager", "--kv-cache-memory-bytes", str(kv_cache_bytes)]
     if speculative_config is not None:
         command += ["--speculative-config", json.dumps(speculative_config)]
         command += ["--per-request-spec-decode-metrics", "detailed"]
@@ -83,6 +88,7 @@ def vllm_server(
         server = Server(
             url=f"http://127.0.0.1:{port}",
             model=str(model),
+            dtype=dtype,
             num_speculative_tokens=int((speculative_config or {}).get("num_speculative_tokens", 0)),
         )
         _wait_until_healthy(server, process, log)
@@ -139,6 +145,7 @@ class Measurement:
     prompts: Sequence[Prompt]
     outputs: list[Output]
     duration_s: float
+    dtype: str
     counts: AcceptanceCounts | None
     """The engine's own counters over the whole run; equal to the sum of the requests'."""
 
@@ -188,7 +195,7 @@ def measure(
     if server.num_speculative_tokens:
         counts = _total(outputs)
         _require_equal_counters(server, before, counts)
-    return Measurement(prompts=prompts, outputs=outputs, duration_s=duration_s, counts=counts)
+    return Measurement(prompts=prompts, outputs=outputs, duration_s=duration_s, dtype=server.dtype, counts=counts)
 
 
 async def _complete_all(
@@ -291,11 +298,9 @@ class Difference:
     """None where the output had ended."""
     token_without: int | None
     logit_gap: float | None
-    """How far the worse of the two tokens is below the target's best logit there."""
-
-    @property
-    def is_tie(self) -> bool:
-        return self.logit_gap is not None and self.logit_gap <= TIE_LOGIT_GAP
+    """How far the worse of the two tokens is below the target's best logit there; None where it is not known."""
+    is_tie: bool
+    """The gap is within what floating point leaves open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,10 +318,11 @@ def compare_lossless(
     with_draft: Measurement, without_draft: Measurement, target_logits: NextLogits | None = None
 ) -> Lossless:
     """Where greedy outputs with a draft first differ from those without, prompt by prompt."""
+    tie_gap = TIE_LOGIT_GAP if with_draft.dtype == "float32" else TIE_LOGIT_GAP_HALF
     assert [p.token_ids for p in with_draft.prompts] == [p.token_ids for p in without_draft.prompts]
     rows = zip(with_draft.prompts, with_draft.outputs, without_draft.outputs, strict=True)
     differences = [
-        _difference(index, prompt, mine.token_ids, its.token_ids, target_logits)
+        _difference(index, prompt, mine.token_ids, its.token_ids, target_logits, tie_gap)
         for index, (prompt, mine, its) in enumerate(rows)
         if mine.token_ids != its.token_ids
     ]
@@ -324,7 +330,7 @@ def compare_lossless(
 
 
 def _difference(
-    index: int, prompt: Prompt, mine: list[int], its: list[int], target_logits: NextLogits | None
+    index: int, prompt: Prompt, mine: list[int], its: list[int], target_logits: NextLogits | None, tie_gap: float
 ) -> Difference:
     position = next((i for i, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b), min(len(mine), len(its)))
     pair = [ids[position] if position < len(ids) else None for ids in (mine, its)]
@@ -339,4 +345,5 @@ def _difference(
         token_with=pair[0],
         token_without=pair[1],
         logit_gap=gap,
+        is_tie=gap is not None and gap <= tie_gap,
     )

@@ -81,6 +81,7 @@ def engine_section(
         "lossless": lossless.lossless,
         "ties": [asdict(difference) for difference in lossless.differences if difference.is_tie],
         "differences": [asdict(difference) for difference in lossless.differences if not difference.is_tie],
+        "dtype": with_draft.dtype,
         "num_prompts": len(with_draft.prompts),
         "num_output_tokens": with_draft.num_output_tokens,
         "tokens_per_s": with_draft.tokens_per_s,

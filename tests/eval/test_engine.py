@@ -15,7 +15,6 @@ from transformers import LlamaForCausalLM
 
 from eval.acceptance import AcceptanceCounts
 from eval.engine import (
-    TIE_LOGIT_GAP,
     Measurement,
     Output,
     Server,
@@ -137,13 +136,13 @@ def test_an_engine_that_refuses_its_draft_says_why_in_one_line(served_pair: tupl
 
 
 def test_an_absent_server_is_a_connection_error():
-    nobody = Server(url="http://127.0.0.1:9", model="none", num_speculative_tokens=0)
+    nobody = Server(url="http://127.0.0.1:9", model="none", dtype="float32", num_speculative_tokens=0)
     with pytest.raises(ConnectionError, match=r"127.0.0.1:9 went away after 0 of 2 prompts"):
         measure(nobody, make_prompts(2), max_tokens=4)
 
 
 def test_no_prompts_are_refused():
-    nobody = Server(url="http://127.0.0.1:9", model="none", num_speculative_tokens=0)
+    nobody = Server(url="http://127.0.0.1:9", model="none", dtype="float32", num_speculative_tokens=0)
     with pytest.raises(ValueError, match="no prompt"):
         measure(nobody, [], max_tokens=4)
 
@@ -196,11 +195,12 @@ def test_the_last_error_of_a_log_is_the_cause(tmp_path: Path, log: str, cause: s
     assert last_error(tmp_path / "log") == cause
 
 
-def make_measurement(*outputs: list[int]) -> Measurement:
+def make_measurement(*outputs: list[int], dtype: str = "float32") -> Measurement:
     return Measurement(
         prompts=[Prompt(token_ids=[1, 2], domain="code")] * len(outputs),
         outputs=[Output(token_ids=ids, counts=None) for ids in outputs],
         duration_s=2.0,
+        dtype=dtype,
         counts=None,
     )
 
@@ -223,20 +223,20 @@ def test_tokens_per_second_counts_output_tokens():
     assert make_measurement([5, 6], [7]).tokens_per_s == 1.5
 
 
-def test_a_tie_is_listed_and_still_lossless():
-    result = compare_lossless(
-        make_measurement([5, 6, 6]), make_measurement([5, 7, 9]), logits_with_gap(TIE_LOGIT_GAP / 2)
-    )
+@pytest.mark.parametrize(("dtype", "gap"), [("float32", 5e-4), ("auto", 0.125)])
+def test_a_tie_is_listed_and_still_lossless(dtype: str, gap: float):
+    mine, its = make_measurement([5, 6, 6], dtype=dtype), make_measurement([5, 7, 9], dtype=dtype)
+    result = compare_lossless(mine, its, logits_with_gap(gap))
     (difference,) = result.differences
     assert (difference.position, difference.token_with, difference.token_without) == (1, 6, 7)
-    assert difference.logit_gap == pytest.approx(TIE_LOGIT_GAP / 2, rel=1e-3)
+    assert difference.logit_gap == pytest.approx(gap, rel=1e-3)
     assert result.lossless
 
 
 def test_a_wrong_token_is_not_lossless():
-    result = compare_lossless(make_measurement([5, 7]), make_measurement([5, 6]), logits_with_gap(0.5))
+    result = compare_lossless(make_measurement([5, 7]), make_measurement([5, 6]), logits_with_gap(0.125))
     assert not result.lossless
-    assert result.differences[0].logit_gap == 0.5
+    assert result.differences[0].logit_gap == 0.125
 
 
 def test_a_difference_without_the_targets_logits_is_no_tie():

@@ -47,12 +47,13 @@ def make_measurement(accepted: int | None, duration_s: float) -> Measurement:
         prompts=prompts,
         outputs=[Output(token_ids=[5] * 20, counts=c) for c in counts],
         duration_s=duration_s,
+        dtype="float32",
         counts=AcceptanceCounts.of_blocks([accepted] * 20, 4) if accepted is not None else None,
     )
 
 
-TIE = Difference(prompt=1, domain="prose", position=7, token_with=3, token_without=4, logit_gap=1e-6)
-ERROR = Difference(prompt=0, domain="code", position=2, token_with=3, token_without=None, logit_gap=None)
+TIE = Difference(prompt=1, domain="prose", position=7, token_with=3, token_without=4, logit_gap=1e-6, is_tie=True)
+ERROR = Difference(prompt=0, domain="code", position=2, token_with=3, token_without=None, logit_gap=None, is_tie=False)
 
 
 def make_report(*differences: Difference, **changes: Any) -> dict[str, Any]:
