@@ -17,7 +17,9 @@ from tqdm import tqdm
 from distill.on_policy import draft_written, is_on_policy
 from distill.packing import PackedDataset
 from distill.run import Run
+from distill.samples import SampleStats
 from distill.train import Distillation, StepStats
+from eval.prompts import Prompt
 from heads.draft import Batch
 from heads.standalone import StandaloneDraft
 
@@ -39,6 +41,19 @@ class Loop:
     save_every: int = 500
     """A checkpoint every so many steps; 0: none."""
     seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedData:
+    """What a run trains on and is judged on."""
+
+    train: PackedDataset
+    held_out: PackedDataset
+    prompts: list[Prompt]
+    stats: SampleStats
+    hash: str
+    end_id: int
+    """Ends an answer that the draft writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,26 +83,27 @@ def make_accelerator(accumulation: int, mixed_precision: str | None, wandb_proje
 
 def train(
     distillation: Distillation,
-    data: PackedDataset,
-    held_out: PackedDataset,
+    data: LoadedData,
     run: Run,
     loop: Loop,
-    *,
     num_speculative_tokens: int,
-    end_id: int | None = None,
-    label: str = "distil",
 ) -> Trained:
     """Train from where `run` ended until `loop.steps`; held-out acceptance and losses go to the run's metrics."""
     accelerator = distillation.accelerator
     run.restore(distillation.resume)
-    judged = list(_shared(held_out, loop, accelerator))
+    judged = list(_shared(data.held_out, loop, accelerator))
     meter = _Meter()
     steps = range(distillation.step_index, loop.steps)
     bar = tqdm(
-        steps, desc=label, unit="step", initial=steps.start, total=loop.steps, disable=not accelerator.is_main_process
+        steps,
+        desc=distillation.divergence.name,
+        unit="step",
+        initial=steps.start,
+        total=loop.steps,
+        disable=not accelerator.is_main_process,
     )
     for step in bar:
-        batches = _batches(distillation, data, loop, step, end_id)
+        batches = _batches(distillation, data, loop, step)
         stats = distillation.step(batches)
         meter.add(stats)
         done = step + 1
@@ -111,11 +127,11 @@ def train(
     return Trained(tokens_per_s=meter.rate(), peak_rss_mib=peak_rss_mib(), skipped_steps=distillation.skipped)
 
 
-def _batches(distillation: Distillation, data: PackedDataset, loop: Loop, step: int, end_id: int | None) -> list[Batch]:
+def _batches(distillation: Distillation, data: LoadedData, loop: Loop, step: int) -> list[Batch]:
     """This rank's micro-batches of `step`: a function of the step (and, on policy, of the draft) alone."""
     accelerator, accumulation = distillation.accelerator, distillation.optim.accumulation
     batches = [
-        data.batch(
+        data.train.batch(
             step * accumulation + micro,
             batch_size=loop.batch_size,
             rank=accelerator.process_index,
@@ -124,11 +140,11 @@ def _batches(distillation: Distillation, data: PackedDataset, loop: Loop, step: 
         for micro in range(accumulation)
     ]
     batches = [to_device(batch, accelerator.device) for batch in batches]
-    if end_id is None or not is_on_policy(step, loop.on_policy, loop.seed):
+    if not is_on_policy(step, loop.on_policy, loop.seed):
         return batches
     seed = (loop.seed * 1_000_003 + step) * accelerator.num_processes + accelerator.process_index
     draft = cast(StandaloneDraft, distillation.draft)
-    return [draft_written(draft, b, pad_id=data.pad_id, end_id=end_id, seed=seed) for b in batches]
+    return [draft_written(draft, b, pad_id=data.train.pad_id, end_id=data.end_id, seed=seed) for b in batches]
 
 
 def _shared(held_out: PackedDataset, loop: Loop, accelerator: Accelerator) -> Sequence[Batch]:

@@ -22,6 +22,8 @@ from accelerate.utils import broadcast_object_list
 from heads.artifact import publish, verify
 
 KEPT_CHECKPOINTS = 2
+MAY_CHANGE = {"resume", "overwrite", "output", "wandb", "prove"}
+"""Config keys that a resumed run need not share with its beginning: they change nothing that was trained."""
 
 
 class Run:
@@ -29,6 +31,7 @@ class Run:
 
     def __init__(self, folder: Path, accelerator: Accelerator) -> None:
         self.folder, self.accelerator = folder, accelerator
+        self.config: dict[str, Any] = {}
         self.metrics: list[dict[str, Any]] = []
 
     @classmethod
@@ -41,13 +44,20 @@ class Run:
         the config to resume with differs from the one the run was started with.
         """
         run = cls(folder, accelerator)
+        run.config = json.loads(json.dumps(config, default=str))
         if accelerator.is_main_process:
-            run._claim(config, resume, overwrite)
+            run._claim(resume, overwrite)
         accelerator.wait_for_everyone()
         return run
 
-    def _claim(self, config: dict[str, Any], resume: bool, overwrite: bool) -> None:
-        config = json.loads(json.dumps(config, default=str))
+    def beside(self, name: str) -> Run:
+        """A run within this one, with checkpoints and metrics of its own."""
+        run = Run(self.folder / name, self.accelerator)
+        run.config = self.config
+        run.folder.mkdir(exist_ok=True)
+        return run
+
+    def _claim(self, resume: bool, overwrite: bool) -> None:
         started = self.folder / "run.json"
         if self.folder.exists() and any(self.folder.iterdir()) and not (resume or overwrite):
             raise ValueError(
@@ -60,14 +70,14 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         if resume and started.exists():
             before = json.loads(started.read_text())["config"]
-            changed = [key for key in config if before.get(key) != config[key]]
+            changed = [key for key in self.config if key not in MAY_CHANGE and before.get(key) != self.config[key]]
             if changed:
                 key = changed[0]
                 raise ValueError(
-                    f"cannot resume {self.folder}: {key} was {before.get(key)!r} and is now {config[key]!r}"
+                    f"cannot resume {self.folder}: {key} was {before.get(key)!r} and is now {self.config[key]!r}"
                 )
         else:
-            started.write_text(json.dumps({"command": sys.argv, "config": config}, indent=2) + "\n")
+            started.write_text(json.dumps({"command": sys.argv, "config": self.config}, indent=2) + "\n")
 
     def log(self, step: int, **values: float | int | bool | list[float]) -> None:
         """Append one line of metrics for `step`."""

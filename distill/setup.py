@@ -7,58 +7,108 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate import Accelerator
 
 from distill.data import load_conversations, split_held_out
-from distill.loop import Loop
+from distill.endpoint import Endpoint
+from distill.loop import LoadedData, Loop
 from distill.packing import PackedDataset
-from distill.samples import SampleStats, build_samples, data_hash, held_out_prompts
-from eval.prompts import Prompt
-from heads.checkpoint import load_causal_lm, load_tokenizer
-
-TargetDtype = Literal["auto", "float32", "bfloat16"]
+from distill.samples import Sample, build_samples, data_hash, held_out_prompts
+from distill.signal_cache import CachedTarget, write_cache
+from distill.signals import EndpointTarget, InProcessTarget
+from eval.forecast import SignalFunction
+from heads.artifact import fingerprint
+from heads.checkpoint import load_causal_lm, load_tokenizer, model_folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
     source: str = "HuggingFaceH4/ultrachat_200k"
-    """Hub name, .jsonl, .parquet, folder of text, or `stdlib`. Best: the target's own answers (`redraft regenerate`)."""
+    """Hub name, .jsonl, .parquet, folder of text, or `stdlib`; best the target's own answers (redraft regenerate)."""
     split: str = "train_sft"
+    """Split of a hub data set."""
     held_out: float = 0.01
     """Share of the conversations, chosen by their hash, that is never trained on and judges the draft."""
     num_prompts: int = 64
-    """Held-out prompts that forecast and engine answer."""
+    """Held-out prompts that forecast and engine answer, from every domain alike."""
     max_prompt_tokens: int = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedData:
-    train: PackedDataset
-    held_out: PackedDataset
-    prompts: list[Prompt]
-    stats: SampleStats
-    hash: str
+class Signal:
+    kind: Literal["model", "cache", "endpoint"] = "model"
+    """model: the target runs in this process, exact. cache: its top-k, written to disk before the first step.
+    endpoint: its top-k, read live from a vLLM server."""
+    k: int = 32
+    """Ids kept at each row by cache and endpoint; the rest of the mass is one bucket."""
+    url: str | None = None
+    """The vLLM server of `endpoint`, started with --max-logprobs of at least k."""
+
+
+def load_target(target: str, device: torch.device) -> tuple[Any, Any]:
+    """The target, frozen, and its tokenizer. On a CPU in float32, as the engine serves it there.
+
+    Raises: FileNotFoundError or ValueError naming what is missing or corrupt in the folder.
+    """
+    dtype = torch.float32 if device.type == "cpu" else None
+    model = load_causal_lm(target, dtype).to(device).requires_grad_(False)
+    return model.eval(), load_tokenizer(target)
 
 
 def load_data(data: Data, tokenizer: Any, loop: Loop) -> LoadedData:
-    """Train and held-out rows of `loop.sequence_length` tokens, and held-out prompts with every domain alike.
+    """Train and held-out rows of `loop.sequence_length` tokens, and held-out prompts.
 
     Raises: ValueError where the source is empty or nothing of it can be trained on.
     """
     train, held_out = split_held_out(load_conversations(data.source, split=data.split), data.held_out)
-    if not held_out:
-        raise ValueError(f"{data.source}: no conversation of {len(train)} is held out; raise --data.held-out")
+    if not train or not held_out:
+        raise ValueError(
+            f"{data.source}: {len(train)} conversations to train on and {len(held_out)} held out; "
+            "give more data or change --data.held-out"
+        )
     train_samples, stats = build_samples(train, tokenizer, max_length=loop.sequence_length)
     held_out_samples, _ = build_samples(held_out, tokenizer, max_length=loop.sequence_length, progress=False)
-    print(f"train: {stats}")
+    print(f"data: {stats}; {len(held_out):,} conversations held out")
     return LoadedData(
         train=_packed(train_samples, tokenizer, loop),
         held_out=_packed(held_out_samples, tokenizer, loop),
         prompts=held_out_prompts(held_out, tokenizer, num_prompts=data.num_prompts, max_length=data.max_prompt_tokens),
         stats=stats,
         hash=data_hash(train_samples),
+        end_id=tokenizer.eos_token_id,
     )
 
 
-def _packed(samples: Any, tokenizer: Any, loop: Loop) -> PackedDataset:
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+def _packed(samples: list[Sample], tokenizer: Any, loop: Loop) -> PackedDataset:
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return PackedDataset(samples, sequence_length=loop.sequence_length, pad_id=pad_id, seed=loop.seed)
+
+
+def target_signal(
+    signal: Signal, target: Any, name: str, data: LoadedData, folder: Path, accelerator: Accelerator
+) -> SignalFunction:
+    """The source of the training signal.
+
+    Raises: ValueError where the config does not fit; OSError where the disk has no room for a cache.
+    """
+    if signal.kind == "model":
+        return InProcessTarget(target)
+    if signal.kind == "endpoint":
+        if signal.url is None:
+            raise ValueError("--signal.kind endpoint needs --signal.url, the address of the target's vLLM server")
+        return EndpointTarget(Endpoint(signal.url), k=signal.k)
+    samples = [*data.train.samples, *data.held_out.samples]
+    cache, fingerprint_of_target = folder / "target-cache", fingerprint(model_folder(name))
+    if accelerator.is_main_process:
+        write_cache(
+            samples,
+            InProcessTarget(target),
+            cache,
+            target=fingerprint_of_target,
+            k=signal.k,
+            sequence_length=data.train.sequence_length,
+            batch_size=8,
+            device=accelerator.device,
+        )
+    accelerator.wait_for_everyone()
+    return CachedTarget(cache, target=fingerprint_of_target, data=data_hash(samples))

@@ -144,7 +144,7 @@ class Distillation:
     ) -> None:
         if optim.accumulation != accelerator.gradient_accumulation_steps:
             raise ValueError(f"accumulation {optim.accumulation} differs from the accelerator's own; pass it to both")
-        self.target, self.optim, self.accelerator = target, optim, accelerator
+        self.target, self.divergence, self.optim, self.accelerator = target, divergence, optim, accelerator
         module = DistillStep(draft, divergence)
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
@@ -232,6 +232,11 @@ class Distillation:
         return quick_metrics(
             _ThroughForward(self.module, self.draft), pairs, num_speculative_tokens, self._sum_over_ranks
         )
+
+    def close(self) -> None:
+        """Let another distillation use the accelerator: its checkpoints must not hold this one."""
+        self.accelerator.free_memory()
+        self.accelerator._custom_objects.clear()
 
     # What accelerate saves and restores beside the module, the optimizer, the schedule and the random generators.
     def state_dict(self) -> dict[str, Any]:

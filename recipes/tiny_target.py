@@ -2,7 +2,7 @@
 
     python recipes/tiny_target.py --output outputs/tiny-target
 
-The text is the standard library's code and documentation, so the result depends on the Python version. About 40 minutes
+The text is the standard library's code and documentation, so the result depends on the Python version. About an hour
 on 2 cores. The folder in `tests/assets/tiny-target` was made by this command; its `training.json` holds seed and loss.
 """
 
@@ -11,19 +11,20 @@ from __future__ import annotations
 import json
 import platform
 import random
+import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from distill.corpus import stdlib_conversations
-from distill.data import is_held_out
+from distill.data import Conversation, load_conversations, split_held_out
+from heads.checkpoint import load_causal_lm
+from recipes.cli import run_recipe
 
 SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
@@ -47,34 +48,63 @@ class Config:
     """Muon's, for the matrices of the layers."""
     held_out_fraction: float = 0.05
     compile: bool = True
+    loop_steps: int = 150
+    """Steps of the second phase, which teaches the model to leave a loop instead of repeating itself."""
+    loop_lr: float = 3e-4
+    loop_answers: int = 32
+    """Greedy answers in each of them."""
+    start_from: Path | None = None
+    """Skip the first phase and take its result from this folder."""
 
 
 def main(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)
+    started = time.perf_counter()
     # 1. text and tokenizer
-    conversations = list(stdlib_conversations())
-    train = [c for c in conversations if not is_held_out(c["messages"], cfg.held_out_fraction)]
-    held_out = [c for c in conversations if is_held_out(c["messages"], cfg.held_out_fraction)]
+    train, held_out = split_held_out(load_conversations("stdlib"), cfg.held_out_fraction)
     tokenizer = train_tokenizer(train)
-    train_stream = TokenStream(tokenizer, train, cfg)
-    print(f"{len(train):,} conversations, {train_stream.num_tokens:,} tokens a pass; {len(held_out)} held out")
+    stream = TokenStream(tokenizer, train, cfg)
+    print(f"{len(train):,} conversations, {stream.num_tokens:,} tokens a pass; {len(held_out)} held out")
 
     # 2. model
-    model = LlamaForCausalLM(model_config(cfg))
+    model = LlamaForCausalLM(model_config(cfg)) if cfg.start_from is None else load_causal_lm(cfg.start_from).float()
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    forward = torch.compile(model) if cfg.compile else model
 
-    # 3. optimizers: Muon for the layers' matrices, AdamW for the rest; constant rate, then down to zero
+    # 3. likelihood, then loops
+    losses = [] if cfg.start_from is not None else learn_text(model, stream, cfg)
+    repeated = learn_to_leave_loops(model, tokenizer, train, stream, cfg)
+
+    # 4. save, with what anyone needs to make it again
+    model.to(torch.bfloat16).save_pretrained(cfg.output)
+    tokenizer.save_pretrained(cfg.output)
+    report = {
+        "config": {**asdict(cfg), "output": str(cfg.output)},
+        "command": "python recipes/tiny_target.py",
+        "final_train_loss": statistics.mean(losses[-100:]) if losses else None,
+        "repeated_tokens": {"before": repeated[0], "after": statistics.mean(repeated[-10:])},
+        "held_out_loss": {
+            domain: held_out_loss(model.float(), tokenizer, [c for c in held_out if c["domain"] == domain])
+            for domain in ("code", "prose")
+        },
+        "tokens_per_pass": stream.num_tokens,
+        "duration_s": round(time.perf_counter() - started),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    (cfg.output / "training.json").write_text(json.dumps(report, indent=2, default=str) + "\n")
+    print(json.dumps(report, indent=2, default=str))
+
+
+def learn_text(model: LlamaForCausalLM, stream: TokenStream, cfg: Config) -> list[float]:
+    """Losses of the first phase: Muon for the layers' matrices, AdamW for the rest; constant rate, then to zero."""
+    forward = torch.compile(model) if cfg.compile else model
     matrices = [p for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2]
     others = [p for name, p in model.named_parameters() if not (".layers." in name and p.ndim == 2)]
     optimizers = [torch.optim.Muon(matrices, lr=cfg.muon_lr), torch.optim.AdamW(others, lr=cfg.lr, betas=(0.9, 0.95))]
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: rate(step, cfg.steps)) for o in optimizers]
-
-    # 4. loop
-    started = time.perf_counter()
     losses: list[float] = []
-    for step in (bar := tqdm(range(cfg.steps), unit="step")):
-        ids_BT = train_stream.batch(step)
+    for step in (bar := tqdm(range(cfg.steps), desc="text", unit="step")):
+        ids_BT = stream.batch(step)
         with torch.autocast("cpu", torch.bfloat16):
             loss = forward(input_ids=ids_BT, labels=ids_BT).loss
         loss.backward()
@@ -84,30 +114,70 @@ def main(cfg: Config) -> None:
             schedule.step()
             optimizer.zero_grad()
         losses.append(loss.item())
-        if step % 10 == 0:
-            bar.set_postfix(loss=f"{sum(losses[-50:]) / len(losses[-50:]):.3f}")
-
-    cfg.output.mkdir(parents=True, exist_ok=True)
-    model.to(torch.bfloat16).save_pretrained(cfg.output)
-    tokenizer.save_pretrained(cfg.output)
-    report = {
-        "config": {**asdict(cfg), "output": str(cfg.output)},
-        "command": "python recipes/tiny_target.py",
-        "final_train_loss": sum(losses[-100:]) / len(losses[-100:]),
-        "held_out_loss": {
-            domain: held_out_loss(model, tokenizer, [c for c in held_out if c["domain"] == domain])
-            for domain in ("code", "prose")
-        },
-        "tokens_per_pass": train_stream.num_tokens,
-        "duration_s": round(time.perf_counter() - started),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    (cfg.output / "training.json").write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
+        bar.set_postfix(loss=f"{statistics.mean(losses[-50:]):.3f}")
+    return losses
 
 
-def train_tokenizer(conversations: list[dict]) -> PreTrainedTokenizerFast:
+def learn_to_leave_loops(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    train: list[Conversation],
+    stream: TokenStream,
+    cfg: Config,
+) -> list[float]:
+    """Share of repeated tokens in each step's greedy answers, which this phase makes unlikely (arXiv 1908.04319).
+
+    A small model left to likelihood alone says the same line for ever. Every token of its own answers that ends four
+    tokens it has said before is trained by -log(1 - p), beside a batch of text.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.loop_lr, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, cfg.loop_steps))
+    shares: list[float] = []
+    for step in (bar := tqdm(range(cfg.loop_steps), desc="loops", unit="step")):
+        questions = random.Random(cfg.seed + step).sample(train, cfg.loop_answers)
+        prompts = tokenizer.apply_chat_template(
+            [conversation["messages"][:1] for conversation in questions],
+            add_generation_prompt=True,
+            padding=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        with torch.no_grad():
+            ids_BT = model.generate(**prompts, max_new_tokens=128, do_sample=False)
+        answer_BT = torch.arange(ids_BT.shape[1]) >= prompts["input_ids"].shape[1]
+        answer_BT = answer_BT & (ids_BT != tokenizer.pad_token_id)
+        repeated_BT = repeats_itself(ids_BT, answer_BT)
+        text_BT = stream.batch(step)
+        real_BT = torch.nn.functional.pad(prompts["attention_mask"], (0, 128), value=1)[:, : ids_BT.shape[1]]
+        with torch.autocast("cpu", torch.bfloat16):
+            text_loss = model(input_ids=text_BT, labels=text_BT).loss
+            logits_BTV = model(input_ids=ids_BT, attention_mask=real_BT).logits[:, :-1]
+        p_BT = logits_BTV.float().softmax(-1).gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
+        unlikelihood_BT = -torch.log1p(-p_BT.clamp(max=1 - 1e-5)) * repeated_BT[:, 1:]
+        (text_loss + 2 * unlikelihood_BT.sum() / answer_BT.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        shares.append((repeated_BT.sum() / answer_BT.sum()).item())
+        bar.set_postfix(text=f"{text_loss.item():.3f}", repeated=f"{statistics.mean(shares[-10:]):.3f}")
+    return shares
+
+
+def repeats_itself(ids_BT: Tensor, answer_BT: Tensor, n: int = 4) -> Tensor:
+    """Tokens that end an n-gram which the same answer already holds. bool [B, T]."""
+    repeated_BT = torch.zeros_like(answer_BT)
+    for b, (ids_T, answer_T) in enumerate(zip(ids_BT.tolist(), answer_BT, strict=True)):
+        seen: set[tuple[int, ...]] = set()
+        positions = answer_T.nonzero().squeeze(1).tolist()
+        for end in positions[n - 1 :]:
+            gram = tuple(ids_T[end - n + 1 : end + 1])
+            repeated_BT[b, end] = gram in seen
+            seen.add(gram)
+    return repeated_BT
+
+
+def train_tokenizer(conversations: list[Conversation]) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -126,6 +196,7 @@ def train_tokenizer(conversations: list[dict]) -> PreTrainedTokenizerFast:
         eos_token="<|end|>",
         additional_special_tokens=SPECIAL_TOKENS[3:],
         model_max_length=1024,
+        padding_side="left",
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -150,9 +221,9 @@ def model_config(cfg: Config) -> LlamaConfig:
 
 
 class TokenStream:
-    """Batches of the conversations laid end to end, in another order on every pass; batch `step` is a function of it."""
+    """Batches of the conversations laid end to end, in another order on every pass."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, conversations: list[dict], cfg: Config) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], cfg: Config) -> None:
         texts = [tokenizer.apply_chat_template(c["messages"], tokenize=False) for c in conversations]
         self.documents = [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
         self.num_tokens = sum(map(len, self.documents))
@@ -176,7 +247,9 @@ def rate(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def held_out_loss(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, conversations: list[dict]) -> float:
+def held_out_loss(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation]
+) -> float:
     """Mean cross-entropy in nats per token over the conversations, each on its own."""
     total, count = 0.0, 0
     for conversation in conversations[:200]:
@@ -188,4 +261,4 @@ def held_out_loss(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, c
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run_recipe(main, Config, __doc__)

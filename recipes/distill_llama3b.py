@@ -1,0 +1,117 @@
+"""Distil a standalone draft from its target, prove it in a real vLLM, and report.
+
+accelerate launch recipes/distill_llama3b.py                  # Llama-3.1-70B-Instruct -> Llama-3.2-3B-Instruct
+accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/distill_llama3b.py --loop.steps 5000
+python recipes/distill_llama3b.py --preset demo               # the small target of tests/assets, on two CPU cores
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from distill.loop import Loop, Trained, make_accelerator, train
+from distill.losses import Divergence
+from distill.prove import Judge, Prove, export_draft, prove_in_engine, report
+from distill.run import Run
+from distill.setup import Data, Signal, load_data, load_target, target_signal
+from distill.signals import InProcessTarget
+from distill.train import Distillation, Optim
+from heads.standalone import Init, StandaloneDraft, make_draft
+from recipes.cli import run_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: str = "meta-llama/Llama-3.1-70B-Instruct"
+    """Folder or hub name of the model whose server is to be sped up."""
+    draft: Init = field(default_factory=lambda: Init(checkpoint="meta-llama/Llama-3.2-3B-Instruct"))
+    data: Data = field(default_factory=Data)
+    signal: Signal = field(default_factory=Signal)
+    divergence: Divergence = field(default_factory=lambda: Divergence(name="lk_hybrid"))
+    optim: Optim = field(default_factory=Optim)
+    loop: Loop = field(default_factory=Loop)
+    prove: Prove = field(default_factory=Prove)
+    output: Path = Path("outputs/distill-llama3b")
+    """Folder of the run: config, metrics, checkpoints, the exported draft, the report."""
+    resume: bool = False
+    """Go on with the run in `output`."""
+    overwrite: bool = False
+    """Replace the run in `output`."""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """Unset: what the accelerate config says."""
+    gradient_checkpointing: bool = False
+    """Slower by a third, far less memory."""
+    wandb: str | None = None
+    """Project to log to; offline where nobody is logged in."""
+
+
+PRESETS = {
+    "demo": Config(
+        target="tests/assets/tiny-target",
+        draft=Init(layers=(0, 6)),
+        data=Data(source="stdlib", held_out=0.05, max_prompt_tokens=512),
+        divergence=Divergence(name="forward_kl"),
+        optim=Optim(lr=1e-3),
+        loop=Loop(steps=200, batch_size=4, sequence_length=1024, eval_every=50, eval_batches=4, save_every=100),
+        prove=Prove(ce_baseline=True),
+        output=Path("outputs/demo"),
+        mixed_precision="bf16",
+    )
+}
+
+
+def main(cfg: Config) -> None:
+    started = time.perf_counter()
+    accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb)
+    run = Run.open(cfg.output, asdict(cfg), accelerator, resume=cfg.resume, overwrite=cfg.overwrite)
+
+    # 1. models
+    target, tokenizer = load_target(cfg.target, accelerator.device)
+    untrained = make_draft(cfg.draft, target, tokenizer)
+
+    # 2. data, and what the target says about it
+    data = load_data(cfg.data, tokenizer, cfg.loop)
+    signal = target_signal(cfg.signal, target, cfg.target, data, run.folder, accelerator)
+    judge = Judge(cfg.prove, target, InProcessTarget(target), data.prompts, [tokenizer.eos_token_id])
+    before = judge.forecast(untrained)
+
+    # 3. and 4. optimizer, `prepare` and the loop
+    def distil(divergence: Divergence, run: Run) -> tuple[Distillation, Trained]:
+        draft = make_draft(cfg.draft, target, tokenizer)
+        draft.set_gradient_checkpointing(cfg.gradient_checkpointing)
+        distillation = Distillation(draft, signal, divergence, cfg.optim, cfg.loop.steps, accelerator)
+        return distillation, train(distillation, data, run, cfg.loop, cfg.prove.num_speculative_tokens)
+
+    ce_baseline = None
+    if cfg.prove.ce_baseline:
+        baseline, _ = distil(Divergence(name="cross_entropy"), run.beside("ce-baseline"))
+        ce_baseline = judge.forecast(baseline.draft)
+        baseline.close()
+    distillation, trained = distil(cfg.divergence, run)
+
+    # 5. proof: what is published is what is judged
+    folder = export_draft(distillation, run, tokenizer, data, cfg.target)
+    if accelerator.is_main_process:
+        after = judge.forecast(StandaloneDraft.load(folder, torch.float32))
+        engine = prove_in_engine(cfg.prove, cfg.target, folder, data.prompts, run.folder) if cfg.prove.engine else None
+        page = report(
+            run,
+            target=cfg.target,
+            before=before,
+            after=after,
+            ce_baseline=ce_baseline,
+            engine=engine,
+            trained=trained,
+            started=started,
+        )
+        print(f"draft: {folder}\nreport: {page}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__, PRESETS)
