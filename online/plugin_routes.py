@@ -24,14 +24,11 @@ from starlette.datastructures import Headers, State
 
 from heads.artifact import PROVENANCE, verify
 from online.plugin_config import PLUGIN_NAME, PluginConfig, read_config
-from online.runner_v1 import EXTRA_ARGS_KEY
+from online.request_origin import EXTRA_ARGS_KEY, Origin, origin_of
 
 VERSION = re.compile(r"v\d{6,}")
 
-MAX_LABEL_CHARS = 64
-"""Of a tenant or domain header: they become labels of metrics and columns of the buffer."""
-
-_origin: ContextVar[dict[str, Any] | None] = ContextVar("redraft_origin", default=None)
+_origin: ContextVar[Origin] = ContextVar("redraft_origin")
 
 
 class Endpoint:
@@ -150,22 +147,13 @@ class OriginMiddleware:
         await self.app(scope, receive, send)
 
 
-def origin_of(headers: Headers) -> dict[str, Any]:
-    """Tenant, domain and opt-out of a request. Any opt-out value but an explicit no counts."""
-    return {
-        "tenant": headers.get("x-redraft-tenant", "")[:MAX_LABEL_CHARS],
-        "domain": headers.get("x-redraft-domain", "")[:MAX_LABEL_CHARS],
-        "opt_out": headers.get("x-redraft-opt-out", "0").lower() not in ("", "0", "false", "no"),
-    }
-
-
 def pass_origin_on(engine_client: Any) -> None:
     """Let `engine_client.generate` write the origin into the sampling parameters, over what a client put there."""
     generate = engine_client.generate
 
     def generate_with_origin(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        origin = _origin.get() or {}
-        sampling_params.extra_args = {**(sampling_params.extra_args or {}), EXTRA_ARGS_KEY: origin}
+        origin = {EXTRA_ARGS_KEY: _origin.get(Origin())._asdict()}
+        sampling_params.extra_args = (sampling_params.extra_args or {}) | origin
         return generate(prompt, sampling_params, *args, **kwargs)
 
     engine_client.generate = generate_with_origin

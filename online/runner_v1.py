@@ -15,11 +15,9 @@ from torch import Tensor
 from online.capture import Capture, Step, StepPart
 from online.records import Sampling
 from online.request_log import RequestInfo
+from online.request_origin import Origin, origin_of_arguments
 
 RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
-
-EXTRA_ARGS_KEY = "redraft"
-"""Under `SamplingParams.extra_args`: `{"tenant", "domain", "opt_out"}`, put there by the API process."""
 
 
 def require_known_runner(runner: object) -> None:
@@ -137,12 +135,11 @@ class _Hooks:
     def _decide(self, state: Any) -> RequestInfo | None:
         """What the records of a new request will say of it, or None where it is not to be recorded."""
         params = state.sampling_params
-        origin = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {})
-        tenant = origin.get("tenant", "")
+        origin = origin_of_arguments(params.extra_args)
         if reason := _unfit(state, origin):
             self.capture.counts[f"skipped_requests_{reason}"] += 1
             return None
-        if not self.capture.is_sampled(state.req_id, tenant):
+        if not self.capture.is_sampled(state.req_id, origin.tenant):
             return None
         self.capture.counts["captured_requests"] += 1
         max_model_len = self.runner.max_model_len - len(state.prompt_token_ids)
@@ -152,15 +149,15 @@ class _Hooks:
             sampling=_sampling(params),
             max_tokens=min(params.max_tokens or max_model_len, max_model_len),
             stop_ids=frozenset(params.stop_token_ids or ()) | ({params.eos_token_id} - {None}),
-            domain=origin.get("domain", ""),
-            tenant=tenant,
+            domain=origin.domain,
+            tenant=origin.tenant,
         )
 
 
-def _unfit(state: Any, origin: dict[str, Any]) -> str:
+def _unfit(state: Any, origin: Origin) -> str:
     """Why a request can not be recorded; empty where it can."""
     reasons = {
-        "opt_out": origin.get("opt_out", False),
+        "opt_out": origin.opt_out,
         # its logits come with the grammar's mask already in them
         "structured_output": state.sampling_params.structured_outputs is not None,
         # an adapter is another target than the draft's

@@ -1,0 +1,156 @@
+"""One real vLLM server for all tests of this folder: the random target, and drafts of it in a registry."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from heads.artifact import publish
+from online.records import Record, read_frames
+from online.spool import spool_files
+
+TOKEN = "a-token-for-tests"
+RANDOM, COPY, NOISY, CORRUPT, WIDER, FOREIGN = (f"v{i:06d}" for i in range(1, 7))
+START_TIMEOUT_S = 600
+
+
+class Server:
+    """A running vLLM with the plugin."""
+
+    token = TOKEN
+    random, copy, noisy, corrupt, wider, foreign = RANDOM, COPY, NOISY, CORRUPT, WIDER, FOREIGN
+
+    def __init__(self, url: str, registry: Path, spool: Path, log: Path) -> None:
+        self.url, self.registry, self.spool, self.log = url, registry, spool, log
+        self.http = httpx.Client(base_url=url, timeout=120, headers={"Authorization": f"Bearer {TOKEN}"})
+
+    def swap(self, version: str) -> dict[str, Any]:
+        answer = self.http.post("/redraft/swap", json={"version": version})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def status(self) -> dict[str, Any]:
+        answer = self.http.get("/redraft/status")
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def complete(
+        self, prompt: list[int], *, headers: dict[str, str] | None = None, **parameters: Any
+    ) -> dict[str, Any]:
+        """The response to one prompt of token ids; greedy, 24 tokens, its token ids with it."""
+        body = {"model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0, "return_token_ids": True}
+        answer = self.http.post("/v1/completions", json=body | parameters, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def records(self, responses: list[dict[str, Any]], *, timeout_s: float = 15) -> list[Record]:
+        """The records of these responses, once at least one of each has arrived."""
+        ids = [response["id"] for response in responses]
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = [record for record in self.all_records() if record.request_id.startswith(tuple(ids))]
+            missing = [i for i in ids if not any(record.request_id.startswith(i) for record in found)]
+            if not missing:
+                return sorted(found, key=lambda record: (record.request_id, record.sequence))
+            assert time.monotonic() < deadline, f"no record of {missing}; {self.status()['capture']}"
+            time.sleep(0.1)
+
+    def all_records(self) -> list[Record]:
+        frames = [frame for path in spool_files(self.spool) for frame in read_frames(path.read_bytes())]
+        assert all(isinstance(record, Record) for _, record in frames)
+        return [record for _, record in frames]
+
+
+@pytest.fixture(scope="session")
+def registry(random_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Versions of a draft of the target's own shape: random, a copy of it, the copy with noise, and unfit ones."""
+    root = tmp_path_factory.mktemp("registry")
+    weights = load_file(random_target / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(scale: float) -> dict[str, torch.Tensor]:
+        return {
+            name: tensor * (1 - scale) + scale * tensor.std() * torch.randn(tensor.shape, generator=generator)
+            if tensor.ndim == 2
+            else tensor
+            for name, tensor in weights.items()
+        }
+
+    wider = weights | {"lm_head.weight": torch.zeros(len(weights["lm_head.weight"]) + 8, 64)}
+    drafts = {RANDOM: noise(1.0), COPY: weights, NOISY: noise(0.08), CORRUPT: weights, WIDER: wider, FOREIGN: weights}
+    for version, tensors in drafts.items():
+
+        def write(folder: Path, tensors: dict[str, torch.Tensor] = tensors) -> None:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(random_target / name, folder)
+
+        publish(root / version, write, {"target_fingerprint": "another"} if version == FOREIGN else {})
+    file = root / CORRUPT / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+    (root / "current").symlink_to(RANDOM)
+    return root
+
+
+@pytest.fixture(scope="session")
+def server(random_target: Path, registry: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    port = free_port()
+    command = [
+        *(sys.executable, "-m", "recipes.serve", str(random_target), "--registry", str(registry)),
+        *("--draft-sample-method", "probabilistic"),
+        *("--capture.spool", str(folder / "spool"), "--", "--port", str(port), "--host", "127.0.0.1"),
+        *("--served-model-name", "m", "--dtype", "float32", "--max-model-len", "256", "--enforce-eager"),
+        *("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--kv-cache-memory-bytes", str(64 << 20)),
+        *("--max-logprobs", "40", "--per-request-spec-decode-metrics", "summary"),
+    ]
+    environment = os.environ | {"REDRAFT_TOKEN": TOKEN, "VLLM_LOGGING_LEVEL": "INFO"}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    server = Server(f"http://127.0.0.1:{port}", registry, folder / "spool", folder / "log")
+    try:
+        wait_until_healthy(server, process)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # what is left of its workers
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_until_healthy(server: Server, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            if server.http.get("/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        tail = server.log.read_text()[-3000:]
+        assert process.poll() is None, f"the server ended:\n{tail}"
+        assert time.monotonic() < deadline, f"the server did not start:\n{tail}"
+        time.sleep(0.3)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,74 @@
+"""The command that starts vLLM with the plugin: what it would run."""
+
+import json
+
+import pytest
+import tyro
+
+from online.plugin_config import is_enabled, read_config
+from recipes.serve import Config, plugin_environment, server_command
+
+
+def parse(*arguments):
+    return tyro.cli(Config, args=list(arguments))
+
+
+def test_what_stands_behind_the_dashes_goes_to_vllm_as_it_is(tmp_path):
+    cfg = parse("target", "--draft", str(tmp_path), "--num-speculative-tokens", "5", "--", "--port", "81", "-tp", "2")
+    command = server_command(cfg)
+    assert command[-4:] == ["--port", "81", "-tp", "2"]
+    assert command[command.index("--model") + 1] == "target"
+    speculative = json.loads(command[command.index("--speculative-config") + 1])
+    assert speculative["model"] == str(tmp_path)
+    assert speculative["num_speculative_tokens"] == 5
+    assert speculative["method"] == "draft_model"
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "draft_model"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "eagle3"),
+        ({"architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
+        ({"model_type": "medusa"}, "medusa"),
+        ({"architectures": ["MiMoMTPModel"]}, "mtp"),
+    ],
+)
+def test_the_method_follows_from_the_drafts_configuration(tmp_path, config, method):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = server_command(parse("target", "--draft", str(tmp_path)))
+    assert json.loads(command[command.index("--speculative-config") + 1])["method"] == method
+
+
+def test_a_registry_alone_serves_its_current_version(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no current version"):
+        server_command(parse("target", "--registry", str(tmp_path)))
+    (tmp_path / "v000003").mkdir()
+    (tmp_path / "current").symlink_to("v000003")
+    command = server_command(parse("target", "--registry", str(tmp_path)))
+    assert str(tmp_path / "v000003") in command[command.index("--speculative-config") + 1]
+    with pytest.raises(ValueError, match="no draft"):
+        server_command(parse("target"))
+
+
+def test_the_plugin_reads_back_what_the_command_was_told(tmp_path):
+    (tmp_path / "token").write_text("secret")
+    cfg = parse(
+        *("target", "--registry", str(tmp_path), "--token-file", str(tmp_path / "token"), "--allow-remote"),
+        *("--capture.spool", str(tmp_path / "spool"), "--capture.fraction", "0.1", "--capture.tenants", "a", "b"),
+    )
+    environment = plugin_environment(cfg, {})
+    config = read_config(environment)
+    assert is_enabled(environment)
+    assert config.registry == tmp_path
+    assert config.token == "secret"
+    assert config.allow_remote
+    assert config.capture is not None
+    assert (config.capture.fraction, config.capture.tenants) == (0.1, {"a", "b"})
+    assert read_config(plugin_environment(parse("target"), {})).capture is None
+
+
+def test_plugins_that_were_allowed_stay_allowed():
+    assert plugin_environment(parse("t"), {"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"] == "mine,redraft"
+    # unset allows every installed plugin: naming one would switch the others off
+    assert "lora_filesystem_resolver" in plugin_environment(parse("t"), {})["VLLM_PLUGINS"].split(",")
