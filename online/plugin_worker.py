@@ -17,7 +17,15 @@ from heads.artifact import fingerprint
 from online.capture import Capture
 from online.plugin_config import read_config
 from online.runner_v1 import install_capture, require_known_runner
-from online.swap import UNSUPPORTED_METHODS, checksum, load_draft, model_folder, require_same_layout
+from online.swap import (
+    UNSUPPORTED_METHODS,
+    checksum,
+    load_draft,
+    model_folder,
+    require_same_layout,
+    require_same_shared,
+    shared_modules,
+)
 
 logger = logging.getLogger("vllm.redraft")
 
@@ -109,6 +117,8 @@ def redraft_load(worker: Any, folder: str) -> dict[str, Any]:
         _require_swappable(worker)
         assert state.draft_folder is not None
         require_same_layout(state.draft_folder, Path(folder))
+        shared = shared_modules(worker.model_runner.get_draft_model(), worker.model_runner.get_model())
+        require_same_shared(state.draft_folder, Path(folder), shared)
     except (ValueError, OSError) as error:
         return {"ok": False, "touched": False, "error": str(error)}
     return _load(worker, Path(folder))

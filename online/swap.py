@@ -62,6 +62,23 @@ def require_same_layout(current: Path, candidate: Path) -> None:
         )
 
 
+def require_same_shared(current: Path, candidate: Path, shared: set[str]) -> None:
+    """Return where both bring the same tensors, or none, for the modules that the draft shares with the target.
+
+    vLLM shares embedding and head where a draft brings none, or the target's bit by bit. It decides so once, at start:
+    a draft that brings its own later can not be given it without writing into the target.
+
+    Raises: ValueError naming the tensor.
+    """
+    own, wanted = dict(_tensors(candidate, shared, inside=True)), dict(_tensors(current, shared, inside=True))
+    for name in sorted(own.keys() | wanted.keys()):
+        if name not in own or name not in wanted or not torch.equal(own[name], wanted[name]):
+            raise ValueError(
+                f"{candidate.name} has a {name} of its own, but the draft that is loaded shares the target's: "
+                f"restart the server with {candidate.name}"
+            )
+
+
 def load_draft(draft: nn.Module, target: nn.Module, folder: Path, vllm_config: Any, device: torch.device) -> None:
     """Load the weights in `folder` into the draft, between two engine steps.
 
@@ -83,9 +100,14 @@ def load_draft(draft: nn.Module, target: nn.Module, folder: Path, vllm_config: A
         # vLLM repacks weights (for the CPU, for quantization) and drops what load_weights alone would write to.
         initialize_layerwise_reload(draft)
         try:
-            model.load_weights(_tensors(folder, shared))
+            model.load_weights(_tensors(folder, shared, inside=False))
         finally:
             finalize_layerwise_reload(draft, draft_config)
+
+
+def shared_modules(draft: nn.Module, target: nn.Module) -> set[str]:
+    """Names of the modules that are the target's own, as attributes of their parents in the draft."""
+    return {name for _, name, _ in _shared(draft, {id(module) for module in target.modules()})}
 
 
 @contextmanager
@@ -96,8 +118,7 @@ def without_shared_modules(draft: nn.Module, target: nn.Module) -> Iterator[set[
 
     Raises: ValueError where the draft still shares a tensor with the target.
     """
-    owned = {id(module) for module in target.modules()}
-    shared = list(_shared(draft, owned))
+    shared = list(_shared(draft, {id(module) for module in target.modules()}))
     for parent, name, _ in shared:
         parent._modules[name] = None
     try:
@@ -158,11 +179,12 @@ def _shared(module: nn.Module, owned: set[int]) -> Iterator[tuple[nn.Module, str
             yield from _shared(child, owned)
 
 
-def _tensors(folder: Path, shared: set[str]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(folder: Path, modules: set[str], *, inside: bool) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint's tensors inside those modules, or all others."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
-                if shared.isdisjoint(name.split(".")):
+                if modules.isdisjoint(name.split(".")) != inside:
                     yield name, file.get_tensor(name)
 
 

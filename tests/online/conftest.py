@@ -91,7 +91,7 @@ def registry(random_target: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         }
 
     wider = weights | {"lm_head.weight": torch.zeros(len(weights["lm_head.weight"]) + 8, 64)}
-    drafts = {RANDOM: noise(1.0), COPY: weights, NOISY: noise(0.08), CORRUPT: weights, WIDER: wider, FOREIGN: weights}
+    drafts = {RANDOM: noise(1.0), COPY: weights, NOISY: noise(0.05), CORRUPT: weights, WIDER: wider, FOREIGN: weights}
     for version, tensors in drafts.items():
 
         def write(folder: Path, tensors: dict[str, torch.Tensor] = tensors) -> None:

@@ -1,12 +1,11 @@
 """Swapping a draft: the parts on small modules, then under load in the real engine."""
 
 import json
-import os
 import subprocess
 import sys
-import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx
@@ -14,10 +13,13 @@ import numpy as np
 import pytest
 import torch
 from fastapi import HTTPException
+from safetensors.torch import load_file, save_file
 from starlette.requests import Request
 from torch import nn
 
 from heads.artifact import fingerprint
+from heads.eagle3 import Config, Eagle3
+from heads.target import Target
 from online.cpu_mend import expand_kernel
 from online.plugin_config import PluginConfig, read_config
 from online.plugin_routes import authorize
@@ -285,68 +287,52 @@ def test_the_status_names_draft_target_and_engine(server, random_target):
     assert status["vllm_version"].startswith("0.")
 
 
-@pytest.mark.vllm
-def test_a_load_that_fails_half_way_puts_the_last_good_draft_back(random_target, registry):
-    """In an engine inside a process of its own, where the failure can be made."""
-    script = textwrap.dedent(f"""
-        import json
-        from vllm import LLM, SamplingParams
-
-        def fail_after_three(worker):
-            draft = type(worker.model_runner.get_draft_model())
-            load = draft.load_weights
-            def load_weights(self, weights):
-                def some():
-                    for index, item in enumerate(weights):
-                        if index == 3:
-                            raise OSError("the disk went away")
-                        yield item
-                return load(self, some())
-            draft.load_weights = load_weights
-            result = worker.redraft_load({str(registry / "v000001")!r})
-            draft.load_weights = load
-            return result
-
-        def main():
-            draft = {str(registry / "v000002")!r}
-            llm = LLM(
-                model={str(random_target)!r}, dtype="float32", max_model_len=128, enforce_eager=True,
-                kv_cache_memory_bytes=32 << 20, max_num_seqs=2, disable_log_stats=False, enable_prefix_caching=False,
-                speculative_config={{"model": draft, "method": "draft_model", "num_speculative_tokens": 3}},
-            )
-            seen = []
-            def accepted():
-                llm.generate({{"prompt_token_ids": list(range(10, 40))}},
-                             SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)
-                counters = {{metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}}
-                seen.append(counters["vllm:spec_decode_num_accepted_tokens"])
-                return seen[-1] - (seen[-2] if len(seen) > 1 else 0)
-            report = {{"before": accepted(), "failed": llm.collective_rpc(fail_after_three)[0]}}
-            report["broken"] = llm.collective_rpc("redraft_status")[0]
-            report["spoiled"] = accepted()
-            report["restored"] = llm.collective_rpc("redraft_restore")[0]
-            report["after"] = accepted()
-            report["mended"] = llm.collective_rpc("redraft_status")[0]
-            print("REPORT", json.dumps(report))
-
-        if __name__ == "__main__":
-            main()
-    """)
-    environment = os.environ | {"VLLM_PLUGINS": "redraft", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment | {"OMP_NUM_THREADS": "1", "REDRAFT_REGISTRY": str(registry)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+def run_swaps(target, draft, method, swaps):
+    spec = {"target": str(target), "draft": str(draft), "method": method, "swaps": swaps}
+    script = Path(__file__).with_name("run_swaps.py")
+    result = subprocess.run([sys.executable, script, json.dumps(spec)], capture_output=True, text=True, timeout=800)
     line = next((line for line in result.stdout.splitlines() if line.startswith("REPORT")), None)
     assert line, result.stderr[-3000:]
-    report = json.loads(line.removeprefix("REPORT"))
-    assert report["failed"] == {"ok": False, "touched": True, "error": "OSError: the disk went away"}
-    assert report["broken"]["draft_intact"] is False
-    assert report["restored"]["ok"]
-    assert report["spoiled"] < report["before"] == report["after"]
-    assert report["mended"]["draft_intact"] is True
-    assert report["mended"]["draft_version"] == "v000002"
-    assert report["restored"]["checksum_before"] == report["restored"]["checksum_after"]
+    return json.loads(line.removeprefix("REPORT"))
+
+
+@pytest.mark.vllm
+def test_a_load_that_fails_half_way_puts_the_last_good_draft_back(random_target, registry):
+    good, other = registry / "v000002", registry / "v000001"
+    start, failed, restored = run_swaps(random_target, good, "draft_model", [["fail", str(other)], ["restore"]])
+    assert failed["result"] == {"ok": False, "touched": True, "error": "OSError: the disk went away"}
+    assert failed["status"]["draft_intact"] is False
+    assert restored["result"]["ok"]
+    assert restored["status"]["draft_intact"] is True
+    assert failed["accepted"] < start["accepted"] == restored["accepted"]
+    assert start["output"] == failed["output"] == restored["output"]
+    assert restored["result"]["checksum_before"] == restored["result"]["checksum_after"]
+
+
+@pytest.fixture
+def eagles(random_target, tmp_path):
+    """EAGLE-3 heads that bring the target's embedding and head along: one, another, and one with its own embedding."""
+    target = Target.from_folder(random_target)
+    folders = []
+    for name, seed in (("first", 0), ("second", 1), ("own", 1)):
+        torch.manual_seed(seed)
+        Eagle3(Config(aux_layer_ids=(0, 1, 2)), target).export(tmp_path / name)
+        file = tmp_path / name / "model.safetensors"
+        embed_VD = target.embed_VD if name != "own" else torch.randn_like(target.embed_VD)
+        save_file(load_file(file) | {"embed_tokens.weight": embed_VD.clone()}, file, metadata={"format": "pt"})
+        folders.append(tmp_path / name)
+    return folders
+
+
+@pytest.mark.vllm
+def test_what_a_head_shares_with_the_target_is_never_written(random_target, eagles):
+    first, second, own = eagles
+    start, swapped, refused = run_swaps(random_target, first, "eagle3", [["load", str(second)], ["load", str(own)]])
+    assert swapped["result"]["ok"], swapped["result"]
+    assert swapped["result"]["checksum_before"] == swapped["result"]["checksum_after"]
+    assert swapped["output"] == start["output"]
+    assert not refused["result"]["ok"]
+    assert not refused["result"]["touched"]
+    assert "embed_tokens.weight of its own" in refused["result"]["error"]
+    assert refused["output"] == start["output"]
+    assert refused["status"]["draft_intact"]
