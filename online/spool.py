@@ -30,7 +30,8 @@ class SpoolWriter:
 
         Raises: OSError where the disk is full or the folder can not be written; what was written of the file is gone.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        # Token ids are users' text. Whoever wants other readers makes the folder first.
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # The time leads, so that the files of many servers sort by age.
         name = f"{time.time_ns():020d}-{self.server_id}-{self.num_files:08d}"
         partial = self.folder / f".{name}.partial"

@@ -96,6 +96,8 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
     capture = cfg.capture
     variables = {
         "VLLM_PLUGINS": _with_plugin(environment.get("VLLM_PLUGINS")),
+        # The plugin's hooks know the V1 model runner; with Triton vLLM would take the other one.
+        "VLLM_USE_V2_MODEL_RUNNER": environment.get("VLLM_USE_V2_MODEL_RUNNER", "0"),
         "REDRAFT_REGISTRY": str(cfg.registry.absolute()) if cfg.registry else None,
         "REDRAFT_TOKEN_FILE": str(cfg.token_file.absolute()) if cfg.token_file else None,
         "REDRAFT_ALLOW_REMOTE": "1" if cfg.allow_remote else None,

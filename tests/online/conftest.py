@@ -57,16 +57,18 @@ class Server:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def records(self, responses: list[dict[str, Any]], *, timeout_s: float = 15) -> list[Record]:
-        """The records of these responses, once at least one of each has arrived."""
-        ids = [response["id"] for response in responses]
+    def records(self, responses: list[dict[str, Any]], *, timeout_s: float = 30) -> list[Record]:
+        """The records of these responses, once they hold every token of them."""
+        wanted = {response["id"]: len(response["choices"][0]["token_ids"]) for response in responses}
         deadline = time.monotonic() + timeout_s
         while True:
-            found = [record for record in self.all_records() if record.request_id.startswith(tuple(ids))]
-            missing = [i for i in ids if not any(record.request_id.startswith(i) for record in found)]
-            if not missing:
+            found = [record for record in self.all_records() if record.request_id.startswith(tuple(wanted))]
+            arrived = {
+                i: sum(len(record.output_ids) for record in found if record.request_id.startswith(i)) for i in wanted
+            }
+            if arrived == wanted:
                 return sorted(found, key=lambda record: (record.request_id, record.sequence))
-            assert time.monotonic() < deadline, f"no record of {missing}; {self.status()['capture']}"
+            assert time.monotonic() < deadline, f"{arrived} of {wanted} tokens; {self.status()['capture']}"
             time.sleep(0.1)
 
     def all_records(self) -> list[Record]:

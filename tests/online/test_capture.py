@@ -231,6 +231,11 @@ def test_the_spool_lets_the_oldest_go_above_its_budget_whoever_wrote_it(tmp_path
     assert [path.read_bytes()[:1] for path in spool_files(tmp_path)] == [b"w"]
 
 
+def test_nobody_else_reads_a_spool_that_was_made_here(tmp_path):
+    SpoolWriter(tmp_path / "spool", "boot", 1000).write([b"x"])
+    assert (tmp_path / "spool").stat().st_mode & 0o077 == 0
+
+
 def test_an_unknown_runner_is_refused():
     class GPUModelRunner:
         pass

@@ -231,7 +231,7 @@ def test_streams_that_run_during_a_swap_end_well_and_with_the_same_text(server):
     assert {result.finish for result in results} == {"length"}
     assert np.mean([result.sizes[-6:-1] for result in results]) > 3.8  # of 4 tokens a step
     # What was captured meanwhile: two versions' records, and together the text.
-    records = server.records([{"id": result.id} for result in results])
+    records = server.records([{"id": result.id, "choices": [{"token_ids": result.token_ids}]} for result in results])
     assert {record.draft_version for record in records} == {server.random, server.copy}
     for result in results:
         parts = [record.output_ids for record in records if record.request_id.startswith(result.id)]
