@@ -187,12 +187,14 @@ class Eagle3(nn.Module):
     ) -> None:
         """Write what vLLM loads with `method: eagle3`, in its own layout or that of the `speculators` package.
 
-        Embeddings are absent, and the head where it is the target's: the engine then shares the target's. The
-        speculators layout also records the target's name and the number of tokens to draft.
+        In the first, embeddings are absent, and the head where it is the target's: the engine then shares them. The
+        second holds both, its target's name and the number of tokens to draft.
         """
         if layout == "speculators":
             config = self._speculators_config(target_name, num_speculative_tokens)
             tensors = {name.replace("midlayer.", "layers.0."): t for name, t in self._tensors().items()}
+            # speculators 0.9 leaves them as uninitialised memory when absent; vLLM shares what equals the target's
+            tensors |= {"embed_tokens.weight": self._embed_VD, "lm_head.weight": self.head}
         else:
             config, tensors = self._vllm_config(), self._tensors()
         write_head(folder, tensors, config, dtype or self.fc.weight.dtype)
@@ -253,12 +255,16 @@ class Eagle3(nn.Module):
     def load(folder: Path, target: Target) -> Eagle3:
         """A head from an exported folder of either layout, or from one that others trained without extra tensors.
 
-        Raises: ValueError where a tensor is missing, unknown or of another shape, or the ids are no map.
+        Raises: ValueError where a tensor is missing, unknown or of another shape, the ids are no map, or the embeddings
+        are not the target's.
         """
         config = read_config(folder)
         tensors = read_tensors(folder, tensor_files(folder))
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
         draft_ids_W = _read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
+        embed_VD = tensors.pop("embed_tokens.weight", target.embed_VD)
+        if not torch.equal(embed_VD.to(target.embed_VD), target.embed_VD):
+            raise ValueError(f"{folder} has embeddings that are not the target's: a leftover, or another target's head")
         head = Eagle3(_read(config, own_head="lm_head.weight" in tensors), target, draft_ids_W)
         if not head.config.own_head:
             tensors.pop("lm_head.weight", None)

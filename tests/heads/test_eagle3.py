@@ -185,6 +185,13 @@ def test_a_missing_map_is_refused(tmp_path: Path) -> None:
         Eagle3.load(tmp_path, Target.of(model))
 
 
+def test_embeddings_that_are_not_the_targets_are_refused(tmp_path: Path) -> None:
+    head, _ = make_head()
+    head.export(tmp_path, layout="speculators")
+    with pytest.raises(ValueError, match="embeddings that are not the target's"):
+        Eagle3.load(tmp_path, Target.of(make_target(seed=1)))
+
+
 def test_a_signal_of_other_layers_is_refused() -> None:
     head, model = make_head()
     batch = make_batch([[make_ids(4)]])

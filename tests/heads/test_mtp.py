@@ -186,7 +186,7 @@ def test_a_target_without_mtp_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model type llama has no MTP layout"):
         Mtp(Config(), Target.of(make_target()))
     model = make_native_target("mimo", tmp_path)
-    with pytest.raises(ValueError, match="holds no MTP layer .*: train one from scratch"):
+    with pytest.raises(ValueError, match=r"holds no MTP layer .*: train one from scratch"):
         Mtp.load(tmp_path / "mimo", Target.of(model))
 
 
