@@ -68,7 +68,9 @@ def _module_questions(module: str, tree: ast.Module, lines: list[str]) -> Iterat
             yield "code", f"Write the function `{call}`.", _source_without_docstring(node, lines)
 
 
-def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
+def _definitions(
+    node: ast.AST, prefix: str
+) -> Iterator[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
     if isinstance(node, ast.Module):
         yield prefix, node
     for child in ast.iter_child_nodes(node):

@@ -48,10 +48,10 @@ class Config:
     """Muon's, for the matrices of the layers."""
     held_out_fraction: float = 0.05
     compile: bool = True
-    loop_steps: int = 150
+    loop_steps: int = 180
     """Steps of the second phase, which teaches the model to leave a loop instead of repeating itself."""
-    loop_lr: float = 3e-4
-    loop_answers: int = 32
+    loop_lr: float = 1e-4
+    loop_answers: int = 24
     """Greedy answers in each of them."""
     start_from: Path | None = None
     """Skip the first phase and take its result from this folder."""
@@ -72,7 +72,7 @@ def main(cfg: Config) -> None:
 
     # 3. likelihood, then loops
     losses = [] if cfg.start_from is not None else learn_text(model, stream, cfg)
-    repeated = learn_to_leave_loops(model, tokenizer, train, stream, cfg)
+    repeated = learn_to_leave_loops(model, tokenizer, train, cfg) if cfg.loop_steps else []
 
     # 4. save, with what anyone needs to make it again
     model.to(torch.bfloat16).save_pretrained(cfg.output)
@@ -81,7 +81,7 @@ def main(cfg: Config) -> None:
         "config": {**asdict(cfg), "output": str(cfg.output)},
         "command": "python recipes/tiny_target.py",
         "final_train_loss": statistics.mean(losses[-100:]) if losses else None,
-        "repeated_tokens": {"before": repeated[0], "after": statistics.mean(repeated[-10:])},
+        "repeated_tokens": {"before": repeated[0], "after": statistics.mean(repeated[-10:])} if repeated else None,
         "held_out_loss": {
             domain: held_out_loss(model.float(), tokenizer, [c for c in held_out if c["domain"] == domain])
             for domain in ("code", "prose")
@@ -119,16 +119,12 @@ def learn_text(model: LlamaForCausalLM, stream: TokenStream, cfg: Config) -> lis
 
 
 def learn_to_leave_loops(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    train: list[Conversation],
-    stream: TokenStream,
-    cfg: Config,
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, train: list[Conversation], cfg: Config
 ) -> list[float]:
     """Share of repeated tokens in each step's greedy answers, which this phase makes unlikely (arXiv 1908.04319).
 
     A small model left to likelihood alone says the same line for ever. Every token of its own answers that ends four
-    tokens it has said before is trained by -log(1 - p), beside a batch of text.
+    tokens it has said before is trained by -log(1 - p), beside the true answers to the same questions.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.loop_lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, cfg.loop_steps))
@@ -147,14 +143,22 @@ def learn_to_leave_loops(
         answer_BT = torch.arange(ids_BT.shape[1]) >= prompts["input_ids"].shape[1]
         answer_BT = answer_BT & (ids_BT != tokenizer.pad_token_id)
         repeated_BT = repeats_itself(ids_BT, answer_BT)
-        text_BT = stream.batch(step)
+        text_BT = tokenizer(
+            [tokenizer.apply_chat_template(c["messages"], tokenize=False) for c in questions],
+            add_special_tokens=False,
+            padding=True,
+            truncation=True,
+            max_length=256,
+            return_tensors="pt",
+        )
+        labels_BT = text_BT["input_ids"].masked_fill(text_BT["attention_mask"] == 0, -100)
         real_BT = torch.nn.functional.pad(prompts["attention_mask"], (0, 128), value=1)[:, : ids_BT.shape[1]]
         with torch.autocast("cpu", torch.bfloat16):
-            text_loss = model(input_ids=text_BT, labels=text_BT).loss
+            text_loss = model(**text_BT, labels=labels_BT).loss
             logits_BTV = model(input_ids=ids_BT, attention_mask=real_BT).logits[:, :-1]
         p_BT = logits_BTV.float().softmax(-1).gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
         unlikelihood_BT = -torch.log1p(-p_BT.clamp(max=1 - 1e-5)) * repeated_BT[:, 1:]
-        (text_loss + 2 * unlikelihood_BT.sum() / answer_BT.sum()).backward()
+        (text_loss + unlikelihood_BT.sum() / answer_BT.sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
