@@ -12,7 +12,7 @@ else ifeq ($(ENGINE),cpu)
 export UV_TORCH_BACKEND ?= cpu
 endif
 
-.PHONY: help env demo test test-all check format bench clean
+.PHONY: help env demo test test-all browser check format bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -25,17 +25,22 @@ $(STAMP): pyproject.toml
 	@# vLLM's CPU build asks for packages whose CUDA builds break its import: keep them out.
 	@if [ $(ENGINE) = cpu ]; then for p in torchvision torchaudio torchcodec triton; do \
 		echo "$$p ; sys_platform == 'never'"; done > .venv/overrides.txt; else : > .venv/overrides.txt; fi
-	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --overrides .venv/overrides.txt -e '.[$(ENGINE),wandb,nats,dev]'
+	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --overrides .venv/overrides.txt -e '.[$(ENGINE),report,wandb,nats,dev]'
 	touch $@
 
 demo: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write outputs/demo/report.html
 	$(BIN)/python recipes/distill_llama3b.py --preset demo --overwrite
 
-test: $(STAMP)  ## the whole suite, with the real engine
+test: $(STAMP) browser  ## the whole suite, with the real engine and a real browser
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: $(STAMP)  ## the suite and the slow tests
+test-all: $(STAMP) browser  ## the suite and the slow tests
 	$(BIN)/python -m pytest
+
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] \
+		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -yqq chromium >/dev/null; } \
+		|| echo "no chromium here: the tests of pages will be skipped (Debian: apt-get install chromium)"
 
 check: $(STAMP)  ## format, lint, types, layers
 	$(BIN)/ruff format --check .

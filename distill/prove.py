@@ -15,9 +15,10 @@ from torch import nn
 
 from distill.loop import LoadedData, Trained
 from distill.run import Run
+from distill.signals import EndpointTarget
 from distill.train import Distillation
 from eval.engine import Lossless, Measurement, compare_lossless, measure, vllm_server
-from eval.forecast import Forecast, SignalFunction, forecast, greedy_continuations
+from eval.forecast import Forecast, SignalFunction, cut_continuation, forecast, greedy_continuations
 from eval.prompts import Prompt
 from eval.report import domain_section, engine_section, environment, offline_section, write_report
 from heads.artifact import fingerprint, publish
@@ -47,7 +48,16 @@ class Judge:
     def __init__(
         self, cfg: Prove, target: Any, signal: SignalFunction, prompts: Sequence[Prompt], end_ids: Sequence[int]
     ) -> None:
-        self.cfg, self.signal, self.device = cfg, signal, target.device
+        self.cfg, self.signal = cfg, signal
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        beyond = cfg.num_speculative_tokens - 1
+        if isinstance(signal, EndpointTarget):  # the target is on the server only
+            texts = signal.greedy([prompt.token_ids for prompt in prompts], cfg.max_tokens + beyond)
+            self.continuations = [
+                cut_continuation(prompt, text, cfg.max_tokens, beyond, end_ids)
+                for prompt, text in zip(prompts, texts, strict=True)
+            ]
+            return
         self.continuations = greedy_continuations(
             target,
             prompts,

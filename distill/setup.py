@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from distill.data import load_conversations, split_held_out
 from distill.endpoint import Endpoint
@@ -45,14 +46,18 @@ class Signal:
     """The vLLM server of `endpoint`, started with --max-logprobs of at least k."""
 
 
-def load_target(target: str, device: torch.device) -> tuple[Any, Any]:
-    """The target, frozen, and its tokenizer. On a CPU in float32, as the engine serves it there.
+def load_target(target: str, signal: Signal, device: torch.device) -> tuple[Any, Any]:
+    """The target, frozen, and its tokenizer: on a CPU in float32, as the engine serves it there; behind an endpoint
+    without its weights, which stay on the server.
 
     Raises: FileNotFoundError or ValueError naming what is missing or corrupt in the folder.
     """
+    tokenizer = load_tokenizer(target)
+    if signal.kind == "endpoint":
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target)), tokenizer
     dtype = torch.float32 if device.type == "cpu" else None
-    model = load_causal_lm(target, dtype).to(device).requires_grad_(False)
-    return model.eval(), load_tokenizer(target)
+    return load_causal_lm(target, dtype).to(device).requires_grad_(False).eval(), tokenizer
 
 
 def load_data(data: Data, tokenizer: Any, loop: Loop) -> LoadedData:

@@ -163,6 +163,29 @@ class EndpointTarget:
         """Raises: ValueError where the server refuses k or a document; ConnectionError naming the URL."""
         return self._runner.run(self._signal(batch))
 
+    def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+        """The server's greedy `num_tokens` after each prompt, through end tokens.
+
+        Raises: as the call.
+        """
+
+        async def one(prompt: Sequence[int]) -> list[int]:
+            answer = await self.endpoint.post(
+                "/v1/completions",
+                prompt=list(prompt),
+                max_tokens=num_tokens,
+                temperature=0,
+                ignore_eos=True,
+                return_token_ids=True,
+            )
+            token_ids: list[int] = answer["choices"][0]["token_ids"]
+            return token_ids
+
+        async def every() -> list[list[int]]:
+            return await asyncio.gather(*map(one, prompts))
+
+        return self._runner.run(every())
+
     async def _signal(self, batch: Batch) -> TargetSignal:
         is_label_row = label_rows(batch, 0).flatten()
         wanted = [(tokens, tokens[is_label_row[tokens]]) for tokens in documents(batch)]

@@ -126,8 +126,8 @@ def _wait_until_healthy(server: Server, process: subprocess.Popen[bytes], log: P
 def last_error(log: Path) -> str:
     """The line of an engine's log that says why it died: the last error that is not about another process's error."""
     lines = log.read_text(errors="replace").splitlines()
-    # pydantic puts the whole input behind its message
-    pattern = r"((?:[A-Z]\w*(?:Error|Exception)|[Ee]rror|Value error)[:,] .+?)(?: \[type=.*)?$"
+    # pydantic puts the whole input behind its message, after "[type=value_error, "
+    pattern = r"\b((?:[A-Z]\w*(?:Error|Exception)|error|Value error)[:,] .+?)(?: \[type=.*)?$"
     errors = (re.search(pattern, line) for line in lines)
     causes = [found[1] for found in errors if found and "Engine core initialization failed" not in found[1]]
     return causes[-1].strip() if causes else (lines[-1].strip() if lines else "it wrote nothing")

@@ -115,10 +115,17 @@ def greedy_continuations(
             chosen = order[first : first + batch_size]
             texts = _greedy_batch(target, [prompts[i].token_ids for i in chosen], max_tokens, beyond, end_ids)
             for i, text in zip(chosen, texts, strict=True):
-                end = _output_length(text, max_tokens, end_ids)
-                results[i] = Continuation(prompt=prompts[i], output_ids=text[:end], beyond_ids=text[end : end + beyond])
+                results[i] = cut_continuation(prompts[i], text, max_tokens, beyond, end_ids)
             bar.update(len(chosen))
     return [results[i] for i in range(len(prompts))]
+
+
+def cut_continuation(
+    prompt: Prompt, text: Sequence[int], max_tokens: int, num_beyond: int, end_ids: Collection[int]
+) -> Continuation:
+    """The answer that greedy tokens `text` begin with, and the `num_beyond` tokens after it."""
+    end = _output_length(text, max_tokens, end_ids)
+    return Continuation(prompt=prompt, output_ids=list(text[:end]), beyond_ids=list(text[end : end + num_beyond]))
 
 
 def _require_window(target: Any, prompts: Sequence[Prompt], num_new_tokens: int) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -29,7 +30,6 @@ from typing import Any
 import jinja2
 import torch
 
-from eval.charts import charts
 from eval.engine import Lossless, Measurement
 from eval.forecast import Forecast
 
@@ -135,6 +135,8 @@ def _version(package: str) -> str | None:
 def write_report(folder: Path, report: Mapping[str, Any]) -> Path:
     """Write report.json and report.html into `folder`; the path of the latter. Equal reports give equal bytes.
 
+    Without the `report` extra (altair, vl-convert) there is no page, and the path is report.json's.
+
     Raises:
         ValueError: a key is missing, or a number is not finite.
     """
@@ -142,6 +144,9 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> Path:
     text = json.dumps(report, indent=2, sort_keys=True, allow_nan=False)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(text + "\n")
+    if not all(importlib.util.find_spec(package) for package in ("altair", "vl_convert")):
+        print("report.html was not drawn: pip install 'redraft[report]'")
+        return folder / "report.json"
     html = folder / "report.html"
     html.write_text(_render(json.loads(text)))
     return html
@@ -156,6 +161,8 @@ def _require_keys(report: Mapping[str, Any]) -> None:
 
 
 def _render(report: dict[str, Any]) -> str:
+    from eval.charts import charts
+
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,

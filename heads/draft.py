@@ -1,6 +1,7 @@
 """What every draft family shares: a batch, the target's signal on it, and the draft steps that training sums over.
 
-B = batch, T = tokens, V = target vocabulary, W = draft vocabulary, D = hidden, L = auxiliary layers, K = kept top-k ids.
+B = batch, T = tokens, V = target vocabulary, W = draft vocabulary, D = hidden, L = auxiliary layers,
+K = kept top-k ids.
 
 Row t of anything that predicts is what is known after tokens x[0..t]; the target's row t is its distribution of x[t+1].
 """
@@ -30,7 +31,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactTarget:
-    """The target's whole distribution at every row, as its last hidden state and its head: p = softmax(head @ hidden)."""
+    """The target's whole distribution at every row: p = softmax(head @ hidden)."""
 
     hidden_BTD: Tensor
     """After the final norm, exactly what the target's head reads."""
@@ -102,7 +103,7 @@ def final_hidden(signal: TargetSignal) -> Tensor:
 
 
 def label_rows(batch: Batch, shift: int) -> Tensor:
-    """Rows whose label x[t + 1 + shift] counts: it is in the loss mask and of the same document as row t. bool [B, T]."""
+    """Rows whose label x[t + 1 + shift] counts: in the loss mask, and of row t's document. bool [B, T]."""
     ahead = shift + 1
     mask_BT = torch.zeros_like(batch.loss_mask_BT)
     same_document_BT = batch.document_BT[:, ahead:] == batch.document_BT[:, :-ahead]

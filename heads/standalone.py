@@ -156,6 +156,8 @@ def make_draft(init: Init, target: Any, tokenizer: Any) -> StandaloneDraft:
     Raises: ValueError where the checkpoint's tokenizer is another and no transplant was asked for.
     """
     vocab_size = target.config.vocab_size
+    if init.layers and target.device.type == "meta":
+        raise ValueError("a draft of the target's layers needs its weights here, not behind an endpoint")
     if init.layers:
         draft = prune_layers(target, init.layers)
     elif init.num_layers:

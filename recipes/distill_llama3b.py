@@ -71,13 +71,14 @@ def main(cfg: Config) -> None:
     run = Run.open(cfg.output, asdict(cfg), accelerator, resume=cfg.resume, overwrite=cfg.overwrite)
 
     # 1. models
-    target, tokenizer = load_target(cfg.target, accelerator.device)
+    target, tokenizer = load_target(cfg.target, cfg.signal, accelerator.device)
     untrained = make_draft(cfg.draft, target, tokenizer)
 
     # 2. data, and what the target says about it
     data = load_data(cfg.data, tokenizer, cfg.loop)
     signal = target_signal(cfg.signal, target, cfg.target, data, run.folder, accelerator)
-    judge = Judge(cfg.prove, target, InProcessTarget(target), data.prompts, [tokenizer.eos_token_id])
+    exact = signal if cfg.signal.kind == "endpoint" else InProcessTarget(target)
+    judge = Judge(cfg.prove, target, exact, data.prompts, [tokenizer.eos_token_id])
     before = judge.forecast(untrained)
 
     # 3. and 4. optimizer, `prepare` and the loop

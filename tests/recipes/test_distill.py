@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from distill.corpus import stdlib_conversations
+from eval.engine import vllm_server
 from heads.artifact import verify
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +57,8 @@ def command(random_target: Path, data: Path, tmp_path: Path) -> Callable[..., li
             "--prove.max-tokens": "8",
             "--output": str(tmp_path / output),
         }
+        if "--draft.num-layers" in flags:
+            del defaults["--draft.layers"]
         arguments = [part for pair in defaults.items() for part in pair]
         recipe = [sys.executable, str(ROOT / "recipes/distill_llama3b.py")]
         return [*recipe, *arguments, "--prove.no-engine", *flags]
@@ -146,3 +149,42 @@ def test_bad_input_is_one_line_and_exit_status_2(command, flags, words):
     assert failed.returncode == 2
     assert "Traceback" not in failed.stderr
     assert all(word in failed.stderr for word in words), failed.stderr[-500:]
+
+
+def test_a_cached_signal_trains_nearly_as_the_exact_one_does(command, tmp_path):
+    exact = run(command("exact", "--loop.steps", "2", "--loop.on-policy", "0"))
+    cached = run(
+        command("cached", "--loop.steps", "2", "--loop.on-policy", "0", "--signal.kind", "cache", "--signal.k", "256")
+    )
+    assert cached.returncode == 0, cached.stderr
+    assert exact.returncode == 0, exact.stderr
+    assert "bytes a token" in cached.stdout + cached.stderr
+    expected, found = weights(tmp_path / "exact"), weights(tmp_path / "cached")
+    assert all(torch.allclose(expected[name].float(), found[name].float(), atol=2e-2) for name in expected)
+    assert not all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.vllm
+def test_a_target_behind_a_vllm_server_needs_no_weights_here(command, random_target, tmp_path):
+    with vllm_server(random_target, log=tmp_path / "vllm.log", max_model_len=256) as server:
+        done = run(
+            command(
+                "remote",
+                "--loop.steps",
+                "2",
+                "--signal.kind",
+                "endpoint",
+                "--signal.url",
+                server.url,
+                "--signal.k",
+                "20",
+                "--draft.num-layers",
+                "1",
+                "--draft.hidden-size",
+                "64",
+            )
+        )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "remote/report.json").read_text())
+    assert report["by_domain"].keys() == {"code", "prose"}
+    assert report["offline"]["tau_forecast"] >= 1
