@@ -1,8 +1,8 @@
 """Have the target answer a data set anew, through any OpenAI-compatible server, for a draft to learn from.
 
-    vllm serve meta-llama/Llama-3.1-70B-Instruct
-    redraft regenerate --source HuggingFaceH4/ultrachat_200k --split train_sft --output outputs/answers.jsonl
-    redraft distill --data.source outputs/answers.jsonl
+    $ vllm serve meta-llama/Llama-3.1-70B-Instruct
+    $ redraft regenerate --source HuggingFaceH4/ultrachat_200k --split train_sft --output outputs/answers.jsonl
+    $ redraft distill --data.source outputs/answers.jsonl
 
 Interrupt it at any time: the same command goes on where it was.
 """

@@ -1,6 +1,6 @@
 """Train the small target that the demos and tests use: Llama architecture, 7.3M parameters, byte-level BPE of 4,096.
 
-    python recipes/tiny_target.py --output outputs/tiny-target
+    $ python recipes/tiny_target.py --output outputs/tiny-target
 
 The text is the standard library's code and documentation, so the result depends on the Python version. About an hour
 on 2 cores. The folder in `tests/assets/tiny-target` was made by this command; its `training.json` holds seed and loss.
