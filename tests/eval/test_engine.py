@@ -186,6 +186,10 @@ def test_a_server_without_speculation_has_no_counts():
             "  Value error, max_model_len (9) is too long. [type=value_error, input_value=A(()), input_type=A]\n",
             "Value error, max_model_len (9) is too long.",
         ),
+        (
+            "  Value error, no such folder: 'x'.\nVerify that:\n - it exists [type=value_error, input_value=A(())]\n",
+            "Value error, no such folder: 'x'.",
+        ),
         ("Killed\n", "Killed"),
         ("", "it wrote nothing"),
     ],
