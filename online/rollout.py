@@ -99,19 +99,21 @@ async def try_canary(servers: Sequence[Server], candidate: str, incumbent: str, 
 async def roll_waves(servers: Sequence[Server], candidate: str, incumbent: str, policy: RolloutPolicy) -> Outcome:
     """Passed: every server that answers has the candidate. Otherwise every server is back on the incumbent."""
     done: list[Server] = []
+    absent: dict[str, str] = {}
     for wave in _waves(servers, policy):
         swapped = await converge(wave, candidate, policy.swap_timeout_s, insist=False)
         if swapped.refused:
             return await _roll_back(servers, incumbent, f"refused {candidate}: {swapped}", policy)
         done += [server for server in wave if server.url not in swapped.absent]
-        if len(swapped.absent) > max(1, policy.max_absent_share * len(wave)):
-            return await _roll_back(servers, incumbent, f"{len(swapped.absent)} servers are gone: {swapped}", policy)
+        absent |= swapped.absent
+        if _are_too_many(absent, servers, policy):
+            return await _roll_back(servers, incumbent, f"{len(absent)} servers are gone: {swapped}", policy)
         alarm = await _watch(done, policy)
         if alarm:
             return await _roll_back(servers, incumbent, alarm, policy)
     # Some restarted meanwhile and came back with the draft of their command line.
     final = await converge(servers, candidate, policy.swap_timeout_s, insist=False)
-    if final.refused or len(final.absent) > max(1, policy.max_absent_share * len(servers)):
+    if final.refused or _are_too_many(final.absent, servers, policy):
         return await _roll_back(servers, incumbent, f"the fleet did not come together: {final}", policy)
     return _outcome(True, f"{len(servers) - len(final.absent)} of {len(servers)} servers on {candidate}", final)
 
@@ -169,6 +171,11 @@ async def _watch(servers: Sequence[Server], policy: RolloutPolicy) -> str:
                 f"{server.url} hardly accepts its draft: tau {acceptance.tau:.3f} over {acceptance.drafts:.0f} drafts"
             )
     return ""
+
+
+def _are_too_many(absent: dict[str, str], servers: Sequence[Server], policy: RolloutPolicy) -> bool:
+    """Whether so many do not answer that the fault is hardly theirs. One may be away, unless it is the only one."""
+    return len(absent) == len(servers) or len(absent) > max(1, policy.max_absent_share * len(servers))
 
 
 def _waves(servers: Sequence[Server], policy: RolloutPolicy) -> Iterator[Sequence[Server]]:
