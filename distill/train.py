@@ -220,7 +220,7 @@ class Distillation:
         self.step_index += 1
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
-        return cast(Tensor, self.accelerator.reduce(values, reduction="sum"))
+        return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum"))
 
     def _all_finite(self, loss: Tensor) -> bool:
         return int(self._sum_over_ranks((~torch.isfinite(loss.detach())).long())) == 0

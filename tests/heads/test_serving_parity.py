@@ -201,6 +201,7 @@ def make_native_target(layout: str) -> Any:
     return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **latent, **sparse, num_key_value_heads=2)).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["qwen3_next", "deepseek"])
 def test_native_mtp(layout: str, tmp_path: Path) -> None:
     model = make_native_target(layout)
