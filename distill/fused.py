@@ -15,7 +15,7 @@ autocast); the softmax and all sums in float32, or float64 where the inputs are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -31,8 +31,8 @@ from eval.acceptance import alpha
 CHUNK_TOKENS = 256
 """Target rows whose logits are held at once. Fewer make the matmuls slower (16 by 2-3x), more only cost memory."""
 
-BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU = 1 << 18, 1 << 26
-"""Logits worked on at once. On a CPU the block's few float32 temporaries stay in cache; a GPU wants large launches."""
+BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU = 1 << 19, 1 << 26
+"""Numbers worked on at once. On a CPU the block's few float32 temporaries stay in cache; a GPU wants large launches."""
 
 FAR_BELOW = -1e30
 """Added to a logit, takes its outcome out of a softmax, and is finite, so that nothing left is still not NaN."""
@@ -221,46 +221,56 @@ def _run(request: _Request, target: ExactRows | TopKRows, steps: Sequence[_Step]
     for index, rows_C in enumerate(torch.split(needed_N, request.chunk_tokens) if len(needed_N) else ()):
         chunk = _chunk(target, rows_C, request.divergence.temperature)
         for step, plan in zip(steps, plans, strict=True):
-            for rows_M in torch.split(plan[index], request.chunk_tokens):
-                _run_rows(request, chunk, step, rows_M)
+            for part_M2 in plan[index]:
+                _run_rows(request, chunk, step, *part_M2.unbind(1))
         del chunk  # its logits, before the next chunk's are made
 
 
-def _rows_by_chunk(target_row_M: Tensor, needed_N: Tensor, chunk_tokens: int) -> list[Tensor]:
-    """For each chunk of `needed_N`, the draft rows that point into it."""
+def _rows_by_chunk(target_row_M: Tensor, needed_N: Tensor, chunk_tokens: int) -> list[Sequence[Tensor]]:
+    """For each chunk of `needed_N`, the draft rows that point into it and where, [M, 2], in parts of a chunk's size."""
     place_M, order_M = torch.searchsorted(needed_N, target_row_M).sort(stable=True)
     starts = torch.arange(0, len(needed_N) + chunk_tokens, chunk_tokens, device=place_M.device)
     bounds = torch.searchsorted(place_M, starts).tolist()
-    return [order_M[low:high] for low, high in pairwise(bounds)]
+    both_M2 = torch.stack([order_M, place_M % chunk_tokens], dim=1)
+    return [torch.split(both_M2[low:high], chunk_tokens) if low < high else () for low, high in pairwise(bounds)]
 
 
-def _run_rows(request: _Request, chunk: _ExactChunk | _TopKChunk, step: _Step, rows_M: Tensor) -> None:
+def _run_rows(request: _Request, chunk: _ExactChunk | _TopKChunk, step: _Step, rows_M: Tensor, place_M: Tensor) -> None:
     """Values and gradients of at most a chunk's number of draft rows."""
     hidden_MD = step.hidden_MD[rows_M]
     logits_MW = hidden_MD @ step.head_WD.T
-    block = _block_rows(logits_MW)
-    for block_M, block_MW in zip(torch.split(rows_M, block), torch.split(logits_MW, block), strict=True):
-        values_3M, dz_MW = _divergence(request, chunk, step, step.target_row_M[block_M], block_MW)
-        step.values_3M[:, block_M] = values_3M
-        scale_M1 = step.scale_M[block_M, None] / request.divergence.temperature
-        block_MW.copy_(dz_MW.mul_(scale_M1))  # the gradient takes the logits' place
+    scale_M1 = step.scale_M[rows_M, None] / request.divergence.temperature
+    values = []
+    for block in _blocks(logits_MW):
+        value_3M, dz_MW = _divergence(request, chunk, step, rows_M[block], place_M[block], logits_MW[block])
+        values.append(value_3M)
+        logits_MW[block] = dz_MW.mul_(scale_M1[block])  # the gradient takes the logits' place
+    step.values_3M[:, rows_M] = torch.cat(values, dim=1)
     if step.d_hidden_MD is not None:
         step.d_hidden_MD[rows_M] = (logits_MW @ step.head_WD).to(step.d_hidden_MD.dtype)
-    if step.d_head_WD is not None and step.d_head_WD.dtype == logits_MW.dtype:
-        step.d_head_WD.addmm_(logits_MW.T, hidden_MD)
-    elif step.d_head_WD is not None:
-        step.d_head_WD.add_(logits_MW.T @ hidden_MD)
+    if step.d_head_WD is not None:
+        _add_product(step.d_head_WD, logits_MW.T, hidden_MD)
+
+
+def _add_product(total_WD: Tensor, dz_WM: Tensor, hidden_MD: Tensor) -> None:
+    """total += dz @ hidden, where the total may be wider than the matmul."""
+    if total_WD.dtype == dz_WM.dtype:
+        total_WD.addmm_(dz_WM, hidden_MD)
+        return
+    for block in _blocks(total_WD):  # a sum of two types makes a copy of one: let it be small
+        total_WD[block] += dz_WM[block] @ hidden_MD
 
 
 def _divergence(
-    request: _Request, chunk: _ExactChunk | _TopKChunk, step: _Step, target_row_M: Tensor, logits_MW: Tensor
+    request: _Request, chunk: _ExactChunk | _TopKChunk, step: _Step, rows_M: Tensor, place_M: Tensor, logits_MW: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(divergence, alpha and alpha_greedy [3, M], its gradient at logits / temperature [M, W]) of a block."""
     divergence = request.divergence
-    compared, alpha_greedy_M, at_logits = chunk.compare(target_row_M, logits_MW, step.draft_ids_W)
+    compared, alpha_greedy_M, at_logits = chunk.compare(place_M, logits_MW, step.draft_ids_W)
     if divergence.name == "cross_entropy":  # alpha above is against the target all the same
         assert request.labels_N is not None
-        columns = draft_columns(request.labels_N[target_row_M], step.draft_ids_W, logits_MW.shape[1])
+        label_M = request.labels_N[step.target_row_M[rows_M]]
+        columns = draft_columns(label_M, step.draft_ids_W, logits_MW.shape[1])
         loss_M, dz_MW = cross_entropy(*_softmax_and_log(logits_MW, divergence.temperature)[:2], *columns)
     else:
         loss_M, dz_MX = GRADIENTS[divergence.name](divergence, compared)
@@ -287,9 +297,9 @@ def _argmax(z_MV: Tensor, group: int = 64) -> Tensor:
     if z_MV.shape[1] % group:
         return z_MV.argmax(-1, keepdim=True)
     z_MGv = z_MV.view(len(z_MV), -1, group)
-    best_group_M1 = z_MGv.amax(-1).argmax(-1, keepdim=True)
-    best_in_group_M1 = z_MGv.take_along_dim(best_group_M1[..., None], 1).argmax(-1)
-    return best_group_M1 * group + best_in_group_M1
+    best_M1 = z_MGv.amax(-1).argmax(-1, keepdim=True)
+    z_M1v = z_MGv.gather(1, best_M1[..., None].expand(-1, 1, group))
+    return z_M1v.argmax(-1).add_(best_M1, alpha=group)
 
 
 def _wide(logits_MV: Tensor, temperature: float) -> Tensor:
@@ -298,10 +308,11 @@ def _wide(logits_MV: Tensor, temperature: float) -> Tensor:
     return z_MV if temperature == 1 else z_MV.div_(temperature)
 
 
-def _block_rows(logits_MV: Tensor) -> int:
-    """Rows of logits to work on at once."""
-    elements = BLOCK_ELEMENTS_CPU if logits_MV.device.type == "cpu" else BLOCK_ELEMENTS_GPU
-    return max(1, elements // logits_MV.shape[1])
+def _blocks(matrix: Tensor) -> Iterator[slice]:
+    """Rows to work on at once."""
+    elements = BLOCK_ELEMENTS_CPU if matrix.device.type == "cpu" else BLOCK_ELEMENTS_GPU
+    rows = max(1, elements // matrix.shape[1])
+    return (slice(first, first + rows) for first in range(0, len(matrix), rows))
 
 
 # ---------------------------------------------------------------------------------------------------- the target's side
@@ -311,22 +322,21 @@ AtLogits = Callable[[Tensor], Tensor]
 
 
 def _chunk(target: ExactRows | TopKRows, rows_C: Tensor, temperature: float) -> _ExactChunk | _TopKChunk:
-    return _TopKChunk(target) if isinstance(target, TopKRows) else _ExactChunk(target, rows_C, temperature)
+    return _TopKChunk(target, rows_C) if isinstance(target, TopKRows) else _ExactChunk(target, rows_C, temperature)
 
 
 class _ExactChunk:
     """The target's logits on one chunk of its rows."""
 
     def __init__(self, target: ExactRows, rows_C: Tensor, temperature: float) -> None:
-        self.rows_C = rows_C
         self.temperature = temperature
         self.logits_CV = target.hidden_ND[rows_C] @ target.head_VD.T
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def compare(
-        self, target_row_M: Tensor, logits_MW: Tensor, draft_ids_W: Tensor | None
+        self, place_M: Tensor, logits_MW: Tensor, draft_ids_W: Tensor | None
     ) -> tuple[Compared, Tensor, AtLogits]:
-        p_MW, log_p_MW = self._p(torch.searchsorted(self.rows_C, target_row_M), draft_ids_W)
+        p_MW, log_p_MW = self._p(place_M, draft_ids_W)
         q_MW, log_q_MW, best_M1 = _softmax_and_log(logits_MW, self.temperature)
         compared = Compared(p_MW, log_p_MW, q_MW, log_q_MW, alpha(p_MW, q_MW))
         return compared, p_MW.gather(1, best_M1).squeeze(1), lambda dz_MW: dz_MW
@@ -342,21 +352,20 @@ class _ExactChunk:
         return log_p_MW.exp(), log_p_MW
 
     def _log_sum_exp(self) -> Tensor:
-        block = _block_rows(self.logits_CV)
-        blocks = [_softmax(_wide(block_CV, self.temperature))[1] for block_CV in torch.split(self.logits_CV, block)]
-        return torch.cat(blocks)
+        z_CV = self.logits_CV
+        return torch.cat([_softmax(_wide(z_CV[block], self.temperature))[1] for block in _blocks(z_CV)])
 
 
 class _TopKChunk:
-    """The target's kept ids and the tail: there are no logits to compute, so one serves for all rows."""
+    """The target's kept ids on one chunk of its rows."""
 
-    def __init__(self, target: TopKRows) -> None:
-        self.target = target
+    def __init__(self, target: TopKRows, rows_C: Tensor) -> None:
+        self.ids_CK, self.log_probs_CK = target.ids_NK[rows_C], target.log_probs_NK[rows_C]
 
     def compare(
-        self, target_row_M: Tensor, logits_MW: Tensor, draft_ids_W: Tensor | None
+        self, place_M: Tensor, logits_MW: Tensor, draft_ids_W: Tensor | None
     ) -> tuple[Compared, Tensor, AtLogits]:
-        columns_MK, reachable_MK = draft_columns(self.target.ids_NK[target_row_M], draft_ids_W, logits_MW.shape[1])
+        columns_MK, reachable_MK = draft_columns(self.ids_CK[place_M], draft_ids_W, logits_MW.shape[1])
         z_MW = _wide(logits_MW, temperature=1)
         best_M1 = _argmax(z_MW)
         z_MK = z_MW.gather(1, columns_MK).masked_fill_(~reachable_MK, FAR_BELOW)
@@ -365,7 +374,7 @@ class _TopKChunk:
         z_MX = torch.cat([z_MK, z_tail_M1], -1)
         log_q_MX = z_MX.log_softmax(-1).clamp_min_(LOG_ZERO)
 
-        log_p_MK = self.target.log_probs_NK[target_row_M].to(z_MW.dtype)
+        log_p_MK = self.log_probs_CK[place_M].to(z_MW.dtype)
         log_p_MX = top_k_buckets(log_p_MK, reachable_MK, z_MW.shape[1])
         p_MX, q_MX = log_p_MX.exp(), log_q_MX.exp()
         alpha_greedy_M = (p_MX[:, :-1] * (columns_MK == best_M1)).sum(-1)
