@@ -58,7 +58,7 @@ class Eagle1(nn.Module):
         self.config = config
         self.shape = LlamaShape.of(target.config)
         self._embed_VD, self._head_VD = target.embed_VD, target.head_VD
-        self._rotary = Rotary(self.shape)
+        self._rotary = Rotary.of(self.shape)
         self.fc = nn.Linear(2 * self.shape.hidden_size, self.shape.hidden_size, bias=False)
         self.layers = nn.ModuleList([Layer(self.shape)])
 

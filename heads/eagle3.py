@@ -83,8 +83,11 @@ class Eagle3(nn.Module):
         self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
         hidden = self.shape.hidden_size
         self._embed_VD = target.embed_VD
-        self._rotary = Rotary(self.shape)
-        self._draft_ids_W = None if draft_ids_W is None else checked_ids(draft_ids_W, self.shape.vocab_size)
+        self._rotary = Rotary.of(self.shape)
+        if draft_ids_W is not None:
+            check_ids(draft_ids_W, self.shape.vocab_size)
+        self._draft_ids_W: Tensor | None
+        self.register_buffer("_draft_ids_W", draft_ids_W, persistent=False)
         self.fc = nn.Linear(len(self.aux_layer_ids) * hidden, hidden, bias=False)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(norm(self.shape) for _ in self.aux_layer_ids)
@@ -285,8 +288,8 @@ def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:
     return layers
 
 
-def checked_ids(draft_ids_W: Tensor, vocab_size: int) -> Tensor:
-    """The ids of a draft vocabulary, found ascending and within the target's.
+def check_ids(draft_ids_W: Tensor, vocab_size: int) -> None:
+    """Return where the ids of a draft vocabulary ascend within the target's.
 
     Raises: ValueError.
     """
@@ -294,7 +297,6 @@ def checked_ids(draft_ids_W: Tensor, vocab_size: int) -> Tensor:
         raise ValueError(f"a draft vocabulary of {len(draft_ids_W)} ids is larger than the target's {vocab_size}")
     if not bool((draft_ids_W.diff() > 0).all()) or draft_ids_W[0] < 0 or draft_ids_W[-1] >= vocab_size:
         raise ValueError(f"draft ids must ascend within 0..{vocab_size - 1}: is d2t an offset, not the target's id?")
-    return draft_ids_W
 
 
 def _read_ids(offset_W: Tensor | None, kept_V: Tensor | None, source: Path) -> Tensor | None:

@@ -63,16 +63,22 @@ class LlamaShape:
         }
 
 
-class Rotary(nn.Module):
-    """Cosines and sines at given positions, by any of the frequency rules that `transformers` knows."""
+class Rotary:
+    """Cosines and sines at given positions, by any of the frequency rules that `transformers` knows.
 
-    def __init__(self, shape: LlamaShape) -> None:
-        super().__init__()
-        self._embedding = LlamaRotaryEmbedding(LlamaConfig(**shape.hf_config()))
+    No module on purpose: a head cast to bfloat16 would round the frequencies with it, and be wrong far from the start.
+    """
 
-    def forward(self, position_ids_BT: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin [B, T, E] in the type of `like`, the second half of E a copy of the first."""
-        cos, sin = self._embedding(like, position_ids_BT)
+    def __init__(self, embedding: Any) -> None:
+        self._embedding = embedding
+
+    @staticmethod
+    def of(shape: LlamaShape) -> Rotary:
+        return Rotary(LlamaRotaryEmbedding(LlamaConfig(**shape.hf_config())))
+
+    def __call__(self, position_ids_BT: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin [B, T, E] in the type and on the device of `like`, the second half of E a copy of the first."""
+        cos, sin = self._embedding.to(like.device)(like, position_ids_BT)
         return cos, sin
 
 

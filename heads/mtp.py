@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 
 from heads.attention import Memory
 from heads.draft import Batch, DraftStep, TargetSignal, final_hidden
+from heads.layers import Rotary
 from heads.mtp_folder import read_layer
 from heads.mtp_layouts import MEMORY_ATTENTION, layout_of
 from heads.recurrent import decode, unroll
@@ -61,7 +62,7 @@ class Mtp(nn.Module):
         self._embed_VD, self._head_VD = target.embed_VD, target.head_VD
         self.aux_layer_ids: tuple[int, ...] = () if self.layout.reads_normed else (target.config.num_hidden_layers,)
         hidden = target.config.hidden_size
-        self._rotary: Any = self.layout.rotary(target.config)
+        self._rotary = Rotary(self.layout.rotary(target.config))
         self.combine = nn.Linear(2 * hidden, hidden, bias=False)
         self.block: Any = self.layout.block(target.config)
         norm: Any = type(self.block.input_layernorm)  # some architectures' norms multiply by 1 + weight
@@ -82,7 +83,7 @@ class Mtp(nn.Module):
             embed_BTD = embed_BTD.masked_fill((position_ids_BT == 0)[..., None], 0)
         parts = [self.embed_norm(embed_BTD), self.hidden_norm(feature_BTD.to(dtype))]
         x_BTD = self.combine(torch.cat(parts if self.layout.embedding_first else parts[::-1], dim=-1))
-        cos_sin = self._rotary(x_BTD, position_ids_BT)
+        cos_sin = self._rotary(position_ids_BT, x_BTD)
         out_BTD = self.final_norm(self.block(x_BTD, position_embeddings=cos_sin, attention_mask=None, memory=memory))
         return out_BTD, out_BTD
 

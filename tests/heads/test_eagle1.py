@@ -104,3 +104,10 @@ def test_rope_parameters_of_the_target_are_kept(tmp_path: Path) -> None:
     plain = make_target().model.rotary_emb.inv_freq
     assert not torch.equal(head._rotary._embedding.inv_freq, plain)
     torch.testing.assert_close(head._rotary._embedding.inv_freq, model.model.rotary_emb.inv_freq)
+
+
+def test_a_head_cast_to_bfloat16_keeps_its_rotary_frequencies() -> None:
+    head, _ = make_head()
+    positions, like = torch.tensor([[100]]), torch.zeros(1)
+    wanted = head._rotary(positions, like)
+    torch.testing.assert_close(head.to(torch.bfloat16)._rotary(positions, like), wanted, atol=0, rtol=0)

@@ -197,3 +197,9 @@ def test_a_signal_of_other_layers_is_refused() -> None:
     batch = make_batch([[make_ids(4)]])
     with pytest.raises(ValueError, match=r"reads target layers \(1, 2, 4\), the signal holds 2 layers"):
         head.draft_steps(batch, make_signal(model, batch, (1, 2)))
+
+
+def test_a_draft_vocabulary_moves_with_its_head_and_is_no_tensor_of_it() -> None:
+    head, _ = make_head("reduced vocabulary")
+    assert not any("ids" in name for name in head.state_dict())
+    assert head.to("meta")._draft_ids_W.device.type == "meta"

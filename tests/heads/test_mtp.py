@@ -114,7 +114,7 @@ def test_one_step_computes_its_layouts_formula(layout: str, tmp_path: Path) -> N
     e, h = head.embed_norm(embed), head.hidden_norm(feature)
     x = head.combine(torch.cat([h, e] if layout == "mimo" else [e, h], dim=-1))[None]
     positions = torch.arange(5)[None]
-    cos_sin = head._rotary(x, positions)
+    cos_sin = head._rotary(positions, x)
     # the layer by transformers' own attention
     head.block.self_attn.config._attn_implementation = "eager"
     mask = torch.full((5, 5), -torch.inf).triu(1)[None, None]

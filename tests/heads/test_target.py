@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from make_heads import make_target
+from safetensors.torch import save_file
+
+from heads.target import Target
+from heads.tensors import read_tensors, tensor_files
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shard_size", ["5GB", "20KB"], ids=["one file", "sharded"])
+def test_a_folder_gives_the_embeddings_and_the_head_of_its_model(tied: bool, shard_size: str, tmp_path: Path) -> None:
+    model = make_target(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (len(set(tensor_files(tmp_path).values())) > 1) is (shard_size == "20KB")
+    target, wanted = Target.from_folder(tmp_path), Target.of(model)
+    assert torch.equal(target.embed_VD, wanted.embed_VD)
+    assert torch.equal(target.head_VD, wanted.head_VD)
+    assert torch.equal(target.embed_VD, target.head_VD) is tied
+    assert target.config.num_hidden_layers == wanted.config.num_hidden_layers
+
+
+def test_copies_beside_an_mtp_layer_are_not_the_targets(tmp_path: Path) -> None:
+    model = make_target()
+    model.save_pretrained(tmp_path)
+    tensors = read_tensors(tmp_path, tensor_files(tmp_path))
+    copies = {f"{prefix}.embed_tokens.weight": torch.zeros(2, 2) for prefix in ("model.layers.5", "mtp")}
+    save_file({**tensors, **copies}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert torch.equal(Target.from_folder(tmp_path).embed_VD, Target.of(model).embed_VD)
+
+
+def test_a_folder_without_embeddings_is_refused(tmp_path: Path) -> None:
+    make_target().save_pretrained(tmp_path)
+    save_file({"fc.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"no tensor embed_tokens\.weight: give the folder of the target"):
+        Target.from_folder(tmp_path)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="it is no model folder"):
+        Target.from_folder(tmp_path)
