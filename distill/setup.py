@@ -45,6 +45,10 @@ class Signal:
     url: str | None = None
     """The vLLM server of `endpoint`, started with --max-logprobs of at least k."""
 
+    def __post_init__(self) -> None:
+        if self.kind == "endpoint" and self.url is None:
+            raise ValueError("--signal.kind endpoint needs --signal.url, the address of the target's vLLM server")
+
 
 def load_target(target: str, signal: Signal, device: torch.device) -> tuple[Any, Any]:
     """The target, frozen, and its tokenizer: on a CPU in float32, as the engine serves it there; behind an endpoint
@@ -99,8 +103,7 @@ def target_signal(
     if signal.kind == "model":
         return InProcessTarget(target)
     if signal.kind == "endpoint":
-        if signal.url is None:
-            raise ValueError("--signal.kind endpoint needs --signal.url, the address of the target's vLLM server")
+        assert signal.url is not None
         return EndpointTarget(Endpoint(signal.url), k=signal.k)
     samples = [*data.train.samples, *data.held_out.samples]
     cache, fingerprint_of_target = folder / "target-cache", fingerprint(model_folder(name))
