@@ -132,7 +132,7 @@ class Comparison:
 
 
 async def _window(canary: Server, control: Sequence[Server], policy: RolloutPolicy) -> Comparison:
-    """Both groups over the same time, as long as it takes until each has `min_drafts`."""
+    """Both groups over the same time, until each has `min_drafts` or the canary raises the alarm."""
     window = await Window.open([canary, *control])
     deadline_s = time.monotonic() + policy.window_timeout_s
     while True:
@@ -144,9 +144,8 @@ async def _window(canary: Server, control: Sequence[Server], policy: RolloutPoli
             counted[canary], sum((counted[server] for server in control if server in counted), Acceptance())
         )
         groups = [compared.canary, compared.control] if control else [compared.canary]
-        if is_alarming(compared.canary):  # waiting longer would only slow more requests down
-            return Comparison(compared.canary, compared.control, f"its draft is hardly accepted: {compared}")
-        if min(group.drafts for group in groups) >= policy.min_drafts:
+        # Waiting longer on an alarm would only slow more requests down.
+        if is_alarming(compared.canary) or min(group.drafts for group in groups) >= policy.min_drafts:
             return compared
         if time.monotonic() > deadline_s:
             too_few = f"fewer than {policy.min_drafts} drafts in {policy.window_timeout_s:.0f} s: {compared}"
@@ -155,6 +154,8 @@ async def _window(canary: Server, control: Sequence[Server], policy: RolloutPoli
 
 def _worse(compared: Comparison, policy: RolloutPolicy) -> str:
     """What speaks against the canary, or nothing."""
+    if is_alarming(compared.canary):
+        return f"its draft is hardly accepted: {compared}"
     assert compared.canary.tau is not None
     assert compared.control.tau is not None
     loss = compared.control.tau - compared.canary.tau

@@ -144,6 +144,14 @@ async def test_a_fleet_of_one_is_compared_with_itself_before():
 
 
 @in_event_loop
+async def test_a_single_server_can_leave_a_draft_that_is_hardly_accepted():
+    fake = FakeServer(Traffic(), started_with="bad")
+    async with running(fake) as servers:
+        outcome = await roll_out(servers, NEW, incumbent="bad")
+        assert (outcome.passed, fake.version) == (True, NEW)
+
+
+@in_event_loop
 async def test_a_canary_that_restarts_in_its_window_has_not_passed():
     fakes = [FakeServer(Traffic(drafts_per_reading=10)) for _ in range(3)]
     async with running(*fakes) as servers:
