@@ -1,6 +1,6 @@
 """vLLM's OpenAI server with the plugin switched on: `redraft serve TARGET --draft D -- any vLLM argument`.
 
-    redraft serve meta-llama/Llama-3.1-8B-Instruct --registry drafts/llama8b --capture.spool spool -- --port 8001
+    $ redraft serve meta-llama/Llama-3.1-8B-Instruct --registry drafts/llama8b --capture.spool spool -- --port 8001
 
 Everything behind `--` goes to vLLM as it is. The plugin reads its settings from the environment (REDRAFT_...), which
 this command fills in: a deployment that starts vLLM by itself sets VLLM_PLUGINS=redraft and those variables instead.

@@ -1,6 +1,6 @@
 """Record what an untouched vLLM says, by a proxy in front of it: point the clients at this instead of at vLLM.
 
-    redraft tap http://127.0.0.1:8000 --target /models/llama --spool spool --port 8001
+    $ redraft tap http://127.0.0.1:8000 --target /models/llama --spool spool --port 8001
 
 vLLM returns at most --max-logprobs (20 unless told otherwise) probabilities a token. Drafts are unknown here, so these
 records train a draft but tell nothing of its acceptance.

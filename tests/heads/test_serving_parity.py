@@ -204,6 +204,10 @@ def make_native_target(layout: str) -> Any:
         "v_head_dim": 128,
     }
     sparse = {"n_routed_experts": 4, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1}
+    sparse |= {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    }  # as published; transformers takes them for granted
     return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **latent, **sparse, num_key_value_heads=2)).eval()
 
 

@@ -36,7 +36,12 @@ class Server:
 
     def __init__(self, url: str, registry: Path, spool: Path, log: Path) -> None:
         self.url, self.registry, self.spool, self.log = url, registry, spool, log
-        self.http = httpx.Client(base_url=url, timeout=120, headers={"Authorization": f"Bearer {TOKEN}"})
+        self.http = httpx.Client(
+            base_url=url,
+            timeout=120,
+            headers={"Authorization": f"Bearer {TOKEN}"},
+            limits=httpx.Limits(keepalive_expiry=2),  # uvicorn closes idle connections after 5 s
+        )
 
     def swap(self, version: str) -> dict[str, Any]:
         answer = self.http.post("/redraft/swap", json={"version": version})
@@ -118,7 +123,7 @@ def server(random_target: Path, registry: Path, tmp_path_factory: pytest.TempPat
         *(sys.executable, "-m", "recipes.serve", str(random_target), "--registry", str(registry)),
         *("--draft-sample-method", "probabilistic"),
         *("--capture.spool", str(folder / "spool"), "--", "--port", str(port), "--host", "127.0.0.1"),
-        *("--served-model-name", "m", "--dtype", "float32", "--max-model-len", "256", "--enforce-eager"),
+        *("--served-model-name", "m", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"),
         *("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--kv-cache-memory-bytes", str(64 << 20)),
         *("--max-logprobs", "40", "--per-request-spec-decode-metrics", "summary"),
     ]
