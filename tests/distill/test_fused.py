@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distill import fused
 from distill.fused import DraftRows, ExactRows, FusedResult, TopKRows, fused_linear_divergence
 from distill.losses import (
     DIVERGENCES,
@@ -105,18 +106,18 @@ def assert_fused_equals_plain(
     drafts: Sequence[DraftRows], target: ExactRows | TopKRows, divergence: Divergence, chunk_tokens: int = 4
 ) -> FusedResult:
     labels = make_labels()
-    fused = fused_linear_divergence(
+    result = fused_linear_divergence(
         drafts, target, divergence, normaliser=7.0, labels_N=labels, chunk_tokens=chunk_tokens
     )
     plain = plain_loss(drafts, target, divergence, 7.0, labels)
-    torch.testing.assert_close(fused.loss, plain, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(result.loss, plain, rtol=1e-12, atol=1e-14)
     inputs = list({id(leaf): leaf for leaf in leaves(drafts)}.values())
     # scaled, so that backward's own factor is seen
     for mine, its in zip(
-        torch.autograd.grad(3 * fused.loss, inputs), torch.autograd.grad(3 * plain, inputs), strict=True
+        torch.autograd.grad(3 * result.loss, inputs), torch.autograd.grad(3 * plain, inputs), strict=True
     ):
         torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-13)
-    return fused
+    return result
 
 
 EVERY_FORM = [
@@ -168,6 +169,33 @@ def test_steps_of_different_shifts_share_the_target_and_a_head(top_k: bool, chun
     own = make_draft(range(2, 17, 2), draft_ids=DRAFT_IDS, seed=3)
     repeated = make_draft([6] * 9, draft_ids=DRAFT_IDS, seed=4)
     assert_fused_equals_plain([first, shared, own, repeated], target, Divergence(), chunk_tokens)
+
+
+@pytest.mark.parametrize("top_k", [False, True])
+@pytest.mark.parametrize("draft_ids", [None, torch.arange(0, 128, 2)], ids=["full", "reduced"])
+def test_blocks_within_a_chunk_change_nothing(
+    top_k: bool, draft_ids: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "BLOCK_ELEMENTS_CPU", 3 * 128)
+    exact = make_exact(vocabulary=128)
+    drafts = [make_draft([12, 3, 4, 16, 0, 9, 10, 3, 11], vocabulary=128, draft_ids=draft_ids)]
+    target = make_top_k(exact) if top_k else exact
+    result = assert_fused_equals_plain(drafts, target, Divergence(), chunk_tokens=8)
+    log_p, log_q = plain_log_probs(drafts[0], target, 1.0)
+    torch.testing.assert_close(result.alpha_S[0], alpha(log_p.exp(), log_q.exp()).sum())
+    if not top_k:  # in a vocabulary of whole groups, where the argmax takes two levels
+        torch.testing.assert_close(result.alpha_greedy_S[0], alpha_greedy(log_p.exp(), log_q.exp()).sum())
+
+
+def test_of_equal_logits_the_first_is_the_draft_token() -> None:
+    # Ties within a group of 64 and across groups; the target puts 0.5 on the first and 0.25 on two others.
+    logits, p = torch.zeros(1, 192), torch.full((1, 192), 1e-9)
+    logits[0, [70, 71, 130]] = 5.0
+    p[0, 70], p[0, 71], p[0, 130] = 0.5, 0.25, 0.25
+    draft = DraftRows(hidden_MD=logits, head_WD=torch.eye(192), target_row_M=torch.tensor([0]), weight_M=torch.ones(1))
+    target = ExactRows(hidden_ND=p.log(), head_VD=torch.eye(192))
+    result = fused_linear_divergence([draft], target, Divergence(), normaliser=1)
+    assert result.alpha_greedy_S.item() == pytest.approx(0.5)
 
 
 def test_frozen_heads_and_hidden_states_get_no_gradient() -> None:
@@ -339,9 +367,9 @@ def test_never_holds_more_logits_than_a_chunk(top_k: bool, reduced: bool) -> Non
     target = make_top_k(exact) if top_k else exact
     draft_ids = torch.arange(0, vocabulary, 2) if reduced else None
     draft = make_draft(range(rows), vocabulary=vocabulary, draft_ids=draft_ids)
-    with LargestTensor() as fused:
+    with LargestTensor() as ours:
         fused_linear_divergence([draft], target, Divergence(), normaliser=1, chunk_tokens=chunk).loss.backward()
-    assert fused.elements <= chunk * vocabulary
+    assert ours.elements <= chunk * vocabulary
     with LargestTensor() as plain:
         plain_loss([draft], target, Divergence(), 1.0).backward()
     assert plain.elements >= rows * draft.head_WD.shape[0]
