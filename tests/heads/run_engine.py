@@ -3,7 +3,8 @@
     python run_engine.py '{"target": folder, "speculative_config": {...}, "prompts": [[ids]], "out": file}'
 
 Saved: `outputs` (ids by prompt) and `blocks`, one for each block drafted: `request`, `num_output` (tokens emitted
-before it), `drafted`, `passes` (the drafter's forward passes: what went in by name, what came out as a list).
+before it), `drafted`, `passes` (the drafter's forward passes: what went in by name, what came out as a list). Optional:
+`engine` (arguments of `LLM`), `native_rotary` (vLLM's own PyTorch rotation in place of its CPU kernel).
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ def main(spec: dict[str, Any]) -> None:
     import torch
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
+
+    if spec.get("native_rotary"):
+        from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+        RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
 
     llm = LLM(
         model=spec["target"],
