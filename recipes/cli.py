@@ -67,7 +67,13 @@ COMMANDS = {
 
 def main() -> None:
     """The console script."""
-    sys.exit(dispatch(sys.argv[1:]))
+    try:
+        status = dispatch(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # `redraft ... | head` has read enough; without this Python would complain at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    sys.exit(status)
 
 
 def dispatch(args: Sequence[str]) -> int:
@@ -119,6 +125,8 @@ def guarded(run: Callable[[], object]) -> int:
     """0 after `run`, or 2 after an error its user can mend, told in one line (REDRAFT_TRACEBACK=1: where it arose)."""
     try:
         run()
+    except BrokenPipeError:
+        raise
     except (Exception, KeyboardInterrupt) as error:
         line = user_error(error)
         if line is None or os.environ.get(TRACEBACK_VARIABLE) == "1":

@@ -189,3 +189,11 @@ def test_a_recipe_that_ends_well_returns():
 def test_ctrl_c_is_one_line():
     result = run_python(RECIPE.replace("cfg.data.read_text()", "raise KeyboardInterrupt"))
     assert (result.returncode, result.stderr) == (2, "redraft: interrupted\n")
+
+
+def test_a_reader_that_has_read_enough_is_no_error():
+    command = [sys.executable, "-c", "from recipes.cli import main; main()", "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert process.stderr.read() == ""
