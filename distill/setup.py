@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -94,14 +95,24 @@ def _packed(samples: list[Sample], tokenizer: Any, loop: Loop) -> PackedDataset:
 
 
 def target_signal(
-    signal: Signal, target: Any, name: str, data: LoadedData, folder: Path, accelerator: Accelerator
+    signal: Signal,
+    target: Any,
+    name: str,
+    data: LoadedData,
+    folder: Path,
+    accelerator: Accelerator,
+    aux_layers: Sequence[int] | None = None,
 ) -> SignalFunction:
     """The source of the training signal.
 
+    `aux_layers`: None for a draft that reads the text alone; for a head, the target layers it reads beside the last
+    hidden state, which may be none.
     Raises: ValueError where the config does not fit; OSError where the disk has no room for a cache.
     """
     if signal.kind == "model":
-        return InProcessTarget(target)
+        return InProcessTarget(target, aux_layers or ())
+    if aux_layers is not None:
+        raise ValueError(f"signal {signal.kind} holds no hidden states for a head to read: use --signal.kind model")
     if signal.kind == "endpoint":
         assert signal.url is not None
         return EndpointTarget(Endpoint(signal.url), k=signal.k)
