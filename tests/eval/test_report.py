@@ -85,6 +85,8 @@ def test_the_json_holds_the_numbers_by_name(tmp_path: Path):
     assert report["offline"]["alpha_greedy_before"] == pytest.approx(4 / 20)
     assert report["offline"]["alpha_greedy_after"] == pytest.approx(12 / 20)
     assert report["offline"]["alpha_greedy_ce_baseline"] == pytest.approx(8 / 20)
+    assert report["offline"]["alpha_greedy_gain_over_ce"] == pytest.approx(4 / 20)
+    assert report["offline"]["alpha_greedy_gain_over_ce_interval"] == pytest.approx([4 / 20, 4 / 20])  # on both prompts
     assert report["offline"]["tau_forecast"] == 3.5
     assert report["engine"]["tau"] == 3.0
     assert report["engine"]["acceptance_per_position"] == [1.0, 1.0, 0.0, 0.0]
