@@ -9,14 +9,15 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from distill.data import load_conversations, split_held_out
 from distill.endpoint import Endpoint
+from distill.features import EndpointHiddenStates, load_skeleton
 from distill.loop import LoadedData, Loop
 from distill.packing import PackedDataset
 from distill.samples import Sample, build_samples, data_hash, held_out_prompts
-from distill.signal_cache import CachedTarget, write_cache
+from distill.shards import Content, is_complete, write_cache
+from distill.signal_cache import CachedHiddenStates, CachedTarget, HiddenDtype, HiddenStates, TopK
 from distill.signals import EndpointTarget, InProcessTarget
 from eval.forecast import SignalFunction
 from heads.artifact import fingerprint
@@ -39,29 +40,38 @@ class Data:
 @dataclass(frozen=True, kw_only=True)
 class Signal:
     kind: Literal["model", "cache", "endpoint"] = "model"
-    """model: the target runs in this process, exact. cache: its top-k, written to disk before the first step.
-    endpoint: its top-k, read live from a vLLM server."""
+    """Where training reads what the target says.
+    model: from the target in this process, exact.
+    endpoint: live from its vLLM server at `url`, whose weights are then not loaded here. A draft of its own reads the
+    top k (any server); a head reads hidden states, which make the distribution exact (redraft serve-features).
+    cache: from disk, written before the first step by the target in this process, or by its server where there is an
+    `url`. A draft of its own caches the top k, a head its layers and the last hidden state."""
     k: int = 32
-    """Ids kept at each row by cache and endpoint; the rest of the mass is one bucket."""
+    """Ids kept at each row for a draft of its own; the rest of the mass is one bucket."""
     url: str | None = None
-    """The vLLM server of `endpoint`, started with --max-logprobs of at least k."""
+    """The target's vLLM server: started with --max-logprobs of at least k, or for a head by redraft serve-features."""
+    cache: Path | None = None
+    """Folder of the cache, to be used by several runs; unset: in the run's own folder."""
+    cache_dtype: HiddenDtype = "bfloat16"
+    """Of cached hidden states: bfloat16 loses nothing of a bfloat16 target."""
 
     def __post_init__(self) -> None:
         if self.kind == "endpoint" and self.url is None:
             raise ValueError("--signal.kind endpoint needs --signal.url, the address of the target's vLLM server")
+        if self.kind == "model" and self.url is not None:
+            raise ValueError("--signal.url is not read with --signal.kind model: choose endpoint or cache")
 
 
 def load_target(target: str, signal: Signal, device: torch.device) -> tuple[Any, Any]:
-    """The target, frozen, and its tokenizer: on a CPU in float32, as the engine serves it there; behind an endpoint
-    without its weights, which stay on the server.
+    """The target, frozen, and its tokenizer: on a CPU in float32, as the engine serves it there; behind a server
+    without the weights of its layers, which stay there.
 
     Raises: FileNotFoundError or ValueError naming what is missing or corrupt in the folder.
     """
     tokenizer = load_tokenizer(target)
-    if signal.kind == "endpoint":
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target)), tokenizer
     dtype = torch.float32 if device.type == "cpu" else None
+    if signal.url is not None:
+        return load_skeleton(target, dtype, device), tokenizer
     return load_causal_lm(target, dtype).to(device).requires_grad_(False).eval(), tokenizer
 
 
@@ -94,6 +104,24 @@ def _packed(samples: list[Sample], tokenizer: Any, loop: Loop) -> PackedDataset:
     return PackedDataset(samples, sequence_length=loop.sequence_length, pad_id=pad_id, seed=loop.seed)
 
 
+def live_signal(
+    signal: Signal, target: Any, aux_layers: Sequence[int] | None = None
+) -> InProcessTarget | EndpointTarget:
+    """What the target says of any batch: in this process, or from its server where there is an url.
+
+    `aux_layers`: None for a draft that reads the text alone; for a head, the target layers it reads beside the last
+    hidden state, which may be none.
+    Raises: ValueError where the target, or what its server holds, does not fit.
+    """
+    if signal.url is None:
+        return InProcessTarget(target, aux_layers or ())
+    if aux_layers is None:
+        return EndpointTarget(Endpoint(signal.url), k=signal.k)
+    states = EndpointHiddenStates(Endpoint(signal.url), target, aux_layers)
+    states.require_target()
+    return states
+
+
 def target_signal(
     signal: Signal,
     target: Any,
@@ -103,31 +131,34 @@ def target_signal(
     accelerator: Accelerator,
     aux_layers: Sequence[int] | None = None,
 ) -> SignalFunction:
-    """The source of the training signal.
+    """The source of the training signal; `aux_layers` as for `live_signal`.
 
-    `aux_layers`: None for a draft that reads the text alone; for a head, the target layers it reads beside the last
-    hidden state, which may be none.
     Raises: ValueError where the config does not fit; OSError where the disk has no room for a cache.
     """
-    if signal.kind == "model":
-        return InProcessTarget(target, aux_layers or ())
-    if aux_layers is not None:
-        raise ValueError(f"signal {signal.kind} holds no hidden states for a head to read: use --signal.kind model")
-    if signal.kind == "endpoint":
-        assert signal.url is not None
-        return EndpointTarget(Endpoint(signal.url), k=signal.k)
+    if signal.kind != "cache":
+        return live_signal(signal, target, aux_layers)
     samples = [*data.train.samples, *data.held_out.samples]
-    cache, fingerprint_of_target = folder / "target-cache", fingerprint(model_folder(name))
-    if accelerator.is_main_process:
+    cache, of = signal.cache or folder / "target-cache", fingerprint(model_folder(name))
+    if accelerator.is_main_process and not is_complete(cache):
         write_cache(
             samples,
-            InProcessTarget(target),
+            live_signal(signal, target, aux_layers),
             cache,
-            target=fingerprint_of_target,
-            k=signal.k,
+            _content(signal, target, aux_layers),
+            target=of,
             sequence_length=data.train.sequence_length,
             batch_size=8,
             device=accelerator.device,
         )
     accelerator.wait_for_everyone()
-    return CachedTarget(cache, target=fingerprint_of_target, data=data_hash(samples))
+    if aux_layers is None:
+        return CachedTarget(cache, target=of, data=data_hash(samples))
+    head_VD = target.get_output_embeddings().weight.detach()
+    return CachedHiddenStates(cache, target=of, data=data_hash(samples), layers=aux_layers, head_VD=head_VD)
+
+
+def _content(signal: Signal, target: Any, aux_layers: Sequence[int] | None) -> Content:
+    if aux_layers is None:
+        return TopK(signal.k)
+    hidden_size = target.config.get_text_config().hidden_size
+    return HiddenStates(layers=tuple(sorted(aux_layers)), hidden_size=hidden_size, dtype=signal.cache_dtype)

@@ -1,9 +1,13 @@
 """Target signals: what the target says about every labelled row of a batch, `signal = source(batch)`.
 
-InProcessTarget   a `transformers` model in this process: its whole distribution, exactly
-EndpointTarget    a vLLM server, read live through `prompt_logprobs`: its top-k
-CachedTarget      either of them, written to disk before (`distill.signal_cache`): its top-k
+                                                                distribution   hidden states
+InProcessTarget        a `transformers` model in this process   exact          any
+EndpointTarget         a vLLM server's `prompt_logprobs`        top-k          none
+EndpointHiddenStates   a vLLM server's hidden states            exact          what it was started for
+CachedTarget           on disk, written by any of the others    top-k          none
+CachedHiddenStates     on disk, written by one that has them    exact          what was written
 
+The last three are in `distill.features` and `distill.signal_cache`.
 B = batch, T = tokens, N = rows, D = hidden, V = vocabulary, K = kept top-k ids, L = auxiliary layers.
 """
 
@@ -170,8 +174,7 @@ class EndpointTarget:
         """
 
         async def one(prompt: Sequence[int]) -> list[int]:
-            answer = await self.endpoint.post(
-                "/v1/completions",
+            answer = await self._complete(
                 prompt=list(prompt),
                 max_tokens=num_tokens,
                 temperature=0,
@@ -185,6 +188,9 @@ class EndpointTarget:
             return await asyncio.gather(*map(one, prompts))
 
         return self._runner.run(every())
+
+    async def _complete(self, **body: Any) -> dict[str, Any]:
+        return await self.endpoint.post("/v1/completions", **body)
 
     async def _signal(self, batch: Batch) -> TargetSignal:
         is_label_row = label_rows(batch, 0).flatten()
@@ -201,7 +207,7 @@ class EndpointTarget:
         """(ids, log-probabilities), [N, K] each, of the given rows of one document."""
         prompt = ids_T[: int(rows_N[-1]) + 2].tolist()
         try:
-            answer = await self.endpoint.post("/v1/completions", prompt=prompt, prompt_logprobs=self.k, max_tokens=1)
+            answer = await self._complete(prompt=prompt, prompt_logprobs=self.k, max_tokens=1)
         except RequestRefusedError as error:
             if "logprobs" in error.reason:
                 raise ValueError(f"{error}: start the server with --max-logprobs {self.k}") from error

@@ -47,6 +47,11 @@ COMMANDS = {
         "Serve a target with its draft: vLLM with capture and swap",
         "redraft serve TARGET --draft DRAFT -- --port 8001",
     ),
+    "serve-features": Command(
+        "recipes.serve_features",
+        "Serve a target's hidden states to heads in training",
+        "redraft serve-features TARGET --layers 2 16 29",
+    ),
     "tap": Command(
         "recipes.tap",
         "Record from a vLLM that cannot be touched, as its proxy",

@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from distill import signal_cache
+from distill import shards
 from distill.packing import PackedDataset
 from distill.samples import Sample, data_hash
-from distill.signal_cache import CachedTarget, write_cache
+from distill.shards import write_cache
+from distill.signal_cache import CachedTarget, TopK
 from distill.signals import InProcessTarget, top_k
 from heads.draft import Batch, TargetSignal, label_rows
 
@@ -48,9 +49,11 @@ def make_samples(num: int = 30, seed: int = 0) -> list[Sample]:
     ]
 
 
-def write(folder: Path, samples: list[Sample], source: Callable[[Batch], TargetSignal], **options: Any) -> None:
-    defaults = {"target": "the-target", "k": K, "sequence_length": 32, "batch_size": 2}
-    write_cache(samples, source, folder, **{**defaults, **options})
+def write(
+    folder: Path, samples: list[Sample], source: Callable[[Batch], TargetSignal], k: int = K, **options: Any
+) -> None:
+    defaults = {"target": "the-target", "sequence_length": 32, "batch_size": 2}
+    write_cache(samples, source, folder, TopK(k), **{**defaults, **options})
 
 
 def read(folder: Path, samples: list[Sample], target: str = "the-target") -> CachedTarget:
@@ -86,7 +89,7 @@ def test_the_size_is_said_before_and_is_what_is_written(tmp_path: Path, capsys: 
     samples = make_samples(200)
     write(tmp_path, samples, make_target())
     labels = sum(int(sample.loss_mask.sum()) for sample in samples)
-    assert f"caching the top 6 of {labels:,} labelled tokens: 48 bytes a token" in capsys.readouterr().out
+    assert f"caching the top 6 of {labels:,} tokens: 48 bytes a token, {labels * 48:,} bytes" in capsys.readouterr().out
     written = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert labels * 48 <= written < labels * 48 * 1.2
 
@@ -101,7 +104,7 @@ def test_too_little_disk_is_said_before_anything_is_computed(tmp_path: Path, mon
 def test_an_interrupted_cache_goes_on_with_the_shard_that_it_was_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signal_cache, "SHARD_BYTES", 1)  # a shard a batch
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1)  # a shard a batch
     samples, target, asked = make_samples(), make_target(), []
 
     def dying(batch: Batch) -> TargetSignal:
@@ -129,7 +132,9 @@ def test_the_cache_of_another_target_or_of_other_data_is_refused(tmp_path: Path)
         read(tmp_path, samples, target="another-target")
     with pytest.raises(ValueError, match="the cache of another data"):
         read(tmp_path, make_samples(seed=1))
-    with pytest.raises(ValueError, match="holds a cache with k 6, not 5: choose another folder"):
+    with pytest.raises(
+        ValueError, match=r"holds a cache with content \{'kind': 'top k', 'k': 6\}, not .*: choose another"
+    ):
         write(tmp_path, samples, make_target(), k=5)
 
 
