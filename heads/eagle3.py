@@ -23,7 +23,7 @@ from heads.draft import Batch, DraftStep, TargetSignal
 from heads.layers import Attention, GatedMLP, LlamaShape, Rotary, norm
 from heads.recurrent import decode, over_target_vocabulary, unroll
 from heads.target import Target
-from heads.tensors import load_into, read_config, read_tensors, tensor_files, write_head
+from heads.tensors import TRAINED_WITH, load_into, read_config, read_tensors, tensor_files, write_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +252,8 @@ class Eagle3(nn.Module):
 
     def _training(self) -> dict[str, Any]:
         kept = {"own_head", "num_steps", "step_decay"}
-        return {"family": "eagle3", **{name: value for name, value in asdict(self.config).items() if name in kept}}
+        training = {name: value for name, value in asdict(self.config).items() if name in kept}
+        return {"family": "eagle3", **training, TRAINED_WITH: self._architecture()}
 
     @staticmethod
     def load(folder: Path, target: Target) -> Eagle3:
@@ -266,7 +267,8 @@ class Eagle3(nn.Module):
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
         draft_ids_W = _read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
         embed_VD = tensors.pop("embed_tokens.weight", target.embed_VD)
-        if not torch.equal(embed_VD.to(target.embed_VD), target.embed_VD):
+        # in the copy's type: an export in bfloat16 rounds the embeddings of a float32 target
+        if not torch.equal(embed_VD, target.embed_VD.to(embed_VD)):
             raise ValueError(f"{folder} has embeddings that are not the target's: a leftover, or another target's head")
         head = Eagle3(_read(config, own_head="lm_head.weight" in tensors), target, draft_ids_W)
         if not head.config.own_head:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from heads.draft import Batch, DraftStep, TargetSignal, draw, final_hidden, label_rows
 from heads.target import Target
-from heads.tensors import load_into, read_config, read_tensors, tensor_files, write_head
+from heads.tensors import TRAINED_WITH, load_into, read_config, read_tensors, tensor_files, write_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,11 @@ class Medusa(nn.Module):
             "num_hidden_layers": self.config.num_layers,
             # without this key vLLM drops the biases, and says nothing
             "medusa_fc_bias": self.config.bias,
-            "redraft": {"family": "medusa", "step_decay": self.config.step_decay},
+            "redraft": {
+                "family": "medusa",
+                "step_decay": self.config.step_decay,
+                TRAINED_WITH: {"medusa_fc_bias": self.config.bias},
+            },
         }
         write_head(folder, self.state_dict(), config, dtype or self._dtype)
 

@@ -26,7 +26,7 @@ from heads.mtp_folder import read_layer
 from heads.mtp_layouts import MEMORY_ATTENTION, layout_of
 from heads.recurrent import decode, unroll
 from heads.target import Target
-from heads.tensors import load_into, read_config, write_head
+from heads.tensors import TRAINED_WITH, load_into, read_config, write_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +140,13 @@ class Mtp(nn.Module):
 
     def export(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write the layer alone, with the target's config; `heads.mtp_folder.stitch` puts it into the target."""
-        config = {**self._target_config.to_dict(), self.layout.count_key: 1}
-        training = {"family": "mtp", **asdict(self.config)}
-        write_head(
-            folder, self.checkpoint_tensors(), {**config, "redraft": training}, dtype or self.combine.weight.dtype
-        )
+        config = {**self._target_config.to_dict(), self.layout.count_key: 1, "redraft": self.record()}
+        write_head(folder, self.checkpoint_tensors(), config, dtype or self.combine.weight.dtype)
+
+    def record(self) -> dict[str, Any]:
+        """The `redraft` section of a config.json: how the layer was trained, and what it was given."""
+        given = {key: getattr(self.layout, key) for key in ("reads_normed", "zero_at_start", "embedding_first")}
+        return {"family": "mtp", **asdict(self.config), TRAINED_WITH: given}
 
     @staticmethod
     def load(folder: Path, target: Target) -> Mtp:
@@ -153,6 +155,6 @@ class Mtp(nn.Module):
         Raises: ValueError where the folder has no MTP layer, or a tensor is missing or of another shape.
         """
         training = read_config(folder).get("redraft", {})
-        head = Mtp(Config(**{k: v for k, v in training.items() if k != "family"}), target)
+        head = Mtp(Config(**{k: v for k, v in training.items() if k not in ("family", TRAINED_WITH)}), target)
         load_into(head, read_layer(folder, head.layout, target.config.num_hidden_layers), folder)
         return head

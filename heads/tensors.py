@@ -17,6 +17,8 @@ from heads.artifact import safetensors_header
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+TRAINED_WITH = "trained_with"
+"""Key of an export's `redraft` section: what the head was, under the engines' own keys; those may be edited later."""
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
