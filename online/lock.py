@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-class AlreadyOwnedError(RuntimeError):
+class AlreadyOwnedError(OSError):
     """Another live process owns it; the message says which."""
 
 

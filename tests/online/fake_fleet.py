@@ -43,6 +43,7 @@ class FakeServer:
     down_s: float = 0.0
     """How long a restart takes."""
     intact: bool = True
+    target_fingerprint: str = "target"
 
     @property
     def url(self) -> str:
@@ -101,7 +102,7 @@ class FakeServer:
             "draft_version": self.version,
             "draft_intact": self.intact,
             "target_intact": True,
-            "target_fingerprint": "target",
+            "target_fingerprint": self.target_fingerprint,
         }
 
     async def _swap(self, version: str) -> tuple[int, bytes]:

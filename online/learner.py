@@ -1,0 +1,317 @@
+"""The learner daemon: beside a fleet of vLLM servers it learns from their traffic and keeps their draft good.
+
+    servers ─► spool ─► ingest ─► buffer ─► training ─► judging ─► publishing ─► canary ─► rolling ─► servers
+       │                            └ held-out requests ──┘             └► registry           │
+       └──────────── watch: versions, targets, acceptance ─► reconcile, halt, alarm ──────────┘
+
+    task      consumes                     waits for                 what stops it
+    ingest    spool files                  a file                    nothing; a full disk pauses it
+    cycle     records of the buffer        enough new records        a person, another target: `online.cycle`
+    watch     status, counters             `fleet.poll_s`            nothing
+    control   requests of a person         a connection              nothing
+
+One asyncio process owns the buffer; torch has a thread of its own, and other ranks follow it. Whatever happens here,
+serving goes on: the learner only reads what servers leave behind, and every swap is undone where it does not prove
+itself. It may be killed at any moment and takes up where it was.
+
+    $ redraft learner --config learner.toml
+    $ accelerate launch -m online.learner --config learner.toml
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from heads.artifact import PROVENANCE, fingerprint
+from heads.checkpoint import load_tokenizer
+from heads.tokenizers import check_same_tokenizer
+from online import control
+from online.anchors import read_anchors
+from online.buffer import Buffer
+from online.buffer_file import BufferFullError
+from online.candidate import Candidate, Ranks
+from online.config import LearnerConfig, load_config
+from online.cycle import Cycle, copy_model
+from online.fleet import Server, connected, reconcile
+from online.ingest import take
+from online.journal import Journal, to_stderr
+from online.metrics import Acceptance
+from online.registry import Registry
+from online.trainer import Trainer
+from online.watch import JournaledServer, Seen, Watch
+
+INGEST_POLL_S = 0.2
+FULL_DISK_RETRY_S = 1.0
+REST_S = 60.0
+"""Other ranks wait for orders; collectives give up after minutes."""
+
+
+def run(cfg: LearnerConfig) -> None:
+    """Learn until SIGTERM or SIGINT.
+
+    Raises: ValueError or OSError for what the user can mend; AlreadyOwnedError where a learner has this draft.
+    """
+    _require_fleet(cfg)
+    candidate = Candidate(cfg.training, cfg.draft.family)
+    if not candidate.accelerator.is_main_process:
+        Ranks(candidate).follow()
+        return
+    cfg.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds users' text
+    registry = Registry(cfg.registry)
+    with registry.owned():
+        target = fingerprint(cfg.target)
+        provide_first_version(cfg, registry, target)
+        with Buffer(cfg.buffer_config, target) as buffer:
+            asyncio.run(_until_signalled(cfg, target, registry, buffer, candidate))
+
+
+def provide_first_version(cfg: LearnerConfig, registry: Registry, target_fingerprint: str) -> None:
+    """Return where the registry has a current version for this target; the initial draft becomes its first.
+
+    Raises: ValueError where there is none, or it is of another target or tokenizer.
+    """
+    if not registry.versions():
+        if cfg.draft.initial is None:
+            raise ValueError(f"{registry.folder} has no version yet: set draft.initial to the draft that is served now")
+        initial = cfg.draft.initial
+        check_same_tokenizer(load_tokenizer(cfg.target), load_tokenizer(initial))
+        registry.publish(
+            lambda partial: copy_model(initial, partial),
+            target_fingerprint=target_fingerprint,
+            provenance={"copied_from": initial},
+            evaluation={},
+        )
+    current = registry.current()
+    if current is None:
+        current = registry.versions()[-1]
+        registry.promote(current)
+    trained_for = json.loads((registry.path(current) / PROVENANCE).read_text())["target_fingerprint"]
+    if trained_for != target_fingerprint:
+        raise ValueError(
+            f"{current} of {registry.folder} was trained for target {trained_for[:12]}, {cfg.target} is "
+            f"{target_fingerprint[:12]}: give another target a registry and a learner folder of its own"
+        )
+
+
+async def _until_signalled(
+    cfg: LearnerConfig, target: str, registry: Registry, buffer: Buffer, candidate: Candidate
+) -> None:
+    learning = asyncio.ensure_future(_learn(cfg, target, registry, buffer, candidate))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, learning.cancel)
+    with suppress(asyncio.CancelledError):
+        await learning
+
+
+async def _learn(cfg: LearnerConfig, target: str, registry: Registry, buffer: Buffer, candidate: Candidate) -> None:
+    journal = Journal(cfg.folder / "journal", observers=[to_stderr])
+    anchors = read_anchors(cfg.anchors, target) if cfg.anchors else []
+    trainer = Trainer(cfg.training, cfg.replay, buffer, registry, candidate, cfg.folder / "checkpoints", anchors)
+    token = _token(cfg, os.environ)
+    async with connected(dict.fromkeys(cfg.fleet.servers, token)) as plain:
+        servers = [JournaledServer(server.url, server.token, server.http, journal) for server in plain]
+        cycle = Cycle(cfg, target, registry, buffer, trainer, servers, journal)
+        learner = Learner(cfg, target, buffer, cycle, servers, journal)
+        try:
+            await learner.run()
+        finally:
+            await cycle.close()
+
+
+class Learner:
+    """The tasks beside the cycle."""
+
+    def __init__(
+        self, cfg: LearnerConfig, target_fingerprint: str, buffer: Buffer, cycle: Cycle,
+        servers: list[JournaledServer], journal: Journal,
+    ) -> None:  # fmt: skip
+        self.cfg, self.target_fingerprint, self.buffer, self.cycle = cfg, target_fingerprint, buffer, cycle
+        self.journal, self.watch = journal, Watch(servers)
+        self.vocab_size = _vocab_size(cfg.target)
+        self._accepted: dict[tuple[str, str], Acceptance] = {}
+        self._faults: set[tuple[str, str]] = set()
+
+    async def run(self) -> None:
+        """Until cancelled. A defect in any task ends all: a supervisor starts anew, and nothing is lost."""
+        await self._look()  # before anything is trained: the servers may serve another target
+        async with control.served(self.cfg.folder, self.answer), asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.cycle.run())
+            tasks.create_task(self._ingest())
+            tasks.create_task(self._watch())
+            if not self.cycle.trainer.ranks.is_alone:
+                tasks.create_task(self._keep_ranks_awake())
+
+    # ----------------------------------------------------------------------------------------------- ingest
+
+    async def _ingest(self) -> None:
+        while True:
+            try:
+                taken = await asyncio.to_thread(take, self.cfg.spool, self.buffer, self.vocab_size, time.time())
+            except OSError as error:
+                self._fault("disk_full" if isinstance(error, BufferFullError) else "spool_unreadable", str(error.errno))
+                await asyncio.sleep(FULL_DISK_RETRY_S)
+                continue
+            self._heal("disk_full", "spool_unreadable")
+            for key, accepted in taken.accepted.items():
+                self._accepted[key] = self._accepted.get(key, Acceptance()) + accepted
+            if not taken.num_files:
+                await asyncio.sleep(INGEST_POLL_S)
+
+    # ----------------------------------------------------------------------------------------------- watch
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self.cfg.fleet.poll_s)
+            await self._look()
+
+    async def _look(self) -> None:
+        seen = await self.watch.look()
+        self._note(seen)
+        self.cycle.problem = self._foreign_target(seen)
+        if self.cycle.problem or self.cycle.is_rolling_out:  # a rollout has a watch of its own
+            return
+        current = self.cycle.current
+        answering = [server for server in seen if server.status is not None]
+        alarming = [s for s in answering if s.is_alarming and s.status and s.status.draft_version == current]
+        if alarming:
+            await self._alarm(alarming[0].server, current)
+        elif any(s.status and (s.status.draft_version != current or not s.status.is_intact) for s in answering):
+            async with self.cycle.fleet:
+                await reconcile([s.server for s in answering], self.cycle.current)
+
+    def _foreign_target(self, seen: list[Seen]) -> str:
+        for server in seen:
+            theirs = server.status.target_fingerprint if server.status else self.target_fingerprint
+            if theirs != self.target_fingerprint:
+                self._fault("target_changed", server.server.url)
+                return (
+                    f"{server.server.url} serves target {theirs[:12]}, this learner is for "
+                    f"{self.target_fingerprint[:12]}: its records are kept aside and nothing is swapped"
+                )
+        self._heal("target_changed")
+        return ""
+
+    async def _alarm(self, server: Server, version: str) -> None:
+        self._fault("acceptance_alarm", server.url)
+        try:
+            await self.cycle.go_back(f"{server.url} hardly accepts anything of {version}")
+        except FileNotFoundError:  # the first version: there is nothing better to serve
+            self._fault("nothing_to_go_back_to", version)
+
+    def _note(self, seen: list[Seen]) -> None:
+        for one in seen:
+            if one.status is None:
+                self._fault("server_unreachable", one.server.url)
+                continue
+            self._heal("server_unreachable", detail=one.server.url)
+            self._note_acceptance(one.since_last, one.status.draft_version, server=one.server.url)
+        accepted, self._accepted = self._accepted, {}
+        for (domain, version), count in accepted.items():
+            self._note_acceptance(count, version, domain=domain[:64])
+        self._note_buffer()
+
+    def _note_acceptance(self, accepted: Acceptance, version: str, **of: Any) -> None:
+        self.journal.write(
+            "acceptance",
+            draft_version=version or "none",
+            drafts=accepted.drafts,
+            accepted=accepted.accepted,
+            accepted_at=accepted.accepted_at,
+            tau=accepted.tau,
+            **of,
+        )
+
+    def _note_buffer(self) -> None:
+        status, now_s = self.buffer.status(), time.time()
+        self.journal.write(
+            "buffer",
+            records=sum(status.num_training.values()),
+            bytes=status.num_bytes,
+            held_out=sum(status.num_held_out.values()),
+            dropped={name: count for name, count in status.counts.items() if name != "stored"},
+            oldest_s=None if status.oldest_s is None else now_s - status.oldest_s,
+            lag_records=self.cycle.trainer.lag(),
+        )
+
+    def _fault(self, what: str, detail: str) -> None:
+        """Journal a fault when it begins, not for as long as it lasts."""
+        if (what, detail) not in self._faults:
+            self._faults.add((what, detail))
+            self.journal.write("fault", what=what, detail=detail)
+
+    def _heal(self, *whats: str, detail: str | None = None) -> None:
+        self._faults = {(w, d) for w, d in self._faults if w not in whats or (detail is not None and d != detail)}
+
+    async def _keep_ranks_awake(self) -> None:
+        while True:
+            await asyncio.sleep(REST_S)
+            await self.cycle.in_thread(self.cycle.trainer.ranks.do, "rest")
+
+    # ----------------------------------------------------------------------------------------------- control
+
+    async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What a person asked for: status, swap, rollback, judge, forget.
+
+        Raises: ValueError, OSError or KeyError with what to tell them.
+        """
+        match request.get("do"):
+            case "status":
+                state = self.cycle.state
+                return {"phase": state.phase.value, "candidate": state.candidate, "current": self.cycle.current}
+            case "swap":
+                return {"outcome": await self.cycle.request_swap(str(request["version"]))}
+            case "rollback":
+                return {"version": await self.cycle.go_back("a person asked for it")}
+            case "judge":
+                verdict = await self.cycle.in_thread(self.cycle.verdict_on, Path(request["draft"]))
+                return {"decision": verdict.decision.value, "reason": verdict.reason}
+            case "forget":
+                return {"records": await asyncio.to_thread(self.buffer.delete_tenant, str(request["tenant"]))}
+            case other:
+                raise ValueError(f"the learner does not know what {other!r} is")
+
+
+def _require_fleet(cfg: LearnerConfig) -> None:
+    if not cfg.fleet.servers:
+        raise ValueError("there is no server to learn from: set fleet.servers")
+    _token(cfg, os.environ)
+
+
+def _token(cfg: LearnerConfig, environment: Mapping[str, str]) -> str:
+    """The bearer token of the servers.
+
+    Raises: ValueError without one; FileNotFoundError for a file that is not there.
+    """
+    token = cfg.fleet.token_file.read_text().strip() if cfg.fleet.token_file else environment.get("REDRAFT_TOKEN")
+    if not token:
+        raise ValueError("no token of the servers: set fleet.token_file or REDRAFT_TOKEN")
+    return token
+
+
+def _vocab_size(target: Path) -> int:
+    config = json.loads((target / "config.json").read_text())
+    return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+
+
+def main() -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--config", type=Path, required=True, help="TOML file; redraft learner --print-config shows one"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. training.lr=1e-3")
+    arguments = parser.parse_args()
+    run(load_config(arguments.config, arguments.set))
+
+
+if __name__ == "__main__":
+    main()
