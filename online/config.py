@@ -6,6 +6,7 @@ import ast
 import difflib
 import inspect
 import json
+import os
 import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,18 @@ class FleetConfig:
     """File with the bearer token of /redraft/...; or set REDRAFT_TOKEN."""
     poll_s: float = 10
     """Between two looks at every server: its version, its target, what it accepts."""
+
+    def tokens(self) -> dict[str, str]:
+        """The bearer token of every server.
+
+        Raises: ValueError without a server or a token; FileNotFoundError for a file that is not there.
+        """
+        if not self.servers:
+            raise ValueError("there is no server: set fleet.servers")
+        token = self.token_file.read_text().strip() if self.token_file else os.environ.get("REDRAFT_TOKEN")
+        if not token:
+            raise ValueError("no token of the servers: set fleet.token_file or REDRAFT_TOKEN")
+        return dict.fromkeys(self.servers, token)
 
 
 @dataclass(frozen=True, kw_only=True)

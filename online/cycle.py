@@ -56,8 +56,7 @@ class Move(NamedTuple):
 @dataclass(frozen=True)
 class SwapRequest:
     version: str
-    done: asyncio.Future[str]
-    """How it ended."""
+    done: asyncio.Future[Outcome]
 
 
 class Cycle:
@@ -125,14 +124,14 @@ class Cycle:
 
     # ----------------------------------------------------------------------------------------------- from outside
 
-    async def request_swap(self, version: str) -> str:
+    async def request_swap(self, version: str) -> Outcome:
         """How the rollout of a version that a person chose has ended: past the gate, but never past the canary.
 
         Raises: FileNotFoundError for a version that is not there; ValueError where one is on its way already.
         """
         self.registry.path(version)
         if version == self.current and not self.is_rolling_out:
-            return f"{version} is current already"
+            return Outcome(passed=True, version=version, reason=f"{version} is current already")
         if self._swap is not None or self.is_rolling_out:
             raise ValueError(f"{self.state.candidate or 'another version'} is being rolled out: wait, or roll it back")
         self._swap = SwapRequest(version, asyncio.get_running_loop().create_future())
@@ -247,7 +246,7 @@ class Cycle:
         await asyncio.to_thread(self.registry.prune, self.cfg.keep_versions)
         if self._swap is not None:  # it does not descend from what is in training
             self._is_to_begin_again = True
-        self._end_swap(f"{version} is current: {outcome.reason}")
+        self._end_swap(outcome)
         return Move(Event.ROLLED_OUT, reason=outcome.reason)
 
     async def _wait(self) -> Move | None:
@@ -341,12 +340,12 @@ class Cycle:
 
     def _rolled_back(self, outcome: Outcome) -> Move:
         self._count_without_gain()
-        self._end_swap(f"rolled back to {outcome.version}: {outcome.reason}")
+        self._end_swap(outcome)
         return Move(Event.ROLLED_BACK, reason=outcome.reason)
 
-    def _end_swap(self, how: str) -> None:
+    def _end_swap(self, outcome: Outcome) -> None:
         if self._swap is not None and self._swap.version == self.state.candidate and not self._swap.done.done():
-            self._swap.done.set_result(how)
+            self._swap.done.set_result(outcome)
 
     def _advance(self, move: Move) -> None:
         self.state = advance(self.state, move.event, candidate=move.candidate, reason=move.reason)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import time
 from collections.abc import Mapping
@@ -59,7 +58,7 @@ def run(cfg: LearnerConfig) -> None:
 
     Raises: ValueError or OSError for what the user can mend; AlreadyOwnedError where a learner has this draft.
     """
-    _require_fleet(cfg)
+    cfg.fleet.tokens()  # told now, not after minutes
     candidate = Candidate(cfg.training, cfg.draft.family)
     if not candidate.accelerator.is_main_process:
         Ranks(candidate).follow()
@@ -115,8 +114,7 @@ async def _learn(cfg: LearnerConfig, target: str, registry: Registry, buffer: Bu
     journal = Journal(cfg.folder / "journal", observers=[to_stderr])
     anchors = read_anchors(cfg.anchors, target) if cfg.anchors else []
     trainer = Trainer(cfg.training, cfg.replay, buffer, registry, candidate, cfg.folder / "checkpoints", anchors)
-    token = _token(cfg, os.environ)
-    async with connected(dict.fromkeys(cfg.fleet.servers, token)) as plain:
+    async with connected(cfg.fleet.tokens()) as plain:
         servers = [JournaledServer(server.url, server.token, server.http, journal) for server in plain]
         cycle = Cycle(cfg, target, registry, buffer, trainer, servers, journal)
         learner = Learner(cfg, target, buffer, cycle, servers, journal)
@@ -267,7 +265,8 @@ class Learner:
                 state = self.cycle.state
                 return {"phase": state.phase.value, "candidate": state.candidate, "current": self.cycle.current}
             case "swap":
-                return {"outcome": await self.cycle.request_swap(str(request["version"]))}
+                outcome = await self.cycle.request_swap(str(request["version"]))
+                return {"passed": outcome.passed, "version": outcome.version, "reason": outcome.reason}
             case "rollback":
                 return {"version": await self.cycle.go_back("a person asked for it")}
             case "judge":
@@ -277,23 +276,6 @@ class Learner:
                 return {"records": await asyncio.to_thread(self.buffer.delete_tenant, str(request["tenant"]))}
             case other:
                 raise ValueError(f"the learner does not know what {other!r} is")
-
-
-def _require_fleet(cfg: LearnerConfig) -> None:
-    if not cfg.fleet.servers:
-        raise ValueError("there is no server to learn from: set fleet.servers")
-    _token(cfg, os.environ)
-
-
-def _token(cfg: LearnerConfig, environment: Mapping[str, str]) -> str:
-    """The bearer token of the servers.
-
-    Raises: ValueError without one; FileNotFoundError for a file that is not there.
-    """
-    token = cfg.fleet.token_file.read_text().strip() if cfg.fleet.token_file else environment.get("REDRAFT_TOKEN")
-    if not token:
-        raise ValueError("no token of the servers: set fleet.token_file or REDRAFT_TOKEN")
-    return token
 
 
 def _vocab_size(target: Path) -> int:

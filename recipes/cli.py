@@ -57,6 +57,26 @@ COMMANDS = {
         "Record from a vLLM that cannot be touched, as its proxy",
         "redraft tap --help",
     ),
+    "learner": Command(
+        "recipes.learner",
+        "Learn from a fleet's traffic: train, prove, swap, roll back",
+        "redraft learner --config learner.toml",
+    ),
+    "versions": Command(
+        "recipes.versions",
+        "List a draft's versions and what every server serves",
+        "redraft versions --config learner.toml",
+    ),
+    "swap": Command(
+        "recipes.swap",
+        "Bring a version onto the fleet, by way of a canary",
+        "redraft swap v000007 --config learner.toml",
+    ),
+    "rollback": Command(
+        "recipes.rollback",
+        "Return the fleet to the version before, at once",
+        "redraft rollback --config learner.toml",
+    ),
     "tiny-target": Command(
         "recipes.tiny_target",
         "Train the small target of the demo and the tests",

@@ -1,0 +1,87 @@
+"""List a draft's versions: which is current, what each was trained from, why it was let through.
+
+    $ redraft versions --config learner.toml
+    $ redraft versions --registry drafts/llama-8b
+
+With the learner's file it also says what every server serves now, and what the learner is doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from heads.artifact import PROVENANCE
+from online import control
+from online.config import LearnerConfig, load_config
+from online.fleet import RefusedError, Server, UnreachableError, connected
+from online.registry import EVALUATION, Registry
+from recipes.cli import run_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    config: Path | None = None
+    """The learner's TOML file."""
+    registry: Path | None = None
+    """Folder of the versions, where there is no such file."""
+
+
+def main(cfg: Config) -> None:
+    if cfg.config is None and cfg.registry is None:
+        raise ValueError("say whose versions: --config learner.toml, or --registry with the folder of the versions")
+    learner = load_config(cfg.config) if cfg.config else None
+    folder = cfg.registry or (learner.registry if learner else Path())
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no registry {folder}: the learner makes it when it starts first")
+    for line in version_lines(Registry(folder)):
+        print(line)
+    if learner is not None:
+        print()
+        for line in asyncio.run(live_lines(learner)):
+            print(line)
+
+
+def version_lines(registry: Registry) -> list[str]:
+    """One line a version, the newest first; the current one is marked."""
+    current, previous = registry.current(), registry.previous()
+    marks = {previous: "previous", current: "current"}
+    return [
+        f"{version}  {marks.get(version, ''):<9} {_origin(registry.path(version))}"
+        for version in reversed(registry.versions())
+    ] or ["no versions yet"]
+
+
+async def live_lines(cfg: LearnerConfig) -> list[str]:
+    """What the learner does and every server serves."""
+    try:
+        status = await control.ask(cfg.folder, do="status")
+        about = f" {status['candidate']}" if status["candidate"] else ""
+        lines = [f"learner: {status['phase']}{about}"]
+    except control.NoLearnerError as error:
+        lines = [str(error)]
+    async with connected(cfg.fleet.tokens()) as servers:
+        return lines + list(await asyncio.gather(*map(_server_line, servers)))
+
+
+async def _server_line(server: Server) -> str:
+    try:
+        status = await server.status()
+    except (UnreachableError, RefusedError) as error:
+        return str(error)
+    return f"{server.url}: {status.draft_version or 'no draft'}{'' if status.is_intact else ', damaged'}"
+
+
+def _origin(folder: Path) -> str:
+    """Where a version comes from and what the gate said of it, in a few words."""
+    provenance = json.loads((folder / PROVENANCE).read_text())
+    evaluation = json.loads((folder / EVALUATION).read_text()) if (folder / EVALUATION).is_file() else {}
+    if "copied_from" in provenance:
+        return f"copy of {provenance['copied_from']}"
+    return f"from {provenance.get('trained_from', '?')}, {evaluation.get('verdict', 'not judged')}"
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)
