@@ -79,6 +79,8 @@ class BufferEntry(_Entry, frozen=True, kw_only=True, tag="buffer"):
     records: int
     """To train on."""
     bytes: int
+    max_bytes: int | None = None
+    """Where the oldest go."""
     held_out: int
     """Records to judge by."""
     dropped: dict[Identifier, int] = {}

@@ -1,0 +1,98 @@
+"""The learner's live page, as an ASGI application for the daemon to serve; it only reads the journal.
+
+| path | answers with |
+|---|---|
+| `/` | the page; it asks for nothing but what is listed here |
+| `/overview.json?range_s=3600` | what the page shows, `online.overview.Overview` |
+| `/metrics` | Prometheus text, where a registry was given |
+
+It has no login and shows addresses and numbers: serve it on a loopback address, or behind a proxy that knows its users.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from online.journal import Journal
+from online.overview import History, Overview, overview
+
+FOLDER = Path(__file__).parent / "page_assets"
+ASSETS = {
+    "index.html": "text/html",
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "chart.js": "text/javascript",
+}
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # a learner of another release has other assets
+}
+
+
+class _Seen:
+    """The journal as far as it was read. Requests come from several threads."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float]) -> None:
+        self._journal = Journal(folder)
+        self._clock = clock
+        self._history = History()
+        self._offset = 0
+        self._lock = threading.Lock()
+
+    def overview(self, range_s: float) -> Overview:
+        with self._lock:
+            entries, offset = self._journal.read(self._offset)
+            if offset < self._offset:  # the journal was removed
+                self._history = History()
+            self._history.extend(entries)
+            self._offset = offset
+            return overview(self._history, self._clock(), range_s)
+
+
+def page(
+    folder: Path, registry: CollectorRegistry | None = None, *, clock: Callable[[], float] = time.time
+) -> Starlette:
+    """The application that shows the journal in `folder`, and `registry` under /metrics."""
+    seen = _Seen(folder, clock)
+
+    def asset(request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
+        if name not in ASSETS:
+            return Response(status_code=404)
+        return Response((FOLDER / name).read_bytes(), media_type=ASSETS[name], headers=HEADERS)
+
+    def overview_json(request: Request) -> Response:
+        try:
+            range_s = float(request.query_params.get("range_s", "0"))
+        except ValueError:
+            return Response("range_s must be a number of seconds\n", status_code=400)
+        body = msgspec.json.encode(seen.overview(range_s))
+        return Response(body, media_type="application/json", headers=HEADERS)
+
+    def metrics(request: Request) -> Response:
+        if registry is None:
+            return Response(status_code=404)
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(
+        routes=[
+            Route("/", asset),
+            Route("/overview.json", overview_json),
+            Route("/metrics", metrics),
+            Route("/{name}", asset),
+        ]
+    )
