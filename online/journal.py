@@ -88,7 +88,7 @@ class BufferEntry(_Entry, frozen=True, kw_only=True, tag="buffer"):
     oldest_s: float | None = None
     """Age of the oldest record."""
     lag_s: float | None = None
-    """Age of the oldest record that was not trained yet; None where all were."""
+    """Age of the oldest record that was not trained yet; None where it is not known, or all were."""
     lag_records: int = 0
     """Records that were not trained yet."""
 

@@ -185,7 +185,7 @@ def overview(history: History, now_s: float, range_s: float = 0) -> Overview:
         drops=_drops(buffer, width_s),
         training=_thinned(history.of(TrainingEntry, begin_s), width_s),
         gates=history.of(GateEntry)[-12:][::-1],
-        swaps=swaps[-30:][::-1],
+        swaps=_without_repeats(swaps)[-30:][::-1],
         faults=[fault for fault in history.of(FaultEntry) if fault.time_s > now_s - 86400][-12:][::-1],
     )
 
@@ -245,6 +245,18 @@ def marks(swaps: Sequence[SwapEntry]) -> list[Mark]:
         if not found or (found[-1].version, found[-1].is_rollback) != (swap.version, is_rollback):
             found.append(Mark(time_s=swap.time_s, version=swap.version, is_rollback=is_rollback))
     return found
+
+
+def _without_repeats(swaps: Sequence[SwapEntry]) -> list[SwapEntry]:
+    """The last of every row of failed attempts: a server that is out of reach is asked again every few seconds."""
+    kept: dict[tuple[str, str, str, int], SwapEntry] = {}
+    successes = Counter[str]()
+    for swap in swaps:
+        successes[swap.server] += swap.outcome in ("swapped", "rolled_back")
+        key = (swap.server, swap.version, swap.outcome, successes[swap.server])
+        kept.pop(key, None)
+        kept[key] = swap
+    return list(kept.values())
 
 
 def short(version: str) -> str:

@@ -69,18 +69,22 @@ function tile(name, value, note, {tone = "", meter = null} = {}) {
   return h("div", {class: "tile"}, h("div", {class: "name"}, name), h("div", {class: `number ${tone}`}, value), h("div", {class: "note"}, note), bar);
 }
 
+function lagTile({lag_s, lag_records}) {
+  if (!lag_records && !lag_s) return tile("Behind traffic", "0", "every record was trained");
+  const waiting = `${number(lag_records)} records`;
+  return lag_s === null ? tile("Behind traffic", waiting, "wait to be trained") : tile("Behind traffic", duration(lag_s), `${waiting} wait to be trained`, {tone: lag_s > 1800 ? "warn" : ""});
+}
+
 function tilesOf({buffer, gates, training}) {
   const fill = buffer.at(-1), gate = gates[0], train = training.at(-1);
-  const dropped = fill ? Object.values(fill.dropped).reduce((a, b) => a + b, 0) : 0;
   return [
     fill ? tile("Buffer", `${number(fill.records)} records`, `${bytes(fill.bytes)}${fill.max_bytes ? ` of ${bytes(fill.max_bytes)}` : ""}, ${number(fill.held_out)} held out`,
       {meter: fill.max_bytes ? fill.bytes / fill.max_bytes : null}) : tile("Buffer", "–", "no record has arrived"),
-    fill ? tile("Behind traffic", fill.lag_s === null ? "0 s" : duration(fill.lag_s), fill.lag_records ? `${number(fill.lag_records)} records wait to be trained` : "everything is trained",
-      {tone: fill.lag_s > 600 ? "warn" : ""}) : tile("Behind traffic", "–", "nothing to train on yet"),
+    fill ? lagTile(fill) : tile("Behind traffic", "–", "nothing to train on yet"),
     train ? tile("Training", `step ${number(train.step)}`, [train.loss === null ? "loss is not finite" : `loss ${train.loss.toFixed(3)}`, train.tokens_per_s ? `${number(train.tokens_per_s)} tokens/s` : null].filter(Boolean).join(", "),
       {tone: train.loss === null ? "bad" : ""}) : tile("Training", "–", "no step was made"),
     gate ? tile("Last verdict", gate.gain === null ? gate.verdict : signed(gate.gain), `${gate.gain === null ? "" : `${gate.verdict}, `}${version(gate.candidate)} against ${version(gate.incumbent)}`, {tone: TONES[gate.verdict]})
-      : tile("Last verdict", "–", `no candidate was judged${dropped ? "" : " yet"}`),
+      : tile("Last verdict", "–", "no candidate was judged yet"),
   ];
 }
 

@@ -177,6 +177,17 @@ def test_marks_are_one_for_every_rollout_and_way_back(tmp_path: Path):
     ]
 
 
+def test_attempts_that_fail_again_and_again_are_one_line(tmp_path: Path):
+    journal, clock = make_empty(tmp_path)
+    for outcome in ("unreachable", "unreachable", "refused", "unreachable", "swapped", "unreachable"):
+        clock.now_s += 1
+        swap(journal, "v000002", "v000001", outcome)
+    shown = look(journal, clock.now_s).swaps
+    assert [(entry.outcome, entry.time_s - NOW_S) for entry in shown] == [
+        ("unreachable", 6), ("swapped", 5), ("unreachable", 4), ("refused", 3),
+    ]  # fmt: skip
+
+
 def test_positions_show_the_version_served_and_the_one_before(tmp_path: Path):
     journal, clock = make_empty(tmp_path)
     accept(journal, "v000001", 10, 1.9, accepted_at=[6, 3])
