@@ -1,7 +1,6 @@
-"""What a draft's folder says, read once beside its target's, and what the checks of it report.
+"""What a draft's folder says, read once beside its target's for all checks.
 
     Pair.read(target, draft)   configs, tensor names and shapes, family, provenance
-    Finding                    a problem in one line and its cure in one line
 
 The checks read configs, headers and a few small tensors; nothing is computed. Engines load a wrong head in silence:
 verification keeps the output right, so that only acceptance tells. V = vocabulary, W = draft vocabulary, D = hidden.
@@ -20,14 +19,6 @@ from transformers import AutoConfig
 
 from heads.artifact import PROVENANCE, safetensors_header
 from heads.tensors import TRAINED_WITH, read_config, tensor_files
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that does not fit, and what to do about it."""
-
-    problem: str
-    cure: str
 
 
 @dataclass(frozen=True, kw_only=True)

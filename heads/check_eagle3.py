@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from heads.check import Finding, Pair
+from heads.check import Pair
 from heads.eagle3 import ARCHITECTURE
+from heads.finding import Finding
 from heads.tensors import read_tensors
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"

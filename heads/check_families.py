@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from heads.check import Finding, Pair
+from heads.check import Pair
+from heads.finding import Finding
 from heads.mtp_layouts import layout_of
 
 METHODS = {

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from heads.artifact import MANIFEST, fingerprint, verify
-from heads.check import Finding, Pair
+from heads.check import Pair
 from heads.checkpoint import load_causal_lm
 from heads.families import family
+from heads.finding import Finding
 from heads.target import Target
 
 

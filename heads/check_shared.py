@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
-from heads.check import Finding, Pair
+from heads.check import Pair
 from heads.checkpoint import load_tokenizer
+from heads.finding import Finding
 from heads.target import Target
 from heads.tensors import read_tensors
 from heads.tokenizers import check_same_tokenizer

@@ -7,7 +7,8 @@ from functools import partial
 
 from heads import check_eagle3, check_families, check_origin, check_shared
 from heads.artifact import MANIFEST, PROVENANCE
-from heads.check import Finding, Pair
+from heads.check import Pair
+from heads.finding import Finding
 
 Check = Callable[[Pair], Iterator[Finding]]
 

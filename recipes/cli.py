@@ -29,8 +29,8 @@ class Command:
 COMMANDS = {
     "doctor": Command(
         "recipes.doctor",
-        "Check this environment: versions, devices, engine, disk",
-        "redraft doctor",
+        "Check this environment, or a draft against its target",
+        "redraft doctor --target TARGET --draft DRAFT",
     ),
     "distill": Command(
         "recipes.distill_llama3b",

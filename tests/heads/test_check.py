@@ -17,9 +17,10 @@ from torch import Tensor
 
 from heads import eagle1, eagle3, medusa, mlp_speculator, mtp
 from heads.artifact import fingerprint, publish
-from heads.check import Finding, Pair
+from heads.check import Pair
 from heads.check_eagle3 import compare_maps
 from heads.check_static import notes, static_findings
+from heads.finding import Finding
 from heads.mtp_folder import as_mimo, stitch
 from heads.target import Target
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.doctor import BREAK_CPU_ENGINE, Config, Facts, describe, diagnose, gather, main, verdict
+from eval.machine import BREAK_CPU_ENGINE, Facts, describe, diagnose, gather
+from recipes.doctor import Config, main, verdict
 
 REQUIREMENTS = (
     "torch>=2.9",
@@ -92,7 +93,7 @@ def test_the_description_says_what_is_there():
 
 
 def test_the_facts_of_this_machine_are_found(tmp_path):
-    facts = gather(Config(output=tmp_path / "not" / "yet", engine=False))
+    facts = gather(tmp_path / "not" / "yet", import_engine=False)
     assert facts.python == platform.python_version()
     assert facts.versions["torch"] == torch.__version__
     assert any(requirement.startswith("transformers") for requirement in facts.requirements)
@@ -104,7 +105,7 @@ def test_the_facts_of_this_machine_are_found(tmp_path):
 
 
 def test_a_problem_ends_with_1(monkeypatch, capsys):
-    monkeypatch.setattr("recipes.doctor.MIN_FREE_BYTES", 10**18)
+    monkeypatch.setattr("eval.machine.MIN_FREE_BYTES", 10**18)
     with pytest.raises(SystemExit) as end:
         main(Config(engine=False))
     assert end.value.code == 1

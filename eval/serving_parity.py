@@ -1,0 +1,264 @@
+"""Does serving see what training saw? The engine's drafter beside the draft's own training steps, pass by pass.
+
+    training   text = prefix + drafted ──► target signal ──► draft_steps ──► for every pass: fed, computed, proposed
+    serving    Dump: what vLLM's drafter was fed, computed and proposed            │
+                                                                                   ▼
+    compare    the first difference of each kind: ids, positions, feature, first step, later steps, tokens
+
+Both are forced to the tokens that the engine drafted, so one difference does not hide the next.
+B = batch, T = tokens, N = rows of a pass, D = hidden, W = draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eval.acceptance import AcceptanceCounts
+from eval.engine import TIE_LOGIT_GAP, TIE_LOGIT_GAP_HALF
+from eval.forecast import SignalFunction
+from eval.serving_run import Block, Dump, relative_difference
+from heads.draft import Batch, DraftStep, TargetSignal, final_hidden
+from heads.finding import Finding
+from heads.mtp_layouts import DEEPSEEK
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+"""Relative to the largest entry of a row; kernels of one mathematics differ by less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One forward pass of a drafter over the rows at `positions_N`."""
+
+    ids_N: Tensor | None
+    """None for a head that reads no tokens."""
+    positions_N: Tensor
+    feature_ND: Tensor | None
+    """What the target gives; None where the draft feeds on itself."""
+    hidden_ND: Tensor
+    """What the draft's head reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What training computes for one block."""
+
+    passes: list[Pass]
+    logits: list[Tensor]
+    """Of every drafted token, [W]."""
+    draft_ids_W: Tensor | None
+
+
+def compare(draft: Any, family: str, signal: SignalFunction | None, dump: Dump, device: str = "cpu") -> list[Finding]:
+    """The first difference of each kind, in the order in which one causes the next; none where serving is training.
+
+    `draft` is the module loaded from the served folder, with as many draft steps as are served; `signal` is the
+    target's, None for a draft that reads none.
+    """
+    tolerance = TOLERANCE[dump.run.dtype]
+    found: dict[str, Finding] = {}
+    for block in dump.recorded():
+        trained = _trained(draft, family, signal, dump.prefix(block), block.drafted, device)
+        served = _served(block, family, draft)
+        # later blocks begin with rows of rejected tokens, and batch them as the engine likes
+        kinds = _pass_differences(trained.passes, served, tolerance) if block.num_output == 1 else iter(())
+        first = next(kinds, None) or next(_token_differences(trained, block, dump.run.dtype), None)
+        if first is not None:
+            kind, what = first
+            where = f"prompt {block.request}, after {block.num_output} tokens of its answer"
+            found.setdefault(kind, Finding(f"{what} ({where})", CURES[kind]))
+    return list(found.values())
+
+
+CURES = {
+    "ids": "the engine shifts tokens otherwise than training: serve with the method of this family",
+    "positions": "the engine counts positions otherwise than training: serve with the method of this family",
+    "feature": "check the aux layer ids and which side of the final norm the head reads",
+    "step 1": "a norm, bias or rotary parameter is served otherwise: compare config.json with an export from training",
+    "later": "what is fed back differs: check norm_output and on which side of the norm the head feeds back",
+    "tokens": "check d2t and the head's rows (lm_head) in the checkpoint",
+}
+
+
+def _pass_differences(trained: Sequence[Pass], served: Sequence[Pass], tolerance: float) -> Iterator[tuple[str, str]]:
+    """(kind, sentence) of every difference between the passes of a block."""
+    if len(trained) != len(served):
+        yield "ids", f"the drafter makes {len(served)} passes for a block, training {len(trained)}"
+        return
+    for k, (mine, its) in enumerate(zip(trained, served, strict=True)):
+        rows = len(mine.positions_N)
+        for kind, wanted, given in (("ids", mine.ids_N, its.ids_N), ("positions", mine.positions_N, its.positions_N)):
+            if wanted is not None and given is not None and not torch.equal(given[:rows].long(), wanted):
+                row = int((given[:rows].long() != wanted).nonzero()[0])
+                yield kind, f"draft step {k + 1}, row {row}: fed {kind} {int(given[row])}, trained {int(wanted[row])}"
+        if mine.feature_ND is not None and its.feature_ND is not None:
+            yield from _rows_apart("feature", f"draft step {k + 1}: the target's feature", mine.feature_ND,
+                                   its.feature_ND, mine, tolerance)  # fmt: skip
+        kind = "step 1" if k == 0 else "later"
+        yield from _rows_apart(kind, f"draft step {k + 1}: what the head reads", mine.hidden_ND, its.hidden_ND, mine,
+                               tolerance)  # fmt: skip
+
+
+def _rows_apart(
+    kind: str, what: str, mine_ND: Tensor, its_ND: Tensor, at: Pass, tolerance: float
+) -> Iterator[tuple[str, str]]:
+    if its_ND.shape[-1] != mine_ND.shape[-1]:
+        yield kind, f"{what} is {its_ND.shape[-1]} wide in serving, {mine_ND.shape[-1]} in training"
+        return
+    apart_N = relative_difference(its_ND[: len(mine_ND)], mine_ND)
+    if bool((apart_N > tolerance).any()):
+        row = int((apart_N > tolerance).nonzero()[0])
+        largest = float(apart_N.max())
+        yield kind, f"{what} parts at position {int(at.positions_N[row])}, by up to {largest:.2g} of its size"
+
+
+def _token_differences(trained: Trained, block: Block, dtype: str) -> Iterator[tuple[str, str]]:
+    """Drafted tokens that training would not have proposed, but for ties."""
+    tie = TIE_LOGIT_GAP if dtype == "float32" else TIE_LOGIT_GAP_HALF
+    for k, (logits_W, token) in enumerate(zip(trained.logits, block.drafted, strict=True)):
+        best = int(logits_W.argmax())
+        ours = best if trained.draft_ids_W is None else int(trained.draft_ids_W[best])
+        index = token if trained.draft_ids_W is None else int(torch.searchsorted(trained.draft_ids_W, token))
+        known = index < len(logits_W) and (trained.draft_ids_W is None or int(trained.draft_ids_W[index]) == token)
+        if ours != token and not (known and float(logits_W[best] - logits_W[index]) <= tie):
+            yield "tokens", f"draft step {k + 1} proposes token {token}, training would propose {ours}"
+
+
+@torch.no_grad()
+def _trained(
+    draft: Any, family: str, signal: SignalFunction | None, prefix: Sequence[int], drafted: Sequence[int], device: str
+) -> Trained:
+    """What training computes on the text that the engine saw."""
+    batch = _document([*prefix, *drafted], device)
+    target = None if signal is None else signal(batch)
+    steps = draft.draft_steps(batch, target)
+    expect = {"standalone": _autoregressive, "medusa": _parallel}.get(family, _recurrent)
+    passes, rows = expect(steps, batch, None if target is None else fed_feature(draft, family, target), len(drafted))
+    logits = [(step.head_WD.float() @ hidden_D.float()).cpu() for step, hidden_D in rows]
+    ids_W = steps[0].draft_ids_W
+    return Trained(passes=passes, logits=logits, draft_ids_W=None if ids_W is None else ids_W.cpu())
+
+
+def fed_feature(draft: Any, family: str, signal: TargetSignal) -> Tensor:
+    """What an engine takes from the target for the first pass, [B, T, D]."""
+    if family == "eagle3":
+        mixed_BTD: Tensor = draft.mix(signal)
+        return mixed_BTD
+    if draft.aux_layer_ids:  # an MTP layer that reads the residual stream before the final norm
+        assert signal.aux_BTLD is not None
+        return signal.aux_BTLD[:, :, 0]
+    return final_hidden(signal)
+
+
+Expected = tuple[list[Pass], list[tuple[DraftStep, Tensor]]]
+"""The passes, and for every drafted token its step and the hidden state that its logits come from."""
+
+
+def _recurrent(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
+    """EAGLE and MTP: the prefix with its tokens moved up by one, then a row for every further token."""
+    assert feature_BTD is not None
+    ids_T, num_rows = batch.input_ids_BT[0].cpu(), batch.input_ids_BT.shape[1] - num_drafted - 1
+    first = Pass(
+        ids_N=ids_T[1 : num_rows + 1],
+        positions_N=torch.arange(num_rows),
+        feature_ND=feature_BTD[0, :num_rows].cpu(),
+        hidden_ND=steps[0].hidden_BTD[0, :num_rows].cpu(),
+    )
+    last = [step.hidden_BTD[0, num_rows - 1] for step in steps[:num_drafted]]
+    later = [
+        Pass(
+            ids_N=ids_T[num_rows + k : num_rows + k + 1],
+            positions_N=torch.tensor([num_rows - 1 + k]),
+            feature_ND=None,
+            hidden_ND=last[k][None].cpu(),
+        )
+        for k in range(1, num_drafted)
+    ]
+    return [first, *later], list(zip(steps, last, strict=False))
+
+
+def _parallel(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
+    """Medusa: every head reads the target's last hidden state; shown as a pass for each."""
+    assert feature_BTD is not None
+    row = batch.input_ids_BT.shape[1] - num_drafted - 2
+    last = [step.hidden_BTD[0, row] for step in steps[:num_drafted]]
+    at, feature_1D = torch.tensor([row]), feature_BTD[0, row : row + 1].cpu()
+    passes = [Pass(ids_N=None, positions_N=at, feature_ND=feature_1D, hidden_ND=h[None].cpu()) for h in last]
+    return passes, list(zip(steps, last, strict=False))
+
+
+def _autoregressive(steps: list[DraftStep], batch: Batch, _: Tensor | None, num_drafted: int) -> Expected:
+    """A standalone draft: the whole prefix, then every drafted token."""
+    ids_T, hidden_TD = batch.input_ids_BT[0].cpu(), steps[0].hidden_BTD[0]
+    length = len(ids_T) - num_drafted
+    bounds = [(0, length), *((length + k, length + k + 1) for k in range(num_drafted - 1))]
+    passes = [
+        Pass(ids_N=ids_T[a:b], positions_N=torch.arange(a, b), feature_ND=None, hidden_ND=hidden_TD[a:b].cpu())
+        for a, b in bounds
+    ]
+    return passes, [(steps[0], hidden_TD[length - 1 + k]) for k in range(num_drafted)]
+
+
+def _served(block: Block, family: str, draft: Any) -> list[Pass]:
+    """The engine's passes of a block."""
+    if family == "medusa":
+        (only,) = block.passes
+        row = torch.tensor([0])
+        return [Pass(ids_N=None, positions_N=row, feature_ND=only["args"][0], hidden_ND=out) for out in only["out"]]
+    # DeepSeek's drafter puts out first what comes before its final norm
+    read = 1 if family == "mtp" and draft.layout is DEEPSEEK else 0
+    return [
+        Pass(
+            ids_N=each["input_ids"],
+            positions_N=each["positions"],
+            feature_ND=each.get("hidden_states"),
+            hidden_ND=each["out"][read],
+        )
+        for each in block.passes
+    ]
+
+
+def _document(ids: Sequence[int], device: str) -> Batch:
+    ids_BT = torch.tensor([list(ids)], device=device)
+    return Batch(
+        input_ids_BT=ids_BT,
+        loss_mask_BT=torch.ones_like(ids_BT, dtype=torch.bool),
+        document_BT=torch.zeros_like(ids_BT),
+        position_ids_BT=torch.arange(len(ids), device=device)[None],
+    )
+
+
+MIN_SHARE = 0.75
+"""Of the acceptance that training measured: text of another kind costs some, a wrong input far more."""
+
+NUM_SIGMAS = 3.0
+"""Standard errors that chance is allowed."""
+
+
+def acceptance_finding(counts: AcceptanceCounts, trained_tau: float) -> Finding | None:
+    """Serving accepts clearly less than training measured on held-out text of the same data.
+
+    Greedy answers are more predictable than the text of a data set: served tau is above the trained one as a rule.
+    """
+    served, expected = counts.tau - 1, trained_tau - 1
+    if served + NUM_SIGMAS * _standard_error(counts) >= MIN_SHARE * expected:
+        return None
+    return Finding(
+        f"training said tau {trained_tau:.2f}, serving sees {counts.tau:.2f} ({counts.num_drafts} drafts): "
+        f"{served / expected:.0%} of the accepted tokens",
+        "what the draft is fed is not what it was trained on: check aux layer ids, norms, chat template and loss mask",
+    )
+
+
+def _standard_error(counts: AcceptanceCounts) -> float:
+    """Of the mean accepted tokens of a draft."""
+    c = counts.acceptance_per_position
+    mean = sum(c)
+    # E[n^2] = sum_j (2j + 1) c_j for n the accepted tokens of a block
+    variance = sum((2 * j + 1) * share for j, share in enumerate(c)) - mean**2
+    return math.sqrt(max(variance, 0.0) / max(counts.num_drafts, 1))
