@@ -177,8 +177,8 @@ def overview(history: History, now_s: float, range_s: float = 0) -> Overview:
         gap_s=max(SILENT_S, 4.0 * domain_width_s),
         headline=headline(served, state, now_s),
         state=state,
-        servers=curves(engine, lambda entry: entry.server or "all servers", width_s),
-        domains=curves(captured, lambda entry: entry.domain or "no domain", domain_width_s),
+        servers=curves(engine, lambda entry: entry.server or "all servers", width_s, worst_first),
+        domains=curves(captured, lambda entry: entry.domain or "no domain", domain_width_s, busiest_first),
         marks=[mark for mark in marks(swaps) if mark.time_s >= begin_s],
         positions=_positions(served),
         buffer=_thinned(buffer, width_s),
@@ -215,24 +215,39 @@ def headline(served: Served | None, state: StateEntry | None, now_s: float) -> H
     )
 
 
-def curves(entries: Sequence[AcceptanceEntry], name: Callable[[AcceptanceEntry], str], width_s: float) -> list[Curve]:
-    """tau over time, one curve for every name; beyond MAX_CURVES the rest, by drafts, is summed into one."""
-    weights = Counter[str]()
+def curves(
+    entries: Sequence[AcceptanceEntry],
+    name: Callable[[AcceptanceEntry], str],
+    width_s: float,
+    rank: Callable[[float, float], float],
+) -> list[Curve]:
+    """tau over time, a curve for every name; of too many, those of highest `rank(drafts, accepted)`, and their rest."""
+    totals: dict[str, list[float]] = {}
     for entry in entries:
-        weights[name(entry)] += int(entry.drafts)
-    shown = sorted(weights)
-    if len(weights) > MAX_CURVES:
-        shown = sorted(key for key, _ in weights.most_common(MAX_CURVES - 1))
-    rest = f"{len(weights) - len(shown)} others"
-    sums: dict[str, dict[tuple[int, str], list[float]]] = {key: {} for key in shown}
+        total = totals.setdefault(name(entry), [0.0, 0.0])
+        total[0] += entry.drafts
+        total[1] += entry.accepted
+    drawn = sorted((key for key in totals if totals[key][0]), key=lambda key: rank(*totals[key]), reverse=True)
+    shown = set(drawn if len(drawn) <= MAX_CURVES else drawn[: MAX_CURVES - 1])
+    rest = f"{len(drawn) - len(shown)} others"
+    sums: dict[str, dict[tuple[int, str], list[float]]] = {key: {} for key in sorted(shown)}
     for entry in entries:
         buckets = sums.setdefault(name(entry) if name(entry) in shown else rest, {})
         bucket = buckets.setdefault((int(entry.time_s // width_s), entry.draft_version), [0.0, 0.0, 0.0])
         bucket[0] = max(bucket[0], entry.time_s)
         bucket[1] += entry.drafts
         bucket[2] += entry.accepted
-    drawn = {key: _points(buckets) for key, buckets in sums.items()}
-    return [Curve(name=key, tau=_recent_tau(points), points=points) for key, points in drawn.items() if points]
+    points = {key: _points(buckets) for key, buckets in sums.items()}
+    return [Curve(name=key, tau=_recent_tau(its), points=its) for key, its in points.items() if its]
+
+
+def worst_first(drafts: float, accepted: float) -> float:
+    """For servers: what needs a look is the one that accepts least."""
+    return -accepted / drafts
+
+
+def busiest_first(drafts: float, accepted: float) -> float:
+    return drafts
 
 
 def marks(swaps: Sequence[SwapEntry]) -> list[Mark]:

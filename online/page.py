@@ -6,17 +6,23 @@
 | `/overview.json?range_s=3600` | what the page shows, `online.overview.Overview` |
 | `/metrics` | Prometheus text, where a registry was given |
 
+`served` runs it within the daemon's own event loop; the work of a request is done in a thread.
+
 It has no login and shows addresses and numbers: serve it on a loopback address, or behind a proxy that knows its users.
 """
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import msgspec
+import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -96,3 +102,37 @@ def page(
             Route("/{name}", asset),
         ]
     )
+
+
+@asynccontextmanager
+async def served(app: Starlette, host: str, port: int) -> AsyncIterator[str]:
+    """Serve `app` for as long as the context lasts; its address. Port 0 takes a free one.
+
+    Raises: OSError where the address is taken or not this machine's.
+    """
+    listening = _listen(host, port)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2)
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    try:
+        name = f"[{host}]" if ":" in host else host
+        yield f"http://{name}:{listening.getsockname()[1]}/"
+    finally:
+        server.should_exit = True
+        await serving
+
+
+class _Server(uvicorn.Server):
+    """One that leaves signals to the daemon it is part of."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    # Not left to uvicorn, which ends the process where the address is taken.
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise OSError(f"the page can not be served on {host}, port {port} ({error.strerror}): set page.port") from error

@@ -93,7 +93,7 @@ function withLegend(place, items, draw) {
   const legend = h("ul", {class: "legend"}, ...items.map(([paint, name, value, note, block]) => {
     const swatch = h("span", {class: `swatch${block ? " block" : ""}`});
     swatch.style.background = paint;
-    return h("li", {}, swatch, name, h("b", {}, value), note ? h("span", {}, note) : null);
+    return h("li", {}, swatch, name, h("b", {}, value), note ? h("span", {class: "on"}, note) : null);
   }));
   let canvas = place.querySelector(".canvas");
   if (!canvas) place.replaceChildren(h("ul", {class: "legend"}), canvas = h("div", {class: "canvas"}));
@@ -122,7 +122,7 @@ function showBuffer(place, view) {
   const line = {name: "records", color: color(0), points: view.buffer.map(entry => [entry.time_s, entry.records, bytes(entry.bytes)])};
   const bars = view.drops.map(([at, counts]) => [at, Object.values(counts).reduce((a, b) => a + b, 0), Object.keys(counts).map(name => name.replaceAll("_", " ")).join(", ")]);
   withLegend(place, [[color(0), "records", number(line.points.at(-1)[1])], [color(1), "dropped", number(bars.reduce((sum, bar) => sum + bar[1], 0)), "in the time shown", true]],
-    canvas => timeChart(canvas, {label: `records in the buffer: ${line.points.at(-1)[1]}`, lines: [line], bars, begin: view.begin_s, end: view.now_s, gap: view.gap_s, bucket: view.width_s,
+    canvas => timeChart(canvas, {label: `records in the buffer: ${line.points.at(-1)[1]}`, lines: [line], bars: bars.length ? bars : null, begin: view.begin_s, end: view.now_s, gap: view.gap_s, bucket: view.width_s,
       format: value => number(value), axis: value => value >= 1000 ? `${number(value / 1000, value % 1000 ? 1 : 0)}k` : number(value), from: 0, least: 4, fill: true, height: 250}));
   const counts = Object.entries(view.buffer.at(-1).dropped).filter(([, count]) => count);
   $("drops").replaceChildren(h("div", {class: "chips"}, ...counts.map(([name, count]) => h("span", {}, `${name.replaceAll("_", " ")} ${number(count)}`))));

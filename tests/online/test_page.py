@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -16,14 +19,13 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from make_journal import SERVERS, Clock, make_journal
 from prometheus_client import CollectorRegistry, Gauge
 from starlette.testclient import TestClient
 
 from online.journal import Journal
 from online.overview import MAX_CURVES, Headline, History, Overview, duration, overview, short
-from online.page import page
+from online.page import page, served
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
@@ -151,12 +153,21 @@ def test_curves_stay_few_and_short(tmp_path: Path):
         clock.now_s += 7
         accept(journal, "v000001", 10, 2.0)
     for number in range(50):
-        accept(journal, "v000001", 10, 1.5, f"http://s{number}")
+        accept(journal, "v000001", 10, 1.9 - number / 100, f"http://s{number}")
     servers = look(journal, clock.now_s).servers
-    assert len(servers) == MAX_CURVES
     assert max(len(curve.points) for curve in servers) <= 240
-    (others,) = (curve for curve in servers if curve.name == "44 others")
-    assert sum(point.drafts for point in others.points) == 440
+    names = [curve.name for curve in servers]
+    assert names == [f"http://s{number}" for number in range(43, 50)] + ["44 others"], "the worst are shown"
+    assert len(names) == MAX_CURVES
+    assert sum(point.drafts for point in servers[-1].points) == 20000 + 430
+
+
+def test_of_many_domains_the_busiest_are_shown(tmp_path: Path):
+    journal, _ = make_empty(tmp_path)
+    for number in range(20):
+        accept(journal, "v000001", 10 + number, 2.0, None, domain=f"d{number:02d}")
+    names = [curve.name for curve in look(journal).domains]
+    assert names == [f"d{number}" for number in range(13, 20)] + ["13 others"]
 
 
 def test_a_range_leaves_out_what_is_older(tmp_path: Path):
@@ -261,6 +272,27 @@ def test_a_long_journal_is_answered_at_once(tmp_path: Path):
     assert len(answer.content) < 200_000
 
 
+def test_the_daemon_keeps_its_signals_and_its_life(tmp_path: Path):
+    async def daemon() -> list[str]:
+        said: list[str] = []
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, said.append, "terminated")
+        async with served(page(tmp_path), "127.0.0.1", 0) as url:
+            async with httpx.AsyncClient() as client:
+                assert (await client.get(f"{url}overview.json")).status_code == 200
+            with pytest.raises(OSError, match=r"can not be served on 127.0.0.1, port \d+ .*: set page.port"):
+                async with served(page(tmp_path), "127.0.0.1", int(url.split(":")[-1].strip("/"))):
+                    pass
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            async with httpx.AsyncClient() as client:
+                assert (await client.get(url)).status_code == 200, "only the daemon ends its page"
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url)
+        return said
+
+    assert asyncio.run(daemon()) == ["terminated"]
+
+
 # ---------------------------------------------------------------- in a browser
 def free_port() -> int:
     with socket.socket() as probe:
@@ -269,17 +301,23 @@ def free_port() -> int:
 
 
 @contextmanager
-def served(folder: Path, port: int) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(page(folder), host="127.0.0.1", port=port, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
+def serving(folder: Path, port: int = 0) -> Iterator[str]:
+    """The page's address, from an event loop in a thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    while not server.started:
-        time.sleep(0.01)
+    context = served(page(folder), "127.0.0.1", port)
+
+    def run(coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout=20)
+
     try:
-        yield f"http://127.0.0.1:{port}/"
+        yield run(context.__aenter__())
     finally:
-        server.should_exit = server.force_exit = True
-        thread.join(timeout=10)
+        run(context.__aexit__(None, None, None))
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 class Tab:
@@ -349,7 +387,7 @@ class Tab:
 def test_every_chart_is_drawn_in_both_colours_and_widths(tmp_path: Path):
     make_journal(tmp_path / "journal", time.time())
     tab = Tab(tmp_path)
-    with served(tmp_path / "journal", free_port()) as url:
+    with serving(tmp_path / "journal") as url:
         for dark, width in ((False, 1400), (True, 1400), (False, 420), (True, 420)):
             tab.open(url, width, dark)
             for chart, lines in (("servers", 2), ("domains", 3), ("buffer", 1), ("training", 2)):
@@ -373,7 +411,7 @@ def test_every_chart_is_drawn_in_both_colours_and_widths(tmp_path: Path):
 def test_the_page_follows_the_journal_and_outlives_the_learner(tmp_path: Path):
     folder, port = tmp_path / "journal", free_port()
     tab = Tab(tmp_path)
-    with served(folder, port) as url:
+    with serving(folder, port) as url:
         tab.open(url)
         assert tab.value("document.getElementById('headline').textContent").startswith("Nothing was measured yet.")
         assert tab.value("document.querySelectorAll('.none').length") == 7
@@ -387,7 +425,7 @@ def test_the_page_follows_the_journal_and_outlives_the_learner(tmp_path: Path):
     assert tab.console == []
     tab.wait_for("document.getElementById('live').textContent.includes('has not answered')")
     assert "2.50" in tab.value("document.getElementById('headline').textContent"), "what was shown stays"
-    with served(folder, port):
+    with serving(folder, port):
         journal.write("state", phase="halted", reason="the disk is full")
         tab.wait_for("document.getElementById('live').textContent === 'live'")
         tab.wait_for("document.querySelector('.phases .now').textContent === 'halted'")
@@ -399,7 +437,7 @@ def test_the_page_follows_the_journal_and_outlives_the_learner(tmp_path: Path):
 def test_a_pointer_reads_every_curve_and_stays_over_an_update(tmp_path: Path):
     make_journal(tmp_path / "journal", time.time())
     tab = Tab(tmp_path)
-    with served(tmp_path / "journal", free_port()) as url:
+    with serving(tmp_path / "journal") as url:
         tab.open(url)
         x, y = tab.value(
             "(b => [b.left + b.width / 2, b.top + 99])(document.querySelector('#servers svg').getBoundingClientRect())"
