@@ -8,18 +8,19 @@ $ python recipes/distill_llama3b.py --preset demo               # the small targ
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from distill.loop import Loop, Trained, make_accelerator, train
 from distill.losses import Divergence
 from distill.prove import Judge, Prove, export_draft, prove_in_engine, report
 from distill.run import Run
-from distill.setup import Data, Signal, load_data, load_target, target_signal
-from distill.signals import InProcessTarget
+from distill.setup import Data, Signal, live_signal, load_data, load_target, target_signal
 from distill.train import Distillation, Optim
 from heads.standalone import Init, StandaloneDraft, make_draft
 from recipes.cli import run_recipe
@@ -56,8 +57,8 @@ PRESETS = {
         draft=Init(layers=(0, 6)),
         data=Data(source="stdlib", held_out=0.05, max_prompt_tokens=512),
         divergence=Divergence(name="forward_kl"),
-        optim=Optim(lr=1e-3),
-        loop=Loop(steps=200, batch_size=4, sequence_length=1024, eval_every=50, eval_batches=4, save_every=100),
+        optim=Optim(lr=3e-3),
+        loop=Loop(steps=400, batch_size=2, sequence_length=1024, eval_every=100, eval_batches=8, save_every=200),
         prove=Prove(ce_baseline=True),
         output=Path("outputs/demo"),
         mixed_precision="bf16",
@@ -77,8 +78,7 @@ def main(cfg: Config) -> None:
     # 2. data, and what the target says about it
     data = load_data(cfg.data, tokenizer, cfg.loop)
     signal = target_signal(cfg.signal, target, cfg.target, data, run.folder, accelerator)
-    exact = signal if cfg.signal.kind == "endpoint" else InProcessTarget(target)
-    judge = Judge(cfg.prove, target, exact, data.prompts, [tokenizer.eos_token_id])
+    judge = Judge(cfg.prove, cfg.target, target, live_signal(cfg.signal, target), data, run)
     before = judge.forecast(untrained)
 
     # 3. and 4. optimizer, `prepare` and the loop
@@ -96,10 +96,15 @@ def main(cfg: Config) -> None:
     distillation, trained = distil(cfg.divergence, run)
 
     # 5. proof: what is published is what is judged
-    folder = export_draft(distillation, run, tokenizer, data, cfg.target)
+    def write(weights: Mapping[str, Tensor], folder: Path) -> None:
+        lm = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+        untrained.export(folder, tokenizer, dtype=torch.bfloat16, weights=lm)
+
+    folder = export_draft(distillation, run, data, cfg.target, write)
     if accelerator.is_main_process:
         after = judge.forecast(StandaloneDraft.load(folder, torch.float32))
-        engine = prove_in_engine(cfg.prove, cfg.target, folder, data.prompts, run.folder) if cfg.prove.engine else None
+        served = {"method": "draft_model", "model": str(folder.absolute())}
+        engine = prove_in_engine(cfg.prove, cfg.target, served, data.prompts, run.folder) if cfg.prove.engine else None
         page = report(
             run,
             target=cfg.target,
