@@ -64,7 +64,7 @@ def compare(draft: Any, family: str, signal: SignalFunction | None, dump: Dump, 
     found: dict[str, Finding] = {}
     for block in dump.recorded():
         trained = _trained(draft, family, signal, dump.prefix(block), block.drafted, device)
-        served = _served(block, family, draft)
+        served = _served(block, family, draft, trained.passes)
         # later blocks begin with rows of rejected tokens, and batch them as the engine likes
         kinds = _pass_differences(trained.passes, served, tolerance) if block.num_output == 1 else iter(())
         first = next(kinds, None) or next(_token_differences(trained, block, dump.run.dtype), None)
@@ -204,12 +204,12 @@ def _autoregressive(steps: list[DraftStep], batch: Batch, _: Tensor | None, num_
     return passes, [(steps[0], hidden_TD[length - 1 + k]) for k in range(num_drafted)]
 
 
-def _served(block: Block, family: str, draft: Any) -> list[Pass]:
+def _served(block: Block, family: str, draft: Any, trained: Sequence[Pass]) -> list[Pass]:
     """The engine's passes of a block."""
-    if family == "medusa":
+    if family == "medusa":  # one row, whose position the engine does not say
         (only,) = block.passes
-        row = torch.tensor([0])
-        return [Pass(ids_N=None, positions_N=row, feature_ND=only["args"][0], hidden_ND=out) for out in only["out"]]
+        at, feature_ND = trained[0].positions_N, only["args"][0]
+        return [Pass(ids_N=None, positions_N=at, feature_ND=feature_ND, hidden_ND=out) for out in only["out"]]
     # DeepSeek's drafter puts out first what comes before its final norm
     read = 1 if family == "mtp" and draft.layout is DEEPSEEK else 0
     return [

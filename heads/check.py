@@ -18,6 +18,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from heads.artifact import PROVENANCE, safetensors_header
+from heads.checkpoint import check_model_folder
 from heads.tensors import TRAINED_WITH, read_config, tensor_files
 
 
@@ -45,7 +46,7 @@ class Pair:
         config = read_config(draft)
         headers = {path: safetensors_header(path) for path in set(tensor_files(draft).values())}
         tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
-        read_config(target)  # its own message is better than that of transformers
+        check_model_folder(target)
         return Pair(
             target=target,
             draft=draft,

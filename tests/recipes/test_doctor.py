@@ -1,13 +1,26 @@
 """What the doctor concludes from facts, and that it finds the facts of this machine."""
 
 import dataclasses
+import json
 import platform
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
+from distill.label_probe import label_probe
 from eval.machine import BREAK_CPU_ENGINE, Facts, describe, diagnose, gather
+from heads.artifact import fingerprint, publish
+from heads.checkpoint import load_tokenizer
+from heads.eagle1 import Config as Eagle1Config
+from heads.eagle1 import Eagle1
+from heads.mlp_speculator import Config as SpeculatorConfig
+from heads.mlp_speculator import MLPSpeculator
+from heads.target import Target
+from recipes.cli import guarded
 from recipes.doctor import Config, main, verdict
 
 REQUIREMENTS = (
@@ -110,3 +123,97 @@ def test_a_problem_ends_with_1(monkeypatch, capsys):
         main(Config(engine=False))
     assert end.value.code == 1
     assert "GB are free" in capsys.readouterr().out
+
+
+def status(**flags: Any) -> int:
+    """The exit status of `redraft doctor` with these flags."""
+    try:
+        return guarded(lambda: main(Config(**flags)))
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def make_head(target: Path, folder: Path, provenance: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The flags that name a target and an EAGLE-1 head of it, published."""
+    head = Eagle1(Eagle1Config(), Target.of(LlamaForCausalLM.from_pretrained(target)))
+    publish(folder, head.export, {"target_fingerprint": fingerprint(target), **(provenance or {})})
+    return {"target": str(target), "draft": str(folder), "engine": False}
+
+
+def test_a_draft_that_fits_ends_with_0_and_says_what_was_not_checked(random_target, tmp_path, capsys):
+    assert status(**make_head(random_target, tmp_path / "draft")) == 0
+    out = capsys.readouterr().out
+    assert "Everything fits." in out
+    assert "eagle1, 3 tokens a step" in out
+    assert "note          no label_probe in its provenance" in out
+
+
+def test_a_draft_that_does_not_fit_ends_with_1_and_a_line_for_each_problem(random_target, tmp_path, capsys):
+    probe = label_probe(load_tokenizer(random_target))
+    shifted = {**probe, "labels": [i + 1 for i in probe["labels"]]}
+    flags = make_head(random_target, tmp_path / "draft", {"label_probe": shifted})
+    assert status(**flags, method="medusa") == 1
+    out = capsys.readouterr().out
+    assert "2 problems:" in out
+    assert 'method "medusa" does not run an eagle1 draft' in out
+    assert "the loss mask of training is shifted: its labels begin 1 tokens late" in out
+    assert out.count("    cure: ") == 2
+    right = make_head(random_target, tmp_path / "right", {"label_probe": probe})
+    assert status(**right) == 0
+    assert "label_probe" not in capsys.readouterr().out
+
+
+def test_problems_keep_the_engine_from_being_started(random_target, tmp_path, capsys):
+    flags = make_head(random_target, tmp_path / "draft") | {"engine": True}
+    assert status(**flags, method="medusa") == 1
+    assert "the draft was not run in the engine: mend what is named below first" in capsys.readouterr().out
+
+
+def test_mlp_speculator_is_checked_without_the_engine(random_target, tmp_path, capsys):
+    head = MLPSpeculator(SpeculatorConfig(), Target.of(LlamaForCausalLM.from_pretrained(random_target)))
+    head.export(tmp_path / "draft")
+    assert status(target=str(random_target), draft=str(tmp_path / "draft")) == 0
+    assert "vLLM has no proposer for MLPSpeculator" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({"draft": "{draft}"}, "give --target too"),
+        ({"target": "{target}", "draft": "{tmp}/nowhere"}, "/nowhere holds no config.json"),
+        ({"target": "{tmp}/nowhere", "draft": "{draft}"}, "there is no model folder"),
+    ],
+)
+def test_what_cannot_be_read_ends_with_2_and_one_line(flags, line, random_target, tmp_path, capsys):
+    make_head(random_target, tmp_path / "draft")
+    names = {"draft": tmp_path / "draft", "target": random_target, "tmp": tmp_path}
+    capsys.readouterr()  # the bars of loading the target for it
+    assert status(**{key: value.format(**names) for key, value in flags.items()}) == 2
+    error = capsys.readouterr().err
+    assert line in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(("trained_tau", "expected"), [(1.05, 0), (3.9, 1)])
+def test_the_engine_is_compared_with_training(served_pair, trained_tau, expected, tmp_path, capsys):
+    target, draft = served_pair
+    data = tmp_path / "data.jsonl"
+    rows = [[("user", f"Say {i}."), ("assistant", f"It is {i}.")] for i in range(60)]
+    messages = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in rows]
+    data.write_text("".join(json.dumps(row) + "\n" for row in messages))
+    provenance = {
+        "target_fingerprint": fingerprint(target),
+        "label_probe": label_probe(load_tokenizer(target)),
+        "metrics": [{"held_out_tau": trained_tau}],
+        "config": {"data": {"source": str(data), "held_out": 0.5}, "prove": {"num_speculative_tokens": 3}},
+    }
+    folder = tmp_path / "published"
+    publish(folder, lambda partial: shutil.copytree(draft, partial, dirs_exist_ok=True), provenance)
+    flags = {"target": str(target), "draft": str(folder), "output": tmp_path, "num_prompts": 8, "max_tokens": 24}
+    assert status(**flags) == expected
+    out = capsys.readouterr().out
+    assert "blocks of 3 tokens, float32" in out
+    assert "note" not in out
+    assert ("training said tau 3.90, serving sees" in out) is bool(expected)
