@@ -110,7 +110,7 @@ def _check_in_engine(pair: Pair, num_tokens: int, engine: EngineCheck, checked: 
     dtype = engine.dtype or ("float32" if engine_is_cpu() else "bfloat16")
     prompts, are_held_out = _prompts(pair, num_tokens, engine, checked)
     speculative = {"method": METHODS[pair.family], "num_speculative_tokens": num_tokens}
-    if pair.draft != pair.target:
+    if not pair.is_own_target:
         speculative["model"] = str(pair.draft.absolute())
     run = EngineRun(
         target=str(pair.target.absolute()),

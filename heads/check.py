@@ -59,6 +59,11 @@ class Pair:
         )
 
     @property
+    def is_own_target(self) -> bool:
+        """A target that holds its MTP layer is served as both."""
+        return self.draft.resolve() == self.target.resolve()
+
+    @property
     def is_speculators(self) -> bool:
         """The layout of the `speculators` package."""
         return "speculators_model_type" in self.config

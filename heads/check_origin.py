@@ -26,7 +26,7 @@ def manifest(pair: Pair) -> Iterator[Finding]:
 def target_fingerprint(pair: Pair) -> Iterator[Finding]:
     """The target that provenance names is the one that was given; a target that holds its MTP layer is its own."""
     trained_for = (pair.provenance or {}).get("target_fingerprint")
-    if trained_for is None or pair.draft == pair.target or trained_for == fingerprint(pair.target):
+    if trained_for is None or pair.is_own_target or trained_for == fingerprint(pair.target):
         return
     name = (pair.provenance or {}).get("target", "another model")
     yield Finding(
