@@ -33,7 +33,10 @@ class Loop:
     sequence_length: int = 4096
     """Train at the length that is served: a draft fails beyond the positions it has seen."""
     on_policy: float = 0.0
-    """Share of the steps on text that the draft wrote, labelled by the target (GKD's lambda)."""
+    """Share of the steps on text that the draft wrote (a head cannot: its target), labelled by the target (GKD's
+    lambda)."""
+    on_policy_tokens: int | None = None
+    """Most tokens written after a prompt; unset: as many as the batch's longest answer has."""
     log_every: int = 10
     eval_every: int = 200
     """Held-out alpha and tau every so many steps, and at the end; 0: never."""
@@ -87,8 +90,12 @@ def train(
     run: Run,
     loop: Loop,
     num_speculative_tokens: int,
+    writer: StandaloneDraft | None = None,
 ) -> Trained:
-    """Train from where `run` ended until `loop.steps`; held-out acceptance and losses go to the run's metrics."""
+    """Train from where `run` ended until `loop.steps`; held-out acceptance and losses go to the run's metrics.
+
+    `writer` writes on-policy text; None: the draft itself.
+    """
     accelerator = distillation.accelerator
     run.restore(distillation.resume)
     judged = list(_shared(data.held_out, loop, accelerator))
@@ -103,7 +110,7 @@ def train(
         disable=not accelerator.is_main_process,
     )
     for step in bar:
-        batches = _batches(distillation, data, loop, step)
+        batches = _batches(distillation, data, loop, step, writer)
         stats = distillation.step(batches)
         meter.add(stats)
         done = step + 1
@@ -124,11 +131,15 @@ def train(
         if loop.save_every and (done % loop.save_every == 0 or done == loop.steps):
             with meter.paused():
                 run.save(done, distillation.save)
-    return Trained(tokens_per_s=meter.rate(), peak_rss_mib=peak_rss_mib(), skipped_steps=distillation.skipped)
+    # of the last step logged: a run that was resumed at its end has no rate of its own
+    tokens_per_s = next(entry["tokens_per_s"] for entry in reversed(run.metrics) if "tokens_per_s" in entry)
+    return Trained(tokens_per_s=tokens_per_s, peak_rss_mib=peak_rss_mib(), skipped_steps=distillation.skipped)
 
 
-def _batches(distillation: Distillation, data: LoadedData, loop: Loop, step: int) -> list[Batch]:
-    """This rank's micro-batches of `step`: a function of the step (and, on policy, of the draft) alone."""
+def _batches(
+    distillation: Distillation, data: LoadedData, loop: Loop, step: int, writer: StandaloneDraft | None
+) -> list[Batch]:
+    """This rank's micro-batches of `step`: a function of the step (and, on policy, of the writer) alone."""
     accelerator, accumulation = distillation.accelerator, distillation.optim.accumulation
     batches = [
         data.train.batch(
@@ -143,8 +154,13 @@ def _batches(distillation: Distillation, data: LoadedData, loop: Loop, step: int
     if not is_on_policy(step, loop.on_policy, loop.seed):
         return batches
     seed = (loop.seed * 1_000_003 + step) * accelerator.num_processes + accelerator.process_index
-    draft = cast(StandaloneDraft, distillation.draft)
-    return [draft_written(draft, b, pad_id=data.train.pad_id, end_id=data.end_id, seed=seed) for b in batches]
+    writer = writer or cast(StandaloneDraft, distillation.draft)
+    return [
+        draft_written(
+            writer, b, pad_id=data.train.pad_id, end_id=data.end_id, seed=seed, max_tokens=loop.on_policy_tokens
+        )
+        for b in batches
+    ]
 
 
 def _shared(held_out: PackedDataset, loop: Loop, accelerator: Accelerator) -> Sequence[Batch]:

@@ -1,4 +1,7 @@
-"""On-policy batches: text the draft itself wrote, for the target to label (GKD, arXiv 2306.13649)."""
+"""On-policy batches: text the draft itself wrote, for the target to label (GKD, arXiv 2306.13649).
+
+A head writes nothing by itself; its target does, and the head learns on what it will be served on.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,21 @@ def is_on_policy(step: int, fraction: float, seed: int) -> bool:
 
 @torch.no_grad()
 def draft_written(
-    draft: StandaloneDraft, batch: Batch, *, pad_id: int, end_id: int, seed: int, temperature: float = 1.0
+    draft: StandaloneDraft,
+    batch: Batch,
+    *,
+    pad_id: int,
+    end_id: int,
+    seed: int,
+    temperature: float = 1.0,
+    max_tokens: int | None = None,
 ) -> Batch:
     """The batch's prompts, each followed by what the draft samples in place of the labelled text; one document a row.
 
+    It writes as many tokens as the longest labelled text has, but no more than `max_tokens`.
     The random generator is forked and seeded, so the step is a function of (weights, batch, seed).
     """
-    prompts, budget = _prompts(batch)
+    prompts, longest = _prompts(batch)
     width = max(len(prompt) for prompt in prompts)
     device = batch.input_ids_BT.device
     ids_BT = torch.full((len(prompts), width), pad_id, device=device)
@@ -38,7 +49,7 @@ def draft_written(
         written_BT = draft.model.generate(
             input_ids=ids_BT,
             attention_mask=real_BT.long(),
-            max_new_tokens=budget,
+            max_new_tokens=min(longest, max_tokens or longest),
             do_sample=True,
             temperature=temperature,
             top_k=0,

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distill.loop import LoadedData, Trained
 from distill.run import Run
 from distill.signals import EndpointTarget
 from distill.train import Distillation
 from eval.engine import Lossless, Measurement, compare_lossless, measure, vllm_server
-from eval.forecast import Forecast, SignalFunction, cut_continuation, forecast, greedy_continuations
+from eval.forecast import Continuation, Forecast, SignalFunction, cut_continuation, forecast, greedy_continuations
 from eval.prompts import Prompt
+from eval.reference import measure_by_reference
 from eval.report import domain_section, engine_section, environment, offline_section, write_report
 from heads.artifact import fingerprint, publish
 from heads.checkpoint import load_causal_lm, model_folder
 from heads.draft import Draft
-from heads.standalone import StandaloneDraft
+
+MAX_DRAFT_TOKENS = 128
+"""What vLLM's rejection sampler takes of one request in one step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,48 +46,98 @@ class Prove:
     """Requests the engine serves at a time."""
     engine_args: tuple[str, ...] = ()
     """Passed through to vLLM, e.g. --tensor-parallel-size 8."""
+    reference: Path | None = None
+    """Folder that keeps what depends on target and prompts alone (its answers, the engine's measurement without a
+    draft) for several runs to share; unset: the run's own."""
 
 
 class Judge:
     """Forecasts drafts on held-out prompts, which the target answers once."""
 
-    def __init__(
-        self, cfg: Prove, target: Any, signal: SignalFunction, prompts: Sequence[Prompt], end_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, cfg: Prove, name: str, target: Any, signal: SignalFunction, data: LoadedData, run: Run) -> None:
+        """`name`: the folder or hub name of `target`; `signal` is what the drafts are forecast with."""
         self.cfg, self.signal = cfg, signal
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        beyond = cfg.num_speculative_tokens - 1
-        if isinstance(signal, EndpointTarget):  # the target is on the server only
-            texts = signal.greedy([prompt.token_ids for prompt in prompts], cfg.max_tokens + beyond)
-            self.continuations = [
-                cut_continuation(prompt, text, cfg.max_tokens, beyond, end_ids)
+        self.continuations = kept(
+            cfg.reference or run.folder,
+            "answers",
+            [fingerprint(model_folder(name)), data.prompts, cfg.max_tokens, cfg.num_speculative_tokens],
+            list[Continuation],
+            lambda: self._answers(target, data.prompts, [data.end_id]),
+        )
+
+    def _answers(self, target: Any, prompts: Sequence[Prompt], end_ids: Sequence[int]) -> list[Continuation]:
+        beyond = self.cfg.num_speculative_tokens - 1
+        if isinstance(self.signal, EndpointTarget):  # the target is on the server only
+            texts = self.signal.greedy([prompt.token_ids for prompt in prompts], self.cfg.max_tokens + beyond)
+            return [
+                cut_continuation(prompt, text, self.cfg.max_tokens, beyond, end_ids)
                 for prompt, text in zip(prompts, texts, strict=True)
             ]
-            return
-        self.continuations = greedy_continuations(
+        return greedy_continuations(
             target,
             prompts,
-            max_tokens=cfg.max_tokens,
-            num_speculative_tokens=cfg.num_speculative_tokens,
+            max_tokens=self.cfg.max_tokens,
+            num_speculative_tokens=self.cfg.num_speculative_tokens,
             end_ids=end_ids,
         )
 
-    def forecast(self, draft: nn.Module) -> Forecast:
+    def forecast(self, draft: nn.Module, signal: SignalFunction | None = None) -> Forecast:
+        """`signal`: where the draft reads more of the target than others do."""
         draft.to(self.device).eval()
         return forecast(
-            cast(Draft, draft), self.signal, self.continuations, self.cfg.num_speculative_tokens, self.device
+            cast(Draft, draft),
+            signal or self.signal,
+            self.continuations,
+            self.cfg.num_speculative_tokens,
+            self.device,
         )
 
 
-def export_draft(distillation: Distillation, run: Run, tokenizer: Any, data: LoadedData, target: str) -> Path:
-    """The folder of the published draft, in the target's dtype: what vLLM and transformers load."""
-    folder = run.folder / "draft"
+def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
+    """Return where an engine can serve a head of `num_steps` draft steps with so many tokens.
+
+    Raises: ValueError.
+    """
+    if num_steps > MAX_DRAFT_TOKENS:
+        raise ValueError(f"a head of {num_steps} draft steps: vLLM verifies at most {MAX_DRAFT_TOKENS} draft tokens")
+    if not 1 <= num_speculative_tokens <= num_steps:
+        raise ValueError(
+            f"{num_speculative_tokens} draft tokens asked of a head that learns {num_steps}: lower "
+            "--prove.num-speculative-tokens or let the head learn more"
+        )
+
+
+T = TypeVar("T")
+
+
+def kept(folder: Path, name: str, key: object, kind: type[T], compute: Callable[[], T]) -> T:
+    """`compute()`, or what a run with an equal `key` left of it in `folder` as `name`-HASH.json."""
+    path = folder / f"{name}-{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:16]}.json"
+    if path.is_file():
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    value = compute()
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_bytes(msgspec.json.encode(value))
+    partial.rename(path)
+    return value
+
+
+Write = Callable[[Mapping[str, Tensor], Path], None]
+"""Writes a draft's weights, whole, into a folder as the engine loads them."""
+
+
+def export_draft(
+    distillation: Distillation, run: Run, data: LoadedData, target: str, write: Write, name: str = "draft"
+) -> Path:
+    """The published folder `name` of the run: what `write` made of the draft's weights, with its provenance."""
+    folder = run.folder / name
     state = distillation.accelerator.get_state_dict(
         distillation.module
     )  # whole, whatever shards it; all ranks take part
     if distillation.accelerator.is_main_process:
-        draft = cast(StandaloneDraft, distillation.draft)
-        weights = {name.removeprefix("draft.model."): tensor for name, tensor in state.items()}
+        weights = {key.removeprefix("draft."): tensor for key, tensor in state.items()}
         provenance = {
             "command": sys.argv,
             "config": run.config,
@@ -92,12 +148,7 @@ def export_draft(distillation: Distillation, run: Run, tokenizer: Any, data: Loa
             "metrics": run.metrics[-2:],
             "environment": environment(),
         }
-        publish(
-            folder,
-            lambda partial: draft.export(partial, tokenizer, dtype=torch.bfloat16, weights=weights),
-            provenance,
-            overwrite=True,
-        )
+        publish(folder, lambda partial: write(weights, partial), provenance, overwrite=True)
     distillation.accelerator.wait_for_everyone()
     return folder
 
@@ -107,34 +158,63 @@ class EngineProof:
     with_draft: Measurement
     without_draft: Measurement
     lossless: Lossless
+    decoder: str = "a real vLLM"
+    """What served the draft."""
 
 
-def prove_in_engine(cfg: Prove, target: str, draft: Path, prompts: Sequence[Prompt], logs: Path) -> EngineProof:
-    """The same prompts at temperature 0 through a vLLM with the draft and one without.
+def prove_in_engine(
+    cfg: Prove,
+    target: str,
+    speculative: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    folder: Path,
+    served: str | Path | None = None,
+) -> EngineProof:
+    """The same prompts at temperature 0 through a vLLM with the draft and one without; logs go to `folder`.
+
+    `speculative`: vLLM's speculative config but for the number of tokens. `served`: the folder that is served with the
+    draft where it is not the target's own, because the draft's tensors lie in it.
 
     Raises: ChildProcessError with the engine's own message; ConnectionError.
     """
-    speculative = {
-        "method": "draft_model",
-        "model": str(draft.absolute()),
-        "num_speculative_tokens": cfg.num_speculative_tokens,
-    }
-    max_model_len = max(len(p.token_ids) for p in prompts) + cfg.max_tokens + cfg.num_speculative_tokens
-    measured = []
-    for name, config in (("with", speculative), ("without", None)):
+
+    def measured(name: str, model: str | Path, config: Mapping[str, Any] | None) -> Measurement:
         with vllm_server(
-            target,
-            log=logs / f"vllm-{name}-draft.log",
+            model,
+            log=folder / f"vllm-{name}-draft.log",
             speculative_config=config,
-            max_model_len=max_model_len,
+            max_model_len=max(len(p.token_ids) for p in prompts) + cfg.max_tokens + cfg.num_speculative_tokens,
             extra_args=cfg.engine_args,
         ) as server:
-            measured.append(measure(server, prompts, max_tokens=cfg.max_tokens, concurrency=cfg.concurrency))
-    with_draft, without_draft = measured
+            return measure(server, prompts, max_tokens=cfg.max_tokens, concurrency=cfg.concurrency)
+
+    with_draft = measured(
+        "with", served or target, {**speculative, "num_speculative_tokens": cfg.num_speculative_tokens}
+    )
+    without_draft = kept(
+        cfg.reference or folder,
+        "without-draft",
+        [fingerprint(model_folder(target)), prompts, cfg.max_tokens, cfg.concurrency, cfg.engine_args],
+        Measurement,
+        lambda: measured("without", target, None),
+    )
     return EngineProof(
         with_draft=with_draft,
         without_draft=without_draft,
         lossless=compare_lossless(with_draft, without_draft, _logits_of(target)),
+    )
+
+
+def prove_by_reference(cfg: Prove, model: Any, head: Any, continuations: Sequence[Continuation]) -> EngineProof:
+    """The same in this process, for a head that vLLM has no proposer for."""
+    with_draft, without_draft = (
+        measure_by_reference(model, draft, continuations, cfg.num_speculative_tokens) for draft in (head, None)
+    )
+    return EngineProof(
+        with_draft=with_draft,
+        without_draft=without_draft,
+        lossless=compare_lossless(with_draft, without_draft),
+        decoder="the reference decoder, for vLLM has no proposer for this head,",
     )
 
 
@@ -174,5 +254,6 @@ def report(
         "duration_s": round(time.perf_counter() - started, 1),
     }
     if engine:
-        sections["engine"] = engine_section(engine.with_draft, engine.without_draft, engine.lossless, after)
+        section = engine_section(engine.with_draft, engine.without_draft, engine.lossless, after)
+        sections["engine"] = {**section, "decoder": engine.decoder}
     return write_report(run.folder, sections)

@@ -31,6 +31,68 @@ def charts(report: Mapping[str, Any]) -> dict[str, Spec]:
     return {name: _plain(chart) for name, chart in found.items() if chart is not None}
 
 
+def heads_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
+    """The same for the report that sets families of heads side by side."""
+    families, ablation = report["families"], report["ablation"]
+    found = {
+        "tau": _tau(families, labels={name: entry["title"] for name, entry in families.items()}),
+        "families-positions": _positions_by_family(families),
+        "families-gain": _gain_by_family(families),
+        "ablation": _tau(ablation, labels={name: name.replace("_", " ") for name in ablation}) if ablation else None,
+    }
+    return {name: _plain(chart) for name, chart in found.items() if chart is not None}
+
+
+def _tau(entries: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str]) -> alt.LayerChart:
+    rows = [
+        {"label": labels[name], "value": entry[key], "what": what}
+        for name, entry in entries.items()
+        for key, what in (("tau_engine", "engine"), ("tau_forecast", "forecast"))
+        if entry[key] is not None
+    ]
+    highest = max(row["value"] for row in rows)
+    x = alt.X("label:N", title=None, sort=None, axis=alt.Axis(labelAngle=0))
+    return _beside(rows, x, "tokens per target step", [0, highest * 1.1])
+
+
+def _positions_by_family(families: Mapping[str, Mapping[str, Any]]) -> alt.Chart:
+    rows = [
+        {"position": position, "value": rate, "what": entry["title"]}
+        for entry in families.values()
+        for position, rate in enumerate(entry["acceptance_per_position"], 1)
+    ]
+    return (
+        alt.Chart(alt.Data(values=rows), width="container", height=PANEL_HEIGHT)
+        .mark_line(strokeWidth=2.5, point={"filled": True, "size": 60})
+        .encode(
+            x=alt.X("position:O", title="draft token", axis=alt.Axis(labelAngle=0)),
+            y=alt.Y("value:Q", title="share of drafts accepted up to it", scale=alt.Scale(zero=True)),
+            color=_color("what", [entry["title"] for entry in families.values()], legend=True),
+            tooltip=["what:N", "position:O", alt.Tooltip("value:Q", format=".3f")],
+        )
+    )
+
+
+def _gain_by_family(families: Mapping[str, Mapping[str, Any]]) -> alt.LayerChart:
+    """From a hollow point, untrained, to a full one, trained."""
+    rows = [
+        {"what": e["title"], "value": e["alpha_greedy_after"], "before": e["alpha_greedy_before"]}
+        for e in families.values()
+    ]
+    base = alt.Chart(alt.Data(values=rows), width="container", height=PANEL_HEIGHT).encode(
+        y=alt.Y("what:N", title=None, sort=None, axis=alt.Axis(domain=False, ticks=False, labelPadding=10)),
+        tooltip=["what:N", alt.Tooltip("before:Q", format=".3f"), alt.Tooltip("value:Q", format=".3f")],
+    )
+    x = alt.X("before:Q", title="alpha greedy, before and after training", scale=alt.Scale(domainMin=0))
+    line = base.mark_rule(strokeWidth=3, color="var(--line)").encode(x=x, x2="value:Q")
+    before = base.mark_point(size=90, filled=True, opacity=1, color="var(--plain)").encode(x=x)
+    after = base.mark_point(size=120, filled=True, opacity=1, color="var(--ours)").encode(x="value:Q")
+    label = base.mark_text(align="left", dx=12, fontWeight=600).encode(
+        x="value:Q", text=alt.Text("value:Q", format=".3f"), color=alt.value("currentColor")
+    )
+    return line + before + after + label
+
+
 def _plain(chart: alt.TopLevelMixin) -> Spec:
     spec: Spec = chart.to_dict()
     del spec["$schema"], spec["config"]  # an address that nothing needs, and colours that are the page's to choose

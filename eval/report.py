@@ -144,14 +144,24 @@ def _version(package: str) -> str | None:
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> Path:
-    """Write report.json and report.html into `folder`; the path of the latter. Equal reports give equal bytes.
-
-    Without the `report` extra (altair, vl-convert) there is no page, and the path is report.json's.
+    """Write a draft's report.json and report.html into `folder`; the path of the latter.
 
     Raises:
         ValueError: a key is missing, or a number is not finite.
     """
     _require_keys(report)
+    return write_page(folder, report, "report.html.j2", "charts")
+
+
+def write_page(folder: Path, report: Mapping[str, Any], template: str, charts: str) -> Path:
+    """Write `report` as report.json and, by a template and a function of `eval.charts`, as report.html.
+
+    The path of the latter; without the `report` extra (altair, vl-convert) there is no page, and it is report.json's.
+    Equal reports give equal bytes.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
     text = json.dumps(report, indent=2, sort_keys=True, allow_nan=False)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(text + "\n")
@@ -159,7 +169,7 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> Path:
         print("report.html was not drawn: pip install 'redraft[report]'")
         return folder / "report.json"
     html = folder / "report.html"
-    html.write_text(_render(json.loads(text)))
+    html.write_text(_render(json.loads(text), template, charts))
     return html
 
 
@@ -171,8 +181,8 @@ def _require_keys(report: Mapping[str, Any]) -> None:
             raise ValueError(f"the report lacks {section + '.' if section else ''}{absent[0]}")
 
 
-def _render(report: dict[str, Any]) -> str:
-    from eval.charts import charts
+def _render(report: dict[str, Any], template: str, charts: str) -> str:
+    import eval.charts  # loads altair, which only a page needs
 
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -181,8 +191,8 @@ def _render(report: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return templates.get_template("report.html.j2").render(
-        **{"engine": None, **report}, charts=charts(report), vega=_vega_javascript()
+    return templates.get_template(template).render(
+        **{"engine": None, **report}, charts=getattr(eval.charts, charts)(report), vega=_vega_javascript()
     )
 
 

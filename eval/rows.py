@@ -45,7 +45,9 @@ def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> Com
 
 
 def _compare_chunk(step: DraftStep, distribution: ExactTarget | TopKTarget, rows_N: Tensor) -> Tensor:
-    q_NW = probabilities(step.hidden_BTD.flatten(0, 1)[rows_N] @ step.head_WD.T, 1.0)
+    # a head may be wider than what autocast left of its hidden states, or narrower than a trained layer
+    hidden_ND = step.hidden_BTD.flatten(0, 1)[rows_N].to(step.head_WD.dtype)
+    q_NW = probabilities(hidden_ND @ step.head_WD.T, 1.0)
     vocab = step.head_WD.shape[0] if step.draft_ids_W is None else int(step.draft_ids_W[-1]) + 1
     p_NV = _target_probabilities(distribution, rows_N + step.shift, vocab)
     p_NW = p_NV if step.draft_ids_W is None else p_NV[:, step.draft_ids_W]

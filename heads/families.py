@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from heads.artifact import PROVENANCE, fingerprint
 from heads.tensors import read_config
 
 MODULES = {
@@ -51,6 +53,21 @@ def family_of(folder: Path) -> str:
     if name not in MODULES:
         raise ValueError(f"{folder} is no head of a known family (architecture {architecture or 'not given'})")
     return str(name)
+
+
+def require_head(folder: Path, name: str, target: Path) -> None:
+    """Return where `folder` holds a head of the family `name`, and says no other target than this one.
+
+    Raises: FileNotFoundError, ValueError.
+    """
+    if (found := family_of(folder)) != name:
+        raise ValueError(f"{folder} holds a head of the family {found}, not {name}: use the recipe of {found}")
+    provenance = json.loads((folder / PROVENANCE).read_text()) if (folder / PROVENANCE).is_file() else {}
+    trained_for = provenance.get("target_fingerprint")
+    if trained_for is not None and trained_for != fingerprint(target):
+        raise ValueError(
+            f"{folder} was trained for another target than {target}: {provenance.get('target', 'unnamed')}"
+        )
 
 
 BY_ARCHITECTURE = {

@@ -37,6 +37,36 @@ COMMANDS = {
         "Train a draft from its target, prove it in vLLM, report",
         "redraft distill --preset demo",
     ),
+    "eagle3": Command(
+        "recipes.eagle3_llama8b",
+        "Train an EAGLE-3 head, prove it in vLLM, report",
+        "redraft eagle3 --preset demo",
+    ),
+    "eagle1": Command(
+        "recipes.eagle1_llama8b",
+        "The same for an EAGLE-1 head",
+        "redraft eagle1 --preset demo",
+    ),
+    "medusa": Command(
+        "recipes.medusa_llama8b",
+        "The same for Medusa heads",
+        "redraft medusa --preset demo",
+    ),
+    "mtp": Command(
+        "recipes.mtp_qwen3_next",
+        "Tune a target's MTP layer, or train one; the same proof",
+        "redraft mtp --preset demo",
+    ),
+    "mlp-speculator": Command(
+        "recipes.mlp_speculator_llama8b",
+        "The same for an MLPSpeculator, by the reference decoder",
+        "redraft mlp-speculator --preset demo",
+    ),
+    "demo-heads": Command(
+        "recipes.demo_heads",
+        "All of these on the small target, side by side",
+        "redraft demo-heads --resume",
+    ),
     "regenerate": Command(
         "recipes.regenerate",
         "Let the target answer a data set's prompts again",

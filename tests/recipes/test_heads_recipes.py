@@ -1,0 +1,217 @@
+"""The recipe of every family of heads: its demo preset on a small random target, a few steps, and bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from distill.corpus import stdlib_conversations
+from distill.loop import Loop
+from heads.artifact import fingerprint, verify
+from heads.families import family, family_of
+from heads.target import Target
+
+RECIPES = {
+    "eagle3": "eagle3_llama8b",
+    "eagle1": "eagle1_llama8b",
+    "medusa": "medusa_llama8b",
+    "mtp": "mtp_qwen3_next",
+    "mlp_speculator": "mlp_speculator_llama8b",
+}
+SMALL = Loop(steps=2, batch_size=2, sequence_length=128, eval_every=2, eval_batches=1, save_every=1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator() -> Iterator[None]:
+    """Each run is a process of its own for its user; here accelerate's process-wide state begins anew."""
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 short conversations of two domains."""
+    path = tmp_path_factory.mktemp("data") / "conversations.jsonl"
+    chosen: dict[str, list[dict[str, object]]] = {"code": [], "prose": []}
+    for conversation in stdlib_conversations():
+        if len(rows := chosen[str(conversation["domain"])]) < 20:
+            rows.append(conversation)
+        elif all(len(rows) == 20 for rows in chosen.values()):
+            break
+    path.write_text("".join(json.dumps(row) + "\n" for rows in chosen.values() for row in rows))
+    return path
+
+
+def make_config(name: str, target: Path, data: Path, output: Path, **changes: Any) -> tuple[Any, Any]:
+    """(recipe, its demo preset cut to a few steps on a target of two layers)."""
+    recipe = import_module(f"recipes.{RECIPES[name]}")
+    demo = recipe.PRESETS["demo"]
+    sizes: dict[str, Any] = {}
+    if name == "eagle3":
+        sizes = {"head": replace(demo.head, aux_layer_ids=(0, 1, 2)), "draft_vocab_size": 300}
+    if name == "mlp_speculator":
+        sizes = {"text": SMALL, "loop": replace(SMALL, on_policy=1.0, on_policy_tokens=4)}
+    cfg = replace(
+        demo,
+        target=str(target),
+        data=replace(demo.data, source=str(data), held_out=0.2, num_prompts=3, max_prompt_tokens=128),
+        prove=replace(demo.prove, engine=name == "mlp_speculator", max_tokens=8),
+        output=output,
+        mixed_precision="no",
+        **{"loop": SMALL, **sizes, **changes},
+    )
+    return recipe, cfg
+
+
+def run(name: str, target: Path, data: Path, output: Path, **changes: Any) -> dict[str, Any]:
+    """Its report."""
+    recipe, cfg = make_config(name, target, data, output, **changes)
+    recipe.main(cfg)
+    report: dict[str, Any] = json.loads((output / "report.json").read_text())
+    return report
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_publishes_a_head_that_its_family_loads(
+    name: str, random_target: Path, data: Path, tmp_path: Path
+) -> None:
+    report = run(name, random_target, data, tmp_path / "run")
+    draft = tmp_path / "run/draft"
+    verify(draft)
+    assert json.loads((draft / "provenance.json").read_text())["target_fingerprint"] == fingerprint(random_target)
+    assert family_of(draft) == name
+    served = tmp_path / "run/target" if name == "mtp" else random_target
+    head = family(name).head.load(draft, Target.of(AutoModelForCausalLM.from_pretrained(served)))
+    assert all(torch.isfinite(tensor).all() for tensor in head.state_dict().values())
+    assert 1 <= report["offline"]["tau_forecast"] <= 4
+    assert [entry["step"] for entry in report["curves"] if "held_out_alpha" in entry] == [2]
+    assert report["train"]["skipped_steps"] == 0
+
+
+def test_a_head_that_vllm_cannot_serve_is_proven_by_the_reference_decoder(
+    random_target: Path, data: Path, tmp_path: Path
+) -> None:
+    report = run("mlp_speculator", random_target, data, tmp_path / "run")
+    assert "reference decoder" in report["engine"]["decoder"]
+    assert report["engine"]["tau"] == report["offline"]["tau_forecast"]
+    assert report["engine"]["lossless"] is True
+    assert report["engine"]["differences"] == []
+
+
+def test_the_second_stage_begins_with_the_weights_of_the_first(random_target: Path, data: Path, tmp_path: Path) -> None:
+    nothing = replace(SMALL, on_policy=1.0, on_policy_tokens=4)
+    recipe, cfg = make_config("mlp_speculator", random_target, data, tmp_path / "run", loop=nothing)
+    recipe.main(replace(cfg, optim=replace(cfg.optim, lr=1e-12)))
+    target = Target.of(AutoModelForCausalLM.from_pretrained(random_target))
+    text, answers = (family("mlp_speculator").head.load(tmp_path / "run" / d, target) for d in ("after-text", "draft"))
+    for name, tensor in text.state_dict().items():
+        torch.testing.assert_close(answers.state_dict()[name], tensor.to(torch.bfloat16).to(tensor))
+
+
+def test_eagle3_keeps_the_ids_that_are_labels_most_often(
+    random_target: Path, data: Path, small_tokenizer: Any, tmp_path: Path
+) -> None:
+    run("eagle3", random_target, data, tmp_path / "run")
+    head = family("eagle3").head.load(
+        tmp_path / "run/draft", Target.of(AutoModelForCausalLM.from_pretrained(random_target))
+    )
+    kept = head._draft_ids_W.tolist()
+    assert len(kept) == 300
+    assert kept == sorted(kept)
+    assert small_tokenizer.eos_token_id in kept
+
+
+def test_a_run_that_ended_is_not_trained_again_by_resume(random_target: Path, data: Path, tmp_path: Path) -> None:
+    first = run("eagle1", random_target, data, tmp_path / "run")
+    weights = (tmp_path / "run/draft/model.safetensors").read_bytes()
+    again = run("eagle1", random_target, data, tmp_path / "run", resume=True)
+    assert (tmp_path / "run/draft/model.safetensors").read_bytes() == weights
+    assert again["offline"] == first["offline"]
+    assert again["curves"] == first["curves"]
+    assert again["train"]["tokens_per_s"] == first["train"]["tokens_per_s"]
+
+
+def test_a_head_continues_from_an_exported_one(random_target: Path, data: Path, tmp_path: Path) -> None:
+    trained = run("eagle3", random_target, data, tmp_path / "one")
+    further = run("eagle3", random_target, data, tmp_path / "two", start_from=tmp_path / "one/draft")
+    assert further["offline"]["alpha_before"] == pytest.approx(trained["offline"]["alpha_after"], abs=1e-5)
+
+
+def test_runs_share_the_targets_answers(random_target: Path, data: Path, tmp_path: Path) -> None:
+    for name in ("eagle1", "medusa"):
+        recipe, cfg = make_config(name, random_target, data, tmp_path / name)
+        recipe.main(replace(cfg, prove=replace(cfg.prove, reference=tmp_path / "shared")))
+    assert len(list((tmp_path / "shared").glob("answers-*.json"))) == 1
+
+
+BAD = [
+    ("eagle3", {"head": {"aux_layer_ids": (1, 99)}}, "aux layers .1, 99.: the target has layers 0 to 2"),
+    ("eagle3", {"draft_vocab_size": 9999}, "9,999 ids: the target's has 512"),
+    ("medusa", {"head": {"num_heads": 200}}, "vLLM verifies at most 128 draft tokens"),
+    ("medusa", {"head": {"num_heads": 2}}, "3 draft tokens asked of a head that learns 2"),
+    ("mlp_speculator", {"head": {"num_stages": 2}}, "3 draft tokens asked of a head that learns 2"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), BAD)
+def test_bad_input_is_one_line_before_any_work(
+    name: str, changes: dict[str, Any], message: str, random_target: Path, data: Path, tmp_path: Path
+) -> None:
+    recipe, cfg = make_config(name, random_target, data, tmp_path / "run")
+    changes = {key: replace(cfg.head, **value) if key == "head" else value for key, value in changes.items()}
+    with pytest.raises(ValueError, match=message) as error:
+        recipe.main(replace(cfg, **changes))
+    assert len(str(error.value).splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_head_of_another_target_or_family_is_refused(random_target: Path, data: Path, tmp_path: Path) -> None:
+    run("eagle1", random_target, data, tmp_path / "run")
+    other = LlamaForCausalLM.from_pretrained(random_target)
+    other.model.norm.weight.data += 1
+    other.save_pretrained(tmp_path / "other")
+    for name, target, message in (
+        ("eagle1", tmp_path / "other", "was trained for another target"),
+        ("medusa", random_target, "holds a head of the family eagle1, not medusa"),
+    ):
+        recipe, cfg = make_config(name, target, data, tmp_path / "new", start_from=tmp_path / "run/draft")
+        with pytest.raises(ValueError, match=message):
+            recipe.main(cfg)
+        assert not (tmp_path / "new").exists()
+
+
+def test_an_mtp_layer_needs_a_layout_that_has_one(random_target: Path, data: Path, tmp_path: Path) -> None:
+    recipe, cfg = make_config("mtp", random_target, data, tmp_path / "run", as_mimo=False)
+    with pytest.raises(ValueError, match="has no MTP layout"):
+        recipe.main(cfg)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_demo_of_all_heads_runs_small_and_goes_on_where_it_was(tiny_target: Path, tmp_path: Path) -> None:
+    flags = "--loop.steps 6 --loop.sequence-length 256 --loop.eval-every 0 --data.num-prompts 6 --prove.max-tokens 24"
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(root / "recipes/demo_heads.py"), "--output", str(tmp_path / "demo")]
+    command += ["--heads", "medusa", "mtp", "eagle3", "--divergences", "forward_kl", "cross_entropy"]
+    command += [f"--flags={flag}" for flag in flags.split()]
+    subprocess.run(command, cwd=root, check=True, timeout=800)
+    report = json.loads((tmp_path / "demo/report.json").read_text())
+    assert report["families"].keys() == {"medusa", "mtp", "eagle3"}
+    assert report["ablation"].keys() == {"forward_kl", "cross_entropy"}
+    for entry in (*report["families"].values(), *report["ablation"].values()):
+        assert entry["lossless"] is True
+        assert entry["forecast_error"] < 0.03
+    again = subprocess.run([*command, "--resume"], cwd=root, check=True, timeout=60, capture_output=True, text=True)
+    assert again.stdout.count("is proven already") == 4
