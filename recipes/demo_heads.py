@@ -31,7 +31,8 @@ class Head:
     note: str = ""
 
 
-HEADS = {
+HeadName = Literal["eagle3", "eagle1", "mtp", "medusa", "mlp_speculator"]
+HEADS: dict[HeadName, Head] = {
     "eagle3": Head("eagle3_llama8b", "EAGLE-3"),
     "eagle1": Head("eagle1_llama8b", "EAGLE-1"),
     "mtp": Head("mtp_qwen3_next", "MTP", "one MTP layer in the target's weights in the MiMo layout"),
@@ -50,7 +51,7 @@ DIVERGENCES = ("forward_kl", "total_variation", "lk_hybrid", "cross_entropy")
 class Config:
     output: Path = Path("outputs/demo-heads")
     """Folder that receives report.json, report.html and a folder for every head."""
-    heads: tuple[str, ...] = tuple(HEADS)
+    heads: tuple[HeadName, ...] = tuple(HEADS)
     """Families to train."""
     divergences: tuple[str, ...] = DIVERGENCES
     """Of the ablation of EAGLE-3."""
@@ -64,18 +65,17 @@ class Config:
 
 def main(cfg: Config) -> None:
     # 1. every head, and EAGLE-3 by every other divergence
-    runs = {name: HEADS[name].recipe for name in cfg.heads}
     others = [name for name in cfg.divergences if name != DIVERGENCES[0]] if "eagle3" in cfg.heads else []
-    ablation = {f"eagle3-{name}": ("--divergence.name", name) for name in others}
-    runs |= dict.fromkeys(ablation, HEADS["eagle3"].recipe)
+    runs: list[tuple[str, HeadName, tuple[str, ...]]] = [(name, name, ()) for name in cfg.heads]
+    runs += [(f"eagle3-{name}", "eagle3", ("--divergence.name", name)) for name in others]
     if cfg.overwrite:
         shutil.rmtree(cfg.output / "target", ignore_errors=True)
-    for number, (name, recipe) in enumerate(runs.items(), 1):
-        print(f"\n{number} of {len(runs)}: {name}", flush=True)
-        train_and_prove(recipe, cfg.output / name, cfg, ablation.get(name, ()))
+    for number, (folder, name, flags) in enumerate(runs, 1):
+        print(f"\n{number} of {len(runs)}: {folder}", flush=True)
+        train_and_prove(HEADS[name].recipe, cfg.output / folder, cfg, flags)
 
     # 2. side by side
-    reports = {name: json.loads((cfg.output / name / "report.json").read_text()) for name in runs}
+    reports = {folder: json.loads((cfg.output / folder / "report.json").read_text()) for folder, _, _ in runs}
     by_divergence = {DIVERGENCES[0]: "eagle3"} | {name: f"eagle3-{name}" for name in others}
     page = write_page(
         cfg.output,
