@@ -5,8 +5,9 @@ V = target vocabulary, W = draft vocabulary, K = kept top-k ids.
 
     for each chunk of target rows                    p_logits_CV = hidden @ head.T            one matmul
         for each draft step with rows in it          z_MW        = hidden @ head.T            one matmul
-            for each block of rows (cache-sized)     z_MW       <- weight * dD/dz             closed form, float32
-            gradients                                d_hidden    = z_MW @ head                one matmul
+        for each block of target rows (cache-sized)  p, log p                                 once for all steps
+            for each draft step                      z_MW       <- weight * dD/dz             closed form, float32
+        for each draft step                          d_hidden    = z_MW @ head                one matmul
                                                      d_head     += z_MW.T @ hidden            one matmul, if trained
 
 The gradient is computed on the way, so backward only scales it. Matmuls run in the dtype of the hidden states (or of
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from distill.losses import LOG_ZERO, Divergence, draft_columns, top_k_buckets
 from eval.acceptance import alpha
 
 CHUNK_TOKENS = 256
-"""Target rows whose logits are held at once. Fewer make the matmuls slower (16 by 2-3x), more only cost memory."""
+"""Target rows whose logits, and those of all steps, are held at once. Fewer make the matmuls slower (16 by 2-3x), more
+only cost memory."""
 
 BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU = 1 << 19, 1 << 26
 """Numbers worked on at once. On a CPU the block's few float32 temporaries stay in cache; a GPU wants large launches."""
@@ -151,11 +153,11 @@ class _FusedLinearDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, request: _Request, *leaves: Tensor) -> tuple[Tensor, Tensor]:
         needed = [request.grad_enabled and needs for needs in ctx.needs_input_grad[1:]]
-        gradients = [torch.zeros_like(leaf) if needs else None for leaf, needs in zip(leaves, needed, strict=True)]
+        gradients = [_Gradient(leaf) if needs else None for leaf, needs in zip(leaves, needed, strict=True)]
         steps, target = _steps(request, leaves, gradients), _in_matmul_dtype(request.target)
         with torch.autocast(leaves[0].device.type, enabled=False):
             _run(request, target, steps)
-        ctx.save_for_backward(*gradients)
+        ctx.gradients = [None if gradient is None else gradient.finish() for gradient in gradients]
         sums_S3 = torch.stack([step.values_3M.sum(1) for step in steps])
         ctx.mark_non_differentiable(sums_S3)
         return torch.stack([(step.scale_M * step.values_3M[0]).sum() for step in steps]).sum(), sums_S3
@@ -163,7 +165,40 @@ class _FusedLinearDivergence(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(None if gradient is None else gradient * d_loss for gradient in ctx.saved_tensors)
+        gradients: list[Tensor | None] = ctx.gradients
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            return None, *(None if gradient is None else gradient * d_loss for gradient in gradients)
+        # Given away, not copied: a head's gradient is as large as the head.
+        ctx.gradients = None
+        return None, *(None if gradient is None else gradient.mul_(d_loss) for gradient in gradients)
+
+
+class _Gradient:
+    """The sum of a leaf's gradients, in its own dtype, so that a float32 master head sums in float32."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self.total = torch.empty_like(leaf)
+        self.is_begun = False
+
+    def set_rows(self, rows_M: Tensor, value_MD: Tensor) -> None:
+        """Each row once at most."""
+        if not self.is_begun:
+            self.total.zero_()
+        self.is_begun = True
+        self.total[rows_M] = value_MD.to(self.total.dtype)
+
+    def add_product(self, dz_WM: Tensor, hidden_MD: Tensor) -> None:
+        """total += dz @ hidden, where the total may be wider than the matmul."""
+        if self.total.dtype == dz_WM.dtype:
+            torch.addmm(self.total, dz_WM, hidden_MD, beta=int(self.is_begun), out=self.total)
+        else:
+            for block in _blocks(self.total):  # a sum of two types makes a copy of one: let it be small
+                product = dz_WM[block] @ hidden_MD
+                self.total[block] = product if not self.is_begun else self.total[block] + product
+        self.is_begun = True
+
+    def finish(self) -> Tensor:
+        return self.total if self.is_begun else self.total.zero_()
 
 
 @dataclass(frozen=True)
@@ -172,9 +207,9 @@ class _Step:
 
     hidden_MD: Tensor
     head_WD: Tensor
-    d_hidden_MD: Tensor | None
-    d_head_WD: Tensor | None
-    """Shared by the steps that share a head; in the head's own dtype, so a float32 master head sums in float32."""
+    d_hidden: _Gradient | None
+    d_head: _Gradient | None
+    """Shared by the steps that share a head."""
     draft_ids_W: Tensor | None
     target_row_M: Tensor
     scale_M: Tensor
@@ -182,7 +217,7 @@ class _Step:
     """Divergence, alpha, alpha_greedy of every row."""
 
 
-def _steps(request: _Request, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[_Step]:
+def _steps(request: _Request, leaves: Sequence[Tensor], gradients: Sequence[_Gradient | None]) -> list[_Step]:
     num_steps = len(request.drafts)
     dtype = _matmul_dtype(leaves[0])
     head_of = {id(draft.head_WD): draft.head_WD.to(dtype) for draft in request.drafts}
@@ -192,14 +227,14 @@ def _steps(request: _Request, leaves: Sequence[Tensor], gradients: Sequence[Tens
         _Step(
             hidden_MD=draft.hidden_MD.to(dtype),
             head_WD=head_of[id(draft.head_WD)],
-            d_hidden_MD=d_hidden_MD,
-            d_head_WD=d_head_of[id(draft.head_WD)],
+            d_hidden=d_hidden,
+            d_head=d_head_of[id(draft.head_WD)],
             draft_ids_W=draft.draft_ids_W,
             target_row_M=draft.target_row_M,
             scale_M=draft.weight_M.to(wide) / request.normaliser,
             values_3M=torch.zeros(3, len(draft.hidden_MD), dtype=wide, device=draft.hidden_MD.device),
         )
-        for draft, d_hidden_MD in zip(request.drafts, gradients[:num_steps], strict=True)
+        for draft, d_hidden in zip(request.drafts, gradients[:num_steps], strict=True)
     ]
 
 
@@ -217,56 +252,93 @@ def _in_matmul_dtype(target: ExactRows | TopKRows) -> ExactRows | TopKRows:
 
 def _run(request: _Request, target: ExactRows | TopKRows, steps: Sequence[_Step]) -> None:
     needed_N = torch.unique(torch.cat([step.target_row_M for step in steps]))
-    plans = [_rows_by_chunk(step.target_row_M, needed_N, request.chunk_tokens) for step in steps]
+    plans = [_parts_by_chunk(step, needed_N, request.chunk_tokens) for step in steps]
     for index, rows_C in enumerate(torch.split(needed_N, request.chunk_tokens) if len(needed_N) else ()):
         chunk = _chunk(target, rows_C, request.divergence.temperature)
-        for step, plan in zip(steps, plans, strict=True):
-            for part_M2 in plan[index]:
-                _run_rows(request, chunk, step, *part_M2.unbind(1))
+        for parts in zip_longest(*(plan[index] for plan in plans)):
+            _run_parts(request, chunk, [part for part in parts if part is not None])
         del chunk  # its logits, before the next chunk's are made
 
 
-def _rows_by_chunk(target_row_M: Tensor, needed_N: Tensor, chunk_tokens: int) -> list[Sequence[Tensor]]:
-    """For each chunk of `needed_N`, the draft rows that point into it and where, [M, 2], in parts of a chunk's size."""
-    place_M, order_M = torch.searchsorted(needed_N, target_row_M).sort(stable=True)
+@dataclass(frozen=True)
+class _Part:
+    """At most a chunk's number of rows of one draft step, all of which point into the same chunk."""
+
+    step: _Step
+    rows_M: Tensor
+    place_M: Tensor
+    """Where in the chunk each row points, ascending."""
+    is_distinct: bool
+    """No two rows point at the same place."""
+
+    def bounds(self, block_rows: int, num_rows: int) -> list[int]:
+        """Where the rows that point into each block of the chunk begin, and the end of the last."""
+        if block_rows >= num_rows:
+            return [0, len(self.rows_M)]
+        starts = torch.arange(0, num_rows, block_rows, device=self.place_M.device)
+        return [*torch.searchsorted(self.place_M, starts).tolist(), len(self.rows_M)]
+
+
+def _parts_by_chunk(step: _Step, needed_N: Tensor, chunk_tokens: int) -> list[list[_Part]]:
+    """For each chunk of `needed_N`, the draft rows that point into it."""
+    place_M, order_M = torch.searchsorted(needed_N, step.target_row_M).sort(stable=True)
     starts = torch.arange(0, len(needed_N) + chunk_tokens, chunk_tokens, device=place_M.device)
     bounds = torch.searchsorted(place_M, starts).tolist()
-    both_M2 = torch.stack([order_M, place_M % chunk_tokens], dim=1)
-    return [torch.split(both_M2[low:high], chunk_tokens) if low < high else () for low, high in pairwise(bounds)]
+    is_distinct = bool((place_M.diff() > 0).all())
+    place_M = place_M % chunk_tokens
+    return [
+        [
+            _Part(
+                step, order_M[i : i + chunk_tokens][: high - i], place_M[i : i + chunk_tokens][: high - i], is_distinct
+            )
+            for i in range(low, high, chunk_tokens)
+        ]
+        for low, high in pairwise(bounds)
+    ]
 
 
-def _run_rows(request: _Request, chunk: _ExactChunk | _TopKChunk, step: _Step, rows_M: Tensor, place_M: Tensor) -> None:
-    """Values and gradients of at most a chunk's number of draft rows."""
-    hidden_MD = step.hidden_MD[rows_M]
-    logits_MW = hidden_MD @ step.head_WD.T
-    scale_M1 = step.scale_M[rows_M, None] / request.divergence.temperature
-    values = []
-    for block in _blocks(logits_MW):
-        value_3M, dz_MW = _divergence(request, chunk, step, rows_M[block], place_M[block], logits_MW[block])
-        values.append(value_3M)
-        logits_MW[block] = dz_MW.mul_(scale_M1[block])  # the gradient takes the logits' place
-    step.values_3M[:, rows_M] = torch.cat(values, dim=1)
-    if step.d_hidden_MD is not None:
-        step.d_hidden_MD[rows_M] = (logits_MW @ step.head_WD).to(step.d_hidden_MD.dtype)
-    if step.d_head_WD is not None:
-        _add_product(step.d_head_WD, logits_MW.T, hidden_MD)
+def _run_parts(request: _Request, chunk: _ExactChunk | _TopKChunk, parts: Sequence[_Part]) -> None:
+    """Values and gradients of parts of different steps."""
+    hidden = [part.step.hidden_MD[part.rows_M] for part in parts]
+    logits = [hidden_MD @ part.step.head_WD.T for hidden_MD, part in zip(hidden, parts, strict=True)]
+    block_rows = _block_rows(max(chunk.width, *(z.shape[1] for z in logits)), logits[0].device)
+    bounds = [part.bounds(block_rows, chunk.num_rows) for part in parts]
+    for index, first in enumerate(range(0, chunk.num_rows, block_rows)):
+        block = chunk.block(slice(first, first + block_rows))
+        for part, logits_MW, bound in zip(parts, logits, bounds, strict=True):
+            here = slice(bound[index], bound[index + 1])
+            if here.start < here.stop:
+                _run_block(request, block, part, here, first, logits_MW[here])
+    for part, hidden_MD, dz_MW in zip(parts, hidden, logits, strict=True):
+        if part.step.d_hidden is not None:
+            part.step.d_hidden.set_rows(part.rows_M, dz_MW @ part.step.head_WD)
+        if part.step.d_head is not None:
+            part.step.d_head.add_product(dz_MW.T, hidden_MD)
 
 
-def _add_product(total_WD: Tensor, dz_WM: Tensor, hidden_MD: Tensor) -> None:
-    """total += dz @ hidden, where the total may be wider than the matmul."""
-    if total_WD.dtype == dz_WM.dtype:
-        total_WD.addmm_(dz_WM, hidden_MD)
-        return
-    for block in _blocks(total_WD):  # a sum of two types makes a copy of one: let it be small
-        total_WD[block] += dz_WM[block] @ hidden_MD
+def _run_block(
+    request: _Request, block: _ExactBlock | _TopKBlock, part: _Part, here: slice, first: int, logits_MW: Tensor
+) -> None:
+    """Values of a part's rows `here`; the gradient takes the place of their logits."""
+    step, rows_M = part.step, part.rows_M[here]
+    # None: row for row
+    place_M = None if part.is_distinct and len(rows_M) == block.num_rows else part.place_M[here] - first
+    values_3M, dz_MW = _divergence(request, block, step, rows_M, place_M, logits_MW)
+    step.values_3M[:, rows_M] = values_3M
+    logits_MW.copy_(dz_MW.mul_(step.scale_M[rows_M, None] / request.divergence.temperature))
 
 
 def _divergence(
-    request: _Request, chunk: _ExactChunk | _TopKChunk, step: _Step, rows_M: Tensor, place_M: Tensor, logits_MW: Tensor
+    request: _Request,
+    block: _ExactBlock | _TopKBlock,
+    step: _Step,
+    rows_M: Tensor,
+    place_M: Tensor | None,
+    logits_MW: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(divergence, alpha and alpha_greedy [3, M], its gradient at logits / temperature [M, W]) of a block."""
+    """(divergence, alpha and alpha_greedy [3, M], its gradient at logits / temperature [M, W]) of draft rows."""
     divergence = request.divergence
-    compared, alpha_greedy_M, at_logits = chunk.compare(place_M, logits_MW, step.draft_ids_W)
+    compared, alpha_greedy_M, at_logits = block.compare(place_M, logits_MW, step.draft_ids_W)
     if divergence.name == "cross_entropy":  # alpha above is against the target all the same
         assert request.labels_N is not None
         label_M = request.labels_N[step.target_row_M[rows_M]]
@@ -308,10 +380,14 @@ def _wide(logits_MV: Tensor, temperature: float) -> Tensor:
     return z_MV if temperature == 1 else z_MV.div_(temperature)
 
 
-def _blocks(matrix: Tensor) -> Iterator[slice]:
+def _block_rows(columns: int, device: torch.device) -> int:
     """Rows to work on at once."""
-    elements = BLOCK_ELEMENTS_CPU if matrix.device.type == "cpu" else BLOCK_ELEMENTS_GPU
-    rows = max(1, elements // matrix.shape[1])
+    elements = BLOCK_ELEMENTS_CPU if device.type == "cpu" else BLOCK_ELEMENTS_GPU
+    return max(1, elements // columns)
+
+
+def _blocks(matrix: Tensor) -> Iterator[slice]:
+    rows = _block_rows(matrix.shape[1], matrix.device)
     return (slice(first, first + rows) for first in range(0, len(matrix), rows))
 
 
@@ -329,43 +405,61 @@ class _ExactChunk:
     """The target's logits on one chunk of its rows."""
 
     def __init__(self, target: ExactRows, rows_C: Tensor, temperature: float) -> None:
-        self.temperature = temperature
-        self.logits_CV = target.hidden_ND[rows_C] @ target.head_VD.T
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._logits_CV = target.hidden_ND[rows_C] @ target.head_VD.T
+        self._temperature, (self.num_rows, self.width) = temperature, self._logits_CV.shape
+
+    def block(self, rows: slice) -> _ExactBlock:
+        return _ExactBlock(self._logits_CV[rows], self._temperature)
+
+
+class _ExactBlock:
+    """The target's distribution on a few of its rows, computed once for all the steps that are compared with it."""
+
+    def __init__(self, logits_RV: Tensor, temperature: float) -> None:
+        self._logits_RV, self.temperature, self.num_rows = logits_RV, temperature, len(logits_RV)
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def compare(
-        self, place_M: Tensor, logits_MW: Tensor, draft_ids_W: Tensor | None
+        self, place_M: Tensor | None, logits_MW: Tensor, draft_ids_W: Tensor | None
     ) -> tuple[Compared, Tensor, AtLogits]:
-        p_MW, log_p_MW = self._p(place_M, draft_ids_W)
+        p_RW, log_p_RW = self._p(draft_ids_W)
+        p_MW, log_p_MW = (p_RW, log_p_RW) if place_M is None else (p_RW[place_M], log_p_RW[place_M])
         q_MW, log_q_MW, best_M1 = _softmax_and_log(logits_MW, self.temperature)
         compared = Compared(p_MW, log_p_MW, q_MW, log_q_MW, alpha(p_MW, q_MW))
         return compared, p_MW.gather(1, best_M1).squeeze(1), lambda dz_MW: dz_MW
 
-    def _p(self, place_M: Tensor, draft_ids_W: Tensor | None) -> tuple[Tensor, Tensor]:
-        if draft_ids_W is None:
-            return _softmax_and_log(self.logits_CV.index_select(0, place_M), self.temperature)[:2]
-        if id(draft_ids_W) not in self.kept:
-            self.kept[id(draft_ids_W)] = self.logits_CV[:, draft_ids_W], self._log_sum_exp()
-        kept_CW, log_sum_exp_C1 = self.kept[id(draft_ids_W)]
-        z_MW = _wide(kept_CW.index_select(0, place_M), self.temperature)
-        log_p_MW = z_MW.sub_(log_sum_exp_C1[place_M]).clamp_min_(LOG_ZERO)
-        return log_p_MW.exp(), log_p_MW
-
-    def _log_sum_exp(self) -> Tensor:
-        z_CV = self.logits_CV
-        return torch.cat([_softmax(_wide(z_CV[block], self.temperature))[1] for block in _blocks(z_CV)])
+    def _p(self, draft_ids_W: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(p, log p) over the draft's vocabulary, [R, W] each."""
+        if id(draft_ids_W) not in self._known:
+            p_RV, log_p_RV, _ = _softmax_and_log(self._logits_RV, self.temperature)
+            if draft_ids_W is not None:
+                p_RV, log_p_RV = p_RV[:, draft_ids_W], log_p_RV[:, draft_ids_W]
+            self._known[id(draft_ids_W)] = p_RV, log_p_RV
+        return self._known[id(draft_ids_W)]
 
 
 class _TopKChunk:
     """The target's kept ids on one chunk of its rows."""
 
     def __init__(self, target: TopKRows, rows_C: Tensor) -> None:
-        self.ids_CK, self.log_probs_CK = target.ids_NK[rows_C], target.log_probs_NK[rows_C]
+        self.num_rows, self.width = len(rows_C), target.ids_NK.shape[1]
+        self._ids_CK, self._log_probs_CK = target.ids_NK[rows_C], target.log_probs_NK[rows_C]
+
+    def block(self, rows: slice) -> _TopKBlock:
+        return _TopKBlock(self._ids_CK[rows], self._log_probs_CK[rows])
+
+
+class _TopKBlock:
+    def __init__(self, ids_RK: Tensor, log_probs_RK: Tensor) -> None:
+        self.ids_RK, self.log_probs_RK, self.num_rows = ids_RK, log_probs_RK, len(ids_RK)
 
     def compare(
-        self, place_M: Tensor, logits_MW: Tensor, draft_ids_W: Tensor | None
+        self, place_M: Tensor | None, logits_MW: Tensor, draft_ids_W: Tensor | None
     ) -> tuple[Compared, Tensor, AtLogits]:
-        columns_MK, reachable_MK = draft_columns(self.ids_CK[place_M], draft_ids_W, logits_MW.shape[1])
+        ids_MK, log_p_MK = self.ids_RK, self.log_probs_RK
+        if place_M is not None:
+            ids_MK, log_p_MK = ids_MK[place_M], log_p_MK[place_M]
+        columns_MK, reachable_MK = draft_columns(ids_MK, draft_ids_W, logits_MW.shape[1])
         z_MW = _wide(logits_MW, temperature=1)
         best_M1 = _argmax(z_MW)
         z_MK = z_MW.gather(1, columns_MK).masked_fill_(~reachable_MK, FAR_BELOW)
@@ -374,8 +468,7 @@ class _TopKChunk:
         z_MX = torch.cat([z_MK, z_tail_M1], -1)
         log_q_MX = z_MX.log_softmax(-1).clamp_min_(LOG_ZERO)
 
-        log_p_MK = self.log_probs_CK[place_M].to(z_MW.dtype)
-        log_p_MX = top_k_buckets(log_p_MK, reachable_MK, z_MW.shape[1])
+        log_p_MX = top_k_buckets(log_p_MK.to(z_MW.dtype), reachable_MK, z_MW.shape[1])
         p_MX, q_MX = log_p_MX.exp(), log_q_MX.exp()
         alpha_greedy_M = (p_MX[:, :-1] * (columns_MK == best_M1)).sum(-1)
 

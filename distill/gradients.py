@@ -3,7 +3,8 @@
 M = rows, X = outcomes compared (see `losses`); the draft's logits z give q = softmax(z).
 
 A divergence D(q) has dD/dz = q (g - sum_v q g) with g = dD/dq. Each form below is that, written so that nothing large
-cancels: by autograd the same would cost a dozen more passes over [M, X]. They may overwrite what they are given.
+cancels: by autograd the same would cost a dozen more passes over [M, X]. They may overwrite the draft's side of
+what they are given, never the target's, which other draft steps share.
 """
 
 from __future__ import annotations

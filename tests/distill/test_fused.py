@@ -375,6 +375,40 @@ def test_never_holds_more_logits_than_a_chunk(top_k: bool, reduced: bool) -> Non
     assert plain.elements >= rows * draft.head_WD.shape[0]
 
 
+def test_a_heads_gradient_is_handed_over_and_not_copied() -> None:
+    target, draft = make_exact(rows=20, vocabulary=200), make_draft(range(20), vocabulary=200)
+    loss = fused_linear_divergence([draft], target, Divergence(), normaliser=1).loss
+    places = set()
+
+    class RecordLarge(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.shape == draft.head_WD.shape:
+                places.add(result.data_ptr())
+            return result
+
+    with RecordLarge():
+        (3 * loss).backward()
+    assert draft.head_WD.grad is not None
+    assert places == {draft.head_WD.grad.data_ptr()}
+
+
+def test_the_targets_distribution_is_computed_once_for_all_steps() -> None:
+    target = make_exact(rows=20)
+    drafts = [make_draft(range(shift, 20), seed=shift) for shift in range(4)]
+    softmaxes = []
+
+    class CountSoftmaxes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is torch.ops.aten._softmax.default:
+                softmaxes.append(len(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with CountSoftmaxes():
+        fused_linear_divergence(drafts, target, Divergence(), normaliser=1, chunk_tokens=5)
+    assert sum(softmaxes) == 20 + sum(len(draft.hidden_MD) for draft in drafts)
+
+
 def test_the_targets_logits_are_computed_once_for_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_exact(rows=20)
     drafts = [make_draft(range(shift, 20), seed=shift) for shift in range(4)]
