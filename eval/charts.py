@@ -33,32 +33,32 @@ def charts(report: Mapping[str, Any]) -> dict[str, Spec]:
 
 def heads_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
     """The same for the report that sets families of heads side by side."""
-    families, ablation = report["families"], report["ablation"]
+    families = sorted(report["families"].values(), key=lambda entry: -entry["tau_engine"])
+    ablation = [{**entry, "title": name.replace("_", " ")} for name, entry in report["ablation"].items()]
     found = {
-        "tau": _tau(families, labels={name: entry["title"] for name, entry in families.items()}),
+        "tau": _tau(families),
         "families-positions": _positions_by_family(families),
         "families-gain": _gain_by_family(families),
-        "ablation": _tau(ablation, labels={name: name.replace("_", " ") for name in ablation}) if ablation else None,
+        "ablation": _tau(ablation) if ablation else None,
     }
     return {name: _plain(chart) for name, chart in found.items() if chart is not None}
 
 
-def _tau(entries: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str]) -> alt.LayerChart:
+def _tau(entries: Rows) -> alt.LayerChart:
     rows = [
-        {"label": labels[name], "value": entry[key], "what": what}
-        for name, entry in entries.items()
+        {"label": entry["title"], "value": entry[key], "what": what}
+        for entry in entries
         for key, what in (("tau_engine", "engine"), ("tau_forecast", "forecast"))
-        if entry[key] is not None
     ]
     highest = max(row["value"] for row in rows)
     x = alt.X("label:N", title=None, sort=None, axis=alt.Axis(labelAngle=0))
     return _beside(rows, x, "tokens per target step", [0, highest * 1.1])
 
 
-def _positions_by_family(families: Mapping[str, Mapping[str, Any]]) -> alt.Chart:
+def _positions_by_family(families: Rows) -> alt.Chart:
     rows = [
         {"position": position, "value": rate, "what": entry["title"]}
-        for entry in families.values()
+        for entry in families
         for position, rate in enumerate(entry["acceptance_per_position"], 1)
     ]
     return (
@@ -67,17 +67,20 @@ def _positions_by_family(families: Mapping[str, Mapping[str, Any]]) -> alt.Chart
         .encode(
             x=alt.X("position:O", title="draft token", axis=alt.Axis(labelAngle=0)),
             y=alt.Y("value:Q", title="share of drafts accepted up to it", scale=alt.Scale(zero=True)),
-            color=_color("what", [entry["title"] for entry in families.values()], legend=True),
+            color=alt.Color(
+                "what:N",
+                scale=alt.Scale(domain=[entry["title"] for entry in families]),
+                legend=alt.Legend(title=None, orient="top", columns=3),
+            ),
             tooltip=["what:N", "position:O", alt.Tooltip("value:Q", format=".3f")],
         )
     )
 
 
-def _gain_by_family(families: Mapping[str, Mapping[str, Any]]) -> alt.LayerChart:
-    """From a hollow point, untrained, to a full one, trained."""
+def _gain_by_family(families: Rows) -> alt.LayerChart:
+    """A line from the untrained head to the trained one."""
     rows = [
-        {"what": e["title"], "value": e["alpha_greedy_after"], "before": e["alpha_greedy_before"]}
-        for e in families.values()
+        {"what": e["title"], "value": e["alpha_greedy_after"], "before": e["alpha_greedy_before"]} for e in families
     ]
     base = alt.Chart(alt.Data(values=rows), width="container", height=PANEL_HEIGHT).encode(
         y=alt.Y("what:N", title=None, sort=None, axis=alt.Axis(domain=False, ticks=False, labelPadding=10)),
