@@ -123,6 +123,8 @@ class LearnerConfig:
     """Keep records in memory only. A restart forgets them, and begins at the served version."""
     keep_versions: int = 20
     """Older versions are removed; the current one and the one before it never are."""
+    wandb: str | None = None
+    """Project of Weights & Biases to log to; offline where nobody is logged in."""
     draft: DraftConfig = field(default_factory=DraftConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)

@@ -37,7 +37,7 @@ from online.records import Record
 from online.registry import Registry
 from online.rollout import Outcome, roll_waves, try_canary
 from online.state import Event, Phase, advance, load, save
-from online.trainer import Trainer
+from online.trainer import SERVED, Trainer
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ class Cycle:
     async def run(self) -> None:
         """Go round for ever."""
         began_from = await self.in_thread(self.trainer.start)
-        self._note(f"training goes on from {began_from}")
+        self._note(f"training goes on from {self.current if began_from == SERVED else began_from}")
         while True:
             if self.problem and self.state.phase is not Phase.HALTED:
                 self._advance(Move(Event.HALT, reason=self.problem))
@@ -127,13 +127,12 @@ class Cycle:
     async def request_swap(self, version: str) -> Outcome:
         """How the rollout of a version that a person chose has ended: past the gate, but never past the canary.
 
-        Raises: FileNotFoundError for a version that is not there; ValueError where one is on its way already.
+        It begins when the learner has ended what it is at. Raises: FileNotFoundError for a version that is not there;
+        ValueError where another one was asked for.
         """
         self.registry.path(version)
-        if version == self.current and not self.is_rolling_out:
-            return Outcome(passed=True, version=version, reason=f"{version} is current already")
-        if self._swap is not None or self.is_rolling_out:
-            raise ValueError(f"{self.state.candidate or 'another version'} is being rolled out: wait, or roll it back")
+        if self._swap is not None:
+            raise ValueError(f"{self._swap.version} was asked for and is on its way: wait for it")
         self._swap = SwapRequest(version, asyncio.get_running_loop().create_future())
         try:
             return await self._swap.done
@@ -174,7 +173,9 @@ class Cycle:
     async def _idle(self) -> Move | None:
         await self._begin_again_where_asked()
         if self._swap is not None and not self._swap.done.done():
-            return Move(Event.SWAP_REQUESTED, self._swap.version, "a person chose it")
+            if self._swap.version != self.current:
+                return Move(Event.SWAP_REQUESTED, self._swap.version, "a person chose it")
+            self._swap.done.set_result(Outcome(passed=True, version=self.current, reason="it is current already"))
         if await self.in_thread(self.trainer.lag) >= self.cfg.training.fresh_per_step:
             return Move(Event.BEGIN)
         await asyncio.sleep(POLL_S)
@@ -244,7 +245,7 @@ class Cycle:
             return self._rolled_back(outcome)
         await asyncio.to_thread(self.registry.promote, version)
         await asyncio.to_thread(self.registry.prune, self.cfg.keep_versions)
-        if self._swap is not None:  # it does not descend from what is in training
+        if self._swap is not None and self._swap.version == version:  # it does not descend from what is in training
             self._is_to_begin_again = True
         self._end_swap(outcome)
         return Move(Event.ROLLED_OUT, reason=outcome.reason)
@@ -265,6 +266,7 @@ class Cycle:
         if self._is_to_begin_again:
             self._is_to_begin_again = False
             await self.in_thread(self.trainer.begin_again)
+            self._note(f"training begins again from {self.current}")
 
     async def _discard(self, why: str) -> Move:
         self._fault("loss_not_finite")

@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,11 @@ from online.config import LearnerConfig, load_config
 from online.cycle import Cycle, copy_model
 from online.fleet import Server, connected, reconcile
 from online.ingest import take
-from online.journal import Journal, to_stderr
+from online.journal import Journal, Observer, to_stderr
 from online.metrics import Acceptance
+from online.page import page, served
 from online.registry import Registry
+from online.telemetry import Telemetry, to_wandb
 from online.trainer import Trainer
 from online.watch import JournaledServer, Seen, Watch
 
@@ -111,17 +114,22 @@ async def _until_signalled(
 
 
 async def _learn(cfg: LearnerConfig, target: str, registry: Registry, buffer: Buffer, candidate: Candidate) -> None:
-    journal = Journal(cfg.folder / "journal", observers=[to_stderr])
+    telemetry = Telemetry()
+    observers = [to_stderr, telemetry.observe, *([_to_wandb(cfg.wandb, cfg.folder)] if cfg.wandb else [])]
+    journal = Journal(cfg.folder / "journal", observers=observers)
     anchors = read_anchors(cfg.anchors, target) if cfg.anchors else []
     trainer = Trainer(cfg.training, cfg.replay, buffer, registry, candidate, cfg.folder / "checkpoints", anchors)
     async with connected(cfg.fleet.tokens()) as plain:
         servers = [JournaledServer(server.url, server.token, server.http, journal) for server in plain]
         cycle = Cycle(cfg, target, registry, buffer, trainer, servers, journal)
         learner = Learner(cfg, target, buffer, cycle, servers, journal)
-        try:
+        async with AsyncExitStack() as stack:
+            if cfg.page.port:
+                shown = page(cfg.folder / "journal", telemetry.registry)
+                address = await stack.enter_async_context(served(shown, cfg.page.host, cfg.page.port))
+                print(f"live page: {address}", flush=True)
+            stack.push_async_callback(cycle.close)
             await learner.run()
-        finally:
-            await cycle.close()
 
 
 class Learner:
@@ -229,13 +237,16 @@ class Learner:
 
     def _note_buffer(self) -> None:
         status, now_s = self.buffer.status(), time.time()
+        untrained = self.buffer.fresh(self.cycle.trainer.progress.through, 1)
         self.journal.write(
             "buffer",
             records=sum(status.num_training.values()),
             bytes=status.num_bytes,
+            max_bytes=self.buffer.config.max_bytes,
             held_out=sum(status.num_held_out.values()),
             dropped={name: count for name, count in status.counts.items() if name != "stored"},
             oldest_s=None if status.oldest_s is None else now_s - status.oldest_s,
+            lag_s=max(0.0, now_s - untrained[0].record.time_s) if untrained else None,
             lag_records=self.cycle.trainer.lag(),
         )
 
@@ -276,6 +287,11 @@ class Learner:
                 return {"records": await asyncio.to_thread(self.buffer.delete_tenant, str(request["tenant"]))}
             case other:
                 raise ValueError(f"the learner does not know what {other!r} is")
+
+
+def _to_wandb(project: str, folder: Path) -> Observer:
+    is_logged_in = "WANDB_API_KEY" in os.environ or Path("~/.netrc").expanduser().exists()
+    return to_wandb(project, folder, mode="online" if is_logged_in else "offline")
 
 
 def _vocab_size(target: Path) -> int:

@@ -24,7 +24,7 @@ from heads.checkpoint import load_tokenizer
 from online.anchors import anchor_records
 from online.buffer import Buffer, BufferConfig
 from online.candidate import Candidate
-from online.config import DraftConfig, FleetConfig, LearnerConfig, Training
+from online.config import DraftConfig, FleetConfig, LearnerConfig, Page, Training
 from online.gate import Policy
 from online.journal import Entry, Journal
 from online.learner import _learn, provide_first_version
@@ -137,6 +137,7 @@ class World:
             training=training,
             gate=Policy(min_requests=10, min_domain_requests=10, num_resamples=500),
             rollout=QUICK,
+            page=Page(port=0),
         )
         return replace(config, **changes)
 
@@ -166,7 +167,7 @@ class World:
                     raise task.exception()
 
 
-async def until(condition: Callable[[], Any], task: asyncio.Task[None] | None = None, timeout_s: float = 30) -> Any:
+async def until(condition: Callable[[], Any], task: asyncio.Task[None] | None = None, timeout_s: float = 120) -> Any:
     """What the condition returns once it is true."""
     deadline_s = time.monotonic() + timeout_s
     while not (found := condition()):

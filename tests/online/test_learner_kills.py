@@ -1,0 +1,87 @@
+"""kill -9 of the learner at every point that matters, and what the next one makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from fake_fleet import TOKEN
+from learner_world import World, make_draft, make_records, ship, until
+from run_learner import start
+
+from heads.artifact import PROVENANCE, fingerprint, manifest, verify
+from online.buffer import Buffer
+
+
+@pytest.fixture(scope="module")
+def noisy_draft(random_target, tmp_path_factory):
+    return make_draft(random_target, tmp_path_factory.mktemp("noisy-draft"))
+
+
+@pytest.fixture(scope="module")
+def records(random_target):
+    return make_records(random_target, 500)
+
+
+@pytest.fixture
+def world(random_target, noisy_draft, tmp_path, monkeypatch):
+    monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
+    return World.make(tmp_path, random_target, noisy_draft)
+
+
+async def ended(process):
+    await until(lambda: not process.is_alive())
+    return process.exitcode
+
+
+KILLS = [
+    "before 6 online.candidate:Candidate.step",  # while training
+    "after 1 online.buffer:Buffer.append",  # records stored, their file not yet removed
+    "before 2 heads.artifact:_flush",  # the checkpoint is written, not yet on the disk
+    "before 1 online.buffer:Buffer.commit_trained",  # the checkpoint is there and does not count yet
+    "after 1 online.buffer:Buffer.commit_trained",  # it counts, and the state does not say so
+    "before 3 heads.artifact:_flush",  # while publishing
+    "after 2 online.registry:Registry.publish",  # published, and the state does not say so
+    "before 1 online.cycle:try_canary",
+    "before 1 online.cycle:roll_waves",
+    "before 2 online.registry:Registry._point_current_at",  # while promoting
+]
+
+
+@pytest.mark.parametrize("kill_at", KILLS)
+def test_a_killed_learner_goes_on_and_neither_loses_nor_repeats_a_record(world, records, kill_at):
+    async def main():
+        async with world.fleet():
+            for first in range(0, 300, 50):
+                ship(world.spool, records[first : first + 50])
+            process = start(world.config(), kill_at)
+            assert await ended(process) == -9
+            process = start(world.config())
+            ship(world.spool, records[300:])
+            await until(lambda: world.registry.current() not in (None, "v000001"))
+            await until(lambda: len({fake.version for fake in world.fakes} | {world.registry.current()}) == 1)
+            await until(lambda: not list(world.spool.glob("*.records")))
+            await until(lambda: world.entries("buffer")[-1].lag_records < 4)
+            process.terminate()
+            assert await ended(process) == 0
+
+    asyncio.run(main())
+    assert_every_record_is_there_and_was_trained_once(world, records)
+    versions = [world.registry.path(version) for version in world.registry.versions()]
+    for version in versions:
+        verify(version)
+    weights = [manifest(version)["model.safetensors"].sha256 for version in versions]
+    assert len(set(weights)) == len(weights), "one checkpoint was published twice"
+
+
+def assert_every_record_is_there_and_was_trained_once(world, records):
+    with Buffer(world.config().buffer_config, fingerprint(world.target)) as buffer:
+        training = buffer.fresh(0, 10_000)
+        stored = {s.record.record_id for s in [*training, *buffer.held_out(10_000)]}
+        newest = buffer.trained()[0]
+    assert stored == {record.record_id for record in records}
+    checkpoint = world.root / "learner" / "checkpoints" / newest.checkpoint_id
+    progress = json.loads((checkpoint / PROVENANCE).read_text())["progress"]
+    assert progress["through"] == newest.through
+    assert progress["records"] == sum(s.seq <= newest.through for s in training)
