@@ -29,8 +29,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from online.history import History
 from online.journal import Journal
-from online.overview import History, Overview, overview
+from online.overview import Overview, overview
 
 FOLDER = Path(__file__).parent / "page_assets"
 ASSETS = {

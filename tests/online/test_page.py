@@ -23,14 +23,18 @@ from make_journal import SERVERS, Clock, make_journal
 from prometheus_client import CollectorRegistry, Gauge
 from starlette.testclient import TestClient
 
+from online.headline import Headline, duration, short
+from online.history import History
 from online.journal import Journal
-from online.overview import MAX_CURVES, Headline, History, Overview, duration, overview, short
+from online.overview import MAX_CURVES, Overview, overview
 from online.page import page, served
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
 
 NOW_S = 1_800_000_000.0
+TIMEOUT_S = 180
+"""Of everything that waits: a busy machine is slow, and not wrong."""
 
 
 def look(journal: Journal, now_s: float = NOW_S, range_s: float = 0) -> Overview:
@@ -266,9 +270,9 @@ def test_a_long_journal_is_answered_at_once(tmp_path: Path):
     make_journal(tmp_path, NOW_S, minutes=600)
     client = TestClient(page(tmp_path, clock=lambda: NOW_S))
     client.get("/overview.json")
-    begin = time.perf_counter()
+    begin_s = time.process_time()  # what others do on the machine does not count
     answer = client.get("/overview.json?range_s=0")
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin_s < 2
     assert len(answer.content) < 200_000
 
 
@@ -309,7 +313,7 @@ def serving(folder: Path, port: int = 0) -> Iterator[str]:
     context = served(page(folder), "127.0.0.1", port)
 
     def run(coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout=20)
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout=TIMEOUT_S)
 
     try:
         yield run(context.__aenter__())
@@ -348,7 +352,7 @@ class Tab:
         self._number += 1
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": params}))
         while True:
-            message = json.loads(self._socket.recv(timeout=60))
+            message = json.loads(self._socket.recv(timeout=TIMEOUT_S))
             if message.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
                 self.console.append(json.dumps(message["params"]))
             if message.get("id") == self._number:
@@ -360,7 +364,7 @@ class Tab:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def wait_for(self, expression: str, timeout_s: float = 20) -> None:
+    def wait_for(self, expression: str, timeout_s: float = TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not self.value(expression):
             assert time.monotonic() < deadline, f"{expression} did not become true; console: {self.console}"
@@ -378,15 +382,25 @@ class Tab:
     def close(self) -> list[str]:
         """The addresses that were asked for by pages."""
         self.call("Browser.close")
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=TIMEOUT_S)
         events = (event.get("params", {}) for event in json.loads(self._net_log.read_text())["events"])
         return [e["url"] for e in events if "url" in e and e.get("initiator", "not an origin") != "not an origin"]
 
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def tab(tmp_path: Path) -> Iterator[Tab]:
+    tab = Tab(tmp_path)
+    yield tab
+    tab.kill()
+
 
 @browser
-def test_every_chart_is_drawn_in_both_colours_and_widths(tmp_path: Path):
+def test_every_chart_is_drawn_in_both_colours_and_widths(tmp_path: Path, tab: Tab):
     make_journal(tmp_path / "journal", time.time())
-    tab = Tab(tmp_path)
     with serving(tmp_path / "journal") as url:
         for dark, width in ((False, 1400), (True, 1400), (False, 420), (True, 420)):
             tab.open(url, width, dark)
@@ -408,9 +422,8 @@ def test_every_chart_is_drawn_in_both_colours_and_widths(tmp_path: Path):
 
 
 @browser
-def test_the_page_follows_the_journal_and_outlives_the_learner(tmp_path: Path):
+def test_the_page_follows_the_journal_and_outlives_the_learner(tmp_path: Path, tab: Tab):
     folder, port = tmp_path / "journal", free_port()
-    tab = Tab(tmp_path)
     with serving(folder, port) as url:
         tab.open(url)
         assert tab.value("document.getElementById('headline').textContent").startswith("Nothing was measured yet.")
@@ -430,13 +443,11 @@ def test_the_page_follows_the_journal_and_outlives_the_learner(tmp_path: Path):
         tab.wait_for("document.getElementById('live').textContent === 'live'")
         tab.wait_for("document.querySelector('.phases .now').textContent === 'halted'")
         assert tab.value("window.neverReloaded")
-    tab.close()
 
 
 @browser
-def test_a_pointer_reads_every_curve_and_stays_over_an_update(tmp_path: Path):
+def test_a_pointer_reads_every_curve_and_stays_over_an_update(tmp_path: Path, tab: Tab):
     make_journal(tmp_path / "journal", time.time())
-    tab = Tab(tmp_path)
     with serving(tmp_path / "journal") as url:
         tab.open(url)
         x, y = tab.value(
@@ -451,5 +462,4 @@ def test_a_pointer_reads_every_curve_and_stays_over_an_update(tmp_path: Path):
         tab.value("document.querySelectorAll('.ranges button')[0].click()")
         tab.wait_for("document.querySelectorAll('#servers .mark').length === 2")
         assert tab.value("location.hash") == "#15%20min"
-        tab.close()
     assert tab.console == []

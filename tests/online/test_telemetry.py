@@ -288,6 +288,8 @@ def test_every_alert_has_its_trouble():
 def test_wandb_offline_gets_every_number_and_no_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    for timeout in ("WANDB_INIT_TIMEOUT", "WANDB_X_SERVICE_WAIT"):
+        monkeypatch.setenv(timeout, "300")  # a busy machine is slow, and not wrong
     journal = Journal(tmp_path / "journal", [to_wandb("redraft", tmp_path / "wandb")])
     journal.write("training", step=3, loss=0.5, alpha=0.625, records_seen=8)
     journal.write("state", phase="halted", reason="the disk is full")

@@ -1,0 +1,42 @@
+"""The journal in memory, as far as the page needs it: the newest entries of every kind."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from online.journal import AcceptanceEntry, BufferEntry, Entry, TrainingEntry
+
+E = TypeVar("E", bound=Entry)
+
+KEPT: dict[type, int] = {AcceptanceEntry: 60_000, BufferEntry: 20_000, TrainingEntry: 20_000}
+"""Entries that are kept to be shown, the newest; of every other kind 200."""
+
+
+class History:
+    """The newest entries of every kind, in the order they were written."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[type, deque[Any]] = {}
+
+    def extend(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            kind = type(entry)
+            self._kinds.setdefault(kind, deque(maxlen=KEPT.get(kind, 200))).append(entry)
+
+    def of(self, kind: type[E], since_s: float = float("-inf")) -> list[E]:
+        """Those of one kind from `since_s` on, oldest first."""
+        kept = []
+        for entry in reversed(self._kinds.get(kind, ())):
+            if entry.time_s < since_s:
+                break
+            kept.append(entry)
+        return kept[::-1]
+
+    def last(self, kind: type[E], accept: Callable[[E], bool] = lambda entry: True) -> E | None:
+        """The newest of a kind that is accepted."""
+        return next((entry for entry in reversed(self._kinds.get(kind, ())) if accept(entry)), None)
+
+    def begin_s(self) -> float | None:
+        return min((entries[0].time_s for entries in self._kinds.values()), default=None)
