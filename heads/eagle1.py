@@ -116,11 +116,16 @@ class Eagle1(nn.Module):
 
     @staticmethod
     def load(folder: Path, target: Target) -> Eagle1:
-        """A head from an exported folder.
+        """A head from an exported folder, or from one that others trained; copies of what it shares are left out.
 
-        Raises: ValueError where a tensor is missing or of another shape.
+        Raises: ValueError where a tensor is missing or of another shape, or such a copy is not the target's.
         """
         training = read_config(folder).get("redraft", {})
         head = Eagle1(Config(**{k: v for k, v in training.items() if k != "family"}), target)
-        load_into(head, read_tensors(folder, tensor_files(folder)), folder)
+        tensors = read_tensors(folder, tensor_files(folder))
+        for name, shared_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
+            copy_VD = tensors.pop(name, shared_VD)
+            if not torch.equal(copy_VD, shared_VD.to(copy_VD)):
+                raise ValueError(f"{folder}: {name} is not the target's: a leftover, or another target's head")
+        load_into(head, tensors, folder)
         return head
