@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from distill.corpus import stdlib_conversations
@@ -83,6 +85,12 @@ def run(name: str, target: Path, data: Path, output: Path, **changes: Any) -> di
     return report
 
 
+def trained_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The head in the run's last checkpoint."""
+    weights = load_file(max((folder / "checkpoints").iterdir()) / "model.safetensors")
+    return {name.removeprefix("draft."): tensor for name, tensor in weights.items()}
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_publishes_a_head_that_its_family_loads(
     name: str, random_target: Path, data: Path, tmp_path: Path
@@ -94,7 +102,8 @@ def test_a_recipe_publishes_a_head_that_its_family_loads(
     assert family_of(draft) == name
     served = tmp_path / "run/target" if name == "mtp" else random_target
     head = family(name).head.load(draft, Target.of(AutoModelForCausalLM.from_pretrained(served)))
-    assert all(torch.isfinite(tensor).all() for tensor in head.state_dict().values())
+    for tensor_name, tensor in trained_weights(tmp_path / "run").items():
+        assert torch.equal(head.state_dict()[tensor_name], tensor.to(torch.bfloat16).float()), tensor_name
     assert 1 <= report["offline"]["tau_forecast"] <= 4
     assert [entry["step"] for entry in report["curves"] if "held_out_alpha" in entry] == [2]
     assert report["train"]["skipped_steps"] == 0
@@ -196,6 +205,21 @@ def test_an_mtp_layer_needs_a_layout_that_has_one(random_target: Path, data: Pat
     recipe, cfg = make_config("mtp", random_target, data, tmp_path / "run", as_mimo=False)
     with pytest.raises(ValueError, match="has no MTP layout"):
         recipe.main(cfg)
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_head_of_one(random_target: Path, data: Path, tmp_path: Path) -> None:
+    flags = "--preset demo --prove.no-engine --mixed-precision no --loop.steps 2 --loop.sequence-length 128"
+    flags += " --data.num-prompts 2 --data.max-prompt-tokens 128 --prove.max-tokens 8 --data.held-out 0.2"
+    flags += f" --target {random_target} --data.source {data} --optim.max-grad-norm 1e9"
+    recipe = str(Path(__file__).parents[2] / "recipes/medusa_llama8b.py")
+    two = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node", "2", recipe]
+    for command, batch_size, output in ((two, 2, "two"), ([sys.executable, recipe], 4, "one")):
+        rest = ["--loop.batch-size", str(batch_size), "--output", str(tmp_path / output), *flags.split()]
+        subprocess.run([*command, *rest], check=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    one, other = (trained_weights(tmp_path / name) for name in ("one", "two"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, atol=2e-5, rtol=1e-3)
 
 
 @pytest.mark.slow
