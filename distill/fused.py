@@ -286,15 +286,11 @@ def _parts_by_chunk(step: _Step, needed_N: Tensor, chunk_tokens: int) -> list[li
     bounds = torch.searchsorted(place_M, starts).tolist()
     is_distinct = bool((place_M.diff() > 0).all())
     place_M = place_M % chunk_tokens
-    return [
-        [
-            _Part(
-                step, order_M[i : i + chunk_tokens][: high - i], place_M[i : i + chunk_tokens][: high - i], is_distinct
-            )
-            for i in range(low, high, chunk_tokens)
-        ]
-        for low, high in pairwise(bounds)
-    ]
+    parts_by_chunk = []
+    for low, high in pairwise(bounds):
+        pieces = [slice(i, min(i + chunk_tokens, high)) for i in range(low, high, chunk_tokens)]
+        parts_by_chunk.append([_Part(step, order_M[rows], place_M[rows], is_distinct) for rows in pieces])
+    return parts_by_chunk
 
 
 def _run_parts(request: _Request, chunk: _ExactChunk | _TopKChunk, parts: Sequence[_Part]) -> None:
