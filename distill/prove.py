@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from distill.label_probe import label_probe
 from distill.loop import LoadedData, Trained
 from distill.run import Run
 from distill.signals import EndpointTarget
@@ -26,7 +27,7 @@ from eval.prompts import Prompt
 from eval.reference import measure_by_reference
 from eval.report import domain_section, engine_section, environment, offline_section, write_report
 from heads.artifact import fingerprint, publish
-from heads.checkpoint import load_causal_lm, model_folder
+from heads.checkpoint import load_causal_lm, load_tokenizer, model_folder
 from heads.draft import Draft
 
 MAX_DRAFT_TOKENS = 128
@@ -145,6 +146,7 @@ def export_draft(
             "data": str(data.stats),
             "target": target,
             "target_fingerprint": fingerprint(model_folder(target)),
+            "label_probe": label_probe(load_tokenizer(target)),
             "metrics": run.metrics[-2:],
             "environment": environment(),
         }

@@ -98,7 +98,9 @@ def test_a_recipe_publishes_a_head_that_its_family_loads(
     report = run(name, random_target, data, tmp_path / "run")
     draft = tmp_path / "run/draft"
     verify(draft)
-    assert json.loads((draft / "provenance.json").read_text())["target_fingerprint"] == fingerprint(random_target)
+    provenance = json.loads((draft / "provenance.json").read_text())
+    assert provenance["target_fingerprint"] == fingerprint(random_target)
+    assert provenance["label_probe"]["labels"], "what `redraft doctor` compares the served template with"
     assert family_of(draft) == name
     served = tmp_path / "run/target" if name == "mtp" else random_target
     head = family(name).head.load(draft, Target.of(AutoModelForCausalLM.from_pretrained(served)))
