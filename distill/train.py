@@ -238,7 +238,9 @@ class Distillation:
         )
 
     def close(self) -> None:
-        """Let another distillation use the accelerator: its checkpoints must not hold this one."""
+        """Give up the weights and their optimizer, and let another distillation use the accelerator: its checkpoints
+        must not hold this one."""
+        del self.module, self.optimizer, self.schedule
         self.accelerator.free_memory()
         self.accelerator._custom_objects.clear()
 
