@@ -81,6 +81,7 @@ Export = Callable[[Any, Path], None]
 @dataclass(frozen=True, kw_only=True)
 class TrainedHead:
     make: MakeHead
+    start: Path | None
     distillation: Distillation
     cost: Trained
 
@@ -97,6 +98,8 @@ class HeadRun:
         Raises: ValueError, FileNotFoundError where the flags do not fit the target, before any work.
         """
         check_num_tokens(cfg.prove.num_speculative_tokens, num_steps)
+        if cfg.loop.on_policy and cfg.signal.kind != "model":
+            raise ValueError("only a target in this process writes text to learn on: --signal.kind model")
         if cfg.start_from is not None:
             require_head(cfg.start_from, name, model_folder(cfg.target))
         self.cfg, self.family, self.started = cfg, family(name), time.perf_counter()
@@ -114,12 +117,11 @@ class HeadRun:
         self.accelerator.wait_for_everyone()
         return folder
 
-    def new(self, make: MakeHead) -> Any:
-        """An untrained head, the same one at every call; with `start_from`, that one."""
+    def new(self, make: MakeHead, start: Path | None = None) -> Any:
+        """An untrained head, the same one at every call; or an exported one: `start`, or the flags' `start_from`."""
         torch.manual_seed(self.cfg.loop.seed)
-        if self.cfg.start_from is not None:
-            return self.family.head.load(self.cfg.start_from, self.target)
-        return make()
+        start = start or self.cfg.start_from
+        return self.family.head.load(start, self.target) if start else make()
 
     def last_layer(self) -> tuple[nn.Module, nn.Module]:
         """The target's last decoder layer and its final norm, for a head to begin as.
@@ -150,9 +152,11 @@ class HeadRun:
         divergence: Divergence | None = None,
         loop: Loop | None = None,
         stage: str | None = None,
+        start: Path | None = None,
     ) -> TrainedHead:
-        """A head trained as the flags say, or in an earlier stage of its own divergence, loop and folder."""
-        cfg, loop, head = self.cfg, loop or self.cfg.loop, self.new(make)
+        """A head trained as the flags say; in a `stage` before that by another divergence and loop, in a folder of its
+        own; from `start`, what an earlier stage published."""
+        cfg, loop, head = self.cfg, loop or self.cfg.loop, self.new(make, start)
         run = self.run.beside(stage) if stage else self.run
         signal = target_signal(
             cfg.signal, self.model, self.target_name, self.data, run.folder, self.accelerator, head.aux_layer_ids
@@ -160,13 +164,13 @@ class HeadRun:
         distillation = Distillation(head, signal, divergence or cfg.divergence, cfg.optim, loop.steps, self.accelerator)
         writer = StandaloneDraft(self.model) if loop.on_policy else None
         cost = train(distillation, self.data, run, loop, cfg.prove.num_speculative_tokens, writer)
-        return TrainedHead(make=make, distillation=distillation, cost=cost)
+        return TrainedHead(make=make, start=start, distillation=distillation, cost=cost)
 
     def publish(self, trained: TrainedHead, export: Export, name: str = "draft") -> Path:
         """The published folder `name` of the run, and the accelerator free for another stage."""
 
         def write(weights: Mapping[str, Tensor], folder: Path) -> None:
-            head = self.new(trained.make)  # whole, where the trained one is sharded
+            head = self.new(trained.make, trained.start)  # whole, where the trained one is sharded
             head.load_state_dict(weights)
             export(head, folder)
 

@@ -65,7 +65,7 @@ def main(cfg: Config) -> None:
     # 3. optimizer, `prepare` and the loop: on text, then on the target's own words
     on_text = run.train(make, divergence=Divergence(name="cross_entropy"), loop=cfg.text, stage="text")
     after_text = run.publish(on_text, lambda head, folder: head.export(folder), "after-text")
-    trained = run.train(lambda: mlp_speculator.MLPSpeculator.load(after_text, run.target))
+    trained = run.train(make, start=after_text)
 
     # 4. proof: what is published is what is judged
     draft = run.publish(trained, lambda head, folder: head.export(folder, torch.bfloat16))

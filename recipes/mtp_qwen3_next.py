@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from distill.head_run import HeadConfig, HeadRun
+from distill.head_run import HeadConfig, HeadRun, target_config
 from distill.loop import Loop
 from distill.losses import Divergence
 from distill.prove import Prove
@@ -23,6 +23,7 @@ from distill.train import Optim
 from heads import mtp
 from heads.checkpoint import model_folder
 from heads.mtp_folder import as_mimo, stitch
+from heads.mtp_layouts import layout_of
 from recipes.cli import run_recipe
 
 
@@ -60,6 +61,8 @@ PRESETS = {
 
 def main(cfg: Config) -> None:
     # 1. target, data and folder
+    if not cfg.as_mimo:
+        layout_of(target_config(cfg.target))  # refuses what has no MTP layers before any work
     run = HeadRun(cfg, "mtp", cfg.head.num_steps, convert=as_mimo if cfg.as_mimo else None)
     folder = model_folder(run.target_name)
 
