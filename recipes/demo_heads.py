@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from distill.data import load_conversations
 from eval.report import environment, write_page
 from recipes.cli import run_recipe
 
@@ -64,7 +65,13 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    # 1. every head, and EAGLE-3 by every other divergence
+    # 1. a quarter of the standard library's conversations: more than the steps of a demo read
+    conversations = cfg.output / "conversations.jsonl"
+    if not conversations.is_file():
+        cfg.output.mkdir(parents=True, exist_ok=True)
+        conversations.write_text("".join(json.dumps(row) + "\n" for row in load_conversations("stdlib")[::4]))
+
+    # 2. every head, and EAGLE-3 by every other divergence
     others = [name for name in cfg.divergences if name != DIVERGENCES[0]] if "eagle3" in cfg.heads else []
     runs: list[tuple[str, HeadName, tuple[str, ...]]] = [(name, name, ()) for name in cfg.heads]
     runs += [(f"eagle3-{name}", "eagle3", ("--divergence.name", name)) for name in others]
@@ -74,7 +81,7 @@ def main(cfg: Config) -> None:
         print(f"\n{number} of {len(runs)}: {folder}", flush=True)
         train_and_prove(HEADS[name].recipe, cfg.output / folder, cfg, flags)
 
-    # 2. side by side
+    # 3. side by side
     reports = {folder: json.loads((cfg.output / folder / "report.json").read_text()) for folder, _, _ in runs}
     by_divergence = {DIVERGENCES[0]: "eagle3"} | {name: f"eagle3-{name}" for name in others}
     page = write_page(
@@ -105,7 +112,8 @@ def train_and_prove(recipe: str, folder: Path, cfg: Config, flags: tuple[str, ..
         print(f"{folder} is proven already")
         return
     command = [sys.executable, str(Path(__file__).with_name(f"{recipe}.py")), "--preset", "demo"]
-    command += ["--output", str(folder), "--prove.reference", str(cfg.output / "target"), *flags, *cfg.flags]
+    command += ["--data.source", str(cfg.output / "conversations.jsonl"), "--output", str(folder)]
+    command += ["--prove.reference", str(cfg.output / "target"), *flags, *cfg.flags]
     command += ["--resume"] * cfg.resume + ["--overwrite"] * cfg.overwrite
     if subprocess.run(command).returncode:
         raise ValueError(f"{folder.name} failed, as said above; mend it and go on with --resume")

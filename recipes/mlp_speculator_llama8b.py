@@ -36,7 +36,7 @@ class Config(HeadConfig):
     """Folder of the run: config, metrics, checkpoints, the exported draft, the report."""
 
 
-DEMO_LOOP = Loop(steps=80, batch_size=4, sequence_length=1024, eval_every=40, eval_batches=4, save_every=40)
+DEMO_LOOP = Loop(steps=64, batch_size=4, sequence_length=1024, eval_every=16, eval_batches=1, save_every=64)
 PRESETS = {
     "demo": Config(
         target="tests/assets/tiny-target",
@@ -44,7 +44,7 @@ PRESETS = {
         data=Data(source="stdlib", held_out=0.05, max_prompt_tokens=512),
         text=DEMO_LOOP,
         divergence=Divergence(name="forward_kl"),
-        loop=replace(DEMO_LOOP, steps=30, eval_every=15, on_policy=1.0, on_policy_tokens=64),
+        loop=replace(DEMO_LOOP, steps=16, save_every=16, on_policy=1.0, on_policy_tokens=64),
         prove=Prove(num_speculative_tokens=3),
         output=Path("outputs/demo-heads/mlp_speculator"),
         mixed_precision="bf16",
