@@ -59,7 +59,9 @@ class Run:
 
     def _claim(self, resume: bool, overwrite: bool) -> None:
         started = self.folder / "run.json"
-        if self.folder.exists() and any(self.folder.iterdir()) and not (resume or overwrite):
+        # a run that ended on a wrong flag before it began left its config alone, and nothing to lose
+        holds_work = self.folder.exists() and any(path != started for path in self.folder.iterdir())
+        if holds_work and not (resume or overwrite):
             raise ValueError(
                 f"{self.folder} holds another run: continue it with --resume or replace it with --overwrite"
             )

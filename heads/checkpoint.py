@@ -43,10 +43,13 @@ def load_causal_lm(name_or_path: str | Path, dtype: torch.dtype | None = None) -
 def load_tokenizer(name_or_path: str | Path) -> Any:
     """The tokenizer of a folder or a hub name.
 
-    Raises: FileNotFoundError for a missing folder; ValueError where it holds no tokenizer.
+    Raises: FileNotFoundError for a missing or wrong folder; ValueError where its tokenizer cannot be read.
     """
-    if not is_hub_name(name_or_path) and not Path(name_or_path).is_dir():
-        raise FileNotFoundError(f"there is no folder {name_or_path}")
+    folder = Path(name_or_path)
+    if not is_hub_name(folder) and not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
+    if folder.is_dir() and not any(folder.glob("*token*")) and not (folder / "vocab.json").exists():
+        raise FileNotFoundError(f"{folder} holds no tokenizer (tokenizer.json): it is not a model folder")
     try:
         return AutoTokenizer.from_pretrained(str(name_or_path))
     except Exception as error:

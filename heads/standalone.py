@@ -52,6 +52,13 @@ class Init:
         if not (self.checkpoint or self.layers or self.num_layers):
             raise ValueError("a draft begins with one of checkpoint, layers, num_layers: none is given")
 
+    def __str__(self) -> str:
+        if self.layers:
+            return f"layers {', '.join(map(str, self.layers))} of the target"
+        if self.num_layers:
+            return f"a new Llama of {self.num_layers} layers and width {self.hidden_size}"
+        return f"{self.checkpoint}{', with the vocabulary of the target' if self.transplant else ''}"
+
 
 class StandaloneDraft(nn.Module):
     """A Hugging Face causal LM as a draft. `model` is the LM itself."""
@@ -156,8 +163,11 @@ def make_draft(init: Init, target: Any, tokenizer: Any) -> StandaloneDraft:
     Raises: ValueError where the checkpoint's tokenizer is another and no transplant was asked for.
     """
     vocab_size = target.config.vocab_size
-    if init.layers and target.device.type == "meta":
-        raise ValueError("a draft of the target's layers needs its weights here, not behind an endpoint")
+    if init.layers and any(parameter.is_meta for parameter in target.parameters()):
+        raise ValueError(
+            "a draft of the target's layers needs its weights, which stay behind the endpoint: begin with "
+            "draft.checkpoint or draft.num_layers, or read the target from its folder (--signal.kind model or cache)"
+        )
     if init.layers:
         draft = prune_layers(target, init.layers)
     elif init.num_layers:

@@ -74,6 +74,7 @@ def main(cfg: Config) -> None:
     # 1. models
     target, tokenizer = load_target(cfg.target, cfg.signal, accelerator.device)
     untrained = make_draft(cfg.draft, target, tokenizer)
+    print(f"draft: begins as {cfg.draft}")
 
     # 2. data, and what the target says about it
     data = load_data(cfg.data, tokenizer, cfg.loop)

@@ -53,6 +53,9 @@ def test_a_folder_without_a_config_is_said_to_be_the_wrong_one(tmp_path):
 
 
 def test_a_folder_without_a_tokenizer_is_refused(folder):
+    with pytest.raises(FileNotFoundError, match=r"model holds no tokenizer"):
+        load_tokenizer(folder)
+    (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"cannot load the tokenizer of .*model") as error:
         load_tokenizer(folder)
     assert_one_line(error)

@@ -287,3 +287,10 @@ def test_a_draft_begins_as_its_init_says(tmp_path, byte_tokenizer):
 def test_a_draft_begins_one_way(wrong):
     with pytest.raises(ValueError, match="a draft begins with"):
         Init(**wrong)
+
+
+def test_layers_of_a_target_whose_weights_are_elsewhere_are_refused():
+    target = make_llama()
+    target.model.layers.to("meta")  # behind a server: only embeddings and head are here
+    with pytest.raises(ValueError, match=r"begin with draft\.checkpoint or draft\.num_layers"):
+        make_draft(Init(layers=(0,)), target, None)

@@ -112,12 +112,20 @@ def test_a_killed_and_resumed_run_ends_with_the_weights_and_metrics_of_an_unbrok
 def test_a_folder_that_holds_a_run_is_refused_without_resume_or_overwrite(command, tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/run.json").write_text("{}")
+    (tmp_path / "taken/metrics.jsonl").write_text('{"step": 1}')
     refused = run(command("taken"))
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1].startswith("redraft: ")
     assert "--resume" in refused.stderr
     assert "Traceback" not in refused.stderr
     assert (tmp_path / "taken/run.json").read_text() == "{}"
+
+
+def test_a_run_that_ended_before_it_began_keeps_nobody_from_its_folder(command, tmp_path):
+    for _ in range(2):
+        refused = run(command("mistyped", "--target", str(tmp_path / "nowhere")))
+        assert refused.returncode == 2
+        assert refused.stderr.splitlines()[-1] == f"redraft: there is no folder {tmp_path / 'nowhere'}"
 
 
 def test_resuming_with_another_config_names_what_changed_and_a_cut_checkpoint_names_its_file(command, tmp_path):
