@@ -16,8 +16,9 @@ autocast); the softmax and all sums in float32, or float64 where the inputs are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from typing import Any
 
@@ -138,6 +139,29 @@ def _check(
 # ------------------------------------------------------------------------------------------------------------- the loop
 
 
+class _Scratch:
+    """Memory that all chunks and blocks use in turn.
+
+    Freed, so large a tensor goes back to the kernel, and the page faults of the next cost a CPU more than its numbers.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised, and the same memory for the same name."""
+        size = math.prod(shape)
+        held = self._held.get((name, dtype))
+        if held is None or held.numel() < size:
+            held = self._held[name, dtype] = torch.empty(size, dtype=dtype, device=device)
+        return held[:size].view(*shape)
+
+    def product(self, name: str, left: Tensor, right: Tensor) -> Tensor:
+        """left @ right."""
+        out = self(name, (left.shape[0], right.shape[1]), left.dtype, left.device)
+        return torch.mm(left, right, out=out)
+
+
 @dataclass(frozen=True)
 class _Request:
     drafts: Sequence[DraftRows]
@@ -147,6 +171,7 @@ class _Request:
     labels_N: Tensor | None
     chunk_tokens: int
     grad_enabled: bool
+    scratch: _Scratch = field(default_factory=_Scratch)
 
 
 class _FusedLinearDivergence(torch.autograd.Function):
@@ -194,7 +219,7 @@ class _Gradient:
         else:
             for block in _blocks(self.total):  # a sum of two types makes a copy of one: let it be small
                 product = dz_WM[block] @ hidden_MD
-                self.total[block] = product if not self.is_begun else self.total[block] + product
+                _ = self.total[block].add_(product) if self.is_begun else self.total[block].copy_(product)
         self.is_begun = True
 
     def finish(self) -> Tensor:
@@ -254,10 +279,9 @@ def _run(request: _Request, target: ExactRows | TopKRows, steps: Sequence[_Step]
     needed_N = torch.unique(torch.cat([step.target_row_M for step in steps]))
     plans = [_parts_by_chunk(step, needed_N, request.chunk_tokens) for step in steps]
     for index, rows_C in enumerate(torch.split(needed_N, request.chunk_tokens) if len(needed_N) else ()):
-        chunk = _chunk(target, rows_C, request.divergence.temperature)
+        chunk = _chunk(request, target, rows_C)
         for parts in zip_longest(*(plan[index] for plan in plans)):
             _run_parts(request, chunk, [part for part in parts if part is not None])
-        del chunk  # its logits, before the next chunk's are made
 
 
 @dataclass(frozen=True)
@@ -296,7 +320,10 @@ def _parts_by_chunk(step: _Step, needed_N: Tensor, chunk_tokens: int) -> list[li
 def _run_parts(request: _Request, chunk: _ExactChunk | _TopKChunk, parts: Sequence[_Part]) -> None:
     """Values and gradients of parts of different steps."""
     hidden = [part.step.hidden_MD[part.rows_M] for part in parts]
-    logits = [hidden_MD @ part.step.head_WD.T for hidden_MD, part in zip(hidden, parts, strict=True)]
+    logits = [
+        request.scratch.product(f"draft logits {index}", hidden_MD, part.step.head_WD.T)
+        for index, (hidden_MD, part) in enumerate(zip(hidden, parts, strict=True))
+    ]
     block_rows = _block_rows(max(chunk.width, *(z.shape[1] for z in logits)), logits[0].device)
     bounds = [part.bounds(block_rows, chunk.num_rows) for part in parts]
     for index, first in enumerate(range(0, chunk.num_rows, block_rows)):
@@ -339,24 +366,24 @@ def _divergence(
         assert request.labels_N is not None
         label_M = request.labels_N[step.target_row_M[rows_M]]
         columns = draft_columns(label_M, step.draft_ids_W, logits_MW.shape[1])
-        loss_M, dz_MW = cross_entropy(*_softmax_and_log(logits_MW, divergence.temperature)[:2], *columns)
+        loss_M, dz_MW = cross_entropy(*_softmax_and_log(request, "q", logits_MW)[:2], *columns)
     else:
         loss_M, dz_MX = GRADIENTS[divergence.name](divergence, compared)
         dz_MW = at_logits(dz_MX)
     return torch.stack([loss_M, compared.alpha_M, alpha_greedy_M]), dz_MW
 
 
-def _softmax(z_MV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _softmax(scratch: _Scratch, name: str, z_MV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(softmax [M, V], log sum exp [M, 1], argmax [M, 1]) with one pass of exp."""
-    p_MV = z_MV.softmax(-1)
+    p_MV = torch.softmax(z_MV, -1, out=scratch(name, z_MV.shape, z_MV.dtype, z_MV.device))
     best_M1 = _argmax(z_MV)
     return p_MV, z_MV.gather(1, best_M1) - p_MV.gather(1, best_M1).log(), best_M1  # p = exp z / sum exp z
 
 
-def _softmax_and_log(logits_MV: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(softmax of logits / temperature, its logarithm, its argmax)."""
-    z_MV = _wide(logits_MV, temperature)
-    p_MV, log_sum_exp_M1, best_M1 = _softmax(z_MV)
+def _softmax_and_log(request: _Request, name: str, logits_MV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(softmax of logits / temperature, its logarithm, its argmax), the first two in the scratch memory of `name`."""
+    z_MV = _wide(request, name, logits_MV)
+    p_MV, log_sum_exp_M1, best_M1 = _softmax(request.scratch, name, z_MV)
     return p_MV, z_MV.sub_(log_sum_exp_M1).clamp_min_(LOG_ZERO), best_M1
 
 
@@ -370,10 +397,11 @@ def _argmax(z_MV: Tensor, group: int = 64) -> Tensor:
     return z_M1v.argmax(-1).add_(best_M1, alpha=group)
 
 
-def _wide(logits_MV: Tensor, temperature: float) -> Tensor:
+def _wide(request: _Request, name: str, logits_MV: Tensor) -> Tensor:
     """A copy of logits / temperature in float32 or wider."""
-    z_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32), copy=True)
-    return z_MV if temperature == 1 else z_MV.div_(temperature)
+    dtype = torch.promote_types(logits_MV.dtype, torch.float32)
+    z_MV = request.scratch(f"log {name}", logits_MV.shape, dtype, logits_MV.device).copy_(logits_MV)
+    return z_MV if request.divergence.temperature == 1 else z_MV.div_(request.divergence.temperature)
 
 
 def _block_rows(columns: int, device: torch.device) -> int:
@@ -393,60 +421,67 @@ AtLogits = Callable[[Tensor], Tensor]
 """From the gradient at the outcomes compared [M, X] to the gradient at all of the draft's logits [M, W]."""
 
 
-def _chunk(target: ExactRows | TopKRows, rows_C: Tensor, temperature: float) -> _ExactChunk | _TopKChunk:
-    return _TopKChunk(target, rows_C) if isinstance(target, TopKRows) else _ExactChunk(target, rows_C, temperature)
+def _chunk(request: _Request, target: ExactRows | TopKRows, rows_C: Tensor) -> _ExactChunk | _TopKChunk:
+    return _TopKChunk(request, target, rows_C) if isinstance(target, TopKRows) else _ExactChunk(request, target, rows_C)
 
 
 class _ExactChunk:
     """The target's logits on one chunk of its rows."""
 
-    def __init__(self, target: ExactRows, rows_C: Tensor, temperature: float) -> None:
-        self._logits_CV = target.hidden_ND[rows_C] @ target.head_VD.T
-        self._temperature, (self.num_rows, self.width) = temperature, self._logits_CV.shape
+    def __init__(self, request: _Request, target: ExactRows, rows_C: Tensor) -> None:
+        self._request = request
+        self._logits_CV = request.scratch.product("target logits", target.hidden_ND[rows_C], target.head_VD.T)
+        self.num_rows, self.width = self._logits_CV.shape
 
     def block(self, rows: slice) -> _ExactBlock:
-        return _ExactBlock(self._logits_CV[rows], self._temperature)
+        return _ExactBlock(self._request, self._logits_CV[rows])
 
 
 class _ExactBlock:
     """The target's distribution on a few of its rows, computed once for all the steps that are compared with it."""
 
-    def __init__(self, logits_RV: Tensor, temperature: float) -> None:
-        self._logits_RV, self.temperature, self.num_rows = logits_RV, temperature, len(logits_RV)
-        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, request: _Request, logits_RV: Tensor) -> None:
+        self._request, self._logits_RV, self.num_rows = request, logits_RV, len(logits_RV)
+        self._over_all: tuple[Tensor, Tensor] | None = None
+        self._over_some: dict[int, tuple[Tensor, Tensor]] = {}
 
     def compare(
         self, place_M: Tensor | None, logits_MW: Tensor, draft_ids_W: Tensor | None
     ) -> tuple[Compared, Tensor, AtLogits]:
         p_RW, log_p_RW = self._p(draft_ids_W)
         p_MW, log_p_MW = (p_RW, log_p_RW) if place_M is None else (p_RW[place_M], log_p_RW[place_M])
-        q_MW, log_q_MW, best_M1 = _softmax_and_log(logits_MW, self.temperature)
-        compared = Compared(p_MW, log_p_MW, q_MW, log_q_MW, alpha(p_MW, q_MW))
+        q_MW, log_q_MW, best_M1 = _softmax_and_log(self._request, "q", logits_MW)
+        least_MW = self._request.scratch("least", q_MW.shape, q_MW.dtype, q_MW.device)
+        compared = Compared(p_MW, log_p_MW, q_MW, log_q_MW, alpha(p_MW, q_MW, out=least_MW))
         return compared, p_MW.gather(1, best_M1).squeeze(1), lambda dz_MW: dz_MW
 
     def _p(self, draft_ids_W: Tensor | None) -> tuple[Tensor, Tensor]:
         """(p, log p) over the draft's vocabulary, [R, W] each."""
-        if id(draft_ids_W) not in self._known:
-            p_RV, log_p_RV, _ = _softmax_and_log(self._logits_RV, self.temperature)
-            if draft_ids_W is not None:
-                p_RV, log_p_RV = p_RV[:, draft_ids_W], log_p_RV[:, draft_ids_W]
-            self._known[id(draft_ids_W)] = p_RV, log_p_RV
-        return self._known[id(draft_ids_W)]
+        if self._over_all is None:
+            self._over_all = _softmax_and_log(self._request, "p", self._logits_RV)[:2]
+        if draft_ids_W is None:
+            return self._over_all
+        if id(draft_ids_W) not in self._over_some:
+            p_RV, log_p_RV = self._over_all
+            self._over_some[id(draft_ids_W)] = p_RV[:, draft_ids_W], log_p_RV[:, draft_ids_W]
+        return self._over_some[id(draft_ids_W)]
 
 
 class _TopKChunk:
     """The target's kept ids on one chunk of its rows."""
 
-    def __init__(self, target: TopKRows, rows_C: Tensor) -> None:
+    def __init__(self, request: _Request, target: TopKRows, rows_C: Tensor) -> None:
+        self._request = request
         self.num_rows, self.width = len(rows_C), target.ids_NK.shape[1]
         self._ids_CK, self._log_probs_CK = target.ids_NK[rows_C], target.log_probs_NK[rows_C]
 
     def block(self, rows: slice) -> _TopKBlock:
-        return _TopKBlock(self._ids_CK[rows], self._log_probs_CK[rows])
+        return _TopKBlock(self._request, self._ids_CK[rows], self._log_probs_CK[rows])
 
 
 class _TopKBlock:
-    def __init__(self, ids_RK: Tensor, log_probs_RK: Tensor) -> None:
+    def __init__(self, request: _Request, ids_RK: Tensor, log_probs_RK: Tensor) -> None:
+        self._request = request
         self.ids_RK, self.log_probs_RK, self.num_rows = ids_RK, log_probs_RK, len(ids_RK)
 
     def compare(
@@ -456,11 +491,12 @@ class _TopKBlock:
         if place_M is not None:
             ids_MK, log_p_MK = ids_MK[place_M], log_p_MK[place_M]
         columns_MK, reachable_MK = draft_columns(ids_MK, draft_ids_W, logits_MW.shape[1])
-        z_MW = _wide(logits_MW, temperature=1)
+        z_MW = _wide(self._request, "q", logits_MW)
         best_M1 = _argmax(z_MW)
         z_MK = z_MW.gather(1, columns_MK).masked_fill_(~reachable_MK, FAR_BELOW)
         # By addition, because an id out of reach has the column of another: it adds 0 there.
-        tail_MW, z_tail_M1, _ = _softmax(z_MW.scatter_add_(1, columns_MK, reachable_MK * z_MW.new_tensor(FAR_BELOW)))
+        z_MW.scatter_add_(1, columns_MK, reachable_MK * z_MW.new_tensor(FAR_BELOW))
+        tail_MW, z_tail_M1, _ = _softmax(self._request.scratch, "q", z_MW)
         z_MX = torch.cat([z_MK, z_tail_M1], -1)
         log_q_MX = z_MX.log_softmax(-1).clamp_min_(LOG_ZERO)
 

@@ -36,13 +36,13 @@ Gradient = tuple[Tensor, Tensor]
 def forward_kl(c: Compared) -> Gradient:
     """dz = P q - p."""
     mass_M = c.p_MX.sum(-1)
-    cross_M = (c.log_p_MX - c.log_q_MX).mul_(c.p_MX).sum(-1)
-    return cross_M - torch.xlogy(mass_M, mass_M), c.q_MX.mul_(mass_M[:, None]).sub_(c.p_MX)
+    cross_M = c.log_q_MX.sub_(c.log_p_MX).mul_(c.p_MX).sum(-1)
+    return -cross_M - torch.xlogy(mass_M, mass_M), c.q_MX.mul_(mass_M[:, None]).sub_(c.p_MX)
 
 
 def reverse_kl(c: Compared) -> Gradient:
     """dz = q (log q - log p - KL(q || p))."""
-    log_ratio_MX = c.log_q_MX - c.log_p_MX
+    log_ratio_MX = c.log_q_MX.sub_(c.log_p_MX)
     kl_M = (c.q_MX * log_ratio_MX).sum(-1)
     return kl_M, log_ratio_MX.sub_(kl_M[:, None]).mul_(c.q_MX)
 

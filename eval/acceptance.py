@@ -25,9 +25,12 @@ def probabilities(logits_NV: Tensor, temperature: float) -> Tensor:
     return (wide_NV / temperature).softmax(-1)
 
 
-def alpha(p_NV: Tensor, q_NV: Tensor) -> Tensor:
-    """sum_v min(p, q), [N]: the acceptance rate of speculative sampling (Leviathan et al., arXiv 2211.17192)."""
-    return torch.minimum(p_NV, q_NV).sum(-1)
+def alpha(p_NV: Tensor, q_NV: Tensor, out: Tensor | None = None) -> Tensor:
+    """sum_v min(p, q), [N]: the acceptance rate of speculative sampling (Leviathan et al., arXiv 2211.17192).
+
+    `out`, [N, V], is memory to compute in, for a caller that does so many times.
+    """
+    return torch.minimum(p_NV, q_NV, out=out).sum(-1)
 
 
 def alpha_greedy(p_NV: Tensor, q_NV: Tensor) -> Tensor:
