@@ -12,7 +12,7 @@ else ifeq ($(ENGINE),cpu)
 export UV_TORCH_BACKEND ?= cpu
 endif
 
-.PHONY: help env demo demo-heads test test-all browser check format bench clean
+.PHONY: help env demo demo-heads demo-online test test-all browser check format bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -33,6 +33,9 @@ demo: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write outputs/
 
 demo-heads: $(STAMP)  ## train every family of heads, serve each in a real vLLM, write outputs/demo-heads/report.html
 	$(BIN)/python recipes/demo_heads.py --overwrite
+
+demo-online: $(STAMP)  ## shift traffic under two real servers and let the learner follow, write outputs/demo-online
+	$(BIN)/python recipes/demo_online.py --overwrite
 
 test: $(STAMP) browser  ## the whole suite, with the real engine and a real browser
 	$(BIN)/python -m pytest -m "not slow"

@@ -174,14 +174,14 @@ def test_the_spool_is_only_emptied_of_what_is_stored(world, records, tmp_path):
 
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     try:
         buffer = type(world.config().buffer)(folder=disk, held_out_fraction=0.3)
 
         async def script(task):
             await until(lambda: world.entries("buffer"), task)
-            (disk / "ballast").write_bytes(bytes(800_000))
+            (disk / "ballast").write_bytes(bytes(7_400_000))
             ship(world.spool, records[:300])
             await until(lambda: "disk_full" in faults(world), task)
             assert list(world.spool.glob("*.records"))

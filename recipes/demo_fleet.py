@@ -1,0 +1,201 @@
+"""What the online demo is played on: two real servers, and clients that stream from them without a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+import eval.engine
+from eval.engine import last_error
+from eval.process import process_group
+from eval.prompts import Prompt
+
+TENANT = "demo"
+"""Traffic that may be learned from. What is measured carries none, so that no test prompt is ever trained."""
+
+START_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """One vLLM with the plugin, on a core of its own."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    async def ready(self) -> None:
+        """Raises: ChildProcessError with the engine's own words; TimeoutError."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        async with httpx.AsyncClient() as http:
+            while time.monotonic() < deadline_s:
+                if self.process.poll() is not None:
+                    raise ChildProcessError(f"the server did not start: {last_error(self.log)} (whole log: {self.log})")
+                with contextlib.suppress(httpx.TransportError):
+                    if (await http.get(f"{self.url}/health")).is_success:
+                        return
+                await asyncio.sleep(0.3)
+        raise TimeoutError(f"the server was not ready after {START_TIMEOUT_S} s: see {self.log}")
+
+    def measured(self, num_speculative_tokens: int) -> eval.engine.Server:
+        """The same as `eval` measures it."""
+        return eval.engine.Server(
+            url=self.url, model="m", dtype="float32", num_speculative_tokens=num_speculative_tokens
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def served(
+    target: Path,
+    registry: Path,
+    *,
+    spool: Path,
+    token_file: Path,
+    num_speculative_tokens: int,
+    max_model_len: int,
+    core: int,
+    port: int,
+    log: Path,
+) -> Iterator[Server]:
+    """`redraft serve` with the registry's current draft; it is still starting."""
+    command = [
+        *(sys.executable, "-m", "recipes.serve", str(target), "--registry", str(registry)),
+        *("--num-speculative-tokens", str(num_speculative_tokens), "--token-file", str(token_file)),
+        *("--capture.spool", str(spool), "--capture.tenants", TENANT),
+        *("--", "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "m", "--dtype", "float32"),
+        *("--enforce-eager", "--max-model-len", str(max_model_len), "--max-num-seqs", "16"),
+        *("--kv-cache-memory-bytes", str(128 << 20), "--no-enable-prefix-caching"),
+        *("--per-request-spec-decode-metrics", "detailed"),
+    ]
+    # Left alone, vLLM would bind both servers to the first core.
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)), "VLLM_NO_USAGE_STATS": "1"}
+    with process_group(command, log=log, env=environment) as process:
+        yield Server(url=f"http://127.0.0.1:{port}", process=process, log=log)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One streamed answer, as its client saw it."""
+
+    prompt: Prompt
+    server: str
+    token_ids: list[int]
+    times_s: list[float]
+    """Of every chunk, on the monotonic clock, the request's own time first."""
+
+
+class Traffic:
+    """`clients` streams at any time, shared by the servers; a client that has its answer asks the next prompt."""
+
+    def __init__(self, urls: Sequence[str], prompts: Mapping[str, Sequence[Prompt]], *, clients: int, max_tokens: int):
+        self.urls, self.clients, self.max_tokens = urls, clients, max_tokens
+        self._prompts = {domain: itertools.cycle(some) for domain, some in prompts.items()}
+        self.domain = next(iter(prompts))
+        """What is asked from now on."""
+        self.answers: list[Answer] = []
+        self.failures: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def flowing(self) -> AsyncIterator[None]:
+        """Traffic while the block runs; the answers that have begun by its end are waited for."""
+        is_over = asyncio.Event()
+
+        async def client(number: int, http: httpx.AsyncClient) -> None:
+            while not is_over.is_set():
+                prompt = next(self._prompts[self.domain])
+                try:
+                    self.answers.append(
+                        await stream(http, self.urls[number % len(self.urls)], prompt, self.max_tokens, captured=True)
+                    )
+                except (httpx.HTTPError, ValueError) as error:
+                    self.failures.append(repr(error))
+                    await asyncio.sleep(1)
+
+        async with httpx.AsyncClient(timeout=60) as http:
+            running = [asyncio.create_task(client(number, http)) for number in range(self.clients)]
+            try:
+                yield
+            finally:
+                is_over.set()
+                await asyncio.gather(*running)
+
+    def longest_gap_ms(self, server: str, begin_s: float, end_s: float) -> float:
+        """The longest wait for a next chunk that any stream of this server had to bear within the time."""
+        gaps = [
+            later - earlier
+            for answer in self.answers
+            if answer.server == server
+            for earlier, later in itertools.pairwise(answer.times_s[1:])
+            if later > begin_s and earlier < end_s
+        ]
+        return 1e3 * max(gaps, default=0.0)
+
+
+async def stream(http: httpx.AsyncClient, url: str, prompt: Prompt, max_tokens: int, *, captured: bool) -> Answer:
+    """One streamed greedy answer.
+
+    Raises: httpx.HTTPError; ValueError for a stream that is not what it should be.
+    """
+    body = {
+        "model": "m",
+        "prompt": prompt.token_ids,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    headers = {"X-Redraft-Domain": prompt.domain} | ({"X-Redraft-Tenant": TENANT} if captured else {})
+    token_ids: list[int] = []
+    times_s = [time.monotonic()]
+    async with http.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise ValueError(str(event["error"]))
+            times_s.append(time.monotonic())
+            for choice in event["choices"]:
+                token_ids += choice.get("token_ids") or []
+    if not token_ids:
+        raise ValueError("an answer without a token")
+    return Answer(prompt=prompt, server=url, token_ids=token_ids, times_s=times_s)
+
+
+async def tokens_per_s(
+    urls: Sequence[str], prompts: Sequence[Prompt], *, clients: int, max_tokens: int, captured: float
+) -> float:
+    """Output tokens per second of all servers together, with this share of the requests captured."""
+    waiting = iter(enumerate(prompts))
+    num_tokens = 0
+
+    async def client(number: int, http: httpx.AsyncClient) -> None:
+        nonlocal num_tokens
+        for index, prompt in waiting:
+            is_captured = int((index + 1) * captured) > int(index * captured)
+            answer = await stream(http, urls[number % len(urls)], prompt, max_tokens, captured=is_captured)
+            num_tokens += len(answer.token_ids)
+
+    async with httpx.AsyncClient(timeout=60) as http:
+        began_s = time.perf_counter()
+        await asyncio.gather(*(client(number, http) for number in range(clients)))
+        return num_tokens / (time.perf_counter() - began_s)

@@ -1,0 +1,557 @@
+"""The online learner on two real servers: traffic shifts to what the draft has never seen, and the draft follows.
+
+    $ make demo-online                                    # at most 20 minutes on two cores: outputs/demo-online/
+    $ python recipes/demo_online.py --overwrite --distil-steps 40 --traffic-b-s 120 --overhead-pairs 2
+
+Two domains of one target. A draft is distilled on A alone and served; 8 clients stream answers, first of A, then of B.
+The learner captures, trains, judges, publishes and swaps. Then it is offered a poisoned draft, and a useless one is
+forced past its gate. All of it is measured in the engine, and no client may ever be failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from distill.data import Conversation, load_conversations, split_held_out
+from distill.loop import make_accelerator
+from distill.losses import Divergence
+from distill.packing import PackedDataset
+from distill.samples import build_samples, held_out_prompts
+from distill.signals import InProcessTarget
+from distill.train import Distillation, Optim
+from eval.engine import TIE_LOGIT_GAP, Measurement, measure
+from eval.process import process_group
+from eval.prompts import Prompt
+from eval.report import environment
+from heads.artifact import PROVENANCE, fingerprint, require_free
+from heads.checkpoint import load_causal_lm, load_tokenizer
+from heads.standalone import Init, StandaloneDraft, make_draft
+from online import control
+from online.anchors import write_anchors
+from online.config import LearnerConfig, load_config
+from online.fleet import connected
+from online.journal import AcceptanceEntry, Entry, Journal, SwapEntry, TrainingEntry
+from online.learner import provide_first_version
+from online.registry import Registry
+from recipes.cli import run_recipe
+from recipes.demo_fleet import Answer, Server, Traffic, free_port, served, tokens_per_s
+
+A, B = "code", "prose"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: Path = Path("tests/assets/tiny-target")
+    output: Path = Path("outputs/demo-online")
+    overwrite: bool = False
+    """Replace the demo in `output`."""
+    draft_layers: tuple[int, ...] = (0, 6)
+    """Layers of the target that the draft begins with."""
+    distil_steps: int = 100
+    """Of 4,096 tokens: offline, on A for the draft that is served, and on B for the ceiling."""
+    distil_lr: float = 1e-3
+    num_anchors: int = 300
+    """Samples of A that the learner keeps for a share of every step."""
+    num_test_prompts: int = 48
+    """Of each domain: never in traffic and never trained, they measure tau in the engine."""
+    clients: int = 8
+    max_tokens: int = 96
+    """Longest answer."""
+    max_prompt_tokens: int = 160
+    num_speculative_tokens: int = 3
+    traffic_a_s: float = 45
+    traffic_b_s: float = 300
+    lr: float = 1e-3
+    """The learner's."""
+    records_per_candidate: int = 160
+    overhead_pairs: int = 5
+    """Runs with capture of every request, of a tenth and of none, in turn."""
+    overhead_prompts: int = 32
+    """Of each run."""
+
+
+def main(cfg: Config) -> None:
+    began_s = time.perf_counter()
+    require_free(cfg.output, overwrite=cfg.overwrite)
+    shutil.rmtree(cfg.output, ignore_errors=True)
+    stage = Stage.set(cfg)
+    report = asyncio.run(play(cfg, stage))
+    report |= {"config": json.loads(json.dumps(asdict(cfg), default=str)), "environment": environment()}
+    report["duration_s"] = round(time.perf_counter() - began_s, 1)
+    (cfg.output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    (cfg.output / "report.html").write_text(page(report))
+    print(summary(report))
+    print(f"report: {cfg.output / 'report.html'}")
+
+
+async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
+    """The report, from the first start of a server to the last measurement."""
+    report: dict[str, Any] = {}
+    with ExitStack() as running:
+        servers = [running.enter_context(stage.server(core)) for core in (0, 1)]
+        await asyncio.gather(*(server.ready() for server in servers))
+        traffic = Traffic([s.url for s in servers], stage.traffic, clients=cfg.clients, max_tokens=cfg.max_tokens)
+        checksums = [await target_checksum(stage, server) for server in servers]
+
+        # 1. before: the draft knows A
+        before = await taus(cfg, stage, servers)
+        report["tau"] = {"a_before": before[A].tau, "b_before": before[B].tau}
+        print(f"tau of the draft that knows {A}: {before[A].tau:.2f} on {A}, {before[B].tau:.2f} on {B}")
+
+        # 2. traffic moves from A to B; the learner follows
+        async with learner(stage, servers) as cfg_learner, traffic.flowing():
+            await passing(cfg.traffic_a_s, f"traffic of {A}")
+            traffic.domain, shifted_s = B, time.time()
+            await passing(cfg.traffic_b_s, f"traffic of {B}")
+            # 3. what must not be served
+            report["bad_candidate"] = await offer_poison(cfg_learner, stage)
+            report["bad_draft"] = await force_useless(cfg_learner, stage)
+        journal = Journal(stage.folder / "learner" / "journal").read().entries
+        report |= traffic_report(traffic, journal)
+
+        # 4. after: the version that is served now, every version before it, and the ceiling
+        after = await taus(cfg, stage, servers)
+        report["tau"] |= {"b_adapted": after[B].tau, "a_after": after[A].tau}
+        report["versions"] = await measure_versions(cfg, stage, servers, journal, shifted_s)
+        report["tau"]["b_offline"] = next(v["tau"] for v in report["versions"] if v["origin"] == "offline on B")
+        report["records_to_adapt"] = records_to_adapt(report)
+        now = [await target_checksum(stage, server) for server in servers]
+        report["swap"]["target_checksum_equal"] = now == checksums
+
+        # 5. what capture costs
+        report["capture"] = await capture_overhead(cfg, stage, servers)
+    report["lossless"] = all_greedy(stage, traffic.answers, [*before.values(), *after.values()])
+    report["timeline"] = timeline(journal, shifted_s)
+    return report
+
+
+# ------------------------------------------------------------------------------------------------------- the stage
+
+
+@dataclass(kw_only=True)
+class Stage:
+    """What is made before a server starts: prompts, drafts, anchors, the learner's settings."""
+
+    cfg: Config
+    folder: Path
+    target: Any
+    fingerprint: str
+    token: str
+    traffic: dict[str, list[Prompt]]
+    test: dict[str, list[Prompt]]
+    config: LearnerConfig
+
+    @classmethod
+    def set(cls, cfg: Config) -> Stage:
+        folder = cfg.output.absolute()
+        folder.mkdir(parents=True)
+        target, tokenizer = load_causal_lm(cfg.target, torch.float32).eval(), load_tokenizer(cfg.target)
+        train, held_out = split_held_out(load_conversations("stdlib"), 0.05)
+        parts = {name: [c for c in train if c["domain"] == name] for name in (A, B)}
+
+        drafts = {name: distil(cfg, target, tokenizer, part, name) for name, part in parts.items()}
+        for name, draft in drafts.items():
+            draft.export(folder / f"draft-{name}", tokenizer, dtype=torch.bfloat16)
+        samples, _ = build_samples(parts[A][: cfg.num_anchors], tokenizer, max_length=512, progress=False)
+        write_anchors(folder / "anchors", samples, InProcessTarget(target), fingerprint(cfg.target))
+
+        token = secrets.token_urlsafe(16)
+        (folder / "token").write_text(token)
+        (folder / "spool").mkdir(mode=0o700)
+        config = cls._learner_config(cfg, folder, servers=[])
+        registry = Registry(config.registry)
+        provide_first_version(config, registry, fingerprint(cfg.target))
+
+        def prompts(conversations: Sequence[Conversation], count: int) -> list[Prompt]:
+            return held_out_prompts(conversations, tokenizer, num_prompts=count, max_length=cfg.max_prompt_tokens)
+
+        return cls(
+            cfg=cfg,
+            folder=folder,
+            target=target,
+            fingerprint=fingerprint(cfg.target),
+            token=token,
+            traffic={name: prompts(part, 2000) for name, part in parts.items()},
+            test={name: prompts([c for c in held_out if c["domain"] == name], cfg.num_test_prompts) for name in (A, B)},
+            config=config,
+        )
+
+    @property
+    def registry(self) -> Registry:
+        return Registry(self.config.registry)
+
+    @contextmanager
+    def server(self, core: int) -> Iterator[Server]:
+        with served(
+            self.cfg.target,
+            self.config.registry,
+            spool=self.folder / "spool",
+            token_file=self.folder / "token",
+            num_speculative_tokens=self.cfg.num_speculative_tokens,
+            max_model_len=512,
+            core=core,
+            port=free_port(),
+            log=self.folder / "logs" / f"server-{core}.log",
+        ) as server:
+            yield server
+
+    @staticmethod
+    def _learner_config(cfg: Config, folder: Path, servers: Sequence[str]) -> LearnerConfig:
+        """learner.toml: a fleet of two, evidence of a minute instead of a day's."""
+        (folder / "learner.toml").write_text(f"""
+target = "{cfg.target.absolute()}"
+registry = "drafts"
+spool = "spool"
+folder = "learner"
+anchors = "anchors"
+[draft]
+initial = "draft-{A}"
+[fleet]
+servers = {json.dumps(list(servers))}
+token_file = "token"
+poll_s = 2
+[buffer]
+held_out_fraction = 0.2
+[replay]
+half_life_s = 120
+[training]
+lr = {cfg.lr}
+warmup_steps = 10
+mixed_precision = "bf16"
+fresh_per_step = 4
+replay_per_step = 12
+branches_per_record = 0
+sequence_length = 512
+records_per_candidate = {cfg.records_per_candidate}
+[judging]
+num_speculative_tokens = {cfg.num_speculative_tokens}
+held_out_per_domain = 80
+[gate]
+min_gain = 0.01
+min_requests = 30
+min_domain_requests = 20
+max_domain_loss = 0.25
+[rollout]
+warm_up_s = 1
+min_drafts = 400
+window_timeout_s = 60
+poll_s = 0.5
+watch_s = 2
+max_loss = 0.2
+""")
+        return load_config(folder / "learner.toml")
+
+    def configure(self, servers: Sequence[Server]) -> None:
+        self.config = self._learner_config(self.cfg, self.folder, [server.url for server in servers])
+
+
+def distil(
+    cfg: Config, target: Any, tokenizer: Any, conversations: Sequence[Conversation], name: str
+) -> StandaloneDraft:
+    """The draft after `distil_steps` on these conversations."""
+    samples, _ = build_samples(conversations, tokenizer, max_length=1024, progress=False)
+    data = PackedDataset(samples, sequence_length=1024)
+    accelerator = make_accelerator(1, "bf16", None)
+    draft = make_draft(Init(layers=cfg.draft_layers), target, tokenizer)
+    distillation = Distillation(
+        draft, InProcessTarget(target), Divergence(), Optim(lr=cfg.distil_lr), cfg.distil_steps, accelerator
+    )
+    for step in tqdm(range(cfg.distil_steps), desc=f"distil on {name}", unit="step"):
+        distillation.step([data.batch(step, batch_size=4)])
+    distillation.close()
+    return draft
+
+
+# ------------------------------------------------------------------------------------------------------- the acts
+
+
+@asynccontextmanager
+async def learner(stage: Stage, servers: Sequence[Server]) -> Any:
+    """`redraft learner` beside the servers, on whatever cores they leave it."""
+    stage.configure(servers)
+    command = [sys.executable, "-m", "recipes.learner", "--config", str(stage.folder / "learner.toml")]
+    log = stage.folder / "logs" / "learner.log"
+    with process_group(command, log=log, env={"OMP_NUM_THREADS": "1"}) as process:
+        while not (stage.folder / "learner" / control.SOCKET).exists():
+            if process.poll() is not None:
+                raise ChildProcessError(f"the learner did not start: see {log}")
+            await asyncio.sleep(0.2)
+        yield stage.config
+        if process.poll() is not None:
+            raise ChildProcessError(f"the learner ended by itself: see {log}")
+
+
+async def passing(seconds: float, what: str) -> None:
+    """A bar for as long."""
+    with tqdm(total=round(seconds), desc=what, unit="s", bar_format="{desc}: {n:.0f}/{total} s") as bar:
+        for _ in range(round(seconds)):
+            await asyncio.sleep(1)
+            bar.update()
+
+
+async def taus(cfg: Config, stage: Stage, servers: Sequence[Server]) -> dict[str, Any]:
+    """The engine's own counts on each domain's test prompts, one domain a server."""
+    measured = await asyncio.gather(
+        *(_measured(cfg, server, stage.test[name]) for server, name in zip(servers, (A, B), strict=True))
+    )
+    return {name: Measured(run) for name, run in zip((A, B), measured, strict=True)}
+
+
+@dataclass(frozen=True)
+class Measured:
+    run: Measurement
+
+    @property
+    def tau(self) -> float:
+        assert self.run.counts is not None
+        return self.run.counts.tau
+
+
+async def _measured(cfg: Config, server: Server, prompts: Sequence[Prompt]) -> Measurement:
+    return await asyncio.to_thread(
+        measure,
+        server.measured(cfg.num_speculative_tokens),
+        prompts,
+        max_tokens=cfg.max_tokens,
+        concurrency=cfg.clients // 2,
+    )
+
+
+async def offer_poison(cfg: LearnerConfig, stage: Stage) -> dict[str, Any]:
+    """What the gate says of the current draft with a third of its weights' spread in noise on top."""
+    folder = stage.folder / "poisoned"
+    served = stage.registry.path(stage.registry.current() or "")
+    await asyncio.to_thread(spoilt, served, folder, noise=0.3)
+    verdict = await control.ask(cfg.folder, do="judge", draft=str(folder))
+    return {"rejected_by_gate": verdict["decision"] == "reject", "reason": verdict["reason"]}
+
+
+async def force_useless(cfg: LearnerConfig, stage: Stage) -> dict[str, Any]:
+    """A draft of nothing but noise, published and swapped in as a person would, past the gate."""
+    registry = stage.registry
+    current = registry.current()
+    version = await asyncio.to_thread(
+        registry.publish,
+        lambda folder: spoilt(registry.path(current or ""), folder, noise=3.0),
+        target_fingerprint=stage.fingerprint,
+        provenance={"origin": "noise"},
+        evaluation={},
+    )
+    outcome = await control.ask(cfg.folder, do="swap", version=version)
+    swaps = [e for e in Journal(cfg.folder / "journal").read().entries if isinstance(e, SwapEntry)]
+    there = next(s for s in swaps if s.version == version)
+    back = [s for s in swaps if s.from_version == version and s.outcome == "rolled_back"]
+    return {
+        "rolled_back": not outcome["passed"] and registry.current() == current and bool(back),
+        "rollback_s": back[-1].time_s - there.time_s if back else None,
+        "reason": outcome["reason"],
+        "version": version,
+    }
+
+
+def spoilt(draft: Path, folder: Path, noise: float) -> None:
+    """The draft with noise of `noise` times their spread on all matrices."""
+    model = StandaloneDraft.load(draft)
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.model.parameters():
+        if weight.ndim == 2:
+            weight.data += noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    model.export(folder, load_tokenizer(draft))
+    shutil.copy(draft / "config.json", folder)
+
+
+async def measure_versions(
+    cfg: Config, stage: Stage, servers: Sequence[Server], journal: Sequence[Entry], shifted_s: float
+) -> list[dict[str, Any]]:
+    """Every version that was current, and the ceiling: tau on B's test prompts, after how many records of B."""
+    registry = stage.registry
+    offline = registry.publish(
+        lambda folder: copy_draft(stage.folder / f"draft-{B}", registry.path("v000001"), folder),
+        target_fingerprint=stage.fingerprint,
+        provenance={"origin": "offline on B"},
+        evaluation={},
+    )
+    seen = [e.records_seen for e in journal if isinstance(e, TrainingEntry) and e.time_s < shifted_s]
+    records_at_shift = seen[-1] if seen else 0
+    promoted: list[str] = json.loads((registry.folder / "promoted.json").read_text())
+    rows = []
+    async with connected({server.url: stage.token for server in servers}) as fleet:
+        for first in range(0, len(promoted) + 1, 2):
+            pair = [*promoted, offline][first : first + 2]
+            await asyncio.gather(*(server.swap(version) for server, version in zip(fleet, pair, strict=False)))
+            measured = await asyncio.gather(
+                *(_measured(cfg, server, stage.test[B]) for server, _ in zip(servers, pair, strict=False))
+            )
+            for version, run in zip(pair, measured, strict=True):
+                provenance = json.loads((registry.path(version) / PROVENANCE).read_text())
+                records = max(0, provenance.get("records", 0) - records_at_shift)
+                origin = provenance.get("origin", "learned" if "records" in provenance else "offline on A")
+                rows.append({"version": version, "origin": origin, "records": records, "tau": Measured(run).tau})
+    return rows
+
+
+def copy_draft(draft: Path, like: Path, folder: Path) -> None:
+    """The draft's files with the very configuration of `like`, which is what the servers compare."""
+    for path in draft.iterdir():
+        shutil.copy(path, folder)
+    shutil.copy(like / "config.json", folder)
+
+
+async def capture_overhead(cfg: Config, stage: Stage, servers: Sequence[Server]) -> dict[str, Any]:
+    """1 - tokens/s with capture / tokens/s without, of both servers under load; medians of interleaved pairs."""
+    urls, prompts = [server.url for server in servers], stage.test[B][: cfg.overhead_prompts]
+    rates: dict[float, list[float]] = {0.0: [], 0.1: [], 1.0: []}
+    for pair in tqdm(range(cfg.overhead_pairs), desc="what capture costs", unit="pair"):
+        order = list(rates)
+        for share in order[pair % 3 :] + order[: pair % 3]:
+            rates[share].append(
+                await tokens_per_s(urls, prompts, clients=cfg.clients, max_tokens=cfg.max_tokens, captured=share)
+            )
+    cost = {
+        share: 1 - statistics.median(with_ / without for with_, without in zip(rates[share], rates[0.0], strict=True))
+        for share in (0.1, 1.0)
+    }
+    return {
+        "overhead": cost[1.0],
+        "overhead_at_10_percent": cost[0.1],
+        "tokens_per_s": {str(share): some for share, some in rates.items()},
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- the report
+
+
+async def target_checksum(stage: Stage, server: Server) -> str:
+    import httpx
+
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {stage.token}"}) as http:
+        status = (await http.get(f"{server.url}/redraft/status")).json()
+    return str(status["target_checksum"]) if status["target_intact"] else "changed"
+
+
+def traffic_report(traffic: Traffic, journal: Sequence[Entry]) -> dict[str, Any]:
+    """Failures, and how long clients had to wait for a chunk around swaps and in as much time before each."""
+    swaps = [e for e in journal if isinstance(e, SwapEntry) and e.outcome in ("swapped", "rolled_back")]
+    monotonic = time.monotonic() - time.time()
+    around, before = [], []
+    for swap in swaps:
+        begin_s = swap.time_s + monotonic - (swap.duration_ms or 0) / 1e3 - 0.5
+        end_s = swap.time_s + monotonic + 1.0
+        around.append(traffic.longest_gap_ms(swap.server, begin_s, end_s))
+        before.append(traffic.longest_gap_ms(swap.server, 2 * begin_s - end_s, begin_s))
+    return {
+        "failed_requests": len(traffic.failures),
+        "requests": len(traffic.answers),
+        "failures": traffic.failures[:5],
+        "swap": {
+            "count": len(swaps),
+            "pause_ms_max": max(around, default=0.0),
+            "pause_ms_max_before": max(before, default=0.0),
+        },
+    }
+
+
+def records_to_adapt(report: dict[str, Any]) -> int | None:
+    """New records of B behind the first version that closed 70% of the gap; None where none did."""
+    tau = report["tau"]
+    wanted = tau["b_before"] + 0.7 * (tau["b_offline"] - tau["b_before"])
+    learned = [v for v in report["versions"] if v["origin"] == "learned" and v["tau"] >= wanted]
+    return learned[0]["records"] if learned else None
+
+
+@torch.no_grad()
+def all_greedy(stage: Stage, answers: Sequence[Answer], runs: Sequence[Measured]) -> bool:
+    """Whether every token that any client got is the target's own greedy one, or ties with it."""
+    texts = [(answer.prompt.token_ids, answer.token_ids) for answer in answers]
+    for measured in runs:
+        outputs = zip(measured.run.prompts, measured.run.outputs, strict=True)
+        texts += [(prompt.token_ids, output.token_ids) for prompt, output in outputs]
+    for prompt, output in tqdm(texts, desc="lossless", unit="answer"):
+        logits_TV = stage.target(input_ids=torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        chosen_T = logits_TV.gather(1, torch.tensor(output)[:, None])[:, 0]
+        if float((logits_TV.amax(-1) - chosen_T).max()) > TIE_LOGIT_GAP:
+            return False
+    return True
+
+
+def timeline(journal: Sequence[Entry], shifted_s: float) -> dict[str, Any]:
+    """What the page draws, in seconds since the shift."""
+    accepted = [e for e in journal if isinstance(e, AcceptanceEntry) and e.server and e.tau is not None]
+    swaps = [e for e in journal if isinstance(e, SwapEntry)]
+    return {
+        "acceptance": [{"s": e.time_s - shifted_s, "server": e.server, "tau": e.tau} for e in accepted],
+        "swaps": [
+            {"s": e.time_s - shifted_s, "server": e.server, "version": e.version, "outcome": e.outcome} for e in swaps
+        ],
+    }
+
+
+def summary(report: dict[str, Any]) -> str:
+    tau = report["tau"]
+    closed = (tau["b_adapted"] - tau["b_before"]) / (tau["b_offline"] - tau["b_before"])
+    return "\n".join(
+        [
+            f"tau on {B}: {tau['b_before']:.3f} -> {tau['b_adapted']:.3f}, ceiling {tau['b_offline']:.3f}: "
+            f"{closed:.0%} of the gap, after {report['records_to_adapt']} records for 70%",
+            f"tau on {A}: {tau['a_before']:.3f} -> {tau['a_after']:.3f}",
+            f"{report['swap']['count']} swaps, longest wait {report['swap']['pause_ms_max']:.0f} ms "
+            f"(before: {report['swap']['pause_ms_max_before']:.0f} ms), {report['failed_requests']} failed requests of "
+            f"{report['requests']}, lossless: {report['lossless']}",
+            f"poisoned candidate rejected: {report['bad_candidate']['rejected_by_gate']}; bad draft rolled back: "
+            f"{report['bad_draft']['rolled_back']} in {report['bad_draft']['rollback_s']} s",
+            f"capture costs {report['capture']['overhead']:.1%}, of a tenth "
+            f"{report['capture']['overhead_at_10_percent']:.1%}; {report['duration_s']} s in all",
+        ]
+    )
+
+
+def page(report: dict[str, Any]) -> str:
+    """The picture: acceptance over time with every swap, and what each version reached on B."""
+    import altair as alt
+
+    lines = (
+        alt.Chart(alt.Data(values=report["timeline"]["acceptance"]), width=760, height=240, title="live traffic")
+        .mark_line(interpolate="monotone")
+        .encode(
+            x=alt.X("s:Q", title=f"seconds since traffic shifted to {B}"),
+            y=alt.Y("tau:Q", title="tokens per target step", scale=alt.Scale(zero=False)),
+            color=alt.Color("server:N", title=None),
+        )
+    )
+    marks = (
+        alt.Chart(alt.Data(values=report["timeline"]["swaps"]))
+        .mark_rule(strokeDash=[4, 4])
+        .encode(x="s:Q", tooltip=["version:N", "server:N", "outcome:N"])
+    )
+    learned = [v for v in report["versions"] if v["origin"] != "offline on B"]
+    versions = (
+        alt.Chart(alt.Data(values=learned), width=760, height=240, title=f"every version on test prompts of {B}")
+        .mark_line(point=True)
+        .encode(
+            x=alt.X("records:Q", title=f"records of {B} trained"),
+            y=alt.Y("tau:Q", title="tokens per target step", scale=alt.Scale(zero=False)),
+            tooltip=["version:N", "tau:Q"],
+        )
+    )
+    ceiling = (
+        alt.Chart(alt.Data(values=[{"tau": report["tau"]["b_offline"]}])).mark_rule(color="gray").encode(y="tau:Q")
+    )
+    return str((lines + marks & versions + ceiling).to_html(inline=True))
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

@@ -1,0 +1,39 @@
+"""Three training steps on as many ranks as were launched, written as a checkpoint.
+
+python run_ranks.py DRAFT RECORDS OUTPUT
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from online.candidate import Candidate, Ranks
+from online.config import Training
+from online.records import read_frames
+
+torch.set_num_threads(1)
+
+
+def main(draft: Path, frames: Path, output: Path) -> None:
+    cfg = Training(lr=1e-3, warmup_steps=1, branches_per_record=0, sequence_length=64)
+    candidate = Candidate(cfg, "standalone")
+    ranks = Ranks(candidate)
+    if not candidate.accelerator.is_main_process:
+        ranks.follow()
+        return
+    records = [record for _, record in read_frames(frames.read_bytes())]
+    ranks.do("begin", draft)
+    for step in range(3):
+        stats = ranks.do("step", records[8 * step : 8 * step + 8], step)
+        print(f"step {step}: loss {stats.loss:.9f}, {stats.labels} labels")
+    output.mkdir()
+    ranks.do("write", output)
+    ranks.do("rest")
+    ranks.dismiss()
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

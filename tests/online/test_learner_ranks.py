@@ -1,0 +1,42 @@
+"""Training on several ranks: rank 0 gives the orders, and the result is that of one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from learner_world import make_draft, make_records
+from safetensors.torch import load_file
+
+from online.records import encode
+
+SCRIPT = Path(__file__).with_name("run_ranks.py")
+
+
+def losses(command, tmp_path, draft):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    output = tmp_path / f"out-{len(command)}"
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(draft), str(tmp_path / "records"), str(output)],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [line for line in done.stdout.splitlines() if line.startswith("step")], output
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_what_one_would(random_target, tmp_path):
+    draft = make_draft(random_target, tmp_path / "draft")
+    (tmp_path / "records").write_bytes(b"".join(map(encode, make_records(random_target, 24))))
+    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    (one_says, one), (two_say, both) = losses([sys.executable], tmp_path, draft), losses(two, tmp_path, draft)
+    for mine, its in zip(one_says, two_say, strict=True):
+        (_, _, _, loss, labels, _), (_, _, _, its_loss, its_labels, _) = mine.split(), its.split()
+        assert float(loss.strip(",")) == pytest.approx(float(its_loss.strip(",")), rel=1e-5)
+        assert labels == its_labels
+    weights, its_weights = (load_file(folder / "draft" / "model.safetensors") for folder in (one, both))
+    for name, tensor in weights.items():
+        assert (tensor - its_weights[name]).abs().max() < 1e-5, name
