@@ -43,7 +43,7 @@ class Config(HeadConfig):
 PRESETS = {
     "demo": Config(
         target="tests/assets/tiny-target",
-        head=eagle3.Config(num_steps=3),
+        head=eagle3.Config(aux_layer_ids=(2, 4, 7), num_steps=3),
         draft_vocab_size=2048,
         data=Data(source="stdlib", held_out=0.05, max_prompt_tokens=512),
         divergence=Divergence(name="forward_kl"),
