@@ -177,6 +177,7 @@ class Learner:
         while True:
             await asyncio.sleep(self.cfg.fleet.poll_s)
             await self._look()
+            await asyncio.to_thread(self.buffer.expire, time.time())
 
     async def _look(self) -> None:
         seen = await self.watch.look()
@@ -209,7 +210,7 @@ class Learner:
         self._fault("acceptance_alarm", server.url)
         try:
             await self.cycle.go_back(f"{server.url} hardly accepts anything of {version}")
-        except FileNotFoundError:  # the first version: there is nothing better to serve
+        except (OSError, ValueError):  # the first version, or the one before is damaged: there is nothing better
             self._fault("nothing_to_go_back_to", version)
 
     def _note(self, seen: list[Seen]) -> None:

@@ -122,6 +122,11 @@ class World:
     def entries(self, kind: str) -> list[Any]:
         return [entry for entry in self.journal if type(entry).__name__ == f"{kind.capitalize()}Entry"]
 
+    def last(self, kind: str, name: str) -> Any:
+        """A field of the newest entry of this kind; 0 where there is none yet."""
+        entries = self.entries(kind)
+        return getattr(entries[-1], name) if entries else 0
+
     def config(self, **changes: Any) -> LearnerConfig:
         training = Training(
             lr=1e-3, warmup_steps=2, fresh_per_step=4, replay_per_step=12, records_per_candidate=64, sequence_length=64

@@ -95,14 +95,14 @@ def test_the_learner_goes_on_where_it_ended(world, records):
         await promoted(world, task)
 
     play(world, first)
-    steps = world.entries("training")[-1].step
+    steps = world.last("training", "step")
 
     async def second(task):
         ship(world.spool, records[300:])
-        await until(lambda: world.entries("training")[-1].step > steps + 8, task)
+        await until(lambda: world.last("training", "step") > steps + 8, task)
 
     play(world, second)
-    assert world.entries("training")[-1].records_seen > 4 * steps
+    assert world.last("training", "records_seen") > 4 * steps
     assert any("goes on from checkpoint" in entry.reason for entry in world.entries("state"))
 
 
@@ -140,7 +140,7 @@ def test_a_learner_slower_than_its_traffic_skips_the_oldest(world, records):
     ship(world.spool, records[:300])
 
     async def script(task):
-        await until(lambda: world.entries("training") and world.entries("training")[-1].skipped > 50, task)
+        await until(lambda: world.last("training", "skipped") > 50, task)
 
     play(world, script, training=type(training)(**lagging))
 
@@ -160,7 +160,7 @@ def test_what_is_torn_twice_or_of_another_target_is_counted_and_not_trained(worl
 
     async def script(task):
         await until(lambda: not list(world.spool.glob("*.records")), task)
-        await until(lambda: world.entries("buffer")[-1].dropped.get("corrupt") == 12, task)
+        await until(lambda: (world.last("buffer", "dropped") or {}).get("corrupt") == 12, task)
 
     play(world, script)
     status = world.entries("buffer")[-1]
@@ -187,7 +187,7 @@ def test_the_spool_is_only_emptied_of_what_is_stored(world, records, tmp_path):
             assert list(world.spool.glob("*.records"))
             (disk / "ballast").unlink()
             await until(lambda: not list(world.spool.glob("*.records")), task)
-            await until(lambda: world.entries("buffer")[-1].records > 150, task)
+            await until(lambda: world.last("buffer", "records") > 150, task)
 
         play(world, script, buffer=buffer)
     finally:
@@ -202,7 +202,7 @@ def test_servers_with_another_target_halt_the_learner_until_they_are_back(world,
         ours = world.fakes[0].target_fingerprint
         await until(lambda: all(fake.version == "v000001" for fake in world.fakes), task)
         world.fakes[0].target_fingerprint = "another"
-        await until(lambda: world.entries("state")[-1].phase == "halted", task)
+        await until(lambda: world.last("state", "phase") == "halted", task)
         ship(world.spool, records[:300])
         await asyncio.sleep(1)
         assert not world.entries("training")
@@ -243,7 +243,7 @@ def test_the_fleet_stays_on_one_version_where_a_server_refuses_the_new_one(world
     async def script(task):
         ship(world.spool, records[:300])
         await until(lambda: any(e.outcome == "refused" for e in world.entries("swap")), task)
-        await until(lambda: world.entries("state")[-1].phase in ("idle", "training"), task)
+        await until(lambda: world.last("state", "phase") in ("idle", "training"), task)
         assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
 
     play(world, script)
@@ -273,6 +273,7 @@ def test_a_bad_version_that_a_person_forces_is_taken_back_by_the_canary(world, r
 def test_a_person_swaps_rolls_back_and_is_told_where_there_is_nothing_before(world, records):
     async def script(task):
         learner = world.root / "learner"
+        await until(lambda: world.entries("state"), task)
         with pytest.raises(ValueError, match="no version before"):
             await control.ask(learner, do="rollback")
         good = world.registry.publish(
@@ -293,7 +294,7 @@ def test_a_canary_can_be_recalled(world, records):
 
     async def script(task):
         ship(world.spool, records[:300])
-        await until(lambda: world.entries("state") and world.entries("state")[-1].phase == "canary", task)
+        await until(lambda: world.last("state", "phase") == "canary", task)
         await until(lambda: world.fakes[0].version == "v000002", task)
         assert await control.ask(world.root / "learner", do="rollback") == {"version": "v000001"}
         assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
@@ -306,7 +307,7 @@ def test_the_gate_judges_a_draft_that_is_offered(world, records, random_target, 
     ship(world.spool, records[:100])
 
     async def script(task):
-        await until(lambda: world.entries("buffer")[-1].held_out > 20, task)
+        await until(lambda: world.last("buffer", "held_out") > 20, task)
         verdict = await control.ask(world.root / "learner", do="judge", draft=str(worse))
         assert verdict["decision"] == "reject"
         better = await control.ask(world.root / "learner", do="judge", draft=str(random_target))

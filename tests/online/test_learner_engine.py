@@ -99,7 +99,7 @@ def test_a_killed_server_comes_back_to_the_current_version_and_a_refusing_one_ke
             async with learning(world, servers) as task:
                 async with traffic.flowing():
                     await until(lambda: any(e.outcome == "refused" for e in world.entries("swap")), task, 300)
-                    await until(lambda: world.entries("state")[-1].phase in ("idle", "training"), task)
+                    await until(lambda: world.last("state", "phase") in ("idle", "training"), task)
                     assert await versions_of(servers) == ["v000001", "v000001"]
                     assert traffic.failures == []
                 for version in world.registry.versions():

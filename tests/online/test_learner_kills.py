@@ -62,7 +62,7 @@ def test_a_killed_learner_goes_on_and_neither_loses_nor_repeats_a_record(world, 
             await until(lambda: world.registry.current() not in (None, "v000001"))
             await until(lambda: len({fake.version for fake in world.fakes} | {world.registry.current()}) == 1)
             await until(lambda: not list(world.spool.glob("*.records")))
-            await until(lambda: world.entries("buffer")[-1].lag_records < 4)
+            await until(lambda: world.last("buffer", "lag_records") < 4)
             process.terminate()
             assert await ended(process) == 0
 

@@ -59,6 +59,7 @@ def test_a_mistake_is_told_in_one_line(args, message, capsys, tmp_path, monkeypa
     publish(world)
     world.registry.promote("v000001")
     (tmp_path / "learner.toml").write_text('target = "t"\nregistry = "registry"\nspool = "s"\n')
+    capsys.readouterr()  # what made the draft drew bars
     assert dispatch(args) == 2
     error = capsys.readouterr().err
     assert message in error
