@@ -52,6 +52,8 @@ from recipes.demo_fleet import Answer, Server, Traffic, free_port, served, token
 
 A, B = "code", "prose"
 
+SETTINGS = "demo.json"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -86,16 +88,26 @@ class Config:
 
 def main(cfg: Config) -> None:
     began_s = time.perf_counter()
-    require_free(cfg.output, overwrite=cfg.overwrite)
-    shutil.rmtree(cfg.output, ignore_errors=True)
+    settings = json.loads(json.dumps(asdict(cfg), default=str))
+    clear(cfg.output, overwrite=cfg.overwrite)
+    (cfg.output / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
     stage = Stage.set(cfg)
     report = asyncio.run(play(cfg, stage))
-    report |= {"config": json.loads(json.dumps(asdict(cfg), default=str)), "environment": environment()}
+    report |= {"config": settings, "environment": environment()}
     report["duration_s"] = round(time.perf_counter() - began_s, 1)
     (cfg.output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     (cfg.output / "report.html").write_text(page(report))
     print(summary(report))
     print(f"report: {cfg.output / 'report.html'}")
+
+
+def clear(folder: Path, *, overwrite: bool) -> None:
+    """An empty folder. Raises: FileExistsError where it holds anything, but for an older demo and with `overwrite`."""
+    require_free(folder, overwrite=overwrite)
+    if folder.exists() and any(folder.iterdir()) and not (folder / SETTINGS).is_file():
+        raise FileExistsError(f"{folder} holds files that are no demo's: move them away by hand")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
@@ -158,7 +170,6 @@ class Stage:
     @classmethod
     def set(cls, cfg: Config) -> Stage:
         folder = cfg.output.absolute()
-        folder.mkdir(parents=True)
         target, tokenizer = load_causal_lm(cfg.target, torch.float32).eval(), load_tokenizer(cfg.target)
         train, held_out = split_held_out(load_conversations("stdlib"), 0.05)
         parts = {name: [c for c in train if c["domain"] == name] for name in (A, B)}

@@ -172,7 +172,7 @@ class World:
                     raise task.exception()
 
 
-async def until(condition: Callable[[], Any], task: asyncio.Task[None] | None = None, timeout_s: float = 120) -> Any:
+async def until(condition: Callable[[], Any], task: asyncio.Task[None] | None = None, timeout_s: float = 300) -> Any:
     """What the condition returns once it is true."""
     deadline_s = time.monotonic() + timeout_s
     while not (found := condition()):

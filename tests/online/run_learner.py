@@ -15,7 +15,7 @@ from online.config import LearnerConfig
 from online.learner import run
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["run_learner"])  # torch is loaded once for all of them
+FORKS.set_forkserver_preload(["online.learner"])  # torch is loaded once for all of them
 
 
 def start(cfg: LearnerConfig, kill_at: str = "") -> ForkServerProcess:
