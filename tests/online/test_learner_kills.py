@@ -37,19 +37,21 @@ async def ended(process):
 
 KILLS = [
     "before 6 online.candidate:Candidate.step",  # while training
+    "before 1 online.buffer:Buffer.commit_trained",  # the checkpoint is there and does not count yet
+    "after 2 online.registry:Registry.publish",  # published, and the state does not say so
+]
+RARER_KILLS = [
     "after 1 online.buffer:Buffer.append",  # records stored, their file not yet removed
     "before 2 heads.artifact:_flush",  # the checkpoint is written, not yet on the disk
-    "before 1 online.buffer:Buffer.commit_trained",  # the checkpoint is there and does not count yet
     "after 1 online.buffer:Buffer.commit_trained",  # it counts, and the state does not say so
     "before 3 heads.artifact:_flush",  # while publishing
-    "after 2 online.registry:Registry.publish",  # published, and the state does not say so
     "before 1 online.cycle:try_canary",
     "before 1 online.cycle:roll_waves",
     "before 2 online.registry:Registry._point_current_at",  # while promoting
 ]
 
 
-@pytest.mark.parametrize("kill_at", KILLS)
+@pytest.mark.parametrize("kill_at", [*KILLS, *(pytest.param(kill, marks=pytest.mark.slow) for kill in RARER_KILLS)])
 def test_a_killed_learner_goes_on_and_neither_loses_nor_repeats_a_record(world, records, kill_at):
     async def main():
         async with world.fleet():
