@@ -21,7 +21,7 @@ def noisy_draft(random_target, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def records(random_target):
-    return make_records(random_target, 500)
+    return make_records(random_target, 260)
 
 
 @pytest.fixture
@@ -55,12 +55,12 @@ RARER_KILLS = [
 def test_a_killed_learner_goes_on_and_neither_loses_nor_repeats_a_record(world, records, kill_at):
     async def main():
         async with world.fleet():
-            for first in range(0, 300, 50):
-                ship(world.spool, records[first : first + 50])
+            for first in range(0, 180, 30):
+                ship(world.spool, records[first : first + 30])
             process = start(world.config(), kill_at)
             assert await ended(process) == -9
             process = start(world.config())
-            ship(world.spool, records[300:])
+            ship(world.spool, records[180:])
             await until(lambda: world.registry.current() not in (None, "v000001"))
             await until(lambda: len({fake.version for fake in world.fakes} | {world.registry.current()}) == 1)
             await until(lambda: not list(world.spool.glob("*.records")))
