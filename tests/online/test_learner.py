@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from pathlib import Path
 
+import msgspec
 import pytest
 from fake_fleet import TOKEN
 from learner_world import World, make_draft, make_records, ship, until
+from safetensors.torch import load_file
 
 from heads.artifact import fingerprint, verify
 from online import control
+from online.config import FleetConfig
+from online.learner import run
 from online.lock import AlreadyOwnedError
-from online.records import encode
+from online.records import MAGIC, encode
+from online.spool import is_in_memory
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +137,9 @@ def test_a_loss_that_is_not_finite_is_never_saved(world, records):
     play(world, script, training=type(training)(**wild))
     assert "loss_not_finite" in faults(world)
     assert world.registry.versions() == ["v000001"]
-    assert not list((world.root / "learner" / "checkpoints").iterdir())
+    # One finite step of the candidate after it may be saved at the end.
+    for weights in (world.root / "learner" / "checkpoints").rglob("*.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(weights).values()), weights
 
 
 def test_a_learner_slower_than_its_traffic_skips_the_oldest(world, records):
@@ -194,18 +202,52 @@ def test_the_spool_is_only_emptied_of_what_is_stored(world, records, tmp_path):
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+def test_what_servers_lose_before_the_spool_is_counted_since_the_learner_began(world):
+    first, second = world.fakes
+    first.capture = {"dropped_steps_queue_full": 100, "records": 7}
+
+    async def script(task):
+        await until(lambda: world.entries("buffer"), task)
+        first.capture = {"dropped_steps_queue_full": 103, "records": 9}
+        second.capture = {"dropped_records_spool": 2}
+        await until(lambda: (world.last("buffer", "dropped") or {}).get("spool_full") == 2, task)
+        await first.restart()
+        first.capture = {"dropped_steps_queue_full": 5}
+        await until(lambda: world.last("buffer", "dropped").get("queue_full") == 8, task)
+
+    play(world, script)
+
+
 # --- the fleet
 
 
-def test_servers_with_another_target_halt_the_learner_until_they_are_back(world, records):
+def with_other_tokenizer(source, folder):
+    """The same model with one merge less in its tokenizer."""
+    changed = shutil.copytree(source, folder)
+    tokenizer = json.loads((changed / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-1]
+    (changed / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return changed
+
+
+@pytest.mark.parametrize("change", [make_draft, with_other_tokenizer], ids=["weights", "tokenizer"])
+def test_a_target_changed_under_the_same_address_is_kept_aside_and_nothing_is_swapped(world, records, change, tmp_path):
+    other = fingerprint(change(world.target, tmp_path / "other"))
+
     async def script(task):
         ours = world.fakes[0].target_fingerprint
         await until(lambda: all(fake.version == "v000001" for fake in world.fakes), task)
-        world.fakes[0].target_fingerprint = "another"
+        swaps = [list(fake.swaps) for fake in world.fakes]
+        world.fakes[0].target_fingerprint = other
         await until(lambda: world.last("state", "phase") == "halted", task)
+        ship(world.spool, [msgspec.structs.replace(record, target_fingerprint=other) for record in records[300:320]])
         ship(world.spool, records[:300])
-        await asyncio.sleep(1)
+        await until(lambda: world.last("buffer", "records") + world.last("buffer", "held_out") == 300, task)
+        world.fakes[1].version = "start"  # the halted learner does not reconcile either
+        await asyncio.sleep(0.5)
         assert not world.entries("training")
+        assert [list(fake.swaps) for fake in world.fakes] == swaps
+        assert world.last("buffer", "dropped")["foreign"] == 20
         world.fakes[0].target_fingerprint = ours
         await promoted(world, task)
 
@@ -316,14 +358,39 @@ def test_the_gate_judges_a_draft_that_is_offered(world, records, random_target, 
     play(world, script, training=type(world.config().training)(records_per_candidate=10_000))
 
 
-def test_a_tenant_is_forgotten(world, random_target):
+def test_a_tenant_is_forgotten_also_where_its_records_are_still_on_their_way(world, random_target):
     ship(world.spool, make_records(random_target, 8, tenant="acme") + make_records(random_target, 8, seed=3))
 
     async def script(task):
         await until(lambda: not list(world.spool.glob("*.records")), task)
-        assert await control.ask(world.root / "learner", do="forget", tenant="acme") == {"records": 8}
+        ship(world.spool, make_records(random_target, 8, seed=4, tenant="acme"))
+        assert await control.ask(world.root / "learner", do="forget", tenant="acme") == {"records": 16}
 
     play(world, script)
+
+
+def test_without_retention_a_learner_writes_no_text_and_a_restart_begins_at_the_served_version(world, records):
+    async def first(task):
+        ship(world.spool, records[:300])
+        await promoted(world, task)
+
+    play(world, first, zero_retention=True)
+    held = [path for path in world.root.rglob("*") if path.is_file() and MAGIC in path.read_bytes()]
+    assert held == []
+    assert not (world.root / "learner" / "buffer").exists()
+
+    async def second(task):
+        await until(lambda: "goes on from v0" in str(world.entries("state")[-1:]), task)
+
+    play(world, second, zero_retention=True)
+
+
+def test_zero_retention_with_a_spool_on_a_disk_is_refused(world):
+    if is_in_memory(world.spool):
+        pytest.skip("temporary files lie in memory here")
+    with pytest.raises(ValueError, match="but the spool .* does: use one in /dev/shm"):
+        run(world.config(zero_retention=True, fleet=FleetConfig(servers=("http://127.0.0.1:1",))))
+    assert is_in_memory(Path("/dev/shm/not/there/yet"))
 
 
 # --- who may run
@@ -343,12 +410,8 @@ def test_a_target_or_tokenizer_that_changed_is_refused_at_the_start(world, tmp_p
         await until(lambda: world.entries("buffer"), task)
 
     play(world, script)
-    changed = shutil.copytree(world.target, tmp_path / "changed")
-    tokenizer = json.loads((changed / "tokenizer.json").read_text())
-    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-1]
-    (changed / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ValueError, match="was trained for target"):
-        play(world, script, target=changed)
+        play(world, script, target=with_other_tokenizer(world.target, tmp_path / "changed"))
 
 
 def test_a_draft_of_another_tokenizer_does_not_become_the_first_version(world, tmp_path):
