@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -150,13 +151,13 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> Path:
         ValueError: a key is missing, or a number is not finite.
     """
     _require_keys(report)
-    return write_page(folder, report, "report.html.j2", "charts")
+    return write_page(folder, report, "report.html.j2", "charts.charts")
 
 
-def write_page(folder: Path, report: Mapping[str, Any], template: str, charts: str) -> Path:
-    """Write `report` as report.json and, by a template and a function of `eval.charts`, as report.html.
+def write_page(folder: Path, report: Mapping[str, Any], template: str, charts: str, *, stem: str = "report") -> Path:
+    """Write `report` as <stem>.json and, by a template and a function ("charts.heads_charts"), as <stem>.html.
 
-    The path of the latter; without the `report` extra (altair, vl-convert) there is no page, and it is report.json's.
+    The path of the latter; without the `report` extra (altair, vl-convert) there is no page, and it is <stem>.json's.
     Equal reports give equal bytes.
 
     Raises:
@@ -164,11 +165,11 @@ def write_page(folder: Path, report: Mapping[str, Any], template: str, charts: s
     """
     text = json.dumps(report, indent=2, sort_keys=True, allow_nan=False)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(text + "\n")
+    (folder / f"{stem}.json").write_text(text + "\n")
     if not all(importlib.util.find_spec(package) for package in ("altair", "vl_convert")):
-        print("report.html was not drawn: pip install 'redraft[report]'")
-        return folder / "report.json"
-    html = folder / "report.html"
+        print(f"{stem}.html was not drawn: pip install 'redraft[report]'")
+        return folder / f"{stem}.json"
+    html = folder / f"{stem}.html"
     html.write_text(_render(json.loads(text), template, charts))
     return html
 
@@ -182,8 +183,8 @@ def _require_keys(report: Mapping[str, Any]) -> None:
 
 
 def _render(report: dict[str, Any], template: str, charts: str) -> str:
-    import eval.charts  # loads altair, which only a page needs
-
+    module, function = charts.rsplit(".", 1)
+    draw = getattr(importlib.import_module(f"eval.{module}"), function)  # loads altair, which only a page needs
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -192,7 +193,7 @@ def _render(report: dict[str, Any], template: str, charts: str) -> str:
         lstrip_blocks=True,
     )
     return templates.get_template(template).render(
-        **{"engine": None, **report}, charts=getattr(eval.charts, charts)(report), vega=_vega_javascript()
+        **{"engine": None, **report}, charts=draw(report), vega=_vega_javascript()
     )
 
 

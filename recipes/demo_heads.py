@@ -98,7 +98,7 @@ def main(cfg: Config) -> None:
             "duration_s": round(sum(report["duration_s"] for report in reports.values()), 1),
         },
         "heads.html.j2",
-        "heads_charts",
+        "charts.heads_charts",
     )
     print(f"report: {page}")
 

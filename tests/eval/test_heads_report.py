@@ -49,7 +49,7 @@ def make_heads_report(**changes: Any) -> dict[str, Any]:
 
 
 def write(folder: Path, report: dict[str, Any]) -> Path:
-    return write_page(folder, report, "heads.html.j2", "heads_charts")
+    return write_page(folder, report, "heads.html.j2", "charts.heads_charts")
 
 
 def test_the_page_begins_with_the_best_head_and_the_worst_forecast(tmp_path: Path) -> None:
