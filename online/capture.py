@@ -1,7 +1,7 @@
 """Capture: from the references that the engine thread leaves behind to records in the spool, on a thread of its own.
 
     engine thread                         background thread
-    hook ──► Step (references) ──► StepQueue ──► reduce ──► RequestLog (one a request) ──► encode ──► SpoolWriter
+    hook ──► Step (references) ──► StepQueue ──► reduce ──► RequestLog (one a request) ──► encode ──► Outlet
                                    bounded,      top-k,     steps become segments
                                    oldest goes   log-sum-exp
 
@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from online.outlet import open_outlet
 from online.plugin_config import CaptureConfig
-from online.records import encode
+from online.records import Frame, frame_of
 from online.request_log import RequestInfo, RequestLog, Rows, Verified
-from online.spool import SpoolWriter
 
 logger = logging.getLogger("vllm.redraft")
 
@@ -44,7 +44,7 @@ SEGMENT_ROWS = 512
 
 SHIP_BYTES = 4 << 20
 SHIP_INTERVAL_S = 1.0
-"""A spool file is written when so many bytes are waiting, or the oldest waits so long."""
+"""Records are shipped when so many bytes are waiting, or the oldest waits so long."""
 
 POLL_INTERVAL_S = 0.05
 
@@ -144,9 +144,9 @@ class Capture:
         self.counts: Counter[str] = Counter()
         self.last_error = ""
         self.queue = StepQueue()
-        self._spool = SpoolWriter(config.spool, server_id, config.spool_bytes)
+        self._outlet = open_outlet(config, server_id)
         self._logs: dict[str, RequestLog] = {}
-        self._waiting: list[bytes] = []
+        self._waiting: list[Frame] = []
         self._waiting_since_s = 0.0
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="redraft-capture", daemon=True)
@@ -158,6 +158,7 @@ class Capture:
         """Ship what is complete, then end."""
         self._is_stopping.set()
         self._thread.join(timeout=10)
+        self._outlet.close()
 
     def is_sampled(self, request_id: str, tenant: str) -> bool:
         """Whether this request is one of those to record; the same answer on every call."""
@@ -174,8 +175,7 @@ class Capture:
         return {
             **self.counts,
             "dropped_steps_queue_full": self.queue.num_dropped_steps,
-            "spool_files": self._spool.num_files,
-            "evicted_files_spool_budget": self._spool.num_evicted_files,
+            **self._outlet.status(),
             "open_requests": len(self._logs),
             "last_error": self.last_error,
         }
@@ -263,7 +263,7 @@ class Capture:
             return
         if not self._waiting:
             self._waiting_since_s = time.monotonic()
-        self._waiting.append(encode(record))
+        self._waiting.append(frame_of(record))
         self.counts["records"] += 1
         self.counts["rows"] += len(record.positions)
 
@@ -278,7 +278,7 @@ class Capture:
         if not frames:
             return
         try:
-            self._spool.write(frames)
+            self._outlet.write(frames)
             self.counts["shipped_records"] += len(frames)
             self.counts["shipped_bytes"] += sum(map(len, frames))
         except OSError as error:  # a full disk: these are lost, the next ones may fit again

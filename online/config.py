@@ -18,13 +18,14 @@ import msgspec
 
 from online.buffer import BufferConfig, Replay
 from online.gate import Policy
+from online.nats_config import Nats, StreamLimits, addresses
 from online.rollout import RolloutPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
     family: str = "standalone"
-    """The kind of draft. Only a standalone model learns online so far: heads need the target's hidden states."""
+    """standalone, eagle1 or eagle3. A head learns from records of servers with --capture.hidden-states."""
     initial: Path | None = None
     """Folder of the draft that becomes version v000001; not needed once the registry has a version."""
 
@@ -67,7 +68,8 @@ class Training:
     replay_per_step: int = 28
     """Records drawn again beside them."""
     branches_per_record: int = 1
-    """Rejected branches of a record that are trained besides its text, drawn at random; each costs the whole text."""
+    """Rejected branches of a record that are trained besides its text, drawn at random; each costs the whole text. A
+    head trains none."""
     sequence_length: int = 4096
     """A longer text loses its beginning. Train at the length that is served: a draft fails beyond it."""
     accumulation: int = 1
@@ -113,8 +115,11 @@ class LearnerConfig:
     """Folder of the target that the servers serve; it is looked at to know it again, and never loaded."""
     registry: Path
     """Folder of the draft's versions: the servers' --registry."""
-    spool: Path
-    """Folder that the servers fill with records: their --capture.spool."""
+    spool: Path | None = None
+    """Folder that the servers fill with records: their --capture.spool. Or `ingest`."""
+    ingest: str = field(default="", repr=False)
+    """The log that the servers put records into: their --capture.ingest, such as nats://HOST:4222 (several with commas,
+    tls:// for TLS). Then there is no spool."""
     folder: Path = Path("learner")
     """The learner's own: state, checkpoints, journal, buffer. It holds users' text."""
     anchors: Path | None = None
@@ -134,6 +139,14 @@ class LearnerConfig:
     gate: Policy = field(default_factory=Policy)
     rollout: RolloutPolicy = field(default_factory=RolloutPolicy)
     page: Page = field(default_factory=Page)
+    nats: Nats = field(default_factory=Nats)
+    stream: StreamLimits = field(default_factory=StreamLimits)
+
+    def __post_init__(self) -> None:
+        if bool(self.ingest) == bool(self.spool):
+            raise ValueError("records come from a spool (a folder) or an ingest log (nats://...): set one of them")
+        if self.ingest:
+            addresses(self.ingest)
 
     @property
     def buffer_config(self) -> BufferConfig:

@@ -25,13 +25,19 @@ from online.spool import spool_files
 
 @dataclass(kw_only=True)
 class Taken:
-    """What one look into the spool brought."""
+    """What one look into the spool or the log brought."""
 
     num_files: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    """Records by what became of them: stored, duplicate, foreign, corrupt."""
+    """Records by what became of them: stored, duplicate, foreign, corrupt, stateless."""
     accepted: dict[tuple[str, str], Acceptance] = field(default_factory=dict)
     """What the servers' drafts were accepted, by domain and draft version, of the records that are not foreign."""
+
+    def __add__(self, other: Taken) -> Taken:
+        accepted = dict(self.accepted)
+        for key, acceptance in other.accepted.items():
+            accepted[key] = accepted.get(key, Acceptance()) + acceptance
+        return Taken(num_files=self.num_files + other.num_files, counts=self.counts + other.counts, accepted=accepted)
 
 
 def take(spool: Path, buffer: Buffer, vocab_size: int, now_s: float, max_files: int = 64) -> Taken:
@@ -45,13 +51,22 @@ def take(spool: Path, buffer: Buffer, vocab_size: int, now_s: float, max_files: 
             data = path.read_bytes()
         except FileNotFoundError:  # its writer made room meanwhile
             continue
-        frames = list(fitting(read_frames(data), vocab_size))
-        taken.counts += buffer.append(frames, now_s)
+        taken += store(read_frames(data), buffer, vocab_size, now_s)
         path.unlink(missing_ok=True)
         taken.num_files += 1
-        for record in _ours(frames, buffer.target_fingerprint):
-            key = (record.domain or "all", record.draft_version)
-            taken.accepted[key] = taken.accepted.get(key, Acceptance()) + acceptance_of(record)
+    return taken
+
+
+def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Taken:
+    """Commit `frames`, as `read_frames` yields them, to the buffer in one transaction.
+
+    Raises: BufferFullError; nothing was stored then.
+    """
+    frames = list(fitting(frames, vocab_size))
+    taken = Taken(counts=buffer.append(frames, now_s))
+    for record in _ours(frames, buffer.target_fingerprint):
+        key = (record.domain or "all", record.draft_version)
+        taken.accepted[key] = taken.accepted.get(key, Acceptance()) + acceptance_of(record)
     return taken
 
 

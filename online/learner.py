@@ -5,7 +5,7 @@
        └──────────── watch: versions, targets, acceptance ─► reconcile, halt, alarm ──────────┘
 
     task      consumes                     waits for                 what stops it
-    ingest    spool files                  a file                    nothing; a full disk pauses it
+    ingest    spool files, or the log      a record                  nothing; a full disk pauses it
     cycle     records of the buffer        enough new records        a person, another target: `online.cycle`
     watch     status, counters             `fleet.poll_s`            nothing
     control   requests of a person         a connection              nothing
@@ -28,7 +28,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from heads.artifact import PROVENANCE, fingerprint
 from heads.checkpoint import load_tokenizer
@@ -41,7 +41,7 @@ from online.candidate import Candidate, Ranks
 from online.config import LearnerConfig, load_config
 from online.cycle import Cycle, copy_model
 from online.fleet import Server, connected, reconcile
-from online.ingest import take
+from online.ingest import Taken, take
 from online.journal import Journal, Observer, to_stderr
 from online.metrics import Acceptance
 from online.page import page, served
@@ -49,6 +49,9 @@ from online.registry import Registry
 from online.telemetry import Telemetry, to_wandb
 from online.trainer import Trainer
 from online.watch import JournaledServer, Seen, Watch
+
+if TYPE_CHECKING:
+    from online.stream import StreamSource
 
 INGEST_POLL_S = 0.2
 FULL_DISK_RETRY_S = 1.0
@@ -144,6 +147,7 @@ class Learner:
         self.vocab_size = _vocab_size(cfg.target)
         self._accepted: dict[tuple[str, str], Acceptance] = {}
         self._faults: set[tuple[str, str]] = set()
+        self._stream = _stream(cfg, buffer, self.vocab_size) if cfg.ingest else None
 
     async def run(self) -> None:
         """Until cancelled. A defect in any task ends all: a supervisor starts anew, and nothing is lost."""
@@ -160,16 +164,22 @@ class Learner:
     async def _ingest(self) -> None:
         while True:
             try:
-                taken = await asyncio.to_thread(take, self.cfg.spool, self.buffer, self.vocab_size, time.time())
+                taken = await self._take()
             except OSError as error:
-                self._fault("disk_full" if isinstance(error, BufferFullError) else "spool_unreadable", str(error.errno))
+                self._fault(_what_failed(error), str(error.errno))
                 await asyncio.sleep(FULL_DISK_RETRY_S)
                 continue
-            self._heal("disk_full", "spool_unreadable")
+            self._heal("disk_full", "spool_unreadable", "broker_unreachable")
             for key, accepted in taken.accepted.items():
                 self._accepted[key] = self._accepted.get(key, Acceptance()) + accepted
-            if not taken.num_files:
+            if not taken.counts:
                 await asyncio.sleep(INGEST_POLL_S)
+
+    async def _take(self) -> Taken:
+        if self._stream is not None:
+            return await self._stream.take()
+        assert self.cfg.spool is not None
+        return await asyncio.to_thread(take, self.cfg.spool, self.buffer, self.vocab_size, time.time())
 
     # ----------------------------------------------------------------------------------------------- watch
 
@@ -288,6 +298,18 @@ class Learner:
                 return {"records": await asyncio.to_thread(self.buffer.delete_tenant, str(request["tenant"]))}
             case other:
                 raise ValueError(f"the learner does not know what {other!r} is")
+
+
+def _stream(cfg: LearnerConfig, buffer: Buffer, vocab_size: int) -> StreamSource:
+    from online.stream import StreamSource  # nats-py is an extra
+
+    return StreamSource(cfg.ingest, cfg.nats, cfg.stream, buffer, vocab_size)
+
+
+def _what_failed(error: OSError) -> str:
+    if isinstance(error, BufferFullError):
+        return "disk_full"
+    return "broker_unreachable" if isinstance(error, ConnectionError) else "spool_unreadable"
 
 
 def _to_wandb(project: str, folder: Path) -> Observer:

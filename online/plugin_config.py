@@ -7,13 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from online.nats_config import Nats, addresses
+
 PLUGIN_NAME = "redraft"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureConfig:
-    spool: Path
-    """REDRAFT_CAPTURE_SPOOL: folder that receives records; without it nothing is captured."""
+    """Where records go is one of `spool` and `ingest`; without either nothing is captured."""
+
+    spool: Path | None = None
+    """REDRAFT_CAPTURE_SPOOL: folder that receives records."""
+    ingest: str = field(default="", repr=False)
+    """REDRAFT_CAPTURE_INGEST: nats://HOST:4222, the log that receives records."""
+    nats: Nats = field(default_factory=Nats)
+    """REDRAFT_NATS_FLEET, REDRAFT_NATS_CREDENTIALS, REDRAFT_NATS_CA, REDRAFT_NATS_CERTIFICATE."""
     fraction: float = 1.0
     """REDRAFT_CAPTURE_FRACTION of all requests."""
     tenants: frozenset[str] | None = None
@@ -28,6 +36,10 @@ class CaptureConfig:
             raise ValueError(f"REDRAFT_CAPTURE_FRACTION is {self.fraction}: it must lie between 0 and 1")
         if self.top_k < 1:
             raise ValueError(f"REDRAFT_CAPTURE_TOP_K is {self.top_k}: it must be at least 1")
+        if bool(self.ingest) == bool(self.spool):
+            raise ValueError("records go to a spool or to an ingest log: set one of them")
+        if self.ingest:
+            addresses(self.ingest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +85,29 @@ def _token(environment: Mapping[str, str]) -> str | None:
 
 
 def _capture(environment: Mapping[str, str]) -> CaptureConfig | None:
-    spool = environment.get("REDRAFT_CAPTURE_SPOOL")
-    if not spool:
+    spool, ingest = environment.get("REDRAFT_CAPTURE_SPOOL"), environment.get("REDRAFT_CAPTURE_INGEST", "")
+    if not spool and not ingest:
         return None
     tenants = environment.get("REDRAFT_CAPTURE_TENANTS")
     return CaptureConfig(
-        spool=Path(spool),
+        spool=Path(spool) if spool else None,
+        ingest=ingest,
+        nats=_nats(environment),
         fraction=float(environment.get("REDRAFT_CAPTURE_FRACTION", CaptureConfig.fraction)),
         tenants=frozenset(tenants.split(",")) if tenants else None,
         top_k=int(environment.get("REDRAFT_CAPTURE_TOP_K", CaptureConfig.top_k)),
         spool_bytes=int(environment.get("REDRAFT_CAPTURE_SPOOL_BYTES", CaptureConfig.spool_bytes)),
+    )
+
+
+def _nats(environment: Mapping[str, str]) -> Nats:
+    def path(name: str) -> Path | None:
+        value = environment.get(f"REDRAFT_NATS_{name}")
+        return Path(value) if value else None
+
+    return Nats(
+        fleet=environment.get("REDRAFT_NATS_FLEET", Nats.fleet),
+        credentials=path("CREDENTIALS"),
+        ca=path("CA"),
+        certificate=path("CERTIFICATE"),
     )

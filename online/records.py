@@ -141,6 +141,19 @@ def encode(record: Record) -> bytes:
     return _HEADER.pack(MAGIC, len(payload), zlib.crc32(payload)) + payload
 
 
+class Frame(bytes):
+    """An encoded record that says what its way to the learner has to know of it."""
+
+    record_id: str
+    domain: str
+
+
+def frame_of(record: Record) -> Frame:
+    frame = Frame(encode(record))
+    frame.record_id, frame.domain = record.record_id, record.domain
+    return frame
+
+
 def decode(frame: bytes) -> Record:
     """The record in one frame.
 

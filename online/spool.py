@@ -10,7 +10,9 @@ wrote them.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 SUFFIX = ".records"
 
@@ -25,7 +27,7 @@ class SpoolWriter:
         self.num_files = 0
         self.num_evicted_files = 0
 
-    def write(self, frames: list[bytes]) -> None:
+    def write(self, frames: Sequence[bytes]) -> None:
         """One new file of `frames`.
 
         Raises: OSError where the disk is full or the folder can not be written; what was written of the file is gone.
@@ -43,6 +45,12 @@ class SpoolWriter:
             raise
         self.num_files += 1
         self._evict()
+
+    def status(self) -> dict[str, Any]:
+        return {"spool_files": self.num_files, "evicted_files_spool_budget": self.num_evicted_files}
+
+    def close(self) -> None:
+        """Nothing: a file is complete when `write` returns."""
 
     def _evict(self) -> None:
         files = [(path, _size(path)) for path in spool_files(self.folder)]

@@ -2,7 +2,7 @@
 
     client ─► tap ─► vLLM       the tap asks for token ids and log-probabilities besides what the client asked for,
     client ◄─ tap ◄─ vLLM       and takes them out of the answer again
-               └─► spool        what they said becomes a record
+               └─► outlet       what they said becomes a record
 
 A record from here has the target's top-k at every output token, and nothing of any draft: vLLM does not tell. What the
 tap does not understand, and whatever goes wrong while recording, passes through as it is.
@@ -27,10 +27,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from online.outlet import open_outlet
 from online.plugin_config import CaptureConfig
-from online.records import Record, encode
+from online.records import Record, frame_of
 from online.request_origin import Origin, origin_of
-from online.spool import SpoolWriter
 from online.tap_messages import Answer, is_recordable, strip, tapped
 
 logger = logging.getLogger("redraft.tap")
@@ -52,7 +52,7 @@ class Tap:
         self.server_id = uuid.uuid4().hex[:16]
         self.counts: Counter[str] = Counter()
         self.http = httpx.AsyncClient(base_url=upstream, timeout=None)
-        self._spool = SpoolWriter(config.spool, self.server_id, config.spool_bytes)
+        self._outlet = open_outlet(config, self.server_id)
         self._waiting: deque[Record] = deque()
 
     def app(self) -> Starlette:
@@ -65,7 +65,7 @@ class Tap:
         return Starlette(routes=routes, lifespan=self._lifespan)
 
     async def _status(self, request: Request) -> Response:
-        return Response(json.dumps(self.counts), media_type="application/json")
+        return Response(json.dumps(self.counts | self._outlet.status()), media_type="application/json")
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -75,6 +75,7 @@ class Tap:
         with contextlib.suppress(asyncio.CancelledError):
             await shipping
         await asyncio.to_thread(self._ship)
+        await asyncio.to_thread(self._outlet.close)
         await self.http.aclose()
 
     async def _forward(self, request: Request) -> Response:
@@ -189,7 +190,7 @@ class Tap:
         if not records:
             return
         try:
-            self._spool.write([encode(record) for record in records])
+            self._outlet.write([frame_of(record) for record in records])
             self.counts["shipped_records"] += len(records)
         except OSError as error:
             self.counts["dropped_records_spool"] += len(records)
