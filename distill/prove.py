@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +20,7 @@ from distill.signals import EndpointTarget
 from distill.train import Distillation
 from eval.engine import Lossless, Measurement, compare_lossless, measure, vllm_server
 from eval.forecast import Continuation, Forecast, SignalFunction, cut_continuation, forecast, greedy_continuations
+from eval.kept import kept
 from eval.prompts import Prompt
 from eval.reference import measure_by_reference
 from eval.report import domain_section, engine_section, environment, offline_section, write_report
@@ -107,22 +105,6 @@ def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
             f"{num_speculative_tokens} draft tokens asked of a head that learns {num_steps}: lower "
             "--prove.num-speculative-tokens or let the head learn more"
         )
-
-
-T = TypeVar("T")
-
-
-def kept(folder: Path, name: str, key: object, kind: type[T], compute: Callable[[], T]) -> T:
-    """`compute()`, or what a run with an equal `key` left of it in `folder` as `name`-HASH.json."""
-    path = folder / f"{name}-{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:16]}.json"
-    if path.is_file():
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    value = compute()
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_bytes(msgspec.json.encode(value))
-    partial.rename(path)
-    return value
 
 
 Write = Callable[[Mapping[str, Tensor], Path], None]

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -141,3 +143,47 @@ def simulate_blocks(match_TK: Tensor, num_output_tokens: int) -> AcceptanceCount
         accepted.append(runs[emitted - 1])
         emitted += accepted[-1] + 1
     return AcceptanceCounts.of_blocks(accepted, match_TK.shape[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedCounts:
+    """`AcceptanceCounts` in expectation over what the draft proposes and what is accepted of it, given the text."""
+
+    num_steps: float
+    """Target steps after the prefill."""
+    num_drafts: float
+    """Those that had a draft to verify: all, but where the draft proposes only now and then (n-grams)."""
+    accepted_per_position: tuple[float, ...]
+
+    @property
+    def num_accepted(self) -> float:
+        return sum(self.accepted_per_position)
+
+
+def expected_blocks(
+    accept_TK: NDArray[np.float64], num_output_tokens: int, drafted_T: NDArray[np.float64] | None = None
+) -> ExpectedCounts:
+    """Expected counts of the blocks that speculative decoding takes over one output, at any temperature.
+
+    `accept_TK[t, j]` is the probability that the token which stands j + 1 after output token t was drafted there and
+    accepted, given that it stands there and that the earlier ones of the block were accepted. Verification leaves the
+    text the target's own, and given the text it is a chain: a block that begins after token t ends after n accepted
+    tokens with a probability of the row alone, and the next one begins n + 1 tokens on. Over texts of the target's this
+    is the engine's expectation exactly. With entries 0 and 1 it is `simulate_blocks`, whose last block also counts in
+    full. `drafted_T[t]`: the chance that anything is drafted after token t.
+    """
+    assert len(accept_TK) >= num_output_tokens - 1, "a row for every output token but the last"
+    num_rows, k = max(num_output_tokens - 1, 0), accept_TK.shape[1]
+    reach_TK = np.cumprod(accept_TK[:num_rows], axis=1)
+    edges = np.concatenate([np.ones((num_rows, 1)), reach_TK, np.zeros((num_rows, 1))], axis=1)
+    ends_TN = edges[:, :-1] - edges[:, 1:]
+    begins_T = np.zeros(num_rows + k + 1)
+    begins_T[:1] = 1.0
+    for row in range(num_rows):
+        begins_T[row + 1 : row + k + 2] += begins_T[row] * ends_TN[row]
+    begins_T = begins_T[:num_rows]
+    return ExpectedCounts(
+        num_steps=float(begins_T.sum()),
+        num_drafts=float(begins_T.sum() if drafted_T is None else begins_T @ drafted_T[:num_rows]),
+        accepted_per_position=tuple((begins_T @ reach_TK).tolist()),
+    )

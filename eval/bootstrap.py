@@ -1,19 +1,28 @@
 """Confidence intervals over prompts: rows of one prompt depend on each other, so prompts are what is drawn again.
 
-N = prompts, R = resamples.
+N = prompts, R = resamples, M = quantities.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
 
 NUM_RESAMPLES = 4_000
+CONFIDENCE = 0.95
 
 
 def paired_interval(
-    ours: Sequence[float], theirs: Sequence[float], rows: Sequence[int], *, confidence: float = 0.95, seed: int = 0
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    rows: Sequence[int],
+    *,
+    confidence: float = CONFIDENCE,
+    seed: int = 0,
 ) -> tuple[float, float]:
     """Percentile interval (Efron 1979) of (sum(ours) - sum(theirs)) / sum(rows), prompts drawn with replacement.
 
@@ -23,8 +32,37 @@ def paired_interval(
     """
     if not 0 < len(rows) == len(ours) == len(theirs):
         raise ValueError(f"the prompts must pair up, got {len(ours)}, {len(theirs)} and {len(rows)}")
-    gain_N, rows_N = np.subtract(ours, theirs), np.asarray(rows)
-    draws = np.random.default_rng(seed).multinomial(len(rows), np.full(len(rows), 1 / len(rows)), size=NUM_RESAMPLES)
-    gain_R = (draws @ gain_N) / (draws @ rows_N)
-    low, high = np.quantile(gain_R, [(1 - confidence) / 2, (1 + confidence) / 2])
+    gain_N1 = np.subtract(ours, theirs)[:, None].astype(np.float64)
+    gain_R1 = resampled_ratios(gain_N1, np.asarray(rows, np.float64)[:, None], seed=seed)
+    return interval(gain_R1, confidence)
+
+
+def resampled_ratios(over_NM: Array, under_NM: Array, *, seed: int = 0) -> Array:
+    """sum(over) / sum(under) of M quantities at once over prompts drawn with replacement, [R, M].
+
+    Equal seeds and numbers of prompts draw the same prompts, so that the difference of two results is paired. A
+    quantity that no drawn prompt has anything of is 0.
+
+    Raises: ValueError where the arrays differ in shape or are empty.
+    """
+    if not len(over_NM) or over_NM.shape != under_NM.shape:
+        raise ValueError(f"the sums must pair up, got {over_NM.shape} and {under_NM.shape}")
+    blocks = []
+    for times_RN in _draws(len(over_NM), seed):
+        over_RM, under_RM = times_RN @ over_NM, times_RN @ under_NM
+        blocks.append(np.divide(over_RM, under_RM, out=np.zeros_like(over_RM), where=under_RM > 0))
+    return np.concatenate(blocks)
+
+
+def interval(values_R: Array, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """The percentile interval of resampled values."""
+    low, high = np.quantile(values_R, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
+
+
+def _draws(num_prompts: int, seed: int) -> Iterator[Array]:
+    """How often each prompt is drawn, NUM_RESAMPLES times, [R, N] in blocks of at most 32 MB."""
+    rng, uniform = np.random.default_rng(seed), np.full(num_prompts, 1 / num_prompts)
+    block = max(1, 2**22 // num_prompts)
+    for first in range(0, NUM_RESAMPLES, block):
+        yield rng.multinomial(num_prompts, uniform, size=min(block, NUM_RESAMPLES - first)).astype(np.float64)

@@ -32,6 +32,9 @@ START_TIMEOUT_S = 600
 
 WARM_UP_TOKENS = 16
 
+PURE_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Temperature alone: a server takes the others from the target's generation_config.json, and then samples another p."""
+
 TIE_LOGIT_GAP = 1e-3
 """Two tokens whose logits differ by less are a tie in a float32 engine: batching alone moves logits by 1e-5 or so."""
 
@@ -60,6 +63,7 @@ def vllm_server(
     kv_cache_bytes: int = 256 << 20,
     cpu_cores: str | None = None,
     extra_args: Sequence[str] = (),
+    extra_env: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """A vLLM server of `model` on a free loopback port, healthy on entry and gone on exit, whatever happens between.
 
@@ -83,7 +87,8 @@ def vllm_server(
     if speculative_config is not None:
         command += ["--speculative-config", json.dumps(speculative_config)]
         command += ["--per-request-spec-decode-metrics", "detailed"]
-    env = {"VLLM_NO_USAGE_STATS": "1"} | ({"VLLM_CPU_OMP_THREADS_BIND": cpu_cores} if cpu_cores else {})
+    env = {"VLLM_NO_USAGE_STATS": "1", **(extra_env or {})}
+    env |= {"VLLM_CPU_OMP_THREADS_BIND": cpu_cores} if cpu_cores else {}
     with process_group([*command, *extra_args], log=log, env=env) as process:
         server = Server(
             url=f"http://127.0.0.1:{port}",
@@ -228,6 +233,7 @@ async def _complete(
         "max_tokens": max_tokens,
         "temperature": temperature,
         "return_token_ids": True,
+        **PURE_SAMPLING,
     }
     response = await client.post(f"{server.url}/v1/completions", json=request)
     if response.is_error:

@@ -9,6 +9,7 @@ table gives the engine's own counts without the engine.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.acceptance import AcceptanceCounts, simulate_blocks, tau
+from eval.acceptance import AcceptanceCounts, probabilities, simulate_blocks, tau
 from eval.prompts import Prompt
 from eval.rows import block_matches, compare_rows, draft_steps_of
 from heads.draft import Batch, Draft, TargetSignal
@@ -27,13 +28,13 @@ SignalFunction = Callable[[Batch], TargetSignal]
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """A prompt and the target's greedy answer to it."""
+    """A prompt and the target's answer to it, greedy or sampled."""
 
     prompt: Prompt
     output_ids: list[int]
     """As the engine returns it: up to the end token (included) or to `max_tokens`."""
     beyond_ids: list[int]
-    """The target's greedy tokens after that: the engine's last block reaches past the end, and counts in full."""
+    """The target's tokens after that: the engine's last block reaches past the end, and counts in full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,6 @@ def _summary(forecasts: Sequence[PromptForecast]) -> ForecastSummary:
     )
 
 
-@torch.no_grad()
 def greedy_continuations(
     target: Any,
     prompts: Sequence[Prompt],
@@ -105,19 +105,56 @@ def greedy_continuations(
     Raises:
         ValueError: a prompt and its answer do not fit the target's window.
     """
-    beyond = num_speculative_tokens - 1
-    _require_window(target, prompts, max_tokens + beyond)
+    require_window(target, prompts, max_tokens + num_speculative_tokens - 1)
     # Prompts of like length share a batch: little padding, and short answers do not wait for long ones' prefill.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
     results: dict[int, Continuation] = {}
     with tqdm(total=len(prompts), desc="target's greedy answers", unit="prompt") as bar:
         for first in range(0, len(order), batch_size):
             chosen = order[first : first + batch_size]
-            texts = _greedy_batch(target, [prompts[i].token_ids for i in chosen], max_tokens, beyond, end_ids)
-            for i, text in zip(chosen, texts, strict=True):
-                results[i] = cut_continuation(prompts[i], text, max_tokens, beyond, end_ids)
+            texts = answers(
+                target,
+                [prompts[i] for i in chosen],
+                max_tokens=max_tokens,
+                num_speculative_tokens=num_speculative_tokens,
+                end_ids=end_ids,
+            )
+            results |= dict(zip(chosen, texts, strict=True))
             bar.update(len(chosen))
     return [results[i] for i in range(len(prompts))]
+
+
+@torch.no_grad()
+def answers(
+    target: Any,
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: int,
+    num_speculative_tokens: int,
+    end_ids: Collection[int],
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[Continuation]:
+    """The answers to one batch of prompts, each by random numbers of its own: of `seed`, temperature and prompt."""
+    beyond = num_speculative_tokens - 1
+    uniform_BT = torch.stack([_uniform(prompt, max_tokens + beyond, temperature, seed) for prompt in prompts])
+
+    def choose(logits_BV: Tensor, step: int) -> Tensor:
+        if temperature == 0:
+            return logits_BV.argmax(-1)
+        cumulative_BV = probabilities(logits_BV.double(), temperature).cumsum(-1)
+        drawn_B1 = uniform_BT[:, step, None].to(cumulative_BV) * cumulative_BV[:, -1:]
+        return torch.searchsorted(cumulative_BV, drawn_B1, right=True).squeeze(-1)
+
+    texts = _generate(target, [prompt.token_ids for prompt in prompts], max_tokens, beyond, end_ids, choose)
+    return [cut_continuation(p, text, max_tokens, beyond, end_ids) for p, text in zip(prompts, texts, strict=True)]
+
+
+def _uniform(prompt: Prompt, num_tokens: int, temperature: float, seed: int) -> Tensor:
+    """Random numbers in [0, 1) for every token of an answer, the same whatever else is in the batch."""
+    digest = hashlib.sha256(repr((seed, temperature, prompt.token_ids)).encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.rand(num_tokens, dtype=torch.float64, generator=generator)
 
 
 def cut_continuation(
@@ -128,7 +165,11 @@ def cut_continuation(
     return Continuation(prompt=prompt, output_ids=list(text[:end]), beyond_ids=list(text[end : end + num_beyond]))
 
 
-def _require_window(target: Any, prompts: Sequence[Prompt], num_new_tokens: int) -> None:
+def require_window(target: Any, prompts: Sequence[Prompt], num_new_tokens: int) -> None:
+    """Return where every prompt and so many new tokens fit the target's window.
+
+    Raises: ValueError.
+    """
     window = target.config.max_position_embeddings
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if longest + num_new_tokens > window:
@@ -143,10 +184,15 @@ def _output_length(text: Sequence[int], max_tokens: int, end_ids: Collection[int
     return next(ends, max_tokens)
 
 
-def _greedy_batch(
-    target: Any, prompts: Sequence[list[int]], max_tokens: int, beyond: int, end_ids: Collection[int]
+def _generate(
+    target: Any,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    beyond: int,
+    end_ids: Collection[int],
+    choose: Callable[[Tensor, int], Tensor],
 ) -> list[list[int]]:
-    """Greedy tokens of each prompt, at least `beyond` more than its output has."""
+    """Tokens of each prompt as `choose(logits [B, V], step)` says, at least `beyond` more than its output has."""
     device = target.device
     width = max(map(len, prompts))
     ids_BT = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts], device=device)
@@ -165,7 +211,7 @@ def _greedy_batch(
             use_cache=True,
             logits_to_keep=1,
         )
-        tokens.append(output.logits[:, -1].argmax(-1))
+        tokens.append(choose(output.logits[:, -1], len(tokens)))
         after_end = torch.full_like(needed_B, len(tokens) + beyond)
         needed_B = torch.where(torch.isin(tokens[-1], ends), torch.minimum(needed_B, after_end), needed_B)
         ids_BT, cache = tokens[-1][:, None], output.past_key_values
