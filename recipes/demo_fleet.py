@@ -103,10 +103,18 @@ class Answer:
 
 
 class Traffic:
-    """`clients` streams at any time, shared by the servers; a client that has its answer asks the next prompt."""
+    """`clients` that stream from the servers; one that has its answer reads it for `pause_s`, then asks again."""
 
-    def __init__(self, urls: Sequence[str], prompts: Mapping[str, Sequence[Prompt]], *, clients: int, max_tokens: int):
-        self.urls, self.clients, self.max_tokens = urls, clients, max_tokens
+    def __init__(
+        self,
+        urls: Sequence[str],
+        prompts: Mapping[str, Sequence[Prompt]],
+        *,
+        clients: int,
+        max_tokens: int,
+        pause_s: float,
+    ):
+        self.urls, self.clients, self.max_tokens, self.pause_s = urls, clients, max_tokens, pause_s
         self._prompts = {domain: itertools.cycle(some) for domain, some in prompts.items()}
         self.domain = next(iter(prompts))
         """What is asked from now on."""
@@ -127,7 +135,7 @@ class Traffic:
                     )
                 except (httpx.HTTPError, ValueError) as error:
                     self.failures.append(repr(error))
-                    await asyncio.sleep(1)
+                await asyncio.sleep(self.pause_s)
 
         async with httpx.AsyncClient(timeout=60) as http:
             running = [asyncio.create_task(client(number, http)) for number in range(self.clients)]
@@ -138,13 +146,13 @@ class Traffic:
                 await asyncio.gather(*running)
 
     def longest_gap_ms(self, server: str, begin_s: float, end_s: float) -> float:
-        """The longest wait for a next chunk that any stream of this server had to bear within the time."""
+        """The longest wait for a next chunk that ended within the time, of any stream of this server."""
         gaps = [
             later - earlier
             for answer in self.answers
             if answer.server == server
             for earlier, later in itertools.pairwise(answer.times_s[1:])
-            if later > begin_s and earlier < end_s
+            if begin_s < later <= end_s
         ]
         return 1e3 * max(gaps, default=0.0)
 

@@ -71,18 +71,20 @@ class Config:
     num_test_prompts: int = 48
     """Of each domain: never in traffic and never trained, they measure tau in the engine."""
     clients: int = 8
+    pause_s: float = 1.0
+    """Of each client between two answers: it leaves the learner about one of two cores."""
     max_tokens: int = 96
     """Longest answer."""
     max_prompt_tokens: int = 160
     num_speculative_tokens: int = 3
     traffic_a_s: float = 45
-    traffic_b_s: float = 300
+    traffic_b_s: float = 360
     lr: float = 1e-3
     """The learner's."""
     records_per_candidate: int = 160
     overhead_pairs: int = 5
     """Runs with capture of every request, of a tenth and of none, in turn."""
-    overhead_prompts: int = 32
+    overhead_prompts: int = 48
     """Of each run."""
 
 
@@ -116,7 +118,8 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
     with ExitStack() as running:
         servers = [running.enter_context(stage.server(core)) for core in (0, 1)]
         await asyncio.gather(*(server.ready() for server in servers))
-        traffic = Traffic([s.url for s in servers], stage.traffic, clients=cfg.clients, max_tokens=cfg.max_tokens)
+        urls = [server.url for server in servers]
+        traffic = Traffic(urls, stage.traffic, clients=cfg.clients, max_tokens=cfg.max_tokens, pause_s=cfg.pause_s)
         checksums = [await target_checksum(stage, server) for server in servers]
 
         # 1. before: the draft knows A
@@ -250,7 +253,7 @@ sequence_length = 512
 records_per_candidate = {cfg.records_per_candidate}
 [judging]
 num_speculative_tokens = {cfg.num_speculative_tokens}
-held_out_per_domain = 80
+held_out_per_domain = 60
 [gate]
 min_gain = 0.01
 min_requests = 30
@@ -461,7 +464,7 @@ def traffic_report(traffic: Traffic, journal: Sequence[Entry]) -> dict[str, Any]
     around, before = [], []
     for swap in swaps:
         begin_s = swap.time_s + monotonic - (swap.duration_ms or 0) / 1e3 - 0.5
-        end_s = swap.time_s + monotonic + 1.0
+        end_s = swap.time_s + monotonic + 1.5
         around.append(traffic.longest_gap_ms(swap.server, begin_s, end_s))
         before.append(traffic.longest_gap_ms(swap.server, 2 * begin_s - end_s, begin_s))
     return {
