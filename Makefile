@@ -12,7 +12,7 @@ else ifeq ($(ENGINE),cpu)
 export UV_TORCH_BACKEND ?= cpu
 endif
 
-.PHONY: help env demo demo-heads demo-online test test-all browser check format bench clean
+.PHONY: help env demo demo-heads demo-online test test-all browser broker check format bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -37,16 +37,21 @@ demo-heads: $(STAMP)  ## train every family of heads, serve each in a real vLLM,
 demo-online: $(STAMP)  ## shift traffic under two real servers and let the learner follow, write outputs/demo-online
 	$(BIN)/python recipes/demo_online.py --overwrite
 
-test: $(STAMP) browser  ## the whole suite, with the real engine and a real browser
+test: $(STAMP) browser broker  ## the whole suite, with the real engine, a real browser and a real NATS server
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: $(STAMP) browser  ## the suite and the slow tests
+test-all: $(STAMP) browser broker  ## the suite and the slow tests
 	$(BIN)/python -m pytest
 
 browser:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] \
 		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -yqq chromium >/dev/null; } \
 		|| echo "no chromium here: the tests of pages will be skipped (Debian: apt-get install chromium)"
+
+broker:
+	@command -v nats-server >/dev/null || test -x /usr/sbin/nats-server || { [ "$$(id -u)" = 0 ] \
+		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -yqq nats-server >/dev/null; } \
+		|| echo "no nats-server here: the tests of the ingest log will be skipped (Debian: apt-get install nats-server)"
 
 check: $(STAMP)  ## format, lint, types, layers
 	$(BIN)/ruff format --check .
@@ -60,6 +65,7 @@ format: $(STAMP)  ## format and fix what can be fixed
 
 bench: $(STAMP)  ## speed and memory, as ratios of one interleaved run
 	$(BIN)/redraft bench-training
+	$(BIN)/redraft bench-ingest
 
 clean:  ## remove the environment and outputs
 	rm -rf .venv outputs

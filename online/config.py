@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -34,22 +35,33 @@ class DraftConfig:
 class FleetConfig:
     servers: tuple[str, ...] = ()
     """Addresses of the vLLM servers, such as http://10.0.0.5:8000. The first that answers is the canary."""
+    file: Path | None = None
+    """fleet.toml, a list of servers that several learners share; it is read again at every look."""
+    domain: str = ""
+    """Only the servers of this domain in that file; empty: all."""
+    name: str = ""
+    """Such as http://vllm.default.svc:8000: every address behind the name is a server, as of a headless service."""
     token_file: Path | None = None
     """File with the bearer token of /redraft/...; or set REDRAFT_TOKEN."""
     poll_s: float = 10
     """Between two looks at every server: its version, its target, what it accepts."""
 
-    def tokens(self) -> dict[str, str]:
-        """The bearer token of every server.
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.name)
+        if self.name and not (parts.scheme and parts.hostname and parts.port):
+            raise ValueError(f"fleet.name is {self.name!r}: it must be like http://vllm.default.svc:8000")
 
-        Raises: ValueError without a server or a token; FileNotFoundError for a file that is not there.
+    def token(self) -> str:
+        """The bearer token of the servers.
+
+        Raises: ValueError without it, or without any place to find servers in; FileNotFoundError for a missing file.
         """
-        if not self.servers:
-            raise ValueError("there is no server: set fleet.servers")
+        if not (self.servers or self.file or self.name):
+            raise ValueError("there is no server: set fleet.servers, fleet.file or fleet.name")
         token = self.token_file.read_text().strip() if self.token_file else os.environ.get("REDRAFT_TOKEN")
         if not token:
             raise ValueError("no token of the servers: set fleet.token_file or REDRAFT_TOKEN")
-        return dict.fromkeys(self.servers, token)
+        return token
 
 
 @dataclass(frozen=True, kw_only=True)

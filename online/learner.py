@@ -26,7 +26,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,8 @@ from online.buffer_file import BufferFullError
 from online.candidate import Candidate, Ranks
 from online.config import LearnerConfig, load_config
 from online.cycle import Cycle, copy_model
-from online.fleet import Server, connected, reconcile
+from online.discovery import Members, discover, read_fleet
+from online.fleet import Server, reconcile
 from online.ingest import Taken, take
 from online.journal import Journal, Observer, to_stderr
 from online.metrics import Acceptance
@@ -64,7 +65,9 @@ def run(cfg: LearnerConfig) -> None:
 
     Raises: ValueError or OSError for what the user can mend; AlreadyOwnedError where a learner has this draft.
     """
-    cfg.fleet.tokens()  # told now, not after minutes
+    token = cfg.fleet.token()  # told now, not after minutes
+    if cfg.fleet.file is not None:
+        read_fleet(cfg.fleet.file, cfg.fleet.domain, token)
     candidate = Candidate(cfg.training, cfg.draft.family)
     if not candidate.accelerator.is_main_process:
         Ranks(candidate).follow()
@@ -122,10 +125,10 @@ async def _learn(cfg: LearnerConfig, target: str, registry: Registry, buffer: Bu
     journal = Journal(cfg.folder / "journal", observers=observers)
     anchors = read_anchors(cfg.anchors, target) if cfg.anchors else []
     trainer = Trainer(cfg.training, cfg.replay, buffer, registry, candidate, cfg.folder / "checkpoints", anchors)
-    async with connected(cfg.fleet.tokens()) as plain:
-        servers = [JournaledServer(server.url, server.token, server.http, journal) for server in plain]
-        cycle = Cycle(cfg, target, registry, buffer, trainer, servers, journal)
-        learner = Learner(cfg, target, buffer, cycle, servers, journal)
+    members = Members(lambda url, token, http: JournaledServer(url, token, http, journal))
+    async with aclosing(members):
+        cycle = Cycle(cfg, target, registry, buffer, trainer, members.servers, journal)
+        learner = Learner(cfg, target, buffer, cycle, members, journal)
         async with AsyncExitStack() as stack:
             if cfg.page.port:
                 shown = page(cfg.folder / "journal", telemetry.registry)
@@ -140,13 +143,14 @@ class Learner:
 
     def __init__(
         self, cfg: LearnerConfig, target_fingerprint: str, buffer: Buffer, cycle: Cycle,
-        servers: list[JournaledServer], journal: Journal,
+        members: Members[JournaledServer], journal: Journal,
     ) -> None:  # fmt: skip
         self.cfg, self.target_fingerprint, self.buffer, self.cycle = cfg, target_fingerprint, buffer, cycle
-        self.journal, self.watch = journal, Watch(servers)
+        self.journal, self.members, self.watch = journal, members, Watch(members.servers)
         self.vocab_size = _vocab_size(cfg.target)
         self._accepted: dict[tuple[str, str], Acceptance] = {}
         self._faults: set[tuple[str, str]] = set()
+        self._behind: set[str] = set()
         self._stream = _stream(cfg, buffer, self.vocab_size) if cfg.ingest else None
 
     async def run(self) -> None:
@@ -190,6 +194,7 @@ class Learner:
             await asyncio.to_thread(self.buffer.expire, time.time())
 
     async def _look(self) -> None:
+        await self._find_servers()
         seen = await self.watch.look()
         self._note(seen)
         self.cycle.problem = self._foreign_target(seen)
@@ -197,12 +202,35 @@ class Learner:
             return
         current = self.cycle.current
         answering = [server for server in seen if server.status is not None]
+        self._note_behind(answering, current)
         alarming = [s for s in answering if s.is_alarming and s.status and s.status.draft_version == current]
         if alarming:
             await self._alarm(alarming[0].server, current)
         elif any(s.status and (s.status.draft_version != current or not s.status.is_intact) for s in answering):
             async with self.cycle.fleet:
                 await reconcile([s.server for s in answering], self.cycle.current)
+
+    async def _find_servers(self) -> None:
+        try:
+            found = await discover(self.cfg.fleet)
+        except (OSError, ValueError) as error:  # those that are known stay
+            self._fault("fleet_unknown", type(error).__name__)
+            return
+        self._heal("fleet_unknown")
+        if self.cycle.fleet.locked():  # whoever swaps drafts holds on to the servers there are
+            return
+        for server in self.members.update(found):
+            self._heal("server_unreachable", "server_behind", detail=server.url)
+            await server.http.aclose()
+
+    def _note_behind(self, answering: list[Seen], current: str) -> None:
+        """Report who was pushed to the current version at the look before and still has another."""
+        behind = {s.server.url for s in answering if s.status and s.status.draft_version != current}
+        for url in behind & self._behind:
+            self._fault("server_behind", url)
+        for url in self._behind - behind:
+            self._heal("server_behind", detail=url)
+        self._behind = behind
 
     def _foreign_target(self, seen: list[Seen]) -> str:
         for server in seen:

@@ -43,6 +43,9 @@ WAIT_S = 1.0
 ACK_WAIT_S = 60.0
 """After which the log gives a record out again: longer than a slow disk takes for a batch."""
 
+DUPLICATES_S = 120.0
+"""For so long the log itself knows a record that a server sends again; later the buffer does."""
+
 REQUEST_OVER = ("404", "408", "409")
 """NATS's status of a request without messages, out of time, or at its bytes: all that it had has arrived."""
 
@@ -85,29 +88,10 @@ class StreamSource:
 
     async def _open(self) -> Pull:
         self._client = await connect(self.ingest, self.config)
-        await self._provide_stream(self._client.jetstream())
+        await provide_stream(self._client.jetstream(), self.config, self.limits)
         pull = Pull(self._client, self.config.stream)
         await pull.open()
         return pull
-
-    async def _provide_stream(self, stream: Any) -> None:
-        """Make stream and consumer, or bring them to these settings."""
-        wanted = {
-            "subjects": [self.config.subjects],
-            "max_bytes": self.limits.max_bytes,
-            "max_age": self.limits.max_age_s,
-            "num_replicas": self.limits.replicas,
-        }
-        try:
-            found = (await stream.stream_info(self.config.stream)).config
-            if any(getattr(found, name) != value for name, value in wanted.items()):
-                await stream.update_stream(found.evolve(**wanted))
-        except NotFoundError:
-            # A work queue: text leaves the log when it is acknowledged, and what the buffer forgets is then nowhere.
-            kept = {"storage": StorageType.FILE, "retention": RetentionPolicy.WORK_QUEUE, "discard": DiscardPolicy.OLD}
-            await stream.add_stream(StreamConfig(name=self.config.stream, **kept, **wanted))
-        consumer = ConsumerConfig(durable_name=CONSUMER, ack_policy=AckPolicy.EXPLICIT, ack_wait=ACK_WAIT_S)
-        await stream.add_consumer(self.config.stream, consumer)
 
 
 class Pull:
@@ -167,6 +151,27 @@ class Pull:
             if status not in REQUEST_OVER or "Deleted" in description:
                 self._problem = f"the log's consumer is gone: {status} {description}"
         self._something.set()
+
+
+async def provide_stream(stream: Any, config: Nats, limits: StreamLimits) -> None:
+    """Make stream and consumer, or bring them to these settings."""
+    wanted = {
+        "subjects": [config.subjects],
+        "max_bytes": limits.max_bytes,
+        "max_age": limits.max_age_s,
+        "duplicate_window": min(DUPLICATES_S, limits.max_age_s),  # NATS refuses a longer one
+        "num_replicas": limits.replicas,
+    }
+    try:
+        found = (await stream.stream_info(config.stream)).config
+        if any(getattr(found, name) != value for name, value in wanted.items()):
+            await stream.update_stream(found.evolve(**wanted))
+    except NotFoundError:
+        # A work queue: text leaves the log when it is acknowledged, and what the buffer forgets is then nowhere.
+        kept = {"storage": StorageType.FILE, "retention": RetentionPolicy.WORK_QUEUE, "discard": DiscardPolicy.OLD}
+        await stream.add_stream(StreamConfig(name=config.stream, **kept, **wanted))
+    consumer = ConsumerConfig(durable_name=CONSUMER, ack_policy=AckPolicy.EXPLICIT, ack_wait=ACK_WAIT_S)
+    await stream.add_consumer(config.stream, consumer)
 
 
 async def _answer(messages: list[Any], what: str) -> None:

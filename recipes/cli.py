@@ -107,10 +107,20 @@ COMMANDS = {
         "Return the fleet to the version before, at once",
         "redraft rollback --config learner.toml",
     ),
+    "probe-log": Command(
+        "recipes.probe_log",
+        "Ask the ingest log's broker whether it still stores",
+        "redraft probe-log nats://127.0.0.1:4222",
+    ),
     "tiny-target": Command(
         "recipes.tiny_target",
         "Train the small target of the demo and the tests",
         "redraft tiny-target --output outputs/tiny-target",
+    ),
+    "bench-ingest": Command(
+        "recipes.bench_ingest",
+        "Measure how fast records get from servers to the learner",
+        "redraft bench-ingest",
     ),
     "bench-training": Command(
         "recipes.bench_training",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from online import control
 from online.config import LearnerConfig, load_config
+from online.discovery import discover
 from online.fleet import connected, converge
 from online.registry import Registry
 from recipes.cli import run_recipe
@@ -41,7 +42,7 @@ async def go_back(cfg: LearnerConfig) -> str:
     registry = Registry(cfg.registry)
     with registry.owned():
         version = registry.rollback()
-        async with connected(cfg.fleet.tokens()) as servers:
+        async with connected(await discover(cfg.fleet)) as servers:
             back = await converge(servers, version, cfg.rollout.rollback_timeout_s)
     if not back.is_complete:
         raise ConnectionError(f"{version} is current, but: {back}")

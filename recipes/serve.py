@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from online.nats_config import Nats
 from online.plugin_config import PLUGIN_NAME, read_config
 
 PLUGIN_GROUPS = (
@@ -34,7 +35,10 @@ Method = Literal["draft_model", "eagle", "eagle3", "medusa", "mtp"]
 @dataclass(frozen=True, kw_only=True)
 class Capture:
     spool: Path | None = None
-    """Folder that receives what the target said about live traffic; nothing is captured without it."""
+    """Folder that receives what the target said about live traffic; without it or `ingest` nothing is captured."""
+    ingest: str = ""
+    """The log that receives it instead: nats://HOST:4222, several with commas, tls:// for TLS."""
+    nats: Nats = field(default_factory=Nats)
     fraction: float = 1.0
     """Of all requests."""
     tenants: tuple[str, ...] = ()
@@ -98,19 +102,28 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
         "VLLM_PLUGINS": _with_plugin(environment.get("VLLM_PLUGINS")),
         # The plugin's hooks know the V1 model runner; with Triton vLLM would take the other one.
         "VLLM_USE_V2_MODEL_RUNNER": environment.get("VLLM_USE_V2_MODEL_RUNNER", "0"),
-        "REDRAFT_REGISTRY": str(cfg.registry.absolute()) if cfg.registry else None,
-        "REDRAFT_TOKEN_FILE": str(cfg.token_file.absolute()) if cfg.token_file else None,
+        "REDRAFT_REGISTRY": _absolute(cfg.registry),
+        "REDRAFT_TOKEN_FILE": _absolute(cfg.token_file),
         "REDRAFT_ALLOW_REMOTE": "1" if cfg.allow_remote else None,
     }
-    if capture.spool is not None:
+    if capture.spool is not None or capture.ingest:
         variables |= {
-            "REDRAFT_CAPTURE_SPOOL": str(capture.spool.absolute()),
+            "REDRAFT_CAPTURE_SPOOL": _absolute(capture.spool),
+            "REDRAFT_CAPTURE_INGEST": capture.ingest or None,
+            "REDRAFT_NATS_FLEET": capture.nats.fleet,
+            "REDRAFT_NATS_CREDENTIALS": _absolute(capture.nats.credentials),
+            "REDRAFT_NATS_CA": _absolute(capture.nats.ca),
+            "REDRAFT_NATS_CERTIFICATE": _absolute(capture.nats.certificate),
             "REDRAFT_CAPTURE_FRACTION": str(capture.fraction),
             "REDRAFT_CAPTURE_TENANTS": ",".join(capture.tenants),
             "REDRAFT_CAPTURE_TOP_K": str(capture.top_k),
             "REDRAFT_CAPTURE_SPOOL_BYTES": str(capture.spool_bytes),
         }
     return {name: value for name, value in variables.items() if value is not None}
+
+
+def _absolute(path: Path | None) -> str | None:
+    return str(path.absolute()) if path else None
 
 
 def _with_plugin(allowed: str | None) -> str:

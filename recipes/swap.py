@@ -17,6 +17,7 @@ import tyro
 
 from online import control
 from online.config import LearnerConfig, load_config
+from online.discovery import discover
 from online.fleet import connected
 from online.registry import Registry
 from online.rollout import Outcome, roll_waves, try_canary
@@ -57,7 +58,7 @@ async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
         incumbent = registry.current()
         if incumbent is None:
             raise FileNotFoundError(f"{cfg.registry} has no current version to go back to: start the learner once")
-        async with connected(cfg.fleet.tokens()) as servers:
+        async with connected(await discover(cfg.fleet)) as servers:
             outcome = await try_canary(servers, version, incumbent, cfg.rollout)
             if outcome.passed:
                 outcome = await roll_waves(servers, version, incumbent, cfg.rollout)

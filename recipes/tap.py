@@ -8,7 +8,7 @@ records train a draft but tell nothing of its acceptance.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +16,7 @@ import tyro
 import uvicorn
 
 from heads.artifact import fingerprint
+from online.nats_config import Nats
 from online.plugin_config import CaptureConfig
 from online.tap import Tap
 
@@ -26,8 +27,11 @@ class Config:
     """The vLLM server's address."""
     target: Path
     """Folder of the model that it serves: records name it by its fingerprint."""
-    spool: Path
+    spool: Path | None = None
     """Folder that receives the records."""
+    ingest: str = ""
+    """The log that receives them instead: nats://HOST:4222, several with commas, tls:// for TLS."""
+    nats: Nats = field(default_factory=Nats)
     host: str = "127.0.0.1"
     port: int = 8001
     top_k: int = 20
@@ -42,6 +46,8 @@ class Config:
 def main(cfg: Config) -> None:
     capture = CaptureConfig(
         spool=cfg.spool,
+        ingest=cfg.ingest,
+        nats=cfg.nats,
         fraction=cfg.fraction,
         tenants=frozenset(cfg.tenants) or None,
         top_k=cfg.top_k,

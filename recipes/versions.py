@@ -16,6 +16,7 @@ from pathlib import Path
 from heads.artifact import PROVENANCE
 from online import control
 from online.config import LearnerConfig, load_config
+from online.discovery import discover
 from online.fleet import RefusedError, Server, UnreachableError, connected
 from online.registry import EVALUATION, Registry
 from recipes.cli import run_recipe
@@ -62,7 +63,7 @@ async def live_lines(cfg: LearnerConfig) -> list[str]:
         lines = [f"learner: {status['phase']}{about}"]
     except control.NoLearnerError as error:
         lines = [str(error)]
-    async with connected(cfg.fleet.tokens()) as servers:
+    async with connected(await discover(cfg.fleet)) as servers:
         return lines + list(await asyncio.gather(*map(_server_line, servers)))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from real_broker import Broker, running_broker
 from safetensors.torch import load_file, save_file
 
 from heads.artifact import publish
@@ -113,6 +114,13 @@ def registry(random_target: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     file.write_bytes(content)
     (root / "current").symlink_to(RANDOM)
     return root
+
+
+@pytest.fixture(scope="session")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    """One real nats-server for all tests: each uses a fleet of its own name."""
+    with running_broker(tmp_path_factory.mktemp("nats") / "store") as broker:
+        yield broker
 
 
 @pytest.fixture(scope="session")

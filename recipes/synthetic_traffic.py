@@ -1,0 +1,88 @@
+"""Records as a server under load leaves them, without a server: what capacity and the ingest benchmark are counted on.
+
+R = rows, K = kept top-k ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from online.records import Record, Sampling
+from online.request_log import RequestInfo, RequestLog, Rows, Verified
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    prompt_tokens: int = 500
+    output_tokens: int = 250
+    num_speculative_tokens: int = 3
+    tau: float = 2.5
+    """Tokens that a target step emits, bonus token included."""
+    top_k: int = 32
+    vocab_size: int = 128_256
+
+    @property
+    def rows_per_token(self) -> float:
+        """(k + 1) / tau: a target step leaves a row for every draft token and one for the bonus token."""
+        return (self.num_speculative_tokens + 1) / self.tau
+
+
+def make_record(number: int, traffic: Traffic) -> Record:
+    """One whole request, put together by what puts them together in a server; always the same for a number.
+
+    Ids follow a power law, as words do; log-probabilities fall from the first on, and have all the bits of a float32.
+    """
+    rng = np.random.default_rng(number)
+    prompt = _ids(rng, traffic, traffic.prompt_tokens)
+    log = RequestLog(info=_info(f"cmpl-{number:08d}", prompt, traffic))
+    log.append(len(prompt), [int(_ids(rng, traffic, 1)[0])], None)  # sampled from the prompt, before there are drafts
+    while not log.is_complete:
+        start = len(prompt) + len(log.output)
+        num_accepted = _num_accepted(rng, traffic)
+        drafts = _ids(rng, traffic, traffic.num_speculative_tokens)
+        sampled = [*drafts[:num_accepted].tolist(), int(_ids(rng, traffic, 1)[0])]
+        log.append(start, sampled, _verified(rng, traffic, start, drafts, num_accepted))
+    record = log.segment("0123456789abcdef", "0" * 64)
+    assert record is not None
+    return record
+
+
+def _info(request_id: str, prompt: np.ndarray, traffic: Traffic) -> RequestInfo:
+    return RequestInfo(
+        request_id=request_id,
+        prompt_ids=prompt.tolist(),
+        sampling=Sampling(),
+        max_tokens=traffic.output_tokens,
+        stop_ids=frozenset(),
+        domain="code",
+    )
+
+
+def _verified(
+    rng: np.random.Generator, traffic: Traffic, start: int, drafts: np.ndarray, num_accepted: int
+) -> Verified:
+    num_rows = len(drafts) + 1
+    gaps_RK = rng.exponential(0.5, (num_rows, traffic.top_k))
+    return Verified(
+        start=start,
+        draft_ids=drafts,
+        draft_probs=np.ones(len(drafts), np.float32),
+        num_accepted=num_accepted,
+        rows=Rows(
+            topk_ids_RK=_ids(rng, traffic, num_rows * traffic.top_k).reshape(num_rows, -1),
+            topk_log_probs_RK=-gaps_RK.cumsum(1).astype(np.float32),
+            log_sum_exp_R=rng.normal(20, 3, num_rows).astype(np.float32),
+        ),
+    )
+
+
+def _num_accepted(rng: np.random.Generator, traffic: Traffic) -> int:
+    """tau - 1 on average, between none and all."""
+    return int(rng.binomial(traffic.num_speculative_tokens, (traffic.tau - 1) / traffic.num_speculative_tokens))
+
+
+def _ids(rng: np.random.Generator, traffic: Traffic, count: int) -> np.ndarray:
+    ids: np.ndarray = (traffic.vocab_size ** rng.random(count)).astype(np.int32) - 1
+    return ids

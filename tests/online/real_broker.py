@@ -1,0 +1,78 @@
+"""A real nats-server on a port and folder of its own."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+EXECUTABLE = shutil.which("nats-server") or shutil.which("nats-server", path="/usr/sbin:/usr/local/sbin")
+
+
+@dataclass
+class Broker:
+    folder: Path
+    settings: str = ""
+    """Further lines of its configuration."""
+    port: int = 0
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.port = self.port or free_port()
+        config, log = self.folder.parent / f"{self.folder.name}.conf", self.folder.parent / f"{self.folder.name}.log"
+        config.write_text(
+            f'listen: "127.0.0.1:{self.port}"\nmax_payload: 8MB\njetstream {{ store_dir: "{self.folder}" }}\n'
+            f"{self.settings}\n"
+        )
+        with log.open("a") as output:
+            self.process = subprocess.Popen([str(EXECUTABLE), "-c", str(config)], stdout=output, stderr=output)
+        deadline_s = time.monotonic() + 30
+        while not is_listening(self.port):
+            assert self.process.poll() is None, log.read_text()[-2000:]
+            assert time.monotonic() < deadline_s, "nats-server does not listen"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """kill -9."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+
+@contextmanager
+def running_broker(folder: Path, settings: str = "") -> Iterator[Broker]:
+    if EXECUTABLE is None:
+        pytest.skip("no nats-server here (Debian: apt-get install nats-server)")
+    broker = Broker(folder, settings)
+    broker.start()
+    try:
+        yield broker
+    finally:
+        broker.kill()
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
