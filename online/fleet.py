@@ -31,6 +31,15 @@ ALARM_DRAFTS = 200
 """Target steps before ALARM_TAU is believed. With tau = 1.5 and 3 draft tokens the chance of a false alarm is nil."""
 
 
+LOSSES = {
+    "dropped_steps_queue_full": "queue_full",
+    "broken_requests_gap": "broken",
+    "dropped_records_spool": "spool_full",
+    "evicted_files_spool_budget": "spool_evicted",
+}
+"""What capture counts of what never reaches the spool, or not the learner, and what the learner calls it."""
+
+
 class UnreachableError(Exception):
     """The server gave no answer."""
 
@@ -49,6 +58,8 @@ class Status:
     is_intact: bool
     """Draft and target are as they were loaded, on all ranks."""
     target_fingerprint: str
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """What its capture dropped since it started, by reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +90,7 @@ class Server:
                 draft_version=body["draft_version"],
                 is_intact=body["draft_intact"] and body["target_intact"],
                 target_fingerprint=body["target_fingerprint"],
+                lost=_lost(body.get("capture") or {}),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise RefusedError(f"{self.url} answers with something else than a status: {error!r}") from error
@@ -114,6 +126,10 @@ class Server:
         if answer.status_code != 200:
             raise RefusedError(f"{self.url} answers {method} {path} with {answer.status_code}: {answer.text[:300]}")
         return answer
+
+
+def _lost(capture: Mapping[str, int]) -> dict[str, int]:
+    return {reason: int(capture.get(counter, 0)) for counter, reason in LOSSES.items()}
 
 
 @asynccontextmanager

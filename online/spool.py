@@ -14,7 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 SUFFIX = ".records"
+
+ABANDONED_S = 600.0
+"""A file that is not complete after this long never will be: its server was killed, and it holds users' text."""
 
 
 class SpoolWriter:
@@ -53,6 +58,9 @@ class SpoolWriter:
         """Nothing: a file is complete when `write` returns."""
 
     def _evict(self) -> None:
+        for path in self.folder.glob(".*.partial"):
+            if time.time() - _written_s(path) > ABANDONED_S:
+                path.unlink(missing_ok=True)
         files = [(path, _size(path)) for path in spool_files(self.folder)]
         excess = sum(size for _, size in files) - self.budget_bytes
         for path, size in files[:-1]:  # never the newest, so that a budget below one file still lets records through
@@ -66,6 +74,20 @@ class SpoolWriter:
 def spool_files(folder: Path) -> list[Path]:
     """The complete files of the folder, the oldest first. Reading: `read_frames(path.read_bytes())`, then unlink."""
     return sorted(folder.glob(f"*{SUFFIX}"))
+
+
+def _written_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # complete by now
+        return float("inf")
+
+
+def is_in_memory(path: Path) -> bool:
+    """Whether files below `path`, which need not be there yet, are kept in memory and on no disk."""
+    found = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()).resolve()
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    return mounts[next(parent for parent in (found, *found.parents) if parent in mounts)] in ("tmpfs", "ramfs")
 
 
 def _size(path: Path) -> int:

@@ -19,6 +19,7 @@ from typing import Literal, get_args
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from online.fleet import LOSSES
 from online.journal import (
     AcceptanceEntry,
     BufferEntry,
@@ -37,8 +38,21 @@ from online.journal import (
 MAX_VALUES = 64
 """Of one label: domains are what clients call them. What comes later is counted as `other`."""
 
-DROP_REASONS = ("corrupt", "corrupt_on_disk", "damaged_files", "deleted", "duplicate", "evicted", "expired", "foreign")
-"""The buffer's."""
+DROP_REASONS = (
+    *(
+        "corrupt",
+        "corrupt_on_disk",
+        "damaged_files",
+        "deleted",
+        "duplicate",
+        "evicted",
+        "expired",
+        "foreign",
+        "stateless",
+    ),
+    *LOSSES.values(),
+)
+"""The buffer's, and the servers'."""
 
 SWAP_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
 

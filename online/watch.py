@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +25,8 @@ class Seen:
     status: Status | None
     """None: it did not answer, or not with a status."""
     since_last: Acceptance = field(default_factory=Acceptance)
+    lost: Counter[str] = field(default_factory=Counter)
+    """What its capture dropped since the look before, by reason."""
     is_alarming: bool = False
     """Its draft was hardly accepted at all over the last ALARM_DRAFTS drafts or more."""
 
@@ -34,6 +37,7 @@ class Watch:
     def __init__(self, servers: Sequence[Server]) -> None:
         self.servers = servers
         self._last: dict[Server, Reading] = {}
+        self._statuses: dict[Server, Status] = {}
         self._window: dict[Server, Reading] = {}
 
     async def look(self) -> list[Seen]:
@@ -45,17 +49,25 @@ class Watch:
             status = await server.status()
         except (UnreachableError, RefusedError):
             return Seen(server=server, status=None)
+        lost = self._lost(server, status)
         try:
             reading = await server.read()
         except (UnreachableError, RefusedError):  # it may serve without a draft yet
-            return Seen(server=server, status=status)
+            return Seen(server=server, status=status, lost=lost)
         since_last = _since(self._last.get(server), reading) or Acceptance()
         self._last[server] = reading
         window = _since(self._window.get(server), reading)
         if window is None or window.drafts >= ALARM_DRAFTS:
             self._window[server] = reading
         alarming = window is not None and is_alarming(window)
-        return Seen(server=server, status=status, since_last=since_last, is_alarming=alarming)
+        return Seen(server=server, status=status, since_last=since_last, lost=lost, is_alarming=alarming)
+
+    def _lost(self, server: Server, status: Status) -> Counter[str]:
+        """What was lost before the first look is not this learner's to tell; after a restart counting begins at 0."""
+        last = self._statuses.get(server, status)
+        self._statuses[server] = status
+        before = last.lost if last.boot == status.boot else {}
+        return Counter({reason: count - before.get(reason, 0) for reason, count in status.lost.items()})
 
 
 def _since(first: Reading | None, now: Reading) -> Acceptance | None:
@@ -98,7 +110,7 @@ class JournaledServer(Server):
                 "swap",
                 server=self.url,
                 version=version,
-                from_version=before,
+                from_version=before or None,  # a server without a draft has none
                 outcome="rolled_back" if is_back else outcome,
                 duration_ms=1e3 * (time.monotonic() - began_s),
                 reason=reason,

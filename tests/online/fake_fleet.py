@@ -44,6 +44,8 @@ class FakeServer:
     """How long a restart takes."""
     intact: bool = True
     target_fingerprint: str = "target"
+    capture: dict[str, int] = field(default_factory=dict)
+    """Its counters, as far as a test cares."""
 
     @property
     def url(self) -> str:
@@ -103,6 +105,7 @@ class FakeServer:
             "draft_intact": self.intact,
             "target_intact": True,
             "target_fingerprint": self.target_fingerprint,
+            "capture": self.capture,
         }
 
     async def _swap(self, version: str) -> tuple[int, bytes]:

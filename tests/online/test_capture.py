@@ -1,5 +1,7 @@
 """Capture: its parts by hand, then what it records from the real engine against Hugging Face's forward pass."""
 
+import multiprocessing
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -229,6 +231,41 @@ def test_the_spool_lets_the_oldest_go_above_its_budget_whoever_wrote_it(tmp_path
     assert new.num_evicted_files == 1
     new.write([b"w" * 5000])  # above the budget by itself
     assert [path.read_bytes()[:1] for path in spool_files(tmp_path)] == [b"w"]
+
+
+def write_until_killed(folder, number):
+    writer = SpoolWriter(folder, f"boot{number}", 1 << 30)
+    frame = encode(segment_of_one())
+    while True:
+        writer.write([frame] * 50)
+
+
+def segment_of_one():
+    log = RequestLog(info=make_info())
+    log.append(3, [7], None)
+    log.append(4, [8], make_verified(4, [50], 0))
+    return log.segment("boot", "target")
+
+
+def test_a_server_killed_while_it_writes_leaves_whole_files_and_its_rest_is_cleared_away(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    for number in range(10):
+        server = fork.Process(target=write_until_killed, args=(tmp_path, number))
+        server.start()
+        while len(spool_files(tmp_path)) < 5 * (number + 1):
+            time.sleep(0.001)
+        server.kill()
+        server.join()
+    frames = [frame for path in spool_files(tmp_path) for frame in read_frames(path.read_bytes())]
+    assert all(isinstance(record, Record) for _, record in frames)
+    left = tmp_path / ".0-killed-0.partial"
+    left.write_bytes(b"users' text")
+    writer = SpoolWriter(tmp_path, "next", 1 << 30)
+    writer.write([b"x"])
+    assert left.exists(), "another server may be writing it"
+    os.utime(left, (0, 0))
+    writer.write([b"x"])
+    assert not left.exists()
 
 
 def test_nobody_else_reads_a_spool_that_was_made_here(tmp_path):

@@ -10,8 +10,10 @@ import pytest
 from fake_fleet import TOKEN, FakeServer, Traffic, running
 
 from online.fleet import RefusedError, Server, UnreachableError, Window, converge, is_alarming, reconcile
+from online.journal import Journal
 from online.metrics import Acceptance
 from online.rollout import RolloutPolicy, roll_waves, try_canary
+from online.watch import JournaledServer
 
 OLD, NEW = "v000001", "v000002"
 
@@ -339,6 +341,18 @@ async def test_another_service_on_the_address_is_a_refusal():
         assert (await converge([server], NEW, 0)).refused
         with pytest.raises(RefusedError, match="something else than a status"):
             await server.status()
+
+
+@in_event_loop
+async def test_the_journal_takes_the_swap_of_a_server_that_came_without_a_draft(tmp_path):
+    fake = FakeServer(Traffic(), started_with="")
+    async with running(fake) as servers:
+        journal = Journal(tmp_path)
+        (server,) = [JournaledServer(one.url, one.token, one.http, journal) for one in servers]
+        assert (await converge([server], NEW, 5)).is_complete
+        assert (await converge([server], OLD, 5)).is_complete
+    found = [(entry.from_version, entry.version, entry.outcome) for entry in journal.read().entries]
+    assert found == [(None, NEW, "swapped"), (NEW, OLD, "rolled_back")]
 
 
 @pytest.mark.parametrize(("drafts", "accepted", "alarming"), [(1000, 10, True), (1000, 500, False), (50, 0, False)])
