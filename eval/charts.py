@@ -28,7 +28,7 @@ def charts(report: Mapping[str, Any]) -> dict[str, Spec]:
         "speed": _speed(report["engine"]) if "engine" in report else None,
         "domains": _domains(report["by_domain"]) if len(report["by_domain"]) > 1 else None,
     }
-    return {name: _plain(chart) for name, chart in found.items() if chart is not None}
+    return {name: plain(chart) for name, chart in found.items() if chart is not None}
 
 
 def heads_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
@@ -41,7 +41,7 @@ def heads_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
         "families-gain": _gain_by_family(families),
         "ablation": _tau(ablation) if ablation else None,
     }
-    return {name: _plain(chart) for name, chart in found.items() if chart is not None}
+    return {name: plain(chart) for name, chart in found.items() if chart is not None}
 
 
 def _tau(entries: Rows) -> alt.LayerChart:
@@ -96,7 +96,8 @@ def _gain_by_family(families: Rows) -> alt.LayerChart:
     return line + before + after + label
 
 
-def _plain(chart: alt.TopLevelMixin) -> Spec:
+def plain(chart: alt.TopLevelMixin) -> Spec:
+    """A chart as the page draws it."""
     spec: Spec = chart.to_dict()
     del spec["$schema"], spec["config"]  # an address that nothing needs, and colours that are the page's to choose
     return spec

@@ -16,9 +16,11 @@ import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from eval.acceptance import tau
+
+V = TypeVar("V")
 
 STEP_COSTS_VERSION = 1
 """Of `StepCosts.to_json`."""
@@ -118,7 +120,7 @@ def _line(points: Mapping[int, float], x: float) -> float:
     return y0 + (x - x0) * slope if x <= x1 else y1 + (x - x1) * max(slope, 0.0)
 
 
-def _sorted(points: Mapping[int, Any]) -> list[tuple[int, Any]]:
+def _sorted(points: Mapping[int, V]) -> list[tuple[int, V]]:
     return sorted(points.items())
 
 

@@ -154,8 +154,18 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> Path:
     return write_page(folder, report, "report.html.j2", "charts.charts")
 
 
-def write_page(folder: Path, report: Mapping[str, Any], template: str, charts: str, *, stem: str = "report") -> Path:
+def write_page(
+    folder: Path,
+    report: Mapping[str, Any],
+    template: str,
+    charts: str,
+    *,
+    stem: str = "report",
+    extras: Mapping[str, Any] | None = None,
+) -> Path:
     """Write `report` as <stem>.json and, by a template and a function ("charts.heads_charts"), as <stem>.html.
+
+    `extras` are what the template is told beside the report.
 
     The path of the latter; without the `report` extra (altair, vl-convert) there is no page, and it is <stem>.json's.
     Equal reports give equal bytes.
@@ -170,7 +180,7 @@ def write_page(folder: Path, report: Mapping[str, Any], template: str, charts: s
         print(f"{stem}.html was not drawn: pip install 'redraft[report]'")
         return folder / f"{stem}.json"
     html = folder / f"{stem}.html"
-    html.write_text(_render(json.loads(text), template, charts))
+    html.write_text(_render(json.loads(text), template, charts, extras or {}))
     return html
 
 
@@ -182,7 +192,7 @@ def _require_keys(report: Mapping[str, Any]) -> None:
             raise ValueError(f"the report lacks {section + '.' if section else ''}{absent[0]}")
 
 
-def _render(report: dict[str, Any], template: str, charts: str) -> str:
+def _render(report: dict[str, Any], template: str, charts: str, extras: Mapping[str, Any]) -> str:
     module, function = charts.rsplit(".", 1)
     draw = getattr(importlib.import_module(f"eval.{module}"), function)  # loads altair, which only a page needs
     templates = jinja2.Environment(
@@ -193,7 +203,7 @@ def _render(report: dict[str, Any], template: str, charts: str) -> str:
         lstrip_blocks=True,
     )
     return templates.get_template(template).render(
-        **{"engine": None, **report}, charts=draw(report), vega=_vega_javascript()
+        **{"engine": None, **report, **extras}, charts=draw(report), vega=_vega_javascript()
     )
 
 
