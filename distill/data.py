@@ -52,17 +52,17 @@ def split_held_out(
     return train, held_out
 
 
-def load_conversations(source: str, *, split: str = "train") -> list[Conversation]:
+def load_conversations(source: str, *, split: str = "train", domain_column: str | None = None) -> list[Conversation]:
     """Every conversation of `source`, which is one of
 
     - `stdlib`: made from the Python standard library's sources;
     - a `.jsonl` or `.parquet` file, or the name of a data set on the hub (its `split`), with the columns
       `messages` (role, content), `conversations` (ShareGPT: from, value), `prompt` with `completion` or `response`,
-      `prompt` alone, or `text`; and `domain` where there is one;
+      `prompt` alone, or `text`; and `domain_column`, by default `domain` where there is one;
     - a folder of `.txt` and `.md` files: each is one document, its domain the first folder under `source`.
 
-    Raises: FileNotFoundError for a missing file; ValueError for an empty source, columns that are none of these, or a
-    row that does not read as one of them.
+    Raises: FileNotFoundError for a missing file; ValueError for an empty source, columns that are none of these, a row
+    that does not read as one of them, or one without the domain column that was named.
     """
     path = Path(source)
     if source == "stdlib":
@@ -70,7 +70,7 @@ def load_conversations(source: str, *, split: str = "train") -> list[Conversatio
     elif path.is_dir():
         conversations = _text_folder(path)
     else:
-        conversations = _from_rows(_rows(source, split), source)
+        conversations = _from_rows(_rows(source, split), source, domain_column)
     if not conversations:
         raise ValueError(f"{source} holds no conversation")
     return conversations
@@ -154,12 +154,20 @@ def _first_line(error: Exception) -> str:
     return str(error.__cause__ or error).splitlines()[0]
 
 
-def _from_rows(rows: Iterable[dict[str, Any]], source: str) -> list[Conversation]:
+def _from_rows(rows: Iterable[dict[str, Any]], source: str, domain_column: str | None) -> list[Conversation]:
     conversations: list[Conversation] = []
     for number, row in enumerate(rows, 1):
         read = _reader(set(row), source)
+        if domain_column is not None and row.get(domain_column) is None:
+            raise ValueError(
+                f"{source}, row {number} has no column {domain_column!r}, it has {', '.join(sorted(row))}: "
+                "name the one that holds the domain"
+            )
         try:
-            conversation: Conversation = {"messages": read(row), "domain": str(row.get("domain") or "all")}
+            conversation: Conversation = {
+                "messages": read(row),
+                "domain": str(row.get(domain_column or "domain") or "all"),
+            }
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{source}, row {number}: not a conversation ({type(error).__name__}: {error})") from None
         if row.get("cut"):

@@ -68,10 +68,16 @@ class Trained:
     skipped_steps: int
 
 
+def write_offline_unless_logged_in() -> None:
+    """Keep wandb from asking for a login in the middle of a run."""
+    if not (os.environ.get("WANDB_API_KEY") or os.path.exists(os.path.expanduser("~/.netrc"))):
+        os.environ.setdefault("WANDB_MODE", "offline")
+
+
 def make_accelerator(accumulation: int, mixed_precision: str | None, wandb_project: str | None) -> Accelerator:
     """The accelerator of this launch; wandb writes offline where nobody is logged in."""
-    if wandb_project and not (os.environ.get("WANDB_API_KEY") or os.path.exists(os.path.expanduser("~/.netrc"))):
-        os.environ.setdefault("WANDB_MODE", "offline")
+    if wandb_project:
+        write_offline_unless_logged_in()
     accelerator = Accelerator(
         gradient_accumulation_steps=accumulation,
         mixed_precision=mixed_precision,
