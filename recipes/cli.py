@@ -67,6 +67,11 @@ COMMANDS = {
         "All of these on the small target, side by side",
         "redraft demo-heads --resume",
     ),
+    "eval": Command(
+        "recipes.evaluate",
+        "Report what a target accepts of its drafts, by domain",
+        "redraft eval --target TARGET --draft DRAFT --draft ngram",
+    ),
     "regenerate": Command(
         "recipes.regenerate",
         "Let the target answer a data set's prompts again",
