@@ -63,8 +63,9 @@ format: $(STAMP)  ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## speed and memory, as ratios of one interleaved run
+bench: $(STAMP)  ## speed and memory, as ratios of one interleaved run; is what `redraft advise` says the best?
 	$(BIN)/redraft bench-training
+	$(BIN)/redraft bench-advice
 	$(BIN)/redraft bench-ingest
 
 clean:  ## remove the environment and outputs
