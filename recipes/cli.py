@@ -112,10 +112,35 @@ COMMANDS = {
         "Return the fleet to the version before, at once",
         "redraft rollback --config learner.toml",
     ),
+    "forget": Command(
+        "recipes.forget",
+        "Delete everything that was recorded of a tenant",
+        "redraft forget acme --config learner.toml",
+    ),
     "probe-log": Command(
         "recipes.probe_log",
         "Ask the ingest log's broker whether it still stores",
         "redraft probe-log nats://127.0.0.1:4222",
+    ),
+    "bench": Command(
+        "recipes.bench",
+        "Measure what drafts are worth in a real vLLM server",
+        "redraft bench --preset demo",
+    ),
+    "advise": Command(
+        "recipes.advise",
+        "Say how many tokens to draft, and which kind of draft",
+        "redraft advise --serving serving.json",
+    ),
+    "watch": Command(
+        "recipes.watch",
+        "Watch what a running fleet accepts, with an alarm",
+        "redraft watch http://gpu1:8000 --min-tau 1.8",
+    ),
+    "capacity": Command(
+        "recipes.capacity",
+        "Say what capture, storage and learning take for a fleet",
+        "redraft capacity --tokens-per-s 250000 --fraction 0.01",
     ),
     "tiny-target": Command(
         "recipes.tiny_target",
@@ -131,6 +156,11 @@ COMMANDS = {
         "recipes.bench_training",
         "Measure speed and memory of training, as ratios",
         "redraft bench-training",
+    ),
+    "bench-advice": Command(
+        "recipes.bench_advice",
+        "Check the advised number of draft tokens in the engine",
+        "redraft bench-advice",
     ),
 }
 
