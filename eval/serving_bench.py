@@ -73,7 +73,8 @@ class Sweep:
     def __post_init__(self) -> None:
         for name in ("drafts", "num_speculative_tokens", "concurrency", "input_tokens", "data"):
             if not getattr(self, name):
-                raise ValueError(f"a benchmark needs at least one of {name.replace('_', ' ')}")
+                flag = {"drafts": "--draft"}.get(name, f"--{name.replace('_', '-')}")
+                raise ValueError(f"there is nothing to measure: give at least one {flag}")
         if min(self.num_speculative_tokens) < 1 or min(self.concurrency) < 1 or self.prompts_per_client < 1:
             raise ValueError("draft tokens, concurrency and prompts per client are at least 1")
         if min(self.request_rates, default=1) <= 0 or min(self.input_tokens) < 1 or self.output_tokens < 2:

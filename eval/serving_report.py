@@ -24,6 +24,9 @@ from eval.serving_bench import QUESTIONS, acceptance, step_costs
 
 VERSION = 1
 
+GRID = "tokens"
+"""The question that varies two things."""
+
 Row = Mapping[str, Any]
 
 
@@ -89,6 +92,7 @@ def write_serving(folder: Path, report: Mapping[str, Any]) -> Path:
         "header": HEADER,
         "speedup_column": HEADER.index("speed-up"),
         "cells_of": cells_of,
+        "grid": grid_of(report["tables"][GRID]) if GRID in report["tables"] else None,
         "title": title,
         "best": best_row(report),
     }
@@ -101,7 +105,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     """The answer, a table for every question, and the configuration to paste."""
     lines = [f"# Serving {report['target']}", "", *answer(report), ""]
     for question, rows in report["tables"].items():
-        lines += [f"## {QUESTIONS[question]}", "", *_table(rows), ""]
+        lines += [f"## {QUESTIONS[question]}", "", *_table(question, rows), ""]
     for name, draft in report["drafts"].items():
         if draft["advice"]:
             lines += [f"## How many tokens to draft: {title(name)}", "", f"{draft['advice']['sentence']}", ""]
@@ -148,12 +152,30 @@ def cells_of(row: Row) -> list[str]:
     ]
 
 
+def grid_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """(header, rows) of speed-up and tokens/s over concurrency and number of draft tokens, of one draft's rows."""
+    ks = sorted({row["num_speculative_tokens"] for row in rows} - {0})
+    cells = {(row["concurrency"], row["num_speculative_tokens"]): row for row in rows}
+    concurrency = sorted({b for b, _ in cells})
+    body = [[str(b), _speed(cells.get((b, 0))), *(_sped(cells.get((b, k))) for k in ks)] for b in concurrency]
+    return ["requests at once", "none, tokens/s", *(f"k = {k}" for k in ks)], body
+
+
+def _speed(row: Row | None) -> str:
+    return "–" if row is None else f"{row['measured']['tokens_per_s']:,.0f}"
+
+
+def _sped(row: Row | None) -> str:
+    return "–" if row is None else f"{_ratio(row['speedup'])} ({_speed(row)})"
+
+
 def _ratio(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}x"
 
 
-def _table(rows: Sequence[Row]) -> Iterator[str]:
-    yield from _markdown_table(HEADER, [cells_of(row) for row in rows])
+def _table(question: str, rows: Sequence[Row]) -> Iterator[str]:
+    header, body = grid_of(rows) if question == GRID else (HEADER, [cells_of(row) for row in rows])
+    yield from _markdown_table(header, body)
 
 
 def _advice_table(advice: Mapping[str, Any]) -> Iterator[str]:

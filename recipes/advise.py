@@ -57,8 +57,6 @@ class Kind:
     """A kind of draft that could be served, and what it is expected to be worth."""
 
     name: str
-    source: str
-    """Where its numbers come from."""
     advice: Advice
     cost: float
     """Its draft step over the target's step, at the compared batch size."""
@@ -74,10 +72,9 @@ def main(cfg: Config) -> None:
     result: dict[str, Any] = {"draft": name, "advice": own.to_json(), "batch_size": batch_size}
     if cfg.data is not None:
         lookup = look_up(exchanges(cfg, report["target"]), Ngram(), len(rates))
-        kinds = [Kind(name=title(name), source=source, advice=own, cost=costs.draft_cost(batch_size))]
-        kinds.append(ngram_kind(report, costs, lookup, cfg.data))
+        kinds = [Kind(name=title(name), advice=own, cost=costs.draft_cost(batch_size)), ngram_kind(costs, lookup)]
         needed = head_needs(costs, kinds, batch_size, len(rates), num_layers(cfg.target or report["target"]))
-        print("", *kind_lines(kinds, lookup, needed, batch_size), sep="\n")
+        print("", *kind_lines(kinds, lookup, needed, batch_size), *measured_lines(report), sep="\n")
         result |= {"ngram_overlap": lookup.overlap, "suits": best_kind(kinds, batch_size)}
     if cfg.output is not None:
         cfg.output.parent.mkdir(parents=True, exist_ok=True)
@@ -115,12 +112,12 @@ def own_lines(draft: str, advice: Advice, source: str, report: Mapping[str, Any]
     """The table over batch size and k, the best k, and the configuration to paste."""
     rates = ", ".join(f"{rate:.2f}" for rate in advice.acceptance_per_position)
     yield f"{title(draft)} for {report['target']}: accepted up to each position {rates} ({source})"
-    yield "\nexpected speed-up"
+    yield "\nexpected speed-up (* the best; where there is none, without a draft)"
     header, rows = speedup_grid(advice.to_json())
     yield "".join(f"{cell:>20}" if i == 0 else f"{cell:>9}" for i, cell in enumerate(header))
     for row in rows:
         best = advice.best(int(row[0]))
-        cells = [f"{cell}{'*' if i == best else ' '}" for i, cell in enumerate(row)]
+        cells = [f"{cell}{'*' if 0 < i == best else ' '}" for i, cell in enumerate(row)]
         yield "".join(f"{cell:>20}" if i == 0 else f"{cell:>9}" for i, cell in enumerate(cells))
     yield f"\n{advice.sentence}"
     if pasted := advice.speculative_config(report["drafts"][draft]["config"]):
@@ -145,10 +142,10 @@ def exchanges(cfg: Config, served_target: str) -> Iterator[Exchange]:
             yield Exchange(prompt_ids=prompt_ids, answer_ids=answer_ids)
 
 
-def ngram_kind(report: Mapping[str, Any], costs: StepCosts, lookup: Lookup, data: str) -> Kind:
+def ngram_kind(costs: StepCosts, lookup: Lookup) -> Kind:
     """N-grams as the workload holds them; looking up takes no time beside a step of the target."""
     free = replace(costs, draft_s=dict.fromkeys(costs.draft_s, 0.0))
-    return Kind(name=LOOKUP, source=f"looked up in {data}", advice=advise(lookup.acceptance_per_position, free), cost=0)
+    return Kind(name=LOOKUP, advice=advise(lookup.acceptance_per_position, free), cost=0)
 
 
 def speedup_at(advice: Advice, batch_size: int) -> float:
@@ -198,6 +195,17 @@ def kind_lines(kinds: Sequence[Kind], lookup: Lookup, needed: float | None, batc
     yield f"a head of one layer would beat them {beats}"
     best = best_kind(kinds, batch_size)
     yield f"suits this workload: {best}" if best != "none" else "suits this workload: no draft"
+
+
+def measured_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """What the benchmark itself measured of every draft, on its own data."""
+    for row in report["tables"].get("draft", ()):
+        if row["draft"] and row["speedup"] is not None:
+            method = report["drafts"][row["draft"]]["config"].get("method", "draft")
+            yield (
+                f"measured on {row['data']}: {title(row['draft'])} ({method}) {row['speedup']:.2f}x at "
+                f"{row['concurrency']} requests, tau {row['measured']['tau']:.2f}, k = {row['num_speculative_tokens']}"
+            )
 
 
 if __name__ == "__main__":

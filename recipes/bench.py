@@ -1,9 +1,9 @@
 """Measure what drafts are worth in a real vLLM server: the tables that serving is decided by.
 
-$ redraft bench --target T --draft D                            # the first value of each flag is the base of all tables
-$ redraft bench --target T --draft D D2 ngram --num-speculative-tokens 4 1 2 6 --concurrency 8 1 32 128
+$ redraft bench --target T --draft D                        # the first value of each flag is the base of all tables
+$ redraft bench --target T --draft D --draft ngram --num-speculative-tokens 4 1 2 6 --concurrency 8 1 32 128
 $ redraft bench --target T --draft D --request-rate 1 4 16 --data sharegpt:sharegpt.json jsonl:ours.jsonl
-$ redraft bench --preset demo                                   # the small target with the draft of `make demo`
+$ redraft bench --preset demo                               # the small target with the draft of `make demo`
 
 Every server is started once and gets its load from vLLM's own generator (`vllm bench serve`). A finished cell is kept:
 run the same command again after an interruption and only what is missing is measured. The result is serving.html,
@@ -18,8 +18,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from tqdm import tqdm
 
 from eval.engine import engine_is_cpu, vllm_server
@@ -35,8 +36,8 @@ from recipes.draft_config import cure, draft_config
 class Config:
     target: str = "meta-llama/Llama-3.1-70B-Instruct"
     """Folder or hub name of the model that is served."""
-    draft: tuple[str, ...] = ("meta-llama/Llama-3.2-3B-Instruct",)
-    """Folders or hub names of drafts; `ngram`, `suffix`; `mtp` for the target's own layer."""
+    draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Draft to measure, once for each: a folder, a hub name, `ngram`, `suffix`, or `mtp` for the target's own layer."""
     num_speculative_tokens: tuple[int, ...] = (3, 1, 2, 5)
     """Draft tokens; the first is that of all tables but the one by number of draft tokens."""
     concurrency: tuple[int, ...] = (8, 1, 32, 128)

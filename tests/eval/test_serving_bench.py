@@ -63,7 +63,7 @@ def test_every_server_starts_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"drafts": ()}, "at least one of drafts"),
+        ({"drafts": ()}, "at least one --draft"),
         ({"num_speculative_tokens": (0,)}, "at least 1"),
         ({"prompts_per_client": 0}, "at least 1"),
         ({"request_rates": (0.0,)}, "above 0"),
@@ -167,6 +167,9 @@ def test_the_markdown_begins_with_the_answer_and_has_a_table_for_every_question(
     ]
     assert f"| ngram | 3 | sonnet | 64 | 4 | – | {4 * 1.65 / step_s(4, 3):,.0f} |" in text
     assert "Not measured: good in fp8 k=3: fp8 quantization is currently not supported in cpu." in text
+    alone, with_5 = (b * tau / step_s(b, k) for b, k, tau in ((16, 0, 1), (16, 5, 1 + sum(ACCEPTED))))
+    assert f"| 16 | {alone:,.0f} |" in text
+    assert f"| {with_5 / alone:.2f}x ({with_5:,.0f}) |" in text
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         assert len({line.count("|") for line in table.splitlines()}) == 1, "every row has every column"
 
