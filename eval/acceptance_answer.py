@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from eval.acceptance_results import PARTS, Measured, compared_k, entry_of, tau_lead, tau_of
+from eval.drafts import SAMPLED_METHODS
 
 Report = Mapping[str, Any]
 
@@ -22,7 +23,8 @@ def answer(measured: Measured, report: Report) -> list[str]:
     sentences = [_headline(report, best, first, k)]
     sentences += [_lead(measured, best, others[0], totals, first, k)] if others else []
     sentences += _at_other_temperatures(report, best, measured.temperatures[1:], k)
-    return [*sentences, _engine(report), *_last_token(report, best, first), *_how_many(report, best, first)]
+    sentences += [_engine(report), *_last_token(report, best, first), *_other_sampling(report, best)]
+    return [*sentences, *_how_many(report, best, first)]
 
 
 def _headline(report: Report, best: str, temperature: float, k: int) -> str:
@@ -73,6 +75,23 @@ def _last_token(report: Report, best: str, temperature: float) -> Iterator[str]:
     if entry["forecast"] and entry["num_speculative_tokens"] > 1:
         rate = entry["forecast"]["acceptance_per_position"][-1]["value"]
         yield f"Draft token {entry['num_speculative_tokens']} is accepted in {rate:.0%} of the steps."
+
+
+def _other_sampling(report: Report, best: str) -> Iterator[str]:
+    """Where the server's other way to draft above temperature 0 would be accepted more often."""
+    about = next(draft for draft in report["drafts"] if draft["name"] == best)
+    row = next(
+        (r for r in report["results"] if (r["draft"], r["domain"]) == (best, None) and r["temperature"] > 0), None
+    )
+    if row is None or row["alpha"] is None or about["method"] not in SAMPLED_METHODS:
+        return
+    drafted = [("greedy", row["alpha_greedy"]["value"]), ("probabilistic", row["alpha"]["value"])]
+    (served, rate), (other, better) = drafted[:: -1 if about["is_sampled"] else 1]
+    if better > rate:
+        yield (
+            f"At temperature {row['temperature']:g} its tokens are accepted with probability {rate:.2f}; "
+            f"with draft_sample_method {other} instead of {served} it would be {better:.2f}."
+        )
 
 
 def _how_many(report: Report, best: str, temperature: float) -> Iterator[str]:

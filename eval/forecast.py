@@ -10,7 +10,7 @@ table gives the engine's own counts without the engine.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -303,7 +303,16 @@ def quick_metrics(
         ValueError: no row of the batches has a label, or the draft has too few draft steps.
     """
     nothing = torch.zeros(4 + num_speculative_tokens, dtype=torch.float64)
-    sums = reduce(sum(_batch_sums(draft, batches, num_speculative_tokens), nothing))
+    sums = (metric_sums(draft, batch, signal, num_speculative_tokens) for batch, signal in batches)
+    return metrics_of(reduce(sum(sums, nothing)))
+
+
+def metrics_of(sums: Tensor) -> QuickMetrics:
+    """The rates of `metric_sums`, added up over any number of batches.
+
+    Raises:
+        ValueError: no row of the batches has a label.
+    """
     if sums[0] == 0:
         raise ValueError("the held-out batches have no row with a label: check the loss mask and the held-out split")
     num_rows, alpha_sum, alpha_greedy_sum, num_blocks, *accepted = sums.tolist()
@@ -317,16 +326,18 @@ def quick_metrics(
     )
 
 
-def _batch_sums(
-    draft: Draft, batches: Iterable[tuple[Batch, TargetSignal]], num_speculative_tokens: int
-) -> Iterator[Tensor]:
-    """Per batch: rows, alpha, alpha_greedy, blocks, accepted per position; float64 on the CPU, [4 + K]."""
-    for batch, signal in batches:
-        steps = draft_steps_of(draft, batch, signal, num_speculative_tokens)
-        compared = [compare_rows(step, signal.distribution) for step in steps]
-        match_BTK, labelled_BTK = block_matches(compared, num_speculative_tokens, draft.is_autoregressive)
-        blocks_NK = match_BTK[labelled_BTK.all(-1)]
-        first = compared[0]
-        rates = [first.mask_BT.sum(), first.alpha_BT.double().sum(), first.alpha_greedy_BT.double().sum()]
-        accepted_K = blocks_NK.long().cumprod(-1).sum(0)
-        yield torch.tensor([*map(float, rates), len(blocks_NK), *accepted_K.tolist()], dtype=torch.float64)
+@torch.no_grad()
+def metric_sums(draft: Draft, batch: Batch, signal: TargetSignal, num_speculative_tokens: int) -> Tensor:
+    """Rows, alpha, alpha_greedy, blocks, accepted per position; float64 on the CPU, [4 + K].
+
+    Raises:
+        ValueError: the draft has too few draft steps.
+    """
+    steps = draft_steps_of(draft, batch, signal, num_speculative_tokens)
+    compared = [compare_rows(step, signal.distribution) for step in steps]
+    match_BTK, labelled_BTK = block_matches(compared, num_speculative_tokens, draft.is_autoregressive)
+    blocks_NK = match_BTK[labelled_BTK.all(-1)]
+    first = compared[0]
+    rates = [first.mask_BT.sum(), first.alpha_BT.double().sum(), first.alpha_greedy_BT.double().sum()]
+    accepted_K = blocks_NK.long().cumprod(-1).sum(0)
+    return torch.tensor([*map(float, rates), len(blocks_NK), *accepted_K.tolist()], dtype=torch.float64)
