@@ -12,6 +12,8 @@ serving.md and serving.json; `redraft advise --serving serving.json` says from i
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import shutil
 import sys
 import time
@@ -23,7 +25,7 @@ from typing import Annotated, Any
 import tyro
 from tqdm import tqdm
 
-from eval.engine import engine_is_cpu, vllm_server
+from eval.engine import Server, engine_is_cpu, vllm_server
 from eval.load import run_load
 from eval.report import environment
 from eval.serving_bench import Cell, Results, Sweep, Variant, by_variant, file_print, plan, tables
@@ -155,38 +157,27 @@ def measure_missing(
     Raises: ValueError where it refuses a draft as it is, with the cure where one is known.
     """
     refused: dict[str, str] = {}
-    total = sum(len(some) for some in cells.values()) * cfg.repeats
-    with tqdm(total=total, desc="cells", unit="cell") as bar:
-        for repeat in range(cfg.repeats):
-            for variant, some in cells.items():
-                missing = [cell for cell in some if not results.has(cell, repeat)]
-                bar.update(len(some) - len(missing))
-                if missing and name(variant) not in refused:
-                    bar.set_postfix_str(name(variant))
-                    try:
-                        measure(cfg, variant, missing, configs, results, repeat, bar)
-                    except ChildProcessError as error:
-                        if variant.draft is None:
-                            raise
-                        if not variant.quantization and not variant.is_ideal:
-                            raise ValueError(
-                                f"{error}{cure(cfg.target, variant.draft, variant.num_speculative_tokens)}"
-                            ) from error
-                        refused[name(variant)] = str(error)
+    with tqdm(total=cfg.repeats * sum(map(len, cells.values())), desc="cells", unit="cell") as bar:
+        for repeat, (variant, some) in itertools.product(range(cfg.repeats), cells.items()):
+            missing = [cell for cell in some if not results.has(cell, repeat)]
+            bar.update(len(some) - len(missing))
+            bar.set_postfix_str(name(variant))
+            if not missing or name(variant) in refused:
+                continue
+            try:
+                with server(cfg, variant, configs) as running:
+                    for cell in missing:
+                        results.add(cell, repeat, run_load(running, cell.load, cfg.output / "prompts"))
+                        bar.update()
+            except ChildProcessError as error:
+                refused[name(variant)] = optional(cfg, variant, error)
     return [{"what": what, "reason": reason} for what, reason in refused.items()]
 
 
-def measure(
-    cfg: Config,
-    variant: Variant,
-    missing: Sequence[Cell],
-    configs: Mapping[str, Mapping[str, Any]],
-    results: Results,
-    repeat: int,
-    bar: Any,
-) -> None:
-    """One server and its missing cells."""
-    with vllm_server(
+def server(
+    cfg: Config, variant: Variant, configs: Mapping[str, Mapping[str, Any]]
+) -> contextlib.AbstractContextManager[Server]:
+    return vllm_server(
         cfg.target,
         log=cfg.output / "logs" / f"{name(variant)}.log".replace("/", "-").replace(" ", "-"),
         speculative_config=speculative_config(variant, configs),
@@ -194,10 +185,19 @@ def measure(
         max_num_seqs=max(16, *cfg.concurrency),
         dtype=cfg.dtype,
         extra_args=cfg.vllm_args,
-    ) as server:
-        for cell in missing:
-            results.add(cell, repeat, run_load(server, cell.load, cfg.output / "prompts"))
-            bar.update()
+    )
+
+
+def optional(cfg: Config, variant: Variant, error: ChildProcessError) -> str:
+    """Why the engine refused what the benchmark is whole without: a quantised draft, the ideal.
+
+    Raises: the error where it refused the target; ValueError, with the cure where one is known, where a draft.
+    """
+    if variant.draft is None:
+        raise error
+    if not variant.quantization and not variant.is_ideal:
+        raise ValueError(f"{error}{cure(cfg.target, variant.draft, variant.num_speculative_tokens)}") from error
+    return str(error)
 
 
 def speculative_config(variant: Variant, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
