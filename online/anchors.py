@@ -18,10 +18,11 @@ from heads.draft import ExactTarget, label_rows
 from online.records import CorruptRecordError, Record, Sampling, encode, read_frames
 
 
-def read_anchors(path: Path, target_fingerprint: str) -> list[Record]:
+def read_anchors(path: Path, target_fingerprint: str, hidden_shape: tuple[int, int] | None = None) -> list[Record]:
     """The records in the file.
 
-    Raises: FileNotFoundError; ValueError where one is damaged or of another target.
+    Raises: FileNotFoundError; ValueError where one is damaged, of another target, or lacks the hidden states that the
+    draft reads.
     """
     records = []
     for _, record in read_frames(path.read_bytes()):
@@ -32,6 +33,8 @@ def read_anchors(path: Path, target_fingerprint: str) -> list[Record]:
                 f"{path} is of target {record.target_fingerprint[:12]}, this one is {target_fingerprint[:12]}: "
                 "make anchors for this target"
             )
+        if hidden_shape not in (None, record.hidden_shape):
+            raise ValueError(f"{path} holds no hidden states of the form {hidden_shape}: a head learns without anchors")
         records.append(record)
     return records
 

@@ -115,8 +115,8 @@ class BufferStatus:
     oldest_s: float | None
     """When the oldest record arrived, seconds since the epoch."""
     counts: dict[str, int]
-    """Since this process began: records stored, duplicate, foreign, corrupt, corrupt_on_disk, expired, evicted,
-    deleted; and damaged_files."""
+    """Since this process began: records stored, duplicate, foreign, corrupt, stateless, corrupt_on_disk, expired,
+    evicted, deleted; and damaged_files."""
 
 
 def is_held_out(record: Record, fraction: float) -> bool:
@@ -128,10 +128,15 @@ def is_held_out(record: Record, fraction: float) -> bool:
 class Buffer:
     """The one writer and reader of a folder. Methods may be called from several threads."""
 
-    def __init__(self, config: BufferConfig, target_fingerprint: str) -> None:
-        """Raises: AlreadyOwnedError where another process has the folder open; BufferFullError."""
+    def __init__(
+        self, config: BufferConfig, target_fingerprint: str, hidden_shape: tuple[int, int] | None = None
+    ) -> None:
+        """`hidden_shape`: the hidden states that the draft reads; the target's records without them are not kept.
+
+        Raises: AlreadyOwnedError where another process has the folder open; BufferFullError.
+        """
         self.config = config
-        self.target_fingerprint = target_fingerprint
+        self.target_fingerprint, self.hidden_shape = target_fingerprint, hidden_shape
         self.counts: Counter[str] = Counter()
         self._lock = threading.RLock()
         with ExitStack() as opened:
@@ -159,10 +164,10 @@ class Buffer:
             self._opened.close()
 
     def append(self, frames: Iterable[tuple[bytes, Record | CorruptRecordError]], now_s: float) -> Counter[str]:
-        """How many of `frames`, as `read_frames` yields them, were stored, duplicate, foreign, corrupt.
+        """How many of `frames`, as `read_frames` yields them, were stored, duplicate, foreign, corrupt, stateless.
 
         On return they are on the disk and the sender may forget them. A corrupt frame is not kept: whose text it holds
-        is not known, so it could never be deleted by tenant.
+        is not known, so it could never be deleted by tenant; nor is one that the draft can not read.
 
         Raises: BufferFullError; nothing was stored then.
         """
@@ -175,6 +180,8 @@ class Buffer:
                     counts["corrupt"] += 1
                 elif record.record_id in rows or self._has(record.record_id):
                     counts["duplicate"] += 1
+                elif self._is_stateless(record):
+                    counts["stateless"] += 1
                 else:
                     rows[record.record_id] = (self._row(record, now_s), frame)
                     is_foreign = record.target_fingerprint != self.target_fingerprint
@@ -269,6 +276,11 @@ class Buffer:
                 oldest_s=float(index["time_s"].min()) if len(index) else None,
                 counts=dict(self.counts),
             )
+
+    def _is_stateless(self, record: Record) -> bool:
+        is_ours = record.target_fingerprint == self.target_fingerprint
+        is_readable = self.hidden_shape is None or (record.hidden and record.hidden_shape == self.hidden_shape)
+        return is_ours and not is_readable
 
     def _has(self, record_id: str) -> bool:
         return any(self._unless_damaged(file, partial(file.has, record_id), False) for file in list(self._files))

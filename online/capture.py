@@ -5,7 +5,8 @@
                                    bounded,      top-k,     steps become segments
                                    oldest goes   log-sum-exp
 
-B = requests of the step, R = logit rows, S = draft tokens of all requests, V = vocabulary, K = kept top-k ids.
+B = requests of the step, R = logit rows, S = draft tokens of all requests, V = vocabulary, K = kept top-k ids,
+N = tokens of the step's captured requests, L = hidden states of one token, D = their size.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 from online.outlet import open_outlet
 from online.plugin_config import CaptureConfig
 from online.records import Frame, frame_of
-from online.request_log import RequestInfo, RequestLog, Rows, Verified
+from online.request_log import RequestInfo, RequestLog, Rows, States, Verified
 
 logger = logging.getLogger("vllm.redraft")
 
@@ -56,13 +57,22 @@ class StepPart:
     request: RequestInfo
     start: int
     """Index, in prompt + output, of the first token that the step sampled."""
-    sampled_row: int
-    """Of `Step.sampled_BK`."""
+    sampled_row: int | None
+    """Of `Step.sampled_BK`. None: a part of the prompt was read, and nothing sampled."""
     num_drafts: int
     first_row: int
     """Of `Step.logits_RV`: its rows are this one and the `num_drafts` that follow."""
     first_draft: int
     """Of `Step.draft_ids_S`."""
+    num_read: int = 0
+    """Tokens that the target read: `num_drafts` drafts, and those before them."""
+    first_read: int = 0
+    """Index among all tokens that the step's requests read, captured or not."""
+
+    @property
+    def begin(self) -> int:
+        """Index, in prompt + output, of the first token that was read."""
+        return self.start + self.num_drafts - self.num_read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +90,12 @@ class Step:
     draft_ids_S: Tensor | None = None
     draft_probs_S: Tensor | None = None
     """None where drafting is greedy."""
+    states_NLD: Tensor | None = None
+    """bfloat16, of the tokens that `parts` read, in their order: a copy, for an engine may write to its own again."""
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self.logits_RV is None else self.logits_RV.nbytes
+        return sum(tensor.nbytes for tensor in (self.logits_RV, self.states_NLD) if tensor is not None)
 
 
 class StepQueue:
@@ -219,7 +231,13 @@ class Capture:
         sampled_BK = step.sampled_BK.cpu().numpy()
         draft_ids = None if step.draft_ids_S is None else step.draft_ids_S.cpu().numpy().astype(np.int32)
         draft_probs = None if step.draft_probs_S is None else step.draft_probs_S.float().cpu().numpy()
+        first_state = 0
         for part in step.parts:
+            states_HLD = None if step.states_NLD is None else step.states_NLD[first_state : first_state + part.num_read]
+            first_state += part.num_read
+            if part.sampled_row is None:
+                self._append_states(part, states_HLD)
+                continue
             sampled = [int(token) for token in sampled_BK[part.sampled_row] if token != -1]
             verified = None
             if part.num_drafts:
@@ -233,10 +251,23 @@ class Capture:
                     num_accepted=len(sampled) - 1,
                     rows=rows.part(first_row + part.first_row, part.num_drafts + 1),
                 )
-            self._append(part, step.draft_version, sampled, verified)
+            # The states behind a rejected draft token are of another text.
+            num_true = max(0, part.num_read - part.num_drafts + len(sampled) - 1)
+            states = [] if states_HLD is None else _states(part.begin, states_HLD[:num_true])
+            self._append(part, step.draft_version, sampled, verified, states)
 
-    def _append(self, part: StepPart, draft_version: str, sampled: list[int], verified: Verified | None) -> None:
-        log = self._logs.setdefault(part.request.request_id, RequestLog(info=part.request))
+    def _append_states(self, part: StepPart, states_HLD: Tensor | None) -> None:
+        log = self._log(part)
+        if not log.is_closed:
+            log.states += _states(part.begin, states_HLD)
+
+    def _log(self, part: StepPart) -> RequestLog:
+        return self._logs.setdefault(part.request.request_id, RequestLog(info=part.request))
+
+    def _append(
+        self, part: StepPart, draft_version: str, sampled: list[int], verified: Verified | None, states: list[States]
+    ) -> None:
+        log = self._log(part)
         if log.is_closed:
             return
         if log.draft_version != draft_version:  # every record names the one version that proposed its drafts
@@ -246,7 +277,9 @@ class Capture:
             self.counts["broken_requests_gap"] += 1
             self._emit(log)
             log.is_closed = True
-        elif log.is_complete:
+            return
+        log.states += states
+        if log.is_complete:
             self._emit(log)
             log.is_closed = True
         elif log.num_rows >= SEGMENT_ROWS:
@@ -284,6 +317,14 @@ class Capture:
         except OSError as error:  # a full disk: these are lost, the next ones may fit again
             self.counts["dropped_records_spool"] += len(frames)
             self.report(error, "spool")
+
+
+def _states(begin: int, states_HLD: Tensor | None) -> list[States]:
+    """The bits of bfloat16 states, none where there is no token."""
+    if states_HLD is None or not len(states_HLD):
+        return []
+    words_HLD = states_HLD.cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
+    return [States(begin, words_HLD)]
 
 
 def _leave_engine_cores() -> None:

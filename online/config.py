@@ -137,7 +137,8 @@ class LearnerConfig:
     anchors: Path | None = None
     """File of offline records (redraft anchors) for a share of every step, against forgetting."""
     zero_retention: bool = False
-    """Keep records in memory only. A restart forgets them, and begins at the served version."""
+    """Keep records in memory only; the spool must lie in memory too, such as below /dev/shm. A restart forgets them,
+    and begins at the served version."""
     keep_versions: int = 20
     """Older versions are removed; the current one and the one before it never are."""
     wandb: str | None = None

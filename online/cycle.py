@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 from distill.train import StepStats
 from heads.artifact import manifest
 from online.buffer import Buffer
-from online.candidate import DRAFT, NotFiniteError, load_draft
+from online.candidate import DRAFT, NotFiniteError
 from online.config import LearnerConfig
 from online.fleet import Server, converge
 from online.gate import Decision, Scored, Verdict, judge
@@ -285,15 +285,15 @@ class Cycle:
             self._fault("disk_full", error)
 
     def _score(self, folder: Path, records: Sequence[Record]) -> dict[tuple[str, str], Scored]:
-        device = self.trainer.candidate.accelerator.device
-        draft = load_draft(self.cfg.draft.family, folder)
-        draft = (draft.float() if device.type == "cpu" else draft).to(device).eval()
+        candidate = self.trainer.candidate
+        draft = candidate.load(folder)
         scored = score(
-            draft,
+            (draft.float() if candidate.accelerator.device.type == "cpu" else draft).eval(),
             records,
             num_speculative_tokens=self.cfg.judging.num_speculative_tokens,
             method=self.cfg.judging.draft_sample_method,
             sequence_length=self.cfg.training.sequence_length,
+            reads=candidate.learnable.reads,
         )
         return by_request(records, scored)
 

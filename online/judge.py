@@ -1,6 +1,7 @@
 """How a draft does on held-out requests, teacher-forced on what the target answered: what the gate compares.
 
-R = rows of a text, N = rows of a chunk, K = kept top-k ids, V = vocabulary.
+R = rows of a text, N = rows of a chunk, K = kept top-k ids, V = vocabulary, W = draft vocabulary, J = draft tokens of a
+block.
 
 The target's distribution of every output token was recorded. One pass of a draft over the text gives the probability
 a_r that its token for row r is accepted, and walking blocks over a_r as the engine does gives the expected number of
@@ -19,29 +20,37 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eval.acceptance import alpha, probabilities
-from eval.rows import ROWS_A_CHUNK
-from heads.draft import Draft, TopKTarget
+from eval.rows import ROWS_A_CHUNK, draft_steps_of
+from heads.draft import Draft, DraftStep, TargetSignal, TopKTarget
 from online.gate import Scored
-from online.records import Record, Sampling, TrainingSequence, training_sequences
-from online.replay import batches_of
+from online.records import Record, Sampling, training_sequences
+from online.replay import Reads, RecordedBatch, batches_of
 
 Array = NDArray[np.float64]
 Method = Literal["greedy", "probabilistic"]
 
 
 def score(
-    draft: Draft, records: Sequence[Record], *, num_speculative_tokens: int, method: Method, sequence_length: int
+    draft: Draft,
+    records: Sequence[Record],
+    *,
+    num_speculative_tokens: int,
+    method: Method,
+    sequence_length: int,
+    reads: Reads = "nothing",
 ) -> list[Scored]:
-    """Expected drafts and accepted draft tokens of every record, were its request drafted by `draft`."""
+    """Expected drafts and accepted draft tokens of every record, were its request drafted by `draft`.
+
+    Raises: ValueError where the draft has fewer draft steps than `num_speculative_tokens`.
+    """
     scored = []
     for record in records:
         text = training_sequences(record, branches=False)[0]
-        accepted_R = np.zeros(0)
+        rows_R, accepted_JR = np.zeros(0, np.int64), np.zeros((num_speculative_tokens, 0))
         if len(text.rows_R):
-            accepted_R = acceptance(draft, text, record.sampling, method, sequence_length)
-        scored.append(
-            expected_blocks(text.rows_R[len(text.rows_R) - len(accepted_R) :], accepted_R, num_speculative_tokens)
-        )
+            (batch,) = batches_of([text], num_batches=1, sequence_length=sequence_length, seed=0, reads=reads)
+            rows_R, accepted_JR = acceptance(draft, batch, record.sampling, method, num_speculative_tokens)
+        scored.append(expected_blocks(rows_R, accepted_JR))
     return scored
 
 
@@ -56,21 +65,45 @@ def by_request(records: Sequence[Record], scored: Sequence[Scored]) -> dict[tupl
 
 
 @torch.no_grad()
-def acceptance(draft: Draft, text: TrainingSequence, sampling: Sampling, method: Method, sequence_length: int) -> Array:
-    """Probability that the draft's token is accepted, for every row of the text (of a longer one the last), [R]."""
-    (batch,) = batches_of([text], num_batches=1, sequence_length=sequence_length, seed=0)
-    (step,) = draft.draft_steps(batch, batch.signal)
-    assert draft.is_autoregressive, "the one step tells of the j-th draft token at the row j further on"
-    target = batch.signal.distribution
+def acceptance(
+    draft: Draft, batch: RecordedBatch, sampling: Sampling, method: Method, num_speculative_tokens: int
+) -> tuple[NDArray[np.int64], Array]:
+    """The rows of the one text in `batch` that a block can begin with, [R], and how likely the draft is right there.
+
+    Entry [j, r] is the probability that the j-th token of a block, where row r tells of it, is accepted, given that all
+    before it were; [J, R]. An autoregressive draft's is the same for every j.
+    """
+    steps = draft_steps_of(draft, batch, batch.signal, num_speculative_tokens)
+    by_step = [_accepted(step, batch.signal, sampling, method) for step in steps]
+    rows_R = np.array(sorted(by_step[0]), np.int64)
+    # 0 where a later step has no row: no block reaches there.
+    accepted_JR = np.array([[accepted.get(row, 0.0) for row in rows_R.tolist()] for accepted in by_step])
+    return rows_R, np.broadcast_to(accepted_JR, (num_speculative_tokens, len(rows_R)))
+
+
+def _accepted(step: DraftStep, signal: TargetSignal, sampling: Sampling, method: Method) -> dict[int, float]:
+    """Of one draft step, by the target's row."""
+    target = signal.distribution
     assert isinstance(target, TopKTarget)
-    accepted = []
+    accepted: dict[int, float] = {}
+    num_ids = int(target.ids_BTK.max()) + 1
     for rows_N in torch.split(step.mask_BT.flatten().nonzero().squeeze(-1), ROWS_A_CHUNK):
-        ids_NK = target.ids_BTK.flatten(0, 1)[rows_N]
-        p_NK = served(target.log_probs_BTK.flatten(0, 1)[rows_N], sampling)
-        logits_NV = step.hidden_BTD.flatten(0, 1)[rows_N] @ step.head_WD.T
-        q_NV = probabilities(logits_NV, sampling.temperature if method == "probabilistic" else 0.0)
-        accepted.append(alpha(p_NK, q_NV.gather(1, ids_NK)))
-    return torch.cat(accepted).double().cpu().numpy()
+        target_rows_N = rows_N + step.shift
+        ids_NK = target.ids_BTK.flatten(0, 1)[target_rows_N]
+        p_NK = served(target.log_probs_BTK.flatten(0, 1)[target_rows_N], sampling)
+        hidden_ND = step.hidden_BTD.flatten(0, 1)[rows_N].to(step.head_WD.dtype)
+        q_NW = probabilities(hidden_ND @ step.head_WD.T, sampling.temperature if method == "probabilistic" else 0.0)
+        q_NK = _by_target_id(q_NW, step, num_ids).gather(1, ids_NK)
+        accepted |= dict(zip(target_rows_N.tolist(), alpha(p_NK, q_NK).double().tolist(), strict=True))
+    return accepted
+
+
+def _by_target_id(q_NW: Tensor, step: DraftStep, num_ids: int) -> Tensor:
+    """The draft's probabilities in the target's vocabulary: what a reduced one lacks is never drafted."""
+    if step.draft_ids_W is None:
+        return q_NW
+    q_NV = q_NW.new_zeros(len(q_NW), max(num_ids, int(step.draft_ids_W[-1]) + 1))
+    return q_NV.index_copy(1, step.draft_ids_W, q_NW)
 
 
 def served(log_probs_NK: Tensor, sampling: Sampling) -> Tensor:
@@ -94,28 +127,29 @@ def served(log_probs_NK: Tensor, sampling: Sampling) -> Tensor:
     return p_NK
 
 
-def expected_blocks(rows_R: NDArray[np.int64], accepted_R: Array, num_speculative_tokens: int) -> Scored:
+def expected_blocks(rows_R: NDArray[np.int64], accepted_JR: Array) -> Scored:
     """Drafts and accepted draft tokens that are expected where each stretch of consecutive rows begins a block.
 
     A block that would reach beyond its stretch is left out: nobody recorded what the target says there.
     """
-    stretches = np.split(accepted_R, np.flatnonzero(np.diff(rows_R) != 1) + 1)
-    walked = np.array([_walk(stretch, num_speculative_tokens) for stretch in stretches])
+    stretches = np.split(accepted_JR, np.flatnonzero(np.diff(rows_R) != 1) + 1, axis=1)
+    walked = np.array([_walk(stretch) for stretch in stretches])
     drafts, accepted = walked.sum(0).tolist()
     return Scored(drafts=drafts, accepted=accepted)
 
 
-def _walk(accepted_R: Array, k: int) -> tuple[float, float]:
+def _walk(accepted_JR: Array) -> tuple[float, float]:
     """A block that begins at row r and accepts j tokens is followed by one at r + j + 1."""
-    begins_R = np.zeros(len(accepted_R) + 2)
+    num_tokens, num_rows = accepted_JR.shape
+    begins_R = np.zeros(num_rows + 2)
     begins_R[0] = 1.0
     drafts = accepted = 0.0
-    for r in range(len(accepted_R) - k + 1):
-        at_least_k = np.cumprod(accepted_R[r : r + k])
-        exactly = -np.diff([1.0, *at_least_k, 0.0])
+    for r in range(num_rows - num_tokens + 1):
+        at_least_J = np.cumprod(accepted_JR[:, r : r + num_tokens].diagonal())
+        exactly = -np.diff([1.0, *at_least_J, 0.0])
         drafts += begins_R[r]
-        accepted += begins_R[r] * at_least_k.sum()
-        begins_R[r + 1 : r + k + 2] += begins_R[r] * exactly
+        accepted += begins_R[r] * at_least_J.sum()
+        begins_R[r + 1 : r + num_tokens + 2] += begins_R[r] * exactly
     return drafts, accepted
 
 

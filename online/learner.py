@@ -25,6 +25,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
@@ -32,12 +33,13 @@ from typing import TYPE_CHECKING, Any
 
 from heads.artifact import PROVENANCE, fingerprint
 from heads.checkpoint import load_tokenizer
+from heads.families import require_head
 from heads.tokenizers import check_same_tokenizer
 from online import control
 from online.anchors import read_anchors
 from online.buffer import Buffer
 from online.buffer_file import BufferFullError
-from online.candidate import Candidate, Ranks
+from online.candidate import Candidate, Ranks, hidden_shape
 from online.config import LearnerConfig, load_config
 from online.cycle import Cycle, copy_model
 from online.discovery import Members, discover, read_fleet
@@ -47,6 +49,7 @@ from online.journal import Journal, Observer, to_stderr
 from online.metrics import Acceptance
 from online.page import page, served
 from online.registry import Registry
+from online.spool import is_in_memory
 from online.telemetry import Telemetry, to_wandb
 from online.trainer import Trainer
 from online.watch import JournaledServer, Seen, Watch
@@ -56,6 +59,9 @@ if TYPE_CHECKING:
 
 INGEST_POLL_S = 0.2
 FULL_DISK_RETRY_S = 1.0
+DRAIN_S = 10.0
+"""Traffic that never pauses must not keep a deletion from its end."""
+
 REST_S = 60.0
 """Other ranks wait for orders; collectives give up after minutes."""
 
@@ -68,7 +74,9 @@ def run(cfg: LearnerConfig) -> None:
     token = cfg.fleet.token()  # told now, not after minutes
     if cfg.fleet.file is not None:
         read_fleet(cfg.fleet.file, cfg.fleet.domain, token)
-    candidate = Candidate(cfg.training, cfg.draft.family)
+    if cfg.zero_retention and not (cfg.spool and is_in_memory(cfg.spool)):
+        raise ValueError("zero_retention keeps no text on a disk: it needs a spool in memory, such as /dev/shm/spool")
+    candidate = Candidate(cfg.training, cfg.draft.family, cfg.target)
     if not candidate.accelerator.is_main_process:
         Ranks(candidate).follow()
         return
@@ -77,8 +85,15 @@ def run(cfg: LearnerConfig) -> None:
     with registry.owned():
         target = fingerprint(cfg.target)
         provide_first_version(cfg, registry, target)
-        with Buffer(cfg.buffer_config, target) as buffer:
+        with open_buffer(cfg, registry, target) as buffer:
             asyncio.run(_until_signalled(cfg, target, registry, buffer, candidate))
+
+
+def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str) -> Buffer:
+    """The learner's buffer, for records that the current version can learn from. Raises: as `Buffer`; ValueError."""
+    current = registry.current()
+    assert current is not None, "the learner begins with a version"
+    return Buffer(cfg.buffer_config, target_fingerprint, hidden_shape(cfg.draft.family, registry.path(current)))
 
 
 def provide_first_version(cfg: LearnerConfig, registry: Registry, target_fingerprint: str) -> None:
@@ -90,7 +105,7 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target_fingerp
         if cfg.draft.initial is None:
             raise ValueError(f"{registry.folder} has no version yet: set draft.initial to the draft that is served now")
         initial = cfg.draft.initial
-        check_same_tokenizer(load_tokenizer(cfg.target), load_tokenizer(initial))
+        _require_fitting(initial, cfg)
         registry.publish(
             lambda partial: copy_model(initial, partial),
             target_fingerprint=target_fingerprint,
@@ -109,6 +124,13 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target_fingerp
         )
 
 
+def _require_fitting(draft: Path, cfg: LearnerConfig) -> None:
+    if cfg.draft.family == "standalone":
+        check_same_tokenizer(load_tokenizer(cfg.target), load_tokenizer(draft))
+    else:
+        require_head(draft, cfg.draft.family, cfg.target)
+
+
 async def _until_signalled(
     cfg: LearnerConfig, target: str, registry: Registry, buffer: Buffer, candidate: Candidate
 ) -> None:
@@ -123,7 +145,7 @@ async def _learn(cfg: LearnerConfig, target: str, registry: Registry, buffer: Bu
     telemetry = Telemetry()
     observers = [to_stderr, telemetry.observe, *([_to_wandb(cfg.wandb, cfg.folder)] if cfg.wandb else [])]
     journal = Journal(cfg.folder / "journal", observers=observers)
-    anchors = read_anchors(cfg.anchors, target) if cfg.anchors else []
+    anchors = read_anchors(cfg.anchors, target, buffer.hidden_shape) if cfg.anchors else []
     trainer = Trainer(cfg.training, cfg.replay, buffer, registry, candidate, cfg.folder / "checkpoints", anchors)
     members = Members(lambda url, token, http: JournaledServer(url, token, http, journal))
     async with aclosing(members):
@@ -147,8 +169,10 @@ class Learner:
     ) -> None:  # fmt: skip
         self.cfg, self.target_fingerprint, self.buffer, self.cycle = cfg, target_fingerprint, buffer, cycle
         self.journal, self.members, self.watch = journal, members, Watch(members.servers)
-        self.vocab_size = _vocab_size(cfg.target)
+        self.vocab_size = vocab_size(cfg.target)
         self._accepted: dict[tuple[str, str], Acceptance] = {}
+        self._lost = Counter[str]()
+        self._intake = asyncio.Lock()
         self._faults: set[tuple[str, str]] = set()
         self._behind: set[str] = set()
         self._stream = _stream(cfg, buffer, self.vocab_size) if cfg.ingest else None
@@ -168,7 +192,8 @@ class Learner:
     async def _ingest(self) -> None:
         while True:
             try:
-                taken = await self._take()
+                async with self._intake:
+                    taken = await self._take()
             except OSError as error:
                 self._fault(_what_failed(error), str(error.errno))
                 await asyncio.sleep(FULL_DISK_RETRY_S)
@@ -257,6 +282,7 @@ class Learner:
                 self._fault("server_unreachable", one.server.url)
                 continue
             self._heal("server_unreachable", detail=one.server.url)
+            self._lost += one.lost
             self._note_acceptance(one.since_last, one.status.draft_version, server=one.server.url)
         accepted, self._accepted = self._accepted, {}
         for (domain, version), count in accepted.items():
@@ -283,7 +309,7 @@ class Learner:
             bytes=status.num_bytes,
             max_bytes=self.buffer.config.max_bytes,
             held_out=sum(status.num_held_out.values()),
-            dropped={name: count for name, count in status.counts.items() if name != "stored"},
+            dropped={**{name: count for name, count in status.counts.items() if name != "stored"}, **self._lost},
             oldest_s=None if status.oldest_s is None else now_s - status.oldest_s,
             lag_s=max(0.0, now_s - untrained[0].record.time_s) if untrained else None,
             lag_records=self.cycle.trainer.lag(),
@@ -323,9 +349,16 @@ class Learner:
                 verdict = await self.cycle.in_thread(self.cycle.verdict_on, Path(request["draft"]))
                 return {"decision": verdict.decision.value, "reason": verdict.reason}
             case "forget":
-                return {"records": await asyncio.to_thread(self.buffer.delete_tenant, str(request["tenant"]))}
+                return {"records": await self._forget(str(request["tenant"]))}
             case other:
                 raise ValueError(f"the learner does not know what {other!r} is")
+
+    async def _forget(self, tenant: str) -> int:
+        async with self._intake:  # what is on its way into the buffer would arrive behind the deletion
+            until_s = time.monotonic() + DRAIN_S
+            while (await self._take()).counts and time.monotonic() < until_s:
+                pass
+            return await asyncio.to_thread(self.buffer.delete_tenant, tenant)
 
 
 def _stream(cfg: LearnerConfig, buffer: Buffer, vocab_size: int) -> StreamSource:
@@ -345,7 +378,7 @@ def _to_wandb(project: str, folder: Path) -> Observer:
     return to_wandb(project, folder, mode="online" if is_logged_in else "offline")
 
 
-def _vocab_size(target: Path) -> int:
+def vocab_size(target: Path) -> int:
     config = json.loads((target / "config.json").read_text())
     return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
 
@@ -359,7 +392,11 @@ def main() -> None:
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. training.lr=1e-3")
     arguments = parser.parse_args()
-    run(load_config(arguments.config, arguments.set))
+    try:
+        cfg = load_config(arguments.config, arguments.set)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"redraft learner: {error}\n")
+    run(cfg)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ class CaptureConfig:
     """REDRAFT_CAPTURE_TOP_K."""
     spool_bytes: int = 1 << 30
     """REDRAFT_CAPTURE_SPOOL_BYTES: above it the oldest records go."""
+    hidden_states: bool = False
+    """REDRAFT_CAPTURE_HIDDEN_STATES=1: with what a head reads of the target, which is most of a record then."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.fraction <= 1:
@@ -97,6 +99,7 @@ def _capture(environment: Mapping[str, str]) -> CaptureConfig | None:
         tenants=frozenset(tenants.split(",")) if tenants else None,
         top_k=int(environment.get("REDRAFT_CAPTURE_TOP_K", CaptureConfig.top_k)),
         spool_bytes=int(environment.get("REDRAFT_CAPTURE_SPOOL_BYTES", CaptureConfig.spool_bytes)),
+        hidden_states=environment.get("REDRAFT_CAPTURE_HIDDEN_STATES") == "1",
     )
 
 

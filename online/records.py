@@ -1,6 +1,7 @@
 """The record: what one server saw the target say about one segment of one request, and its wire format.
 
-C = context tokens, N = output tokens of the segment, R = rows, K = kept top-k ids.
+C = context tokens, N = output tokens of the segment, R = rows, K = kept top-k ids, H = tokens with hidden states,
+L = hidden states of one token, D = their size.
 
 A row is one distribution of the target: what it says about the token at `positions[r]`, an index into context + output.
 A verification step of k draft tokens gives k + 1 rows: one for every draft token, and one for the bonus token behind
@@ -11,10 +12,11 @@ others, only on another text. A record stands alone: a later segment of a long a
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -27,6 +29,8 @@ MAGIC = b"RDR1"
 
 MAX_RECORD_BYTES = 64 << 20
 """Bound of a decompressed record, so that a damaged or hostile frame can not fill the memory."""
+
+NO_HIDDEN = np.empty((0, 0, 0), np.uint16)
 
 _HEADER = struct.Struct("<4sII")
 
@@ -87,6 +91,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """float32 [R, K], natural logarithms under the full softmax at temperature 1."""
     row_log_sum_exp: bytes
     """float32 [R], of the logits, so that logit = log-probability + this; NaN where the server does not tell."""
+    hidden_begin: int = 0
+    """Index of the first token that has hidden states; those behind it have them without a gap. What was cached of the
+    text before, or shipped with an earlier segment, has none."""
+    hidden_shape: tuple[int, int] = (0, 0)
+    """L and D. What the served draft reads of the target: EAGLE-3 the streams after layers, others the last, normed."""
+    hidden: bytes = b""
+    """bfloat16 [H, L, D]; empty where none were captured."""
 
     @property
     def record_id(self) -> str:
@@ -133,6 +144,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def log_sum_exp(self) -> NDArray[np.float32]:
         return _array(self.row_log_sum_exp, np.float32)
+
+    @property
+    def hidden_words(self) -> NDArray[np.uint16]:
+        """The bits of the hidden states: numpy knows no bfloat16. [H, L, D]."""
+        return _array(self.hidden, np.uint16).reshape(-1, *self.hidden_shape) if self.hidden else NO_HIDDEN
 
 
 def encode(record: Record) -> bytes:
@@ -205,6 +221,9 @@ class TrainingSequence:
     draft_ids_R: NDArray[np.int32]
     accepted_R: NDArray[np.bool_]
     is_branch: bool
+    hidden_begin: int = 0
+    hidden_HLD: NDArray[np.uint16] = field(default_factory=lambda: NO_HIDDEN)
+    """bfloat16, of the tokens from `hidden_begin` on; a branch has none."""
 
 
 def training_sequences(record: Record, *, branches: bool = True) -> list[TrainingSequence]:
@@ -215,7 +234,8 @@ def training_sequences(record: Record, *, branches: bool = True) -> list[Trainin
     """
     text_T = np.concatenate([record.context_ids, record.output_ids])
     hanging_R = record.branches
-    sequences = [_sequence(record, text_T, np.flatnonzero(hanging_R == 0), is_branch=False)]
+    whole = _sequence(record, text_T, np.flatnonzero(hanging_R == 0), is_branch=False)
+    sequences = [replace(whole, hidden_begin=record.hidden_begin, hidden_HLD=record.hidden_words)]
     if branches:
         for begin in np.flatnonzero(hanging_R == 1):
             end = begin + 1
@@ -262,16 +282,17 @@ def _check(record: Record) -> None:
         "row_topk_log_probs": 4 * rows * record.top_k,
         "row_log_sum_exp": 4 * rows,
     }
-    for field, size in wanted.items():
-        if len(getattr(record, field)) != size:
-            raise CorruptRecordError(
-                f"inconsistent record: {field} has {len(getattr(record, field))} bytes, not {size}"
-            )
+    for name, size in wanted.items():
+        if len(getattr(record, name)) != size:
+            raise CorruptRecordError(f"inconsistent record: {name} has {len(getattr(record, name))} bytes, not {size}")
     if record.top_k < 1 or len(record.context) % 4 or len(record.output) % 4:
         raise CorruptRecordError("inconsistent record: top_k below 1, or a text that is not whole int32")
     context_tokens, tokens = len(record.context) // 4, (len(record.context) + len(record.output)) // 4
     if not 0 <= record.num_prompt_tokens <= context_tokens:
         raise CorruptRecordError(f"inconsistent record: {record.num_prompt_tokens} of {context_tokens} are the prompt")
+    num_hidden, rest = divmod(len(record.hidden), max(1, 2 * math.prod(record.hidden_shape)))
+    if record.hidden and (min(record.hidden_shape) < 1 or rest or not 0 <= record.hidden_begin <= tokens - num_hidden):
+        raise CorruptRecordError("inconsistent record: its hidden states are not those of its tokens")
     hanging_R = record.branches
     follows_R = np.concatenate([[0], hanging_R[:-1] + 1])
     if ((hanging_R != 0) & (hanging_R != follows_R)).any():

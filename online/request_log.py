@@ -1,11 +1,12 @@
 """What is known of one running request: verification steps go in, records come out.
 
-R = rows, K = kept top-k ids.
+R = rows, K = kept top-k ids, H = tokens, L = hidden states of one token, D = their size.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from online.records import Record, Sampling
+
+MAX_HIDDEN_BYTES = 32 << 20
+"""Of one record: of a longer text the newest tokens keep their hidden states."""
+
+KEPT_STATES = 64
+"""A next segment begins with so many hidden states of the one before: what its first rows attend to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +51,43 @@ class Rows:
             topk_log_probs_RK=self.topk_log_probs_RK[kept],
             log_sum_exp_R=self.log_sum_exp_R[kept],
         )
+
+
+@dataclass(frozen=True)
+class States:
+    """The hidden states of consecutive tokens."""
+
+    begin: int
+    """Index of the first token in prompt + output."""
+    words_HLD: NDArray[np.uint16]
+    """The bits of bfloat16."""
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.words_HLD)
+
+    def within(self, begin: int, end: int) -> States:
+        """Those of the tokens from `begin` to before `end`."""
+        begin = min(max(begin, self.begin), self.end)
+        return States(begin, self.words_HLD[begin - self.begin : max(end, begin) - self.begin])
+
+
+def joined(chunks: Sequence[States], end: int) -> States | None:
+    """The newest tokens before `end` that have states without a gap; a later chunk replaces what an earlier one has."""
+    kept: list[States] = []
+    for chunk in chunks:
+        while kept and kept[-1].end > chunk.begin:
+            rest = kept.pop().within(0, chunk.begin)
+            kept += [rest] if len(rest.words_HLD) else []
+        if kept and kept[-1].end != chunk.begin:  # a step was lost
+            kept = []
+        kept.append(chunk)
+    if not kept:
+        return None
+    whole = States(kept[0].begin, np.concatenate([chunk.words_HLD for chunk in kept])).within(0, end)
+    if not len(whole.words_HLD):
+        return None
+    return whole.within(whole.end - MAX_HIDDEN_BYTES // whole.words_HLD[0].nbytes, whole.end)
 
 
 @dataclass(kw_only=True)
@@ -83,6 +127,7 @@ class RequestLog:
     info: RequestInfo
     output: list[int] = field(default_factory=list)
     verified: list[Verified] = field(default_factory=list)
+    states: list[States] = field(default_factory=list)
     draft_version: str = ""
     sequence: int = 0
     num_shipped: int = 0
@@ -116,12 +161,14 @@ class RequestLog:
     def segment(self, server_id: str, fingerprint: str) -> Record | None:
         """The record of what came since the last segment, None where no row did; the log then waits for the next."""
         columns = self._columns()
+        states = joined(self.states, len(self.info.prompt_ids) + len(self.output))
         context, output = self.output[: self.num_shipped], self.output[self.num_shipped :]
         self.num_shipped = len(self.output)
         self.verified = []
         if not columns:
             return None
         self.sequence += 1
+        self.states = [] if states is None else [states.within(states.end - KEPT_STATES, states.end)]
         return Record(
             server_id=server_id,
             request_id=self.info.request_id,
@@ -136,7 +183,7 @@ class RequestLog:
             top_k=columns["row_topk_ids"].shape[1],
             context=_bytes(self.info.prompt_ids + context),
             output=_bytes(output),
-            **{name: np.ascontiguousarray(column).tobytes() for name, column in columns.items()},
+            **_fields(columns, states),
         )
 
     def _forget(self, begin: int) -> None:
@@ -144,6 +191,7 @@ class RequestLog:
         del self.output[begin:]
         first_lost = len(self.info.prompt_ids) + begin
         self.verified = [step for step in self.verified if step.end <= first_lost]
+        self.states = [states.within(0, first_lost) for states in self.states if states.begin < first_lost]
         self.num_shipped = min(self.num_shipped, begin)
         self.is_complete = False
 
@@ -155,6 +203,15 @@ class RequestLog:
         columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         kept = columns["row_positions"] - columns["row_branches"] < len(self.info.prompt_ids) + len(self.output)
         return {name: column[kept] for name, column in columns.items()} if kept.any() else {}
+
+
+def _fields(columns: dict[str, NDArray[Any]], states: States | None) -> dict[str, Any]:
+    """The record's fields that are arrays."""
+    fields: dict[str, Any] = {name: np.ascontiguousarray(column).tobytes() for name, column in columns.items()}
+    if states is not None:
+        shape = states.words_HLD.shape[1:]
+        fields |= {"hidden_begin": states.begin, "hidden_shape": shape, "hidden": states.words_HLD.tobytes()}
+    return fields
 
 
 def _bytes(ids: list[int]) -> bytes:

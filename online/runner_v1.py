@@ -6,6 +6,8 @@ step meet. The hooks call the runner's own method, keep references to what it us
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,8 @@ def install_capture(runner: Any, capture: Capture) -> None:
     runner._sample = hooks.sample
     runner._get_spec_decode_draft_probs = hooks.draft_probs
     runner._on_request_state_removed = hooks.request_removed
+    if capture.config.hidden_states:
+        runner.propose_draft_token_ids = hooks.propose
 
 
 class _Hooks:
@@ -49,20 +53,41 @@ class _Hooks:
         """Of every running request what its records say of it, or None where it is not recorded."""
         self.finished: list[str] = []
         self.step_draft_probs_SV: Tensor | None = None
+        self.unread: Step | None = None
+        """The newest step, until the draft reads the hidden states that belong to it."""
         self._sample = runner._sample
         self._draft_probs = runner._get_spec_decode_draft_probs
         self._request_removed = runner._on_request_state_removed
+        self._propose = runner.propose_draft_token_ids
 
     def sample(self, logits_RV: Tensor | None, metadata: Any) -> Any:
         self.step_draft_probs_SV = None
         output = self._sample(logits_RV, metadata)
         try:
             step = self._step(logits_RV, metadata, output.sampled_token_ids)
-            if step is not None:
+            self._release()  # the step before drafted nothing, and so had no states read
+            if self.capture.config.hidden_states:
+                self.unread = step
+            elif step is not None:
                 self.capture.queue.put(step)
         except Exception as error:  # capture may fail, serving may not
             self.capture.report(error, "hook")
         return output
+
+    def propose(self, *args: Any, **kwargs: Any) -> Any:
+        """What the draft proposes. The fourth argument is the target's last hidden states, the sixth its layers'."""
+        try:
+            if self.unread is not None:
+                self.unread = replace(self.unread, states_NLD=_read_states(self.unread.parts, args[5] or [args[3]]))
+            self._release()
+        except Exception as error:  # capture may fail, serving may not
+            self.capture.report(error, "hidden_states")
+        return self._propose(*args, **kwargs)
+
+    def _release(self) -> None:
+        step, self.unread = self.unread, None
+        if step is not None:
+            self.capture.queue.put(step)
 
     def draft_probs(self, metadata: Any) -> Tensor | None:
         self.step_draft_probs_SV = self._draft_probs(metadata)
@@ -73,6 +98,7 @@ class _Hooks:
         if self.requests.pop(request_id, None) is not None:
             self.finished.append(request_id)
             if not self.runner.requests:  # no step may come for a long time
+                self._release()
                 self.capture.queue.put(self._finished_step())
 
     def _finished_step(self) -> Step:
@@ -109,17 +135,20 @@ class _Hooks:
         starts_B = runner.input_batch.num_computed_tokens_cpu[:count] + num_scheduled_B - num_drafts_B
         is_partial_prefill_B = runner.discard_request_mask.np[:count]
         first_drafts_B = np.cumsum(num_drafts_B) - num_drafts_B
+        with_partial = self.capture.config.hidden_states
         return [
             StepPart(
                 request=info,
                 start=int(starts_B[i]),
-                sampled_row=i,
+                sampled_row=None if is_partial_prefill_B[i] else i,
                 num_drafts=int(num_drafts_B[i]),
                 first_row=int(first_drafts_B[i]) + i,  # every request before it has one bonus row besides its drafts
                 first_draft=int(first_drafts_B[i]),
+                num_read=int(num_scheduled_B[i]),
+                first_read=int(runner.query_start_loc.np[i]),
             )
             for i, info in enumerate(infos)
-            if info is not None and not is_partial_prefill_B[i]
+            if info is not None and (with_partial or not is_partial_prefill_B[i])
         ]
 
     def _chosen_draft_probs(self, draft_ids_S: Tensor) -> Tensor | None:
@@ -180,21 +209,19 @@ def _sampling(params: Any) -> Sampling:
     )
 
 
+def _read_states(parts: list[StepPart], streams_ND: Sequence[Tensor]) -> Tensor:
+    """The states of the tokens that the parts read, bfloat16 [N, L, D], copied out of the engine's own."""
+    read = [np.arange(part.first_read, part.first_read + part.num_read) for part in parts]
+    rows_N = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *read])).to(streams_ND[0].device)
+    return torch.stack([stream_ND[rows_N] for stream_ND in streams_ND], dim=1).bfloat16()
+
+
 def _only_their_rows(parts: list[StepPart], logits_RV: Tensor) -> tuple[list[StepPart], Tensor]:
     """A copy of the rows that belong to `parts`, and the parts pointing into it."""
     moved: list[StepPart] = []
     rows: list[int] = []
     for part in parts:
         kept = range(part.first_row, part.first_row + part.num_drafts + 1) if part.num_drafts else ()
-        moved.append(
-            StepPart(
-                request=part.request,
-                start=part.start,
-                sampled_row=part.sampled_row,
-                num_drafts=part.num_drafts,
-                first_row=len(rows),
-                first_draft=part.first_draft,
-            )
-        )
+        moved.append(replace(part, first_row=len(rows)))
         rows += kept
     return moved, logits_RV[torch.tensor(rows, device=logits_RV.device)]

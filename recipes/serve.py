@@ -47,6 +47,9 @@ class Capture:
     """Token probabilities kept at every position."""
     spool_bytes: int = 1 << 30
     """Above it the oldest records are dropped."""
+    hidden_states: bool = False
+    """Record what a head (EAGLE) reads of the target too, which it learns from: two bytes for every number of every
+    layer that it reads. Sample with --capture.fraction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +121,7 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
             "REDRAFT_CAPTURE_TENANTS": ",".join(capture.tenants),
             "REDRAFT_CAPTURE_TOP_K": str(capture.top_k),
             "REDRAFT_CAPTURE_SPOOL_BYTES": str(capture.spool_bytes),
+            "REDRAFT_CAPTURE_HIDDEN_STATES": "1" if capture.hidden_states else "0",
         }
     return {name: value for name, value in variables.items() if value is not None}
 

@@ -125,11 +125,17 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
 
 @pytest.fixture(scope="session")
 def server(random_target: Path, registry: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
+    options = ["--draft-sample-method", "probabilistic"]
+    with running_server(random_target, registry, tmp_path_factory.mktemp("server"), options) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def running_server(target: Path, registry: Path, folder: Path, options: list[str]) -> Iterator[Server]:
+    """`redraft serve` with these options while the block runs; its spool and log are in `folder`."""
     port = free_port()
     command = [
-        *(sys.executable, "-m", "recipes.serve", str(random_target), "--registry", str(registry)),
-        *("--draft-sample-method", "probabilistic"),
+        *(sys.executable, "-m", "recipes.serve", str(target), "--registry", str(registry), *options),
         *("--capture.spool", str(folder / "spool"), "--", "--port", str(port), "--host", "127.0.0.1"),
         *("--served-model-name", "m", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"),
         *("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--kv-cache-memory-bytes", str(64 << 20)),

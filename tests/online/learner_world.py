@@ -22,12 +22,12 @@ from distill.signals import InProcessTarget
 from heads.artifact import fingerprint
 from heads.checkpoint import load_tokenizer
 from online.anchors import anchor_records
-from online.buffer import Buffer, BufferConfig
+from online.buffer import BufferConfig
 from online.candidate import Candidate
 from online.config import DraftConfig, FleetConfig, LearnerConfig, Page, Training
 from online.gate import Policy
 from online.journal import Entry, Journal
-from online.learner import _learn, provide_first_version
+from online.learner import _learn, open_buffer, provide_first_version
 from online.records import Record, Sampling, encode
 from online.registry import Registry
 from online.rollout import RolloutPolicy
@@ -160,8 +160,8 @@ class World:
         registry = Registry(cfg.registry)
         with registry.owned():
             provide_first_version(cfg, registry, target)
-            with Buffer(cfg.buffer_config, target) as buffer:
-                candidate = Candidate(cfg.training, cfg.draft.family)
+            with open_buffer(cfg, registry, target) as buffer:
+                candidate = Candidate(cfg.training, cfg.draft.family, cfg.target)
                 task = asyncio.ensure_future(_learn(cfg, target, registry, buffer, candidate))
                 try:
                     yield task

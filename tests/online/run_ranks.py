@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 def main(draft: Path, frames: Path, output: Path) -> None:
     cfg = Training(lr=1e-3, warmup_steps=1, branches_per_record=0, sequence_length=64)
-    candidate = Candidate(cfg, "standalone")
+    candidate = Candidate(cfg, "standalone", draft)
     ranks = Ranks(candidate)
     if not candidate.accelerator.is_main_process:
         ranks.follow()

@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from online.capture import Capture, Step, StepPart, StepQueue, reduce
 from online.plugin_config import CaptureConfig
 from online.records import Record, Sampling, decode, encode, read_frames, training_sequences
 from online.request_log import RequestInfo, RequestLog, Rows, Verified
-from online.runner_v1 import require_known_runner
+from online.runner_v1 import install_capture, require_known_runner
 from online.spool import SpoolWriter, spool_files
 
 V, K = 50, 4
@@ -279,6 +281,40 @@ def test_an_unknown_runner_is_refused():
 
     with pytest.raises(RuntimeError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         require_known_runner(GPUModelRunner())
+
+
+def test_a_hook_that_fails_costs_records_and_nothing_else(tmp_path):
+    """As it would behind an engine whose inside has changed: this runner has none at all."""
+    sampled = SimpleNamespace(sampled_token_ids=None)
+    runner = SimpleNamespace(
+        _sample=lambda logits, metadata: sampled,
+        _get_spec_decode_draft_probs=lambda metadata: None,
+        _on_request_state_removed=lambda request_id, state: None,
+        propose_draft_token_ids=lambda *tensors: "drafts",
+    )
+    capture = Capture(CaptureConfig(spool=tmp_path, hidden_states=True), "boot", "target", "v000001")
+    install_capture(runner, capture)
+    assert runner._sample(None, None) is sampled
+    runner._sample.__self__.unread = make_step(make_info(), 3, sampled=[7], drafts=[])
+    assert runner.propose_draft_token_ids("too", "few") == "drafts"
+    assert (capture.counts["errors_hook"], capture.counts["errors_hidden_states"]) == (1, 1)
+
+
+def test_a_step_that_can_not_be_reduced_costs_itself_only(tmp_path):
+    info = make_info(max_tokens=2)
+    broken = replace(make_step(make_info(request_id="cmpl-b"), 3, sampled=[7], drafts=[50]), draft_ids_S=None)
+    steps = [make_step(info, 3, sampled=[7], drafts=[]), make_step(info, 4, sampled=[8], drafts=[50])]
+    capture = Capture(CaptureConfig(spool=tmp_path, top_k=K), "boot", "target", "v000001")
+    capture.start()
+    capture.queue.put(broken)
+    deadline = time.monotonic() + 30
+    while not capture.counts["errors_reduce"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for step in steps:
+        capture.queue.put(step)
+    capture.stop()
+    assert capture.status()["shipped_records"] == 1
 
 
 # --- the engine

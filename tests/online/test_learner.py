@@ -388,7 +388,7 @@ def test_without_retention_a_learner_writes_no_text_and_a_restart_begins_at_the_
 def test_zero_retention_with_a_spool_on_a_disk_is_refused(world):
     if is_in_memory(world.spool):
         pytest.skip("temporary files lie in memory here")
-    with pytest.raises(ValueError, match="but the spool .* does: use one in /dev/shm"):
+    with pytest.raises(ValueError, match="it needs a spool in memory, such as /dev/shm/spool"):
         run(world.config(zero_retention=True, fleet=FleetConfig(servers=("http://127.0.0.1:1",))))
     assert is_in_memory(Path("/dev/shm/not/there/yet"))
 

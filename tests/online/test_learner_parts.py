@@ -145,14 +145,14 @@ def test_acceptance_is_counted_by_steps():
 def test_at_temperature_0_blocks_are_walked_as_the_engine_walks_them(matches, k):
     """Where every block has all of its rows, counts are those of `eval`'s walk over the same matches."""
     padded = matches + [False] * k
-    scored = expected_blocks(np.arange(len(padded)), np.array(padded, float), k)
+    scored = expected_blocks(np.arange(len(padded)), np.tile(np.array(padded, float), (k, 1)))
     table = torch.tensor([padded[t : t + k] for t in range(len(padded) - k + 1)])
     walked = simulate_blocks(table, len(table) + 1)
     assert (scored.drafts, scored.accepted) == (walked.num_drafts, walked.num_accepted)
 
 
 def test_blocks_are_expected_over_all_ways_to_get_there():
-    scored = expected_blocks(np.arange(3), np.array([0.5, 0.25, 0.8]), 1)
+    scored = expected_blocks(np.arange(3), np.array([[0.5, 0.25, 0.8]]))
     # Row 0 begins a block; row 1 where it was refused (0.5); row 2 where row 0 was accepted, or row 1 refused.
     starts = [1.0, 0.5, 0.5 + 0.5 * 0.75]
     assert scored.drafts == pytest.approx(sum(starts))
@@ -160,8 +160,15 @@ def test_blocks_are_expected_over_all_ways_to_get_there():
 
 
 def test_a_gap_in_the_rows_begins_a_new_walk():
-    whole = expected_blocks(np.array([4, 5, 9, 10]), np.ones(4), 2)
+    whole = expected_blocks(np.array([4, 5, 9, 10]), np.ones((2, 4)))
     assert (whole.drafts, whole.accepted) == (2, 4)
+
+
+def test_the_later_tokens_of_a_block_have_probabilities_of_their_own():
+    scored = expected_blocks(np.arange(3), np.array([[0.5, 0.4, 0.0], [0.0, 0.25, 0.8]]))
+    # Blocks begin at row 0, and at row 1 where its first token was refused.
+    assert scored.drafts == pytest.approx(1 + 0.5)
+    assert scored.accepted == pytest.approx((0.5 + 0.5 * 0.25) + 0.5 * (0.4 + 0.4 * 0.8))
 
 
 @pytest.mark.parametrize(
@@ -186,14 +193,16 @@ def test_acceptance_is_that_of_the_drafts_own_distribution(random_target, tmp_pa
     draft = StandaloneDraft.load(make_draft(random_target, tmp_path / "draft"), torch.float32).eval()
     (record,) = make_records(random_target, 1, sampling=Sampling(temperature=temperature))
     text = training_sequences(record)[0]
-    found_R = acceptance(draft, text, record.sampling, method, 64)
+    (batch,) = batches_of([text], num_batches=1, sequence_length=64, seed=0)
+    rows_R, found_JR = acceptance(draft, batch, record.sampling, method, 2)
     with torch.no_grad():
         logits_RV = draft.model(torch.tensor([text.input_ids_T.tolist()])).logits[0, text.rows_R]
     p_RK = served(torch.tensor(text.topk_log_probs_RK), record.sampling)
     q_RV = F.one_hot(logits_RV.argmax(-1), 512).float() if method == "greedy" else (logits_RV / temperature).softmax(-1)
     ids_RK = torch.tensor(text.topk_ids_RK).long()
     expected_R = torch.minimum(p_RK, q_RV.gather(1, ids_RK)).sum(1)
-    assert found_R == pytest.approx(expected_R.numpy(), abs=1e-5)
+    assert rows_R.tolist() == text.rows_R.tolist()
+    assert found_JR == pytest.approx(np.tile(expected_R.numpy(), (2, 1)), abs=1e-5)
 
 
 def test_the_target_itself_is_always_accepted_and_segments_of_a_request_are_added(random_target):

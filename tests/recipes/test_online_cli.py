@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 from fake_fleet import TOKEN
-from learner_world import World, make_draft, until
+from learner_world import World, make_draft, make_records, ship, until
 
 from heads.artifact import fingerprint
-from online.config import load_config
+from online.config import FleetConfig, load_config
 from online.lock import AlreadyOwnedError
-from recipes import rollback, swap, versions
+from recipes import forget, rollback, swap, versions
 from recipes.cli import dispatch
 
 
@@ -52,6 +52,7 @@ def test_the_printed_settings_can_be_read_back(capsys, tmp_path):
         (["versions", "--registry", "absent"], "there is no registry absent"),
         (["swap", "v000007"], "has no version v000007: the newest are v000001"),
         (["rollback"], "has no version before v000001"),
+        (["forget", "acme", "--config", "absent.toml"], "redraft learner --print-config"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(args, message, capsys, tmp_path, monkeypatch, world):
@@ -102,6 +103,13 @@ def test_without_a_learner_the_command_itself_goes_by_way_of_the_canary(world):
     asyncio.run(main())
 
 
+def test_without_a_learner_a_tenant_is_deleted_from_the_buffer_and_the_spool(world):
+    cfg = world.config(fleet=FleetConfig(servers=("http://127.0.0.1:1",)))
+    ship(world.spool, make_records(world.target, 4, tenant="acme") + make_records(world.target, 4, seed=1))
+    assert asyncio.run(forget.forgotten(cfg, "acme")) == 4
+    assert asyncio.run(forget.forgotten(cfg, "acme")) == 0
+
+
 def test_with_a_learner_the_commands_ask_it(world):
     async def main():
         async with world.fleet(), world.learner() as task:
@@ -110,6 +118,7 @@ def test_with_a_learner_the_commands_ask_it(world):
             outcome = await swap.roll_out(cfg, publish(world))
             assert (outcome.passed, outcome.version, world.registry.current()) == (True, "v000002", "v000002")
             assert (await versions.live_lines(cfg))[0] == "learner: idle"
+            assert await forget.forgotten(cfg, "nobody") == 0
             assert await rollback.go_back(cfg) == "v000001"
             assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
             with pytest.raises(AlreadyOwnedError):
