@@ -14,6 +14,12 @@ ROW_HEIGHT = 22
 """Of one domain of one draft."""
 
 
+COLORS = 5
+"""That the page has; drafts beyond them have the same again with another shape."""
+
+SHAPES = ("circle", "square", "triangle-up", "diamond")
+
+
 def charts(report: Mapping[str, Any]) -> dict[str, Spec]:
     """Specifications by the id of their place in the page; only those there is something to compare in."""
     first = report["settings"]["temperatures"][0]
@@ -38,15 +44,22 @@ def _taus(rows: Rows, names: Sequence[str], k: int) -> alt.LayerChart:
         if (entry := entry_of(row, k))
     ]
     shown = list(dict.fromkeys(point["domain"] for point in points))
+    best_first = [point["draft"] for point in sorted(points, key=lambda p: -p["value"])]
     height = max(PANEL_HEIGHT, ROW_HEIGHT * len(names) * len(shown))
     base = alt.Chart(alt.Data(values=points), width="container", height=height).encode(
-        y=alt.Y("draft:N", title=None, sort=None, axis=alt.Axis(domain=False, ticks=False, labelPadding=10)),
+        y=alt.Y(
+            "draft:N",
+            title=None,
+            sort=list(dict.fromkeys(best_first)),
+            axis=alt.Axis(domain=False, ticks=False, labelPadding=10),
+        ),
         yOffset=alt.YOffset("domain:N", sort=None),
         color=_color("domain", shown, legend=len(shown) > 1),
         tooltip=["draft:N", "domain:N", *_tooltip("value", "low", "high")],
     )
-    x = alt.X("value:Q", title=f"tokens per target step, k = {k}", scale=alt.Scale(zero=False, nice=True))
-    rule = base.mark_rule(strokeWidth=2).encode(x=alt.X("low:Q", scale=alt.Scale(zero=False)), x2="high:Q")
+    # the padding leaves room for the number behind the longest interval
+    x = alt.X("value:Q", title=f"tokens per target step, k = {k}", scale=alt.Scale(zero=False, padding=28))
+    rule = base.mark_rule(strokeWidth=2).encode(x="low:Q", x2="high:Q")
     dot = base.mark_point(size=80, filled=True, opacity=1).encode(x=x)
     label = base.mark_text(align="left", dx=12, fontSize=12).encode(
         x=alt.X("high:Q"), text=alt.Text("value:Q", format=".2f"), color=alt.value("currentColor")
@@ -130,8 +143,11 @@ def _lines(points: Rows, names: Sequence[str], x: str, x_title: str, y_title: st
         tooltip=["what:N", x, *_tooltip("value", "low", "high")],
     )
     y = alt.Y("value:Q", title=y_title, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
-    line = base.mark_line(strokeWidth=2.5, point={"filled": True, "size": 55}).encode(y=y)
-    return base.mark_rule(strokeWidth=1.5, opacity=0.6).encode(y=alt.Y("low:Q"), y2="high:Q") + line
+    shapes = alt.Scale(domain=list(names), range=[SHAPES[i // COLORS % len(SHAPES)] for i in range(len(names))])
+    shape = alt.Shape("what:N", scale=shapes, legend=_legend() if len(names) > 1 else None)
+    interval = base.mark_rule(strokeWidth=1.5, opacity=0.6).encode(y="low:Q", y2="high:Q")
+    line = base.mark_line(strokeWidth=2.5).encode(y=y)
+    return interval + line + base.mark_point(filled=True, size=70, opacity=1).encode(y=y, shape=shape)
 
 
 def _interval(entry: Mapping[str, Any]) -> dict[str, float]:
@@ -149,8 +165,12 @@ def _color(field: str, domain: Sequence[str], *, legend: bool) -> alt.Color:
         f"{field}:N",
         sort=None,
         scale=alt.Scale(domain=list(domain)),
-        legend=alt.Legend(title=None, orient="top", direction="horizontal", columns=4) if legend else None,
+        legend=_legend() if legend else None,
     )
+
+
+def _legend() -> alt.Legend:
+    return alt.Legend(title=None, orient="top", direction="horizontal", columns=4)
 
 
 def _tooltip(*fields: str) -> Iterator[alt.Tooltip]:
