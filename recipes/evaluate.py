@@ -104,14 +104,6 @@ class Config:
     output: Path = Path("outputs/eval")
     """Folder that receives report.json, report.html, report.md and run.json, and keeps what is measured already."""
 
-    def __post_init__(self) -> None:
-        if not self.num_speculative_tokens or min(self.num_speculative_tokens) < 1:
-            raise ValueError("--num-speculative-tokens needs numbers of at least 1")
-        if not self.temperature or min(self.temperature) < 0:
-            raise ValueError("--temperature needs numbers of at least 0")
-        if beyond := set(self.engine_tokens) - set(self.num_speculative_tokens):
-            raise ValueError(f"--engine-tokens {min(beyond)} is none of --num-speculative-tokens")
-
 
 PRESETS = {
     "demo": Config(
@@ -128,6 +120,7 @@ PRESETS = {
 
 def main(cfg: Config) -> None:
     started = time.perf_counter()
+    check(cfg)
 
     # 1. target, drafts and what they are compared with
     target = load(cfg.target)
@@ -192,6 +185,19 @@ def main(cfg: Config) -> None:
         upload(cfg.wandb, report, page)
     if baseline and report["baseline"]["num_fell"]:
         raise SystemExit(1)
+
+
+def check(cfg: Config) -> None:
+    """Return where the numbers make sense.
+
+    Raises: ValueError.
+    """
+    if not cfg.num_speculative_tokens or min(cfg.num_speculative_tokens) < 1:
+        raise ValueError("--num-speculative-tokens needs numbers of at least 1")
+    if not cfg.temperature or min(cfg.temperature) < 0:
+        raise ValueError("--temperature needs numbers of at least 0")
+    if beyond := set(cfg.engine_tokens) - set(cfg.num_speculative_tokens):
+        raise ValueError(f"--engine-tokens {min(beyond)} is none of --num-speculative-tokens")
 
 
 def load(name: str) -> LoadedTarget:
