@@ -38,6 +38,7 @@ def main(spec: dict[str, Any]) -> None:
         kv_cache_memory_bytes=32 << 20,
         max_num_seqs=4,
         max_num_batched_tokens=64,
+        block_size=32,  # small enough for a prompt to be found in the cache
         speculative_config={"model": spec["draft"], "method": spec["method"], "num_speculative_tokens": 3},
     )
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)

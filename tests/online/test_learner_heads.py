@@ -286,7 +286,7 @@ def test_what_is_captured_is_what_the_head_reads_in_serving(random_target, tmp_p
         torch.testing.assert_close(states_HLD, expected_TLD[begin:end], atol=0.03, rtol=0.01)
     begins = sorted(record.hidden_begin for record in records)
     assert begins[:3] == [0, 0, 0]
-    assert begins[3] >= 96, "the second time the prompt was cached"
+    assert begins[3] > 0, "the second time the prompt was cached"
 
 
 @pytest.fixture
