@@ -55,6 +55,14 @@ class Endpoint:
             self._model = str((await self._request("GET", "/v1/models"))["data"][0]["id"])
         return self._model
 
+    async def is_back(self, timeout_s: float) -> bool:
+        """The server answers in time, and lists the model that it was asked for before."""
+        try:
+            listed = await asyncio.wait_for(self._request("GET", "/v1/models"), timeout_s)
+        except (OSError, RequestRefusedError):
+            return False
+        return self._model is None or self._model in {model["id"] for model in listed["data"]}
+
     async def post(self, path: str, **body: Any) -> dict[str, Any]:
         """The answer to one request about the model.
 
@@ -79,7 +87,8 @@ class Endpoint:
             if response.status_code not in RETRIED_STATUS:
                 raise RequestRefusedError(url, response.status_code, _reason(response))
             failure = f"HTTP {response.status_code}: {_reason(response)}"
-        raise ConnectionError(f"{url} did not answer in {self.attempts} tries ({failure})")
+        tries = f" in {self.attempts} tries" if self.attempts > 1 else ""
+        raise ConnectionError(f"{url} did not answer{tries} ({failure})")
 
 
 def _reason(response: httpx.Response) -> str:

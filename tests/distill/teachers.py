@@ -1,0 +1,99 @@
+"""Small HTTP servers that speak a teacher's contract: they list a model and complete a prompt."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+def log_probs(request: dict[str, Any]) -> dict[str, Any]:
+    """The k largest at every position but the first, a function of the token before."""
+    prompt, k = request["prompt"], request.get("prompt_logprobs", 1)
+    entries = [{str((token + i) % 97): {"logprob": -1.0 - i - token / 100} for i in range(k)} for token in prompt[:-1]]
+    return {"choices": [{"prompt_logprobs": [None, *entries]}]}
+
+
+@dataclass
+class Teacher:
+    """A server's manners, to be changed while it runs, and what it was asked."""
+
+    url: str = ""
+    model: str = "the-target"
+    delay_s: float = 0.0
+    status: int = 200
+    answer: Callable[[dict[str, Any]], dict[str, Any]] = log_probs
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    probes: int = 0
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    teacher: Teacher
+
+    def do_GET(self) -> None:
+        self.teacher.probes += 1
+        self.reply(200, {"data": [{"id": self.teacher.model}]})
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.teacher.requests.append(request)
+        time.sleep(self.teacher.delay_s)
+        if self.teacher.status != 200:
+            self.reply(self.teacher.status, {"error": {"message": "no"}})
+        else:
+            self.reply(200, self.teacher.answer(request))
+
+    def reply(self, status: int, body: dict[str, Any]) -> None:
+        payload = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 64
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.connections: list[Any] = []
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.connections.append(request)
+        super().process_request(request, client_address)
+
+    def handle_error(self, *_: object) -> None:
+        pass  # the client of a server that dies is gone
+
+
+@contextmanager
+def teaching(teacher: Teacher | None = None, port: int = 0) -> Iterator[Teacher]:
+    """A teacher at work; on exit it is dead, its connections cut."""
+    teacher = teacher or Teacher()
+    server = Server(("127.0.0.1", port), type("TheHandler", (Handler,), {"teacher": teacher}))
+    teacher.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield teacher
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+        for connection in server.connections:
+            server.shutdown_request(connection)
