@@ -48,6 +48,9 @@ def cure(target: str, draft: str, num_speculative_tokens: int) -> str:
     """What doctor finds in the folder of a draft that the engine refused, with its cure; empty where it finds none."""
     if draft in WITHOUT_MODEL:
         return ""
-    pair = Pair.read(model_folder(target), model_folder(draft))
-    found = static_findings(pair, method=None, num_speculative_tokens=num_speculative_tokens)
+    try:
+        pair = Pair.read(model_folder(target), model_folder(draft))
+        found = static_findings(pair, method=None, num_speculative_tokens=num_speculative_tokens)
+    except (ValueError, OSError) as error:  # it cannot be read at all
+        return f"; {error}"
     return "".join(f"; {finding.problem}, cure: {finding.cure}" for finding in found[:1])
