@@ -105,20 +105,6 @@ class Verified:
         """Index of the first token behind those that the step sampled."""
         return self.start + self.num_accepted + 1
 
-    def columns(self) -> dict[str, NDArray[Any]]:
-        """The record's columns for these rows."""
-        index = np.arange(len(self.draft_ids) + 1, dtype=np.int32)
-        return {
-            "row_positions": self.start + index,
-            "row_branches": np.maximum(0, index - self.num_accepted),
-            "row_drafts": np.append(self.draft_ids, np.int32(-1)),
-            "row_draft_probs": np.append(self.draft_probs, np.float32("nan")),
-            "row_accepted": (index < self.num_accepted).astype(np.uint8),
-            "row_topk_ids": self.rows.topk_ids_RK,
-            "row_topk_log_probs": self.rows.topk_log_probs_RK,
-            "row_log_sum_exp": self.rows.log_sum_exp_R,
-        }
-
 
 @dataclass(kw_only=True)
 class RequestLog:
@@ -136,10 +122,8 @@ class RequestLog:
     """The request has come to its end."""
     is_closed: bool = False
     """Nothing further of it can be recorded: it ended, or a step of it was lost."""
-
-    @property
-    def num_rows(self) -> int:
-        return sum(len(step.draft_ids) + 1 for step in self.verified)
+    num_rows: int = 0
+    """Of `verified`, and of what was forgotten of them."""
 
     def append(self, start: int, sampled: list[int], verified: Verified | None) -> bool:
         """Take one step; False where steps before it are missing, so that the text is no longer known."""
@@ -150,6 +134,7 @@ class RequestLog:
             self._forget(begin)
         if verified is not None:
             self.verified.append(verified)
+            self.num_rows += len(verified.draft_ids) + 1
         for token in sampled:
             self.output.append(token)
             # A step may sample past the request's end: the scheduler cuts there, and so must the record.
@@ -164,7 +149,7 @@ class RequestLog:
         states = joined(self.states, len(self.info.prompt_ids) + len(self.output))
         context, output = self.output[: self.num_shipped], self.output[self.num_shipped :]
         self.num_shipped = len(self.output)
-        self.verified = []
+        self.verified, self.num_rows = [], 0
         if not columns:
             return None
         self.sequence += 1
@@ -197,12 +182,35 @@ class RequestLog:
 
     def _columns(self) -> dict[str, NDArray[Any]]:
         """The record's columns, without the rows whose text goes on behind the request's end; empty without a row."""
-        parts = [step.columns() for step in self.verified]
-        if not parts:
+        columns = _columns(self.verified) if self.verified else {}
+        if not columns:
             return {}
-        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         kept = columns["row_positions"] - columns["row_branches"] < len(self.info.prompt_ids) + len(self.output)
         return {name: column[kept] for name, column in columns.items()} if kept.any() else {}
+
+
+def _columns(steps: Sequence[Verified]) -> dict[str, NDArray[Any]]:
+    """The rows of many steps at once: one step has so few that the calls of numpy would cost more than their work."""
+    counts = np.array([len(step.draft_ids) + 1 for step in steps])
+    last_R = np.cumsum(counts) - 1
+    index_R = (np.arange(counts.sum()) - np.repeat(last_R + 1 - counts, counts)).astype(np.int32)
+    start_R = np.repeat(np.array([step.start for step in steps], np.int32), counts)
+    num_accepted_R = np.repeat(np.array([step.num_accepted for step in steps], np.int32), counts)
+    drafts_R, draft_probs_R = np.full(len(index_R), -1, np.int32), np.full(len(index_R), np.nan, np.float32)
+    has_draft_R = np.ones(len(index_R), bool)
+    has_draft_R[last_R] = False
+    drafts_R[has_draft_R] = np.concatenate([step.draft_ids for step in steps])
+    draft_probs_R[has_draft_R] = np.concatenate([step.draft_probs for step in steps])
+    return {
+        "row_positions": start_R + index_R,
+        "row_branches": np.maximum(0, index_R - num_accepted_R),
+        "row_drafts": drafts_R,
+        "row_draft_probs": draft_probs_R,
+        "row_accepted": (index_R < num_accepted_R).astype(np.uint8),
+        "row_topk_ids": np.concatenate([step.rows.topk_ids_RK for step in steps]),
+        "row_topk_log_probs": np.concatenate([step.rows.topk_log_probs_RK for step in steps]),
+        "row_log_sum_exp": np.concatenate([step.rows.log_sum_exp_R for step in steps]),
+    }
 
 
 def _fields(columns: dict[str, NDArray[Any]], states: States | None) -> dict[str, Any]:
