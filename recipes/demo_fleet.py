@@ -83,7 +83,8 @@ def served(
         *("--", "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "m", "--dtype", "float32"),
         *("--enforce-eager", "--max-model-len", str(max_model_len), "--max-num-seqs", "16"),
         *("--kv-cache-memory-bytes", str(128 << 20), "--no-enable-prefix-caching"),
-        *("--per-request-spec-decode-metrics", "detailed"),
+        # With it, vLLM's CPU build has two speeds, one a third of the other, and changes between them at any time.
+        *("--no-async-scheduling", "--per-request-spec-decode-metrics", "detailed"),
     ]
     # Left alone, vLLM would bind both servers to the first core.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)), "VLLM_NO_USAGE_STATS": "1"}
