@@ -56,7 +56,7 @@ async def traffic(server):
     """Four streams without a pause while the block runs; none of them may fail."""
     rng = random.Random(0)
     prompts = [Prompt(token_ids=[rng.randrange(20, 400) for _ in range(8)], domain="code") for _ in range(2000)]
-    clients = Traffic([server.url], {"code": prompts}, clients=4, max_tokens=24)
+    clients = Traffic([server.url], {"code": prompts}, clients=4, max_tokens=24, pause_s=0.05)
     async with clients.flowing():
         yield clients
     assert clients.answers

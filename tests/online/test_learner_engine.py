@@ -51,7 +51,7 @@ def server(world, core=0, registry=None, port=None):
 def traffic_to(servers, clients=4):
     rng = random.Random(0)
     prompts = [Prompt(token_ids=[rng.randrange(20, 400) for _ in range(8)], domain="code") for _ in range(4000)]
-    return Traffic([server.url for server in servers], {"code": prompts}, clients=clients, max_tokens=24)
+    return Traffic([server.url for server in servers], {"code": prompts}, clients=clients, max_tokens=24, pause_s=0.05)
 
 
 @asynccontextmanager

@@ -313,7 +313,7 @@ def test_a_real_server_ends_with_a_head_that_was_trained_on_its_own_traffic(tiny
     async def main():
         options = ["--method", "eagle3", "--capture.hidden-states"]
         with running_server(world.target, world.registry.folder, tmp_path, options) as server:
-            clients = Traffic([server.url], {"code": prompts}, clients=4, max_tokens=48)
+            clients = Traffic([server.url], {"code": prompts}, clients=4, max_tokens=48, pause_s=0.05)
             cfg = {
                 "draft": DraftConfig(family="eagle3", initial=world.draft),
                 "fleet": FleetConfig(servers=(server.url,), poll_s=0.5),
