@@ -167,8 +167,13 @@ def file_print(model: str) -> str:
 
 
 def tables(questions: Mapping[str, Sequence[Cell]], measured: Mapping[Cell, Served]) -> dict[str, list[dict[str, Any]]]:
-    """The rows of every question, those that were measured; every row carries what it is compared with."""
+    """The rows of every question, those that were measured; every row carries what it is compared with.
+
+    A question of which nothing but what it is compared with was measured has none.
+    """
     found = {question: list(_rows(cells, measured)) for question, cells in questions.items()}
+    if not any(row["quantization"] for row in found.get("quantization", ())):
+        found.pop("quantization", None)
     return {question: rows for question, rows in found.items() if rows}
 
 

@@ -129,8 +129,8 @@ def answer(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 HEADER = (
-    *("draft", "k", "data", "input tokens", "at once", "requests/s", "tokens/s"),
-    *("TTFT ms", "TPOT ms", "E2E ms", "tau", "speed-up", "E2E speed-up", "ideal"),
+    *("draft", "k", "speed-up", "E2E speed-up", "ideal", "tau", "tokens/s", "TTFT ms", "TPOT ms", "E2E ms"),
+    *("at once", "requests/s", "input", "data"),
 )
 
 
@@ -141,14 +141,14 @@ def cells_of(row: Row) -> list[str]:
     return [
         f"{title(row['draft'])}{quantized}" if row["draft"] else "none",
         str(row["num_speculative_tokens"] or "–"),
-        Path(row["data"]).name if ":" in row["data"] else row["data"],
-        f"{measured['mean_input_tokens']:.0f}",
-        str(row["concurrency"] or "–"),
-        f"{row['request_rate']:g}" if row["request_rate"] else "–",
+        *(_ratio(row[key] if row["draft"] else None) for key in ("speedup", "speedup_e2e", "speedup_ideal")),
+        f"{measured['tau']:.2f}" if row["draft"] else "–",
         f"{measured['tokens_per_s']:,.0f}",
         *(f"{measured[key]['mean']:,.1f}" for key in ("ttft_ms", "tpot_ms", "e2e_ms")),
-        f"{measured['tau']:.2f}" if row["draft"] else "–",
-        *(_ratio(row[key] if row["draft"] else None) for key in ("speedup", "speedup_e2e", "speedup_ideal")),
+        str(row["concurrency"] or "–"),
+        f"{row['request_rate']:g}" if row["request_rate"] else "–",
+        f"{measured['mean_input_tokens']:.0f}",
+        Path(row["data"]).name if ":" in row["data"] else row["data"],
     ]
 
 

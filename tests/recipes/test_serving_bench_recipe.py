@@ -78,8 +78,7 @@ def test_a_run_that_was_interrupted_measures_what_is_missing(
     report = json.loads((tmp_path / "serving.json").read_text())
     schema = json.loads((Path(serving_report.__file__).parent / "serving.schema.json").read_text())
     jsonschema.validate(report, schema)
-    assert list(report["tables"]) == ["draft", "quantization", "tokens"]
-    assert [row["draft"] for row in report["tables"]["quantization"]] == [None, str(served_pair[1])]
+    assert list(report["tables"]) == ["draft", "tokens"], "nothing was measured of a quantised draft"
     refused = {"what": f"{served_pair[1].name} in fp8 k=3", "reason": "vLLM did not start: fp8 quantization"}
     assert [entry["what"] for entry in report["refused"]] == [refused["what"]]
     assert report["refused"][0]["reason"].startswith(refused["reason"])
