@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import shlex
 import shutil
 import statistics
 import sys
@@ -36,7 +37,7 @@ from distill.train import Distillation, Optim
 from eval.engine import TIE_LOGIT_GAP, Measurement, measure
 from eval.process import process_group
 from eval.prompts import Prompt
-from eval.report import environment
+from eval.report import environment, write_page
 from heads.artifact import PROVENANCE, fingerprint, require_free
 from heads.checkpoint import load_causal_lm, load_tokenizer
 from heads.standalone import Init, StandaloneDraft, make_draft
@@ -98,12 +99,11 @@ def main(cfg: Config) -> None:
     (cfg.output / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
     stage = Stage.set(cfg)
     report = asyncio.run(play(cfg, stage))
-    report |= {"config": settings, "environment": environment()}
-    report["duration_s"] = round(time.perf_counter() - began_s, 1)
-    (cfg.output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    (cfg.output / "report.html").write_text(page(report))
+    report |= {"domains": [A, B], "target": cfg.target.name, "command": shlex.join(sys.argv), "config": settings}
+    report |= {"environment": environment(), "duration_s": round(time.perf_counter() - began_s, 1)}
+    page = write_page(cfg.output, report, "online.html.j2", "online_charts.charts")
     print(summary(report))
-    print(f"report: {cfg.output / 'report.html'}")
+    print(f"report: {page}")
 
 
 def clear(folder: Path, *, overwrite: bool) -> None:
@@ -535,40 +535,6 @@ def summary(report: dict[str, Any]) -> str:
             f"{report['capture']['overhead_at_10_percent']:.1%}; {report['duration_s']} s in all",
         ]
     )
-
-
-def page(report: dict[str, Any]) -> str:
-    """The picture: acceptance over time with every swap, and what each version reached on B."""
-    import altair as alt
-
-    lines = (
-        alt.Chart(alt.Data(values=report["timeline"]["acceptance"]), width=760, height=240, title="live traffic")
-        .mark_line(interpolate="monotone")
-        .encode(
-            x=alt.X("s:Q", title=f"seconds since traffic shifted to {B}"),
-            y=alt.Y("tau:Q", title="tokens per target step", scale=alt.Scale(zero=False)),
-            color=alt.Color("server:N", title=None),
-        )
-    )
-    marks = (
-        alt.Chart(alt.Data(values=report["timeline"]["swaps"]))
-        .mark_rule(strokeDash=[4, 4])
-        .encode(x="s:Q", tooltip=["version:N", "server:N", "outcome:N"])
-    )
-    learned = [v for v in report["versions"] if v["origin"] != "offline on B"]
-    versions = (
-        alt.Chart(alt.Data(values=learned), width=760, height=240, title=f"every version on test prompts of {B}")
-        .mark_line(point=True)
-        .encode(
-            x=alt.X("records:Q", title=f"records of {B} trained"),
-            y=alt.Y("tau:Q", title="tokens per target step", scale=alt.Scale(zero=False)),
-            tooltip=["version:N", "tau:Q"],
-        )
-    )
-    ceiling = (
-        alt.Chart(alt.Data(values=[{"tau": report["tau"]["b_offline"]}])).mark_rule(color="gray").encode(y="tau:Q")
-    )
-    return str((lines + marks & versions + ceiling).to_html(inline=True))
 
 
 if __name__ == "__main__":
