@@ -36,8 +36,10 @@ LOSSES = {
     "broken_requests_gap": "broken",
     "dropped_records_spool": "spool_full",
     "evicted_files_spool_budget": "spool_evicted",
+    "dropped_records_broker": "log_silent",
+    "dropped_records_too_large": "too_large",
 }
-"""What capture counts of what never reaches the spool, or not the learner, and what the learner calls it."""
+"""What capture counts of what never reaches spool or log, or not the learner, and what the learner calls it."""
 
 
 class UnreachableError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 import nats
 from nats.errors import Error as NatsError
+from nats.errors import NoServersError
 
 from online.nats_config import Nats, addresses, shown
 
 CONNECT_TIMEOUT_S = 5
+RECONNECT_S = 0.2
 
 PENDING_BYTES = 64 << 20
 """With the client's own 2 MiB every publish of large records waits for the socket."""
@@ -28,17 +31,27 @@ async def connect(ingest: str, config: Nats) -> Any:
 
     Raises: BrokerError.
     """
+    reasons: deque[Exception] = deque(maxlen=1)
+
+    async def keep(error: Exception) -> None:
+        reasons.append(error)
+
     with named_broker_errors(ingest):
-        return await nats.connect(
-            addresses(ingest),
-            name="redraft",
-            allow_reconnect=False,  # it would try for ever without saying why, and send again what we send again
-            connect_timeout=CONNECT_TIMEOUT_S,
-            pending_size=PENDING_BYTES,
-            error_cb=_ignore,  # what matters is raised too
-            tls=_tls(ingest, config),
-            **_credentials(config.credentials),
-        )
+        try:
+            return await nats.connect(
+                addresses(ingest),
+                name="redraft",
+                allow_reconnect=False,  # it would send again what we send again
+                max_reconnect_attempts=1,  # of each server, before there is a connection; and without a word why
+                reconnect_time_wait=RECONNECT_S,
+                connect_timeout=CONNECT_TIMEOUT_S,
+                pending_size=PENDING_BYTES,
+                error_cb=keep,
+                tls=_tls(ingest, config),
+                **_credentials(config.credentials),
+            )
+        except NoServersError as error:
+            raise (reasons[0] if reasons else error) from error
 
 
 @contextmanager
@@ -50,10 +63,6 @@ def named_broker_errors(ingest: str) -> Iterator[None]:
         raise
     except (NatsError, OSError) as error:  # the client's timeouts are OSErrors
         raise BrokerError(f"{shown(ingest)}: {str(error) or type(error).__name__}") from error
-
-
-async def _ignore(error: Exception) -> None:
-    pass
 
 
 def _tls(ingest: str, config: Nats) -> ssl.SSLContext | None:

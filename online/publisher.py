@@ -106,7 +106,8 @@ class Publisher:
                 continue
             refused = await self._send(client, stream, frames)
             self._put_back(refused)
-            window_bytes = 1 if refused else WINDOW_BYTES
+            # What is on its way can not be dropped: all of a small memory there, and the newest would have to go.
+            window_bytes = 1 if refused else min(WINDOW_BYTES, self.max_waiting_bytes // 4)
             if refused:
                 await asyncio.sleep(RETRY_S)
 

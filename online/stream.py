@@ -170,6 +170,10 @@ async def provide_stream(stream: Any, config: Nats, limits: StreamLimits) -> Non
         # A work queue: text leaves the log when it is acknowledged, and what the buffer forgets is then nowhere.
         kept = {"storage": StorageType.FILE, "retention": RetentionPolicy.WORK_QUEUE, "discard": DiscardPolicy.OLD}
         await stream.add_stream(StreamConfig(name=config.stream, **kept, **wanted))
+    with suppress(NotFoundError):
+        # What it remembers may be ahead of a stream that lost its newest messages with its disk, and would pass over as
+        # many that come then. A new one gives out at once whatever is not acknowledged.
+        await stream.delete_consumer(config.stream, CONSUMER)
     consumer = ConsumerConfig(durable_name=CONSUMER, ack_policy=AckPolicy.EXPLICIT, ack_wait=ACK_WAIT_S)
     await stream.add_consumer(config.stream, consumer)
 

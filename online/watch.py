@@ -42,6 +42,9 @@ class Watch:
 
     async def look(self) -> list[Seen]:
         """Every server as it is now; never raises for them."""
+        for gone in set(self._statuses) - set(self.servers):
+            for known in (self._last, self._statuses, self._window):
+                known.pop(gone, None)
         return list(await asyncio.gather(*map(self._look_at, self.servers)))
 
     async def _look_at(self, server: Server) -> Seen:

@@ -334,15 +334,17 @@ async def test_users_are_known_by_password_or_by_the_seed_of_an_nkey(tmp_path):
 
 @in_event_loop
 async def test_a_file_of_credentials_with_a_signed_token_opens_an_account(tmp_path, buffer):
-    operator, account, user = (new_key(kind) for kind in (b"O", b"A", b"U"))
+    operator, system, account, user = (new_key(kind) for kind in (b"O", b"A", b"A", b"U"))
     limits = dict.fromkeys(("subs", "data", "payload", "conn", "leaf", "imports", "exports"), -1)
     stores = dict.fromkeys(("mem_storage", "disk_storage", "streams", "consumer"), -1)
     account_token = signed(operator, account, {"type": "account", "version": 2, "limits": limits | stores})
     user_token = signed(account, user, {"type": "user", "version": 2} | dict.fromkeys(("subs", "data", "payload"), -1))
     operator_token = signed(operator, operator, {"type": "operator", "version": 2})
+    tokens = {account: account_token, system: signed(operator, system, {"type": "account", "version": 2})}
+    preloaded = ", ".join(f"{key.public_key.decode()}: {token}" for key, token in tokens.items())
     settings = (
-        f"operator: {operator_token}\nresolver: MEMORY\n"
-        f"resolver_preload: {{ {account.public_key.decode()}: {account_token} }}"
+        f"operator: {operator_token}\nsystem_account: {system.public_key.decode()}\n"
+        f"resolver: MEMORY\nresolver_preload: {{ {preloaded} }}"
     )
     file = tmp_path / "learner.creds"
     file.write_text(

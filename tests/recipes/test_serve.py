@@ -68,6 +68,34 @@ def test_the_plugin_reads_back_what_the_command_was_told(tmp_path):
     assert read_config(plugin_environment(parse("target"), {})).capture is None
 
 
+def test_the_plugin_reads_back_what_the_command_was_told_of_the_log(tmp_path):
+    seed = tmp_path / "seed"
+    seed.write_text("a seed")
+    cfg = parse(
+        *("target", "--capture.ingest", "tls://user:secret@log:4222", "--capture.nats.fleet", "llama"),
+        *("--capture.nats.credentials", str(seed), "--capture.nats.ca", str(seed)),
+    )
+    capture = read_config(plugin_environment(cfg, {})).capture
+    assert capture is not None
+    assert (capture.spool, capture.ingest) == (None, "tls://user:secret@log:4222")
+    assert (capture.nats.fleet, capture.nats.credentials, capture.nats.ca) == ("llama", seed, seed)
+    assert "secret" not in repr(capture)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"REDRAFT_CAPTURE_SPOOL": "s", "REDRAFT_CAPTURE_INGEST": "nats://log:4222"}, "set one of them"),
+        ({"REDRAFT_CAPTURE_INGEST": "log:4222"}, "it must be nats://HOST:4222"),
+        ({"REDRAFT_CAPTURE_INGEST": "nats://log:4222", "REDRAFT_NATS_FLEET": "a b"}, r"nats\.fleet"),
+        ({"REDRAFT_CAPTURE_INGEST": "nats://log:4222", "REDRAFT_NATS_CA": "absent"}, "there is no file absent"),
+    ],
+)
+def test_a_mistake_about_the_log_is_told_before_vllm_starts(variables, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        read_config(variables)
+
+
 def test_plugins_that_were_allowed_stay_allowed():
     assert plugin_environment(parse("t"), {"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"] == "mine,redraft"
     # unset allows every installed plugin: naming one would switch the others off
