@@ -11,11 +11,24 @@ from typing import cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, send_to_device
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    send_to_device,
+)
 from tqdm import tqdm
 
 from distill.on_policy import draft_written, is_on_policy
 from distill.packing import PackedDataset
+from distill.ranks import (
+    LONGEST_WAIT,
+    die_with_launcher,
+    join_on_cpu,
+    keep_models_whole,
+    shards_parameters,
+    uses_deepspeed,
+)
 from distill.run import Run
 from distill.samples import SampleStats
 from distill.train import Distillation, StepStats
@@ -78,13 +91,21 @@ def make_accelerator(accumulation: int, mixed_precision: str | None, wandb_proje
     """The accelerator of this launch; wandb writes offline where nobody is logged in."""
     if wandb_project:
         write_offline_unless_logged_in()
+    die_with_launcher()
+    if not torch.cuda.is_available():
+        join_on_cpu()
     accelerator = Accelerator(
-        gradient_accumulation_steps=accumulation,
+        # a number alone would give way to the launcher's config
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation),
         mixed_precision=mixed_precision,
-        cpu=not torch.cuda.is_available(),
         log_with="wandb" if wandb_project else None,
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=LONGEST_WAIT),
+        ],
     )
+    if uses_deepspeed():
+        keep_models_whole()
     if wandb_project:
         accelerator.init_trackers(wandb_project)
     return accelerator
@@ -101,8 +122,11 @@ def train(
     """Train from where `run` ended until `loop.steps`; held-out acceptance and losses go to the run's metrics.
 
     `writer` writes on-policy text; None: the draft itself.
+    Raises: ValueError where the draft is to write and no rank holds it whole; as `Run.restore`.
     """
     accelerator = distillation.accelerator
+    if loop.on_policy and writer is None and shards_parameters(accelerator):
+        raise ValueError("a draft that the ranks share can not write text: --loop.on-policy 0, or DDP or ZeRO-2")
     run.restore(distillation.resume)
     judged = list(_shared(data.held_out, loop, accelerator))
     meter = _Meter()

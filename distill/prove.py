@@ -116,11 +116,8 @@ def export_draft(
 ) -> Path:
     """The published folder `name` of the run: what `write` made of the draft's weights, with its provenance."""
     folder = run.folder / name
-    state = distillation.accelerator.get_state_dict(
-        distillation.module
-    )  # whole, whatever shards it; all ranks take part
+    weights = distillation.weights()
     if distillation.accelerator.is_main_process:
-        weights = {key.removeprefix("draft."): tensor for key, tensor in state.items()}
         provenance = {
             "command": sys.argv,
             "config": run.config,

@@ -26,6 +26,14 @@ MAY_CHANGE = {"resume", "overwrite", "output", "wandb", "prove"}
 """Config keys that a resumed run need not share with its beginning: they change nothing that was trained."""
 
 
+def _lasting(config: dict[str, Any]) -> dict[str, Any]:
+    """What of a config must stay as it was; the target's servers may move."""
+    kept = {key: value for key, value in config.items() if key not in MAY_CHANGE}
+    if "signal" in kept:
+        kept["signal"] = {**kept["signal"], "url": bool(kept["signal"]["url"])}
+    return kept
+
+
 class Run:
     """A run's folder, opened once by every rank; only the main process writes."""
 
@@ -41,13 +49,13 @@ class Run:
         """The run in `folder`, new or resumed.
 
         Raises: ValueError where the folder holds another run and neither `resume` nor `overwrite` is given, or where
-        the config to resume with differs from the one the run was started with.
+        the config to resume with differs from the one the run was started with, or where not all ranks see the folder.
         """
         run = cls(folder, accelerator)
         run.config = json.loads(json.dumps(config, default=str))
-        if accelerator.is_main_process:
-            run._claim(resume, overwrite)
-        accelerator.wait_for_everyone()
+        run._on_main(lambda: run._claim(resume, overwrite))
+        if not (folder / "run.json").exists():
+            raise ValueError(f"{folder} is not seen by every machine of this launch: choose a shared one as --output")
         return run
 
     def beside(self, name: str) -> Run:
@@ -56,6 +64,20 @@ class Run:
         run.config = self.config
         run.folder.mkdir(exist_ok=True)
         return run
+
+    def _on_main(self, work: Callable[[], object]) -> None:
+        """Let the main process do it while the others wait; what it finds wrong ends all of them with its words."""
+        wrong: list[str | None] = [None]
+        if self.accelerator.is_main_process:
+            try:
+                work()
+            except (ValueError, OSError) as error:
+                wrong = [str(error)]
+                raise
+            finally:
+                broadcast_object_list(wrong, from_process=0)
+        elif broadcast_object_list(wrong, from_process=0) and wrong[0] is not None:
+            raise ValueError(wrong[0])
 
     def _claim(self, resume: bool, overwrite: bool) -> None:
         started = self.folder / "run.json"
@@ -71,13 +93,11 @@ class Run:
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         if resume and started.exists():
-            before = json.loads(started.read_text())["config"]
-            changed = [key for key in self.config if key not in MAY_CHANGE and before.get(key) != self.config[key]]
+            before, now = _lasting(json.loads(started.read_text())["config"]), _lasting(self.config)
+            changed = [key for key in now if before.get(key) != now[key]]
             if changed:
                 key = changed[0]
-                raise ValueError(
-                    f"cannot resume {self.folder}: {key} was {before.get(key)!r} and is now {self.config[key]!r}"
-                )
+                raise ValueError(f"cannot resume {self.folder}: {key} was {before.get(key)!r} and is now {now[key]!r}")
         else:
             started.write_text(json.dumps({"command": sys.argv, "config": self.config}, indent=2) + "\n")
 
@@ -118,9 +138,7 @@ class Run:
         checkpoints = self._checkpoints()
         step = 0
         if checkpoints:
-            if self.accelerator.is_main_process:
-                verify(checkpoints[-1])
-            self.accelerator.wait_for_everyone()
+            self._on_main(lambda: verify(checkpoints[-1]))
             read(checkpoints[-1])
             step = int(checkpoints[-1].name.removeprefix("step-"))
         self._cut_metrics(step)

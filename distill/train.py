@@ -5,11 +5,12 @@ B = batch, T = tokens, D = hidden, V = target vocabulary, M = labelled draft row
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from accelerate import Accelerator
@@ -17,8 +18,12 @@ from torch import Tensor, nn
 
 from distill.fused import DraftRows, ExactRows, TopKRows, fused_linear_divergence
 from distill.losses import Divergence
-from eval.forecast import QuickMetrics, quick_metrics
+from distill.ranks import fit_deepspeed, layout, uses_deepspeed
+from eval.forecast import QuickMetrics, metric_sums, metrics_of
 from heads.draft import Batch, Draft, DraftStep, ExactTarget, TargetSignal, label_rows
+
+PROGRESS = "progress.json"
+"""In a checkpoint: how far training had come, and on which ranks."""
 
 MAX_SKIPPED_IN_A_ROW = 20
 """A run whose gradients stay non-finite this long will not recover: stop and say so instead of burning the night."""
@@ -66,19 +71,28 @@ class StepStats:
 
 
 class DistillStep(nn.Module):
-    """Draft and divergence in one forward, so that DDP, FSDP2 and ZeRO see every parameter used inside it."""
+    """All that reads the draft's parameters in one forward: outside of it FSDP2 and ZeRO-3 hold only shards of them.
+
+    It returns plain tensors, since those wrappers follow the gradient through nothing else.
+    """
 
     def __init__(self, draft: nn.Module, divergence: Divergence) -> None:
         super().__init__()
         self.draft = draft
         self.divergence = divergence
+        names = getattr(getattr(draft, "model", None), "_no_split_modules", None) or ()
+        # What FSDP2 gathers one by one: the layers of a model. A head, a layer or two that its steps share, goes whole.
+        self._no_split_modules = sorted({type(module).__name__ for module in draft.modules()}.intersection(names))
 
     def forward(
-        self, batch: Batch, signal: TargetSignal, *, scale: float | None = None
-    ) -> StepResult | list[DraftStep]:
-        """The loss (times `scale`) with its sums; without a scale, the draft steps for `eval` to read."""
-        steps = cast(Draft, self.draft).draft_steps(batch, signal)
-        return steps if scale is None else distill_loss(steps, batch, signal, self.divergence, scale)
+        self, batch: Batch, signal: TargetSignal, *, scale: float = 1.0, num_speculative_tokens: int | None = None
+    ) -> tuple[Tensor, ...]:
+        """The loss (times `scale`) and its sums; or, to judge it with so many draft tokens, its `metric_sums`."""
+        draft = cast(Draft, self.draft)
+        if num_speculative_tokens is not None:
+            return (metric_sums(draft, batch, signal, num_speculative_tokens),)
+        result = distill_loss(draft.draft_steps(batch, signal), batch, signal, self.divergence, scale)
+        return result.loss, result.sums_S3
 
 
 @dataclass(frozen=True)
@@ -145,7 +159,10 @@ class Distillation:
         if optim.accumulation != accelerator.gradient_accumulation_steps:
             raise ValueError(f"accumulation {optim.accumulation} differs from the accelerator's own; pass it to both")
         self.target, self.divergence, self.optim, self.accelerator = target, divergence, optim, accelerator
+        self.draft = draft  # its parameters are whole unless the ranks share them (`shards_parameters`)
         module = DistillStep(draft, divergence)
+        if uses_deepspeed():
+            fit_deepspeed(accelerator, optim.max_grad_norm)
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
             trained,
@@ -155,20 +172,21 @@ class Distillation:
             fused=True,  # one pass over each parameter, on a CPU too, where the default is a dozen
         )
         self.module, self.optimizer = accelerator.prepare(module, optimizer)
-        # Not prepared: accelerate would step a prepared schedule once per process.
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: optim.rate(step, num_steps))
         self.num_steps, self.step_index, self.skipped, self.skipped_in_a_row = num_steps, 0, 0, 0
-        accelerator.register_for_checkpointing(self, self.schedule)
 
-    @property
-    def draft(self) -> nn.Module:
-        return cast(nn.Module, self.accelerator.unwrap_model(self.module).draft)
+    def weights(self) -> dict[str, Tensor]:
+        """The draft's state dict, whole on the main process whatever shards it; all ranks take part."""
+        state = self.accelerator.get_state_dict(self.module)
+        return {name.removeprefix("draft."): tensor for name, tensor in (state or {}).items()}
 
     def step(self, batches: Sequence[Batch]) -> StepStats:
         """One optimizer step over this rank's micro-batches. A non-finite loss or gradient skips it, and is counted.
 
-        Raises: RuntimeError after MAX_SKIPPED_IN_A_ROW skipped steps.
+        Raises: RuntimeError after MAX_SKIPPED_IN_A_ROW skipped steps, and where DeepSpeed can not skip one.
         """
+        # Set, not scheduled: accelerate would step a prepared schedule once per process, and DeepSpeed a step too late.
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.optim.lr * self.optim.rate(self.step_index, self.num_steps)
         stats = self._count(batches)
         # accelerate averages over ranks and micro-batches; we want the sum over all, divided by the global label count
         scale = self.accelerator.num_processes * len(batches) / max(1, stats.labels)
@@ -176,16 +194,16 @@ class Distillation:
         self.module.train()
         for batch in batches:
             with self.accelerator.accumulate(self.module):
-                result = cast(StepResult, self.module(batch, self.target(batch), scale=scale))
-                finite = finite and self._all_finite(result.loss)
+                loss, batch_sums_S3 = self.module(batch, self.target(batch), scale=scale)
+                finite = finite and self._all_finite(loss)
                 if finite:
-                    self.accelerator.backward(result.loss)
-                    stats.loss += result.loss.item() / (self.accelerator.num_processes * len(batches))
+                    self.accelerator.backward(loss)
+                    stats.loss += loss.item() / (self.accelerator.num_processes * len(batches))
                 if self.accelerator.sync_gradients and finite:
                     finite = self._update(stats)
                 elif self.accelerator.sync_gradients:
-                    self.optimizer.zero_grad()
-            sums = result.sums_S3 if sums is None else sums + result.sums_S3
+                    self._drop(len(batches))
+            sums = batch_sums_S3 if sums is None else sums + batch_sums_S3
         self._finish(stats, sums, finite)
         return stats
 
@@ -199,11 +217,24 @@ class Distillation:
     def _update(self, stats: StepStats) -> bool:
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.optim.max_grad_norm)
         finite = norm is None or bool(torch.isfinite(torch.as_tensor(norm)))
+        if uses_deepspeed():  # `backward` has made the step
+            finite = finite and not self.optimizer.step_was_skipped
+            if not finite and not self.optimizer.step_was_skipped:
+                raise RuntimeError("DeepSpeed took a step with a gradient that is not finite; resume at a lower rate")
         if finite:
             stats.grad_norm = 0.0 if norm is None else float(norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
         return finite
+
+    def _drop(self, num_batches: int) -> None:
+        """Forget the gradients so far."""
+        if uses_deepspeed() and num_batches > 1:
+            raise RuntimeError(
+                "a loss is not finite, and DeepSpeed can not drop a step begun: resume at a lower rate, or train with "
+                "--optim.accumulation 1"
+            )
+        self.optimizer.zero_grad()
 
     def _finish(self, stats: StepStats, sums_S3: Tensor | None, finite: bool) -> None:
         assert sums_S3 is not None
@@ -220,7 +251,6 @@ class Distillation:
             raise RuntimeError(
                 f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a non-finite loss or gradient; lower the rate"
             )
-        self.schedule.step()
         self.step_index += 1
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
@@ -232,44 +262,34 @@ class Distillation:
     def evaluate(self, batches: Sequence[Batch], num_speculative_tokens: int) -> QuickMetrics:
         """Held-out acceptance over all ranks' batches, as `eval` defines it."""
         self.module.eval()
-        pairs = ((batch, self.target(batch)) for batch in batches)
-        return quick_metrics(
-            _ThroughForward(self.module, self.draft), pairs, num_speculative_tokens, self._sum_over_ranks
-        )
+        sums = torch.zeros(4 + num_speculative_tokens, dtype=torch.float64)
+        with torch.no_grad():
+            for batch in batches:
+                sums += self.module(batch, self.target(batch), num_speculative_tokens=num_speculative_tokens)[0]
+        return metrics_of(self._sum_over_ranks(sums))
 
     def close(self) -> None:
         """Give up the weights and their optimizer, and let another distillation use the accelerator: its checkpoints
         must not hold this one."""
-        del self.module, self.optimizer, self.schedule
+        del self.draft, self.module, self.optimizer
         self.accelerator.free_memory()
-        self.accelerator._custom_objects.clear()
-
-    # What accelerate saves and restores beside the module, the optimizer, the schedule and the random generators.
-    def state_dict(self) -> dict[str, Any]:
-        return {"step_index": self.step_index, "skipped": self.skipped, "num_processes": self.accelerator.num_processes}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["num_processes"] != self.accelerator.num_processes:
-            raise ValueError(
-                f"the checkpoint was written by {state['num_processes']} processes; resume with as many, not "
-                f"{self.accelerator.num_processes}"
-            )
-        self.step_index, self.skipped = state["step_index"], state["skipped"]
 
     def save(self, folder: Path) -> None:
         """Everything an exact resume needs, written into `folder` by all ranks."""
         self.accelerator.save_state(str(folder))
+        if self.accelerator.is_main_process:
+            progress = {"step_index": self.step_index, "skipped": self.skipped, "ranks": layout(self.accelerator)}
+            (folder / PROGRESS).write_text(json.dumps(progress))
 
     def resume(self, folder: Path) -> None:
+        """Go on where `save` was called.
+
+        Raises: ValueError where other ranks wrote the folder: they saw other batches, and hold other shards.
+        """
+        progress = json.loads((folder / PROGRESS).read_text())
+        if progress["ranks"] != layout(self.accelerator):
+            raise ValueError(
+                f"{folder} was written by {progress['ranks']}: resume with the same, not {layout(self.accelerator)}"
+            )
         self.accelerator.load_state(str(folder))
-
-
-class _ThroughForward:
-    """The wrapped module as a `Draft`: FSDP2 and ZeRO gather parameters only inside their own forward."""
-
-    def __init__(self, module: nn.Module, draft: nn.Module) -> None:
-        self.module = module
-        self.is_autoregressive = cast(Draft, draft).is_autoregressive
-
-    def draft_steps(self, batch: Batch, signal: TargetSignal) -> list[DraftStep]:
-        return cast(list[DraftStep], self.module(batch, signal))
+        self.step_index, self.skipped = progress["step_index"], progress["skipped"]

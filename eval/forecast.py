@@ -334,7 +334,8 @@ def metric_sums(draft: Draft, batch: Batch, signal: TargetSignal, num_speculativ
         ValueError: the draft has too few draft steps.
     """
     steps = draft_steps_of(draft, batch, signal, num_speculative_tokens)
-    compared = [compare_rows(step, signal.distribution) for step in steps]
+    with torch.autocast(batch.input_ids_BT.device.type, enabled=False):  # the draft may run in bf16, its measure not
+        compared = [compare_rows(step, signal.distribution) for step in steps]
     match_BTK, labelled_BTK = block_matches(compared, num_speculative_tokens, draft.is_autoregressive)
     blocks_NK = match_BTK[labelled_BTK.all(-1)]
     first = compared[0]

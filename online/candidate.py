@@ -161,12 +161,14 @@ class Candidate:
 
         Raises: NotFiniteError.
         """
-        weights = self.accelerator.get_state_dict(self.distillation.module)
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in weights.values()):
+        weights = self.distillation.weights()
+        are_finite = [all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())]
+        broadcast_object_list(are_finite)  # of what only the first rank may hold
+        if not are_finite[0]:
             raise NotFiniteError
         self.distillation.save(folder / STATE)
         if self.accelerator.is_main_process:
-            self._export(folder / DRAFT, {name.removeprefix("draft."): value for name, value in weights.items()})
+            self._export(folder / DRAFT, weights)
             # A server takes only what has the very configuration it was started with.
             shutil.copy(self.version / "config.json", folder / DRAFT)
 

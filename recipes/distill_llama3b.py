@@ -79,8 +79,9 @@ def main(cfg: Config) -> None:
     # 2. data, and what the target says about it
     data = load_data(cfg.data, tokenizer, cfg.loop)
     signal = target_signal(cfg.signal, target, cfg.target, data, run.folder, accelerator)
-    judge = Judge(cfg.prove, cfg.target, target, live_signal(cfg.signal, target), data, run)
-    before = judge.forecast(untrained)
+    is_main = accelerator.is_main_process
+    judge = Judge(cfg.prove, cfg.target, target, live_signal(cfg.signal, target), data, run) if is_main else None
+    before = judge.forecast(untrained) if judge else None
 
     # 3. and 4. optimizer, `prepare` and the loop
     def distil(divergence: Divergence, run: Run) -> tuple[Distillation, Trained]:
@@ -92,8 +93,12 @@ def main(cfg: Config) -> None:
     ce_baseline = None
     if cfg.prove.ce_baseline:
         baseline, _ = distil(Divergence(name="cross_entropy"), run.beside("ce-baseline"))
-        ce_baseline = judge.forecast(baseline.draft)
+        weights = baseline.weights()
         baseline.close()
+        if judge:
+            draft = make_draft(cfg.draft, target, tokenizer)
+            draft.load_state_dict(weights)
+            ce_baseline = judge.forecast(draft)
     distillation, trained = distil(cfg.divergence, run)
 
     # 5. proof: what is published is what is judged
@@ -102,7 +107,7 @@ def main(cfg: Config) -> None:
         untrained.export(folder, tokenizer, dtype=torch.bfloat16, weights=lm)
 
     folder = export_draft(distillation, run, data, cfg.target, write)
-    if accelerator.is_main_process:
+    if judge and before:
         after = judge.forecast(StandaloneDraft.load(folder, torch.float32))
         served = {"method": "draft_model", "model": str(folder.absolute())}
         engine = prove_in_engine(cfg.prove, cfg.target, served, data.prompts, run.folder) if cfg.prove.engine else None

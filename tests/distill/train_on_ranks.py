@@ -1,0 +1,139 @@
+"""Trains a small draft of each family on the ranks of this launch and writes what came of it.
+
+python train_on_ranks.py OUTPUT FAMILY... [--steps 8] [--optimizer adamw|sgd] [--save-at N] [--resume]
+
+Four rows of unequal length a step, one of them without a label, dealt to the ranks in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from make_heads import VOCAB, make_batch, make_ids, make_signal, make_target
+from test_mtp import make_native_target
+from torch import nn
+
+from distill.loop import make_accelerator
+from distill.losses import Divergence
+from distill.train import Distillation, Optim
+from heads import eagle1, eagle3, medusa, mlp_speculator, mtp
+from heads.draft import Batch
+from heads.standalone import StandaloneDraft
+from heads.target import Target
+
+torch.set_num_threads(1)
+
+EVERY_THIRD = torch.arange(0, VOCAB, 3)
+
+
+def make_standalone(target: Any, **options: Any) -> nn.Module:
+    return StandaloneDraft(make_target(seed=5, num_hidden_layers=2, **options))
+
+
+FAMILIES: dict[str, Callable[[Any], nn.Module]] = {
+    "standalone": make_standalone,
+    "tied": lambda target: make_standalone(target, tie_word_embeddings=True),
+    "eagle1": lambda target: eagle1.Eagle1(eagle1.Config(num_steps=2), Target.of(target)),
+    "eagle3": lambda target: eagle3.Eagle3(
+        eagle3.Config(aux_layer_ids=(1, 2, 4), num_steps=3), Target.of(target), EVERY_THIRD
+    ),
+    "medusa": lambda target: medusa.Medusa(medusa.Config(), Target.of(target)),
+    "mlp_speculator": lambda target: mlp_speculator.MLPSpeculator(mlp_speculator.Config(), Target.of(target)),
+    "mtp": lambda target: mtp.Mtp(mtp.Config(), Target.of(target)),
+    "mtp-moe": lambda target: mtp.Mtp(mtp.Config(), Target.of(target)),
+}
+
+
+def make_family_target(name: str) -> Any:
+    if not name.startswith("mtp"):
+        return make_target()
+    with tempfile.TemporaryDirectory() as folder:
+        return make_native_target("qwen3_next" if name == "mtp-moe" else "mimo", Path(folder))
+
+
+class Descent(torch.optim.SGD):
+    """The gradient itself, which AdamW would hide by its size."""
+
+    def __init__(self, parameters: Any, lr: float, **_: Any) -> None:
+        super().__init__(parameters, lr=lr)
+
+
+def rows_of(step: int) -> Batch:
+    lengths = (24, 1 + step % 3 * 5, 15, 2 + step % 3 * 4)  # at step 0 the second of two ranks has no label
+    return make_batch([[make_ids(length, seed=10 * step + row)] for row, length in enumerate(lengths)], loss_from=3)
+
+
+def micro_batches(step: int, rank: int, ranks: int, accumulation: int) -> list[Batch]:
+    whole, parts = rows_of(step), ranks * accumulation
+    shares = [{name: value[part::parts] for name, value in vars(whole).items()} for part in range(parts)]
+    return [Batch(**share) for share in shares[rank::ranks]]
+
+
+def train_family(name: str, target: Any, cfg: argparse.Namespace) -> dict[str, Any]:
+    accelerator = make_accelerator(cfg.accumulation, None, None)
+    torch.manual_seed(1)
+    draft: Any = FAMILIES[name](target)
+    aux = getattr(draft, "aux_layer_ids", ())
+    distillation = Distillation(
+        draft,
+        lambda batch: make_signal(target, batch, aux),
+        Divergence(name="forward_kl"),
+        Optim(lr=cfg.lr, accumulation=cfg.accumulation, warmup_fraction=0.0),
+        8,
+        accelerator,
+    )
+    checkpoint = cfg.output / f"{name}.checkpoint"
+    if cfg.resume:
+        distillation.resume(checkpoint)
+    stats = []
+    for step in range(distillation.step_index, cfg.steps):
+        rank, ranks = accelerator.process_index, accelerator.num_processes
+        stats.append(distillation.step(micro_batches(step, rank, ranks, cfg.accumulation)))
+        if step + 1 == cfg.save_at:
+            distillation.save(checkpoint)
+    judged = micro_batches(99, accelerator.process_index, accelerator.num_processes, 1)
+    metrics = distillation.evaluate(judged, 2)
+    weights = {key: tensor.clone() for key, tensor in distillation.weights().items()}
+    distillation.close()
+    return {
+        "weights": weights,
+        "loss": [s.loss for s in stats],
+        "labels": [s.labels for s in stats],
+        "grad_norm": [s.grad_norm for s in stats],
+        "tau": metrics.tau,
+        "num_processes": accelerator.num_processes,
+        "type": accelerator.distributed_type.name,
+    }
+
+
+def parse(args: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output", type=Path)
+    parser.add_argument("families", nargs="+")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--save-at", type=int)
+    parser.add_argument("--resume", action="store_true")
+    return parser.parse_args(args)
+
+
+def main(cfg: argparse.Namespace) -> None:
+    cfg.output.mkdir(exist_ok=True)
+    if cfg.optimizer == "sgd":
+        torch.optim.AdamW = Descent
+    targets = {name: make_family_target(name) for name in cfg.families}  # before there are ranks, of which one saves
+    for name, target in targets.items():
+        result = train_family(name, target, cfg)
+        if make_accelerator(cfg.accumulation, None, None).is_main_process:
+            torch.save(result, cfg.output / f"{name}.pt")
+
+
+if __name__ == "__main__":
+    main(parse())

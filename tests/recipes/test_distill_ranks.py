@@ -1,0 +1,104 @@
+"""Whole recipes on two processes, by the shipped configs: sharded in training, one folder when served."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distill.corpus import stdlib_conversations
+from heads.artifact import verify
+from heads.standalone import StandaloneDraft
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 short conversations of two domains."""
+    path = tmp_path_factory.mktemp("data") / "conversations.jsonl"
+    chosen: dict[str, list[dict[str, object]]] = {"code": [], "prose": []}
+    for conversation in stdlib_conversations():
+        if len(chosen[str(conversation["domain"])]) < 30:
+            chosen[str(conversation["domain"])].append(conversation)
+    path.write_text("".join(json.dumps(row) + "\n" for rows in chosen.values() for row in rows))
+    return path
+
+
+def launch(
+    config: str | None, recipe: str, target: Path, data: Path, output: Path, *flags: str
+) -> subprocess.CompletedProcess[str]:
+    """The recipe on two processes by a config, four rows a step; without one, alone on as many rows."""
+    two = ["--config_file", f"recipes/accelerate/{config}.yaml", "--num_processes", "2"]
+    launcher = ["-m", "accelerate.commands.launch", *two, "--mixed_precision", "no", "--main_process_port", "0"]
+    arguments = {
+        "--target": str(target),
+        "--data.source": str(data),
+        "--data.held-out": "0.2",
+        "--data.num-prompts": "4",
+        "--data.max-prompt-tokens": "128",
+        "--loop.steps": "6",
+        "--loop.batch-size": "2" if config else "4",
+        "--loop.sequence-length": "128",
+        "--loop.save-every": "3",
+        "--loop.eval-every": "3",
+        "--prove.max-tokens": "8",
+        "--output": str(output),
+    }
+    command = [sys.executable, *(launcher if config else []), str(ROOT / "recipes" / recipe)]
+    return subprocess.run(
+        [*command, *(part for pair in arguments.items() for part in pair), *flags],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=600,
+    )  # fmt: skip
+
+
+def report(output: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((output / "report.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("config", ["fsdp2", "zero3"])
+def test_a_draft_trained_in_shards_is_one_folder_that_vllm_serves(
+    config: str, random_target: Path, data: Path, tmp_path: Path
+) -> None:
+    if config == "zero3":
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'redraft[deepspeed]'")
+    flags = ["--draft.layers", "0", "--optim.lr", "1e-3"]
+    recipe = "distill_llama3b.py"
+    done = launch(config, recipe, random_target, data, tmp_path / "two", *flags)
+    assert done.returncode == 0, done.stderr[-4000:]
+    folder = tmp_path / "two/draft"
+    verify(folder)
+    assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
+    found = report(tmp_path / "two")
+    assert found["engine"]["tau"] == pytest.approx(found["offline"]["tau_forecast"], rel=0.02)
+    alone = launch(None, recipe, random_target, data, tmp_path / "one", *flags, "--prove.no-engine")
+    assert alone.returncode == 0, alone.stderr[-4000:]
+    weights, its_weights = (StandaloneDraft.load(tmp_path / name / "draft").state_dict() for name in ("one", "two"))
+    for name, tensor in weights.items():  # the export rounds to bfloat16: a last digit may fall the other way
+        assert ((tensor - its_weights[name]).abs() <= 2**-7 * tensor.abs() + 1e-4).all(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["fsdp2", "zero3"])
+def test_a_head_trained_in_shards_is_resumed_and_exported(
+    config: str, random_target: Path, data: Path, tmp_path: Path
+) -> None:
+    if config == "zero3":
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'redraft[deepspeed]'")
+    flags = ["--head.aux-layer-ids", "0", "1", "2", "--prove.no-engine", "--prove.num-speculative-tokens", "3"]
+    recipe = "eagle3_llama8b.py"
+    done = launch(config, recipe, random_target, data, tmp_path / "run", *flags)
+    assert done.returncode == 0, done.stderr[-4000:]
+    verify(tmp_path / "run/draft")
+    again = launch(config, recipe, random_target, data, tmp_path / "run", *flags, "--resume")
+    assert again.returncode == 0, again.stderr[-4000:]
+    alone = launch(None, recipe, random_target, data, tmp_path / "run", *flags, "--resume", "--loop.batch-size", "2")
+    assert alone.returncode == 2
+    assert "was written by 2 processes of " in alone.stderr.splitlines()[-1]
