@@ -12,11 +12,14 @@ import functools
 import json
 import logging
 import math
+import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 from eval.engine import Server
@@ -24,6 +27,8 @@ from eval.engine import Server
 DATA_KINDS = ("random", "sonnet", "sharegpt", "jsonl")
 
 WARM_UP_REQUESTS = 4
+
+STATISTICS_TIMEOUT_S = 5
 
 SONNET_REQUEST = "Go on with these lines:\n"
 
@@ -124,25 +129,28 @@ def run_load(server: Server, load: Load, folder: Path) -> Served:
     _require_healthy(server)
     folder.mkdir(parents=True, exist_ok=True)
     arguments = ["--base-url", server.url, "--model", server.model, "--backend", "openai", "--temperature", "0"]
-    arguments += ["--num-prompts", str(load.num_prompts), "--seed", str(load.seed), "--save-detailed"]
-    arguments += ["--num-warmups", str(min(WARM_UP_REQUESTS, load.num_prompts)), "--disable-tqdm"]
+    arguments += ["--seed", str(load.seed), "--save-detailed", "--disable-tqdm"]
     arguments += ["--max-concurrency", str(load.concurrency)] if load.concurrency else []
     arguments += ["--request-rate", str(load.request_rate)] if load.request_rate else []
     arguments += _data_arguments(load, server.model, folder)
-    result = _generate(arguments, folder / "load.log")
-    _require_success(server, load, result)
-    return served(result)
+    clock = _decode_time(server, at_least=0)
+    for num_prompts in (min(WARM_UP_REQUESTS, load.num_prompts), load.num_prompts):
+        before = clock
+        result = _generate([*arguments, "--num-prompts", str(num_prompts)], folder / "load.log")
+        _require_success(server, load, result)
+        clock = _decode_time(server, at_least=before.requests + result["completed"])
+    return served(result, clock.seconds - before.seconds)
 
 
-def served(result: dict[str, Any]) -> Served:
+def served(result: dict[str, Any], decode_s: float) -> Served:
     """The generator's result with its lists, in our words.
 
-    A step's time is what the requests waited behind their first tokens over the steps that they took. The pieces of a
-    stream would not do: a busy server sends several steps at once. Every step verifies a draft, so the engine's drafts
-    are the steps; but where it finds nothing to look up, tokens that were not accepted are.
+    `decode_s` is what the requests took behind their first tokens by the engine's clock, and a step's time that over
+    the steps that they took. The clients' clocks would not do: a busy server sends several steps at once. Every step
+    verifies a draft, so the engine's drafts are the steps; but where it finds nothing to look up, tokens that were not
+    accepted are.
     """
     requests = list(zip(result["latencies"], result["ttfts"], result["output_lens"], strict=True))
-    decode_s = sum(latency - ttft for latency, ttft, _ in requests)
     decode_tokens = sum(tokens - 1 for *_, tokens in requests)
     drafts, accepted = (result.get(f"spec_decode_{name}", 0) for name in ("num_drafts", "accepted_tokens"))
     steps = max(drafts, decode_tokens - accepted, 1)
@@ -165,9 +173,29 @@ def served(result: dict[str, Any]) -> Served:
     )
 
 
-def _require_healthy(server: Server) -> None:
-    import httpx
+@dataclass(frozen=True, kw_only=True)
+class DecodeTime:
+    """What an engine's requests took behind their first tokens, since it started."""
 
+    requests: int
+    seconds: float
+
+
+_DECODE_TIME = re.compile(r"^vllm:request_decode_time_seconds_(sum|count)\{.*\} (\S+)$", re.MULTILINE)
+
+
+def _decode_time(server: Server, at_least: int) -> DecodeTime:
+    """As soon as the engine counts that many requests: statistics follow the answers."""
+    deadline = time.monotonic() + STATISTICS_TIMEOUT_S
+    while True:
+        found = _DECODE_TIME.findall(httpx.get(f"{server.url}/metrics", timeout=30).text)
+        total = {name: sum(float(value) for kind, value in found if kind == name) for name in ("sum", "count")}
+        if total["count"] >= at_least or time.monotonic() > deadline:
+            return DecodeTime(requests=int(total["count"]), seconds=total["sum"])
+        time.sleep(0.05)
+
+
+def _require_healthy(server: Server) -> None:
     try:
         httpx.get(f"{server.url}/health", timeout=30).raise_for_status()
     except httpx.HTTPError as error:
@@ -181,7 +209,7 @@ def _require_success(server: Server, load: Load, result: dict[str, Any]) -> None
     _require_healthy(server)
     first = next(error for error in result["errors"] if error)
     raise ValueError(
-        f"the server refused {result['failed']} of {load.num_prompts} requests of {load.data}: "
+        f"the server refused {result['failed']} of {len(result['errors'])} requests of {load.data}: "
         f"{first.strip().splitlines()[-1]}"
     )
 

@@ -193,7 +193,7 @@ def row(cell: Cell, served: Served, alone: Served | None, ideal: Served | None =
     """
     k = cell.variant.num_speculative_tokens
     speedup_ideal = None
-    if alone and k:
+    if alone and k and served.step_s:
         in_these_steps = (k + 1) * alone.step_s / served.step_s
         speedup_ideal = ideal.tokens_per_s / alone.tokens_per_s if ideal else in_these_steps
     return {
@@ -215,7 +215,7 @@ def step_costs(rows: Iterable[Mapping[str, Any]], draft: str) -> StepCosts | Non
     """
     steps: dict[int, dict[int, float]] = {}
     for entry in rows:
-        if entry["draft"] in (None, draft) and entry["concurrency"]:
+        if entry["draft"] in (None, draft) and entry["concurrency"] and entry["measured"]["step_s"] > 0:
             by_k = steps.setdefault(entry["concurrency"], {})
             by_k[entry["num_speculative_tokens"]] = entry["measured"]["step_s"]
     whole = {b: by_k for b, by_k in steps.items() if 0 in by_k and len(by_k) > 1}

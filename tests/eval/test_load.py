@@ -27,7 +27,7 @@ def make_load(**changes: Any) -> Load:
 
 
 def make_result(**changes: Any) -> dict[str, Any]:
-    """Of two requests of 11 tokens each: the first token after 1 s, the others within 2 s."""
+    """Of two requests of 11 tokens each, as their clients saw it: the first token after 1 s, the others within 2 s."""
     return {
         "completed": 2,
         "failed": 0,
@@ -44,7 +44,7 @@ def make_result(**changes: Any) -> dict[str, Any]:
 
 
 def test_without_a_draft_a_step_writes_a_token() -> None:
-    seen = served(make_result())
+    seen = served(make_result(), decode_s=4.0)
     assert (seen.num_steps, seen.step_s, seen.tau) == (20, pytest.approx(0.2), 1.0)
     assert seen.tpot_ms.mean == pytest.approx(200)
     assert (seen.ttft_ms.median, seen.e2e_ms.p99) == (1000, 3000)
@@ -57,7 +57,7 @@ def test_with_a_draft_the_engines_drafts_are_the_steps() -> None:
         "spec_decode_accepted_tokens": 12,  # two of them beyond the last token that was asked for
         "spec_decode_per_position_acceptance_rates": [0.8, 0.4],
     }
-    seen = served(make_result(**counters))
+    seen = served(make_result(**counters), decode_s=4.0)
     assert (seen.num_steps, seen.step_s) == (10, pytest.approx(0.4))
     assert seen.tau == pytest.approx(2.2)
     assert seen.acceptance_per_position == (0.8, 0.4)
@@ -69,7 +69,7 @@ def test_steps_for_which_nothing_was_looked_up_count_too() -> None:
         "spec_decode_accepted_tokens": 5,
         "spec_decode_per_position_acceptance_rates": [0.75, 0.5],
     }
-    seen = served(make_result(**counters))
+    seen = served(make_result(**counters), decode_s=4.0)
     assert seen.num_steps == 15, "20 tokens, 5 of them accepted"
     assert seen.tau == pytest.approx(20 / 15)
     assert seen.acceptance_per_position == pytest.approx((0.75 * 4 / 15, 0.5 * 4 / 15))
@@ -146,10 +146,10 @@ def test_a_real_server_is_loaded_and_counted(engine_with_draft: Server, tmp_path
     assert seen.tau == pytest.approx(1 + sum(seen.acceptance_per_position))
     assert len(seen.acceptance_per_position) == 3
     assert seen.ttft_ms.mean + seen.tpot_ms.mean < seen.e2e_ms.mean
-    # what the steps took is what the requests waited for: 6 requests, two at a time
-    waited_s = 6 * (seen.e2e_ms.mean - seen.ttft_ms.mean) / 1e3
-    assert seen.step_s * seen.num_steps == pytest.approx(waited_s, rel=1e-6)
-    assert (tmp_path / "load.log").read_text().count("Serving Benchmark Result") == 1
+    # by the engine's clock the steps took nearly all that the clients waited for, and no more
+    waited_s = 6 * seen.e2e_ms.mean / 1e3
+    assert 0.2 * waited_s < seen.step_s * seen.num_steps < waited_s
+    assert (tmp_path / "load.log").read_text().count("Serving Benchmark Result") == 2, "the warm-up's and the load's"
 
 
 @pytest.mark.vllm
@@ -166,7 +166,7 @@ def test_every_kind_of_data_reaches_the_server(engine_with_draft: Server, tmp_pa
 
 @pytest.mark.vllm
 def test_what_the_server_refuses_is_one_line(engine_with_draft: Server, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="refused 6 of 6 requests of random: Bad Request"):
+    with pytest.raises(ValueError, match="refused 4 of 4 requests of random: Bad Request"):
         run_load(engine_with_draft, make_load(input_tokens=400), tmp_path)
 
 
