@@ -18,7 +18,7 @@ from online.config import DraftConfig, FleetConfig
 from online.records import Record
 from recipes.demo_fleet import Traffic
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ ENVIRONMENT = os.environ | {
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
 
 
+@pytest.mark.slow
 def test_accelerate_launches_it_and_it_ends_in_good_order(random_target, tmp_path):
     world = World.make(tmp_path, random_target, make_draft(random_target, tmp_path / "draft"))
     ship(world.spool, make_records(random_target, 60))
