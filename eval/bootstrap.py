@@ -5,7 +5,8 @@ N = prompts, R = resamples, M = quantities.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,8 @@ def resampled_ratios(over_NM: Array, under_NM: Array, *, seed: int = 0) -> Array
     if not len(over_NM) or over_NM.shape != under_NM.shape:
         raise ValueError(f"the sums must pair up, got {over_NM.shape} and {under_NM.shape}")
     blocks = []
-    for times_RN in _draws(len(over_NM), seed):
+    for drawn_RN in _draws(len(over_NM), seed):
+        times_RN = drawn_RN.astype(np.float64)
         over_RM, under_RM = times_RN @ over_NM, times_RN @ under_NM
         blocks.append(np.divide(over_RM, under_RM, out=np.zeros_like(over_RM), where=under_RM > 0))
     return np.concatenate(blocks)
@@ -60,9 +62,10 @@ def interval(values_R: Array, confidence: float = CONFIDENCE) -> tuple[float, fl
     return float(low), float(high)
 
 
-def _draws(num_prompts: int, seed: int) -> Iterator[Array]:
-    """How often each prompt is drawn, NUM_RESAMPLES times, [R, N] in blocks of at most 32 MB."""
+@functools.lru_cache(maxsize=4)  # a report asks for the same prompts hundreds of times
+def _draws(num_prompts: int, seed: int) -> list[NDArray[np.int16]]:
+    """How often each prompt is drawn, NUM_RESAMPLES times: [R, N] in blocks that take at most 32 MB as float64."""
     rng, uniform = np.random.default_rng(seed), np.full(num_prompts, 1 / num_prompts)
     block = max(1, 2**22 // num_prompts)
-    for first in range(0, NUM_RESAMPLES, block):
-        yield rng.multinomial(num_prompts, uniform, size=min(block, NUM_RESAMPLES - first)).astype(np.float64)
+    sizes = [min(block, NUM_RESAMPLES - first) for first in range(0, NUM_RESAMPLES, block)]
+    return [rng.multinomial(num_prompts, uniform, size=size).astype(np.int16) for size in sizes]

@@ -1,0 +1,386 @@
+"""The acceptance report as programs, pull requests, hubs and browsers read it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from huggingface_hub import ModelCard
+from test_report import browser, open_in_chromium
+
+import eval.acceptance_report
+from eval.acceptance import AcceptanceCounts, ExpectedCounts
+from eval.acceptance_report import SCHEMA_VERSION, acceptance_report, markdown, write_acceptance_report
+from eval.acceptance_results import Measured
+from eval.card import card, write_card
+from eval.cost import StepCosts
+from eval.drafts import NamedDraft
+from eval.ngram import Ngram
+from eval.prompts import Prompt
+from eval.regression import compare, describe, read_baseline
+from eval.teacher_forced import Forecastable, PromptRows
+
+SCHEMA = json.loads(Path(eval.acceptance_report.__file__).with_name("acceptance.schema.json").read_text())
+FINGERPRINT = "ab" * 32
+STEPS = 20
+KS = (1, 3)
+RATES = {"one": 0.5, "other": 0.3, "ngram": 0.1}
+"""Of the first token, on prose; code has 0.2 more."""
+
+
+def make_prompts(num_prompts: int = 40, first: int = 0) -> list[Prompt]:
+    return [Prompt(token_ids=[first + i, 7], domain=("code", "prose")[i % 2]) for i in range(num_prompts)]
+
+
+def rate_of(prompt: Prompt, draft: str, temperature: float) -> float:
+    return RATES[draft] + 0.2 * (prompt.domain == "code") - 0.1 * temperature + 0.02 * (prompt.token_ids[0] % 5)
+
+
+def make_rows(prompt: Prompt, draft: str, temperature: float, scale: float) -> PromptRows:
+    """Position j is accepted in rate^(j + 1) of the steps; n-grams draft in half of them."""
+    rate = scale * rate_of(prompt, draft, temperature)
+    drafts = STEPS / 2 if draft == "ngram" else STEPS
+    counts = {
+        k: ExpectedCounts(
+            num_steps=STEPS,
+            num_drafts=drafts,
+            accepted_per_position=tuple(drafts * rate ** (j + 1) for j in range(k)),
+        )
+        for k in KS
+    }
+    return PromptRows(num_output_tokens=30, num_rows=30, alpha_sum=30 * rate, alpha_greedy_sum=27 * rate, counts=counts)
+
+
+def make_measured(prompts: list[Prompt] | None = None, scale: float = 1.0, **changes: Any) -> Measured:
+    prompts = prompts or make_prompts()
+    forecast = {
+        t: [{draft: make_rows(prompt, draft, t, scale) for draft in RATES} for prompt in prompts] for t in (0.0, 1.0)
+    }
+    engine = {("one", 0.0, 3): [make_counts(rows["one"]) for rows in forecast[0.0]]}
+    return Measured(
+        **{
+            "prompts": prompts,
+            "drafts": list(RATES),
+            "temperatures": (0.0, 1.0),
+            "num_speculative_tokens": KS,
+            "forecast": forecast,
+            "engine": engine,
+            **changes,
+        }
+    )
+
+
+def make_counts(rows: PromptRows, scale: float = 1.0) -> AcceptanceCounts:
+    accepted = tuple(round(scale * a) for a in rows.counts[3].accepted_per_position)
+    return AcceptanceCounts(num_drafts=STEPS, num_draft_tokens=3 * STEPS, accepted_per_position=accepted)
+
+
+def make_draft(name: str, **changes: Any) -> NamedDraft:
+    return NamedDraft(
+        **{
+            "name": name,
+            "source": f"drafts/{name}",
+            "family": "ngram" if name == "ngram" else "standalone",
+            "fingerprint": name,
+            "forecast": Forecastable(fingerprint=name, steps=Ngram()),
+            "speculative": {"method": "draft_model", "model": f"drafts/{name}"},
+            **changes,
+        }
+    )
+
+
+def make_report(measured: Measured | None = None, **changes: Any) -> dict[str, Any]:
+    return acceptance_report(
+        measured or make_measured(),
+        **{
+            "target": {"name": "a/target", "fingerprint": FINGERPRINT},
+            "drafts": [make_draft(name) for name in RATES],
+            "settings": {"data": "some <b>data</b>", "max_tokens": 30},
+            **changes,
+        },
+    )
+
+
+def entry(report: Mapping[str, Any], draft: str, domain: str | None, k: int, temperature: float = 0.0) -> Any:
+    row = next(
+        r for r in report["results"] if (r["draft"], r["domain"], r["temperature"]) == (draft, domain, temperature)
+    )
+    return next(e for e in row["by_num_speculative_tokens"] if e["num_speculative_tokens"] == k)
+
+
+def test_every_number_is_the_ratio_of_sums_over_prompts() -> None:
+    report, code = make_report(), [p for p in make_prompts() if p.domain == "code"]
+    rates = [rate_of(prompt, "one", 0.0) for prompt in code]
+    told = entry(report, "one", "code", 3)["forecast"]
+    expected = [float(np.mean([rate ** (j + 1) for rate in rates])) for j in range(3)]
+    assert [rate["value"] for rate in told["acceptance_per_position"]] == pytest.approx(expected, abs=1e-6)
+    assert told["tau"]["value"] == pytest.approx(1 + sum(expected), abs=1e-6)
+    row = next(r for r in report["results"] if (r["draft"], r["domain"]) == ("one", "code"))
+    assert row["alpha"]["value"] == pytest.approx(float(np.mean(rates)), abs=1e-6)
+    assert (row["num_prompts"], row["num_output_tokens"]) == (20, 600)
+
+
+def test_steps_without_a_draft_count_for_an_ngrams_tau_and_not_for_the_engines() -> None:
+    told = entry(make_report(), "ngram", None, 1)["forecast"]
+    assert told["drafted_share"] == 0.5
+    assert told["tau"]["value"] - 1 == pytest.approx((told["tau_per_draft"] - 1) / 2, abs=1e-6)
+
+
+def test_intervals_hold_the_value_and_shrink_with_the_root_of_the_prompts() -> None:
+    few, many = (entry(make_report(make_measured(make_prompts(n))), "one", None, 3) for n in (10, 160))
+    widths = [e["forecast"]["tau"]["high"] - e["forecast"]["tau"]["low"] for e in (few, many)]
+    assert few["forecast"]["tau"]["low"] < few["forecast"]["tau"]["value"] < few["forecast"]["tau"]["high"]
+    assert widths[0] / widths[1] == pytest.approx(4, rel=0.35)
+
+
+def test_a_forecast_more_than_three_percent_off_parts_from_the_engine() -> None:
+    rows = [r["one"] for r in make_measured().forecast[0.0]]
+    for scale, parts in ((1.0, False), (0.8, True)):
+        measured = make_measured(engine={("one", 0.0, 3): [make_counts(row, scale) for row in rows]})
+        engine = entry(make_report(measured), "one", None, 3)["engine"]
+        assert engine["parts"] is parts
+        assert (abs(engine["forecast_error"]) > 0.03) is parts
+    assert any("part by more than 3% for one (k = 3" in s for s in make_report(measured)["answer"])
+
+
+def test_above_temperature_zero_chance_alone_does_not_part_them() -> None:
+    draws = np.random.default_rng(0)
+    prompts = make_prompts(6)
+    rows = [r["one"] for r in make_measured(prompts).forecast[1.0]]
+    noisy = [make_counts(row, scale) for row, scale in zip(rows, draws.uniform(0.3, 1.5, len(rows)), strict=True)]
+    engine = entry(make_report(make_measured(prompts, engine={("one", 1.0, 3): noisy})), "one", None, 3, 1.0)["engine"]
+    assert abs(engine["forecast_error"]) > 0.03
+    assert engine["difference"]["low"] < 0 < engine["difference"]["high"]
+    assert engine["parts"] is False
+
+
+def test_the_report_begins_with_the_answer() -> None:
+    answer = make_report()["answer"]
+    assert re.fullmatch(
+        r"one emits \d\.\d\d tokens per target step on code, \d\.\d\d on prose \(k = 3, temperature 0\)\.", answer[0]
+    )
+    assert answer[1].startswith("Next is other: ")
+    assert re.search(r"at temperature 1\.$", answer[2])
+    assert answer[3].startswith("A real vLLM agrees: the forecast was ")
+
+
+def test_the_other_way_to_draft_is_named_where_it_is_accepted_more_often() -> None:
+    def about_sampling(is_sampled: bool) -> list[str]:
+        forecast = Forecastable(fingerprint="one", steps=Ngram(), is_sampled=is_sampled)
+        drafts = [make_draft(name, forecast=forecast) for name in RATES]
+        return [sentence for sentence in make_report(drafts=drafts)["answer"] if "draft_sample_method" in sentence]
+
+    (sentence,) = about_sampling(False)  # alpha is 10/9 of alpha greedy
+    rates = [float(number) for number in re.findall(r"\d\.\d\d", sentence)]
+    assert rates[1] / rates[0] == pytest.approx(10 / 9, rel=0.03)
+    assert "probabilistic instead of greedy" in sentence
+    assert about_sampling(True) == []
+
+
+def test_two_drafts_that_chance_separates_cannot_be_told_apart() -> None:
+    measured = make_measured(make_prompts(4))
+    wobble = [0.6, 1.5, 0.7, 1.5]
+    rows = [
+        {**row, "other": make_rows(prompt, "one", 0.0, scale)}
+        for row, prompt, scale in zip(measured.forecast[0.0], measured.prompts, wobble, strict=True)
+    ]
+    told = make_report(make_measured(make_prompts(4), forecast={**measured.forecast, 0.0: rows}))
+    assert any(sentence.startswith("It cannot be told from ") for sentence in told["answer"])
+    assert any("Few prompts of code (2) and prose (2)" in note for note in told["notes"])
+
+
+def test_step_costs_add_the_advice() -> None:
+    costs = StepCosts(
+        target_s={b: {0: 0.02, 1: 0.021, 3: 0.022 + b / 500} for b in (1, 16)}, draft_s={1: 1e-3, 16: 2e-3}
+    )
+    report = make_report(costs={"one": costs})
+    assert [a["draft"] for a in report["advice"]] == ["one", "one"]
+    assert report["answer"][-1] == f"By the measured step times: {report['advice'][0]['sentence']}."
+    assert report["advice"][0]["speculative_config"]["method"] == "draft_model"
+    validate(report)
+
+
+def validate(report: Mapping[str, Any]) -> None:
+    jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(json.dumps(report)))
+
+
+def test_the_report_is_what_its_schema_says() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    assert SCHEMA["properties"]["schema_version"]["const"] == SCHEMA_VERSION
+    report = make_report()
+    report["baseline"] = compare(report, make_report(), 0.02)
+    validate(report)
+    for path in (("results", 0, "alpha"), ("target",), ("per_prompt", 0, "steps")):
+        broken: Any = deepcopy(report)
+        at = broken
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = "wrong"
+        with pytest.raises(jsonschema.ValidationError):
+            validate(broken)
+
+
+def test_an_engine_only_draft_has_no_forecast_and_a_report_all_the_same(tmp_path: Path) -> None:
+    rows = [row["one"] for row in make_measured().forecast[0.0]]
+    suffix = make_draft("suffix", family="suffix", source="suffix", forecast=None, speculative={"method": "suffix"})
+    measured = make_measured(drafts=["one", "suffix"], engine={("suffix", 0.0, 3): [make_counts(row) for row in rows]})
+    report = make_report(measured, drafts=[make_draft("one"), suffix])
+    assert entry(report, "suffix", None, 3)["forecast"] is None
+    validate(report)
+    write_acceptance_report(tmp_path, report)
+
+
+def test_equal_measurements_give_equal_bytes(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        report = make_report()
+        write_acceptance_report(tmp_path / name, dict(reversed(report.items())) if name == "other" else report)
+    for file in ("report.json", "report.html", "report.md"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()
+
+
+def test_a_report_compared_with_itself_lost_nothing() -> None:
+    section = compare(make_report(), make_report(), 0.0)
+    assert section["num_fell"] == 0
+    assert {(c["loss"], c["low"], c["high"], c["is_paired"]) for c in section["changes"]} == {(0, 0, 0, True)}
+    assert len(section["changes"]) == 3 * 2 * 3 * 2  # drafts, temperatures, domains with all of them, k
+
+
+def test_what_fell_is_listed_by_draft_domain_and_k() -> None:
+    worse = make_measured()
+    for prompt, row in zip(worse.prompts, worse.forecast[0.0], strict=True):
+        if prompt.domain == "code":
+            row["one"] = make_rows(prompt, "one", 0.0, 0.8)
+    section = compare(make_report(worse), make_report(), 0.02)
+    fell = {(c["draft"], c["domain"], c["num_speculative_tokens"]) for c in section["changes"] if c["fell"]}
+    assert fell == {("one", domain, k) for domain in ("code", None) for k in KS}
+    assert section["changes"][0]["fell"]
+    assert describe(section["changes"][0]).startswith("one on code, k = 3, temperature 0: tau ")
+    assert compare(make_report(worse), make_report(), 0.5)["num_fell"] == 0
+
+
+def test_other_prompts_are_no_pairs_and_chance_is_no_fall() -> None:
+    baseline = make_report(make_measured(make_prompts(40, first=1000)))
+    same = compare(make_report(make_measured(scale=0.99)), baseline, 0.001)
+    assert not any(change["is_paired"] for change in same["changes"])
+    assert same["num_fell"] == 0
+    assert compare(make_report(make_measured(scale=0.7)), baseline, 0.02)["num_fell"] > 0
+
+
+def test_one_draft_alone_is_compared_whatever_it_is_called() -> None:
+    now = make_report(make_measured(drafts=["one"]), drafts=[make_draft("one")])
+    renamed = json.loads(json.dumps(now).replace('"one"', '"v11"'))
+    assert {change["draft"] for change in compare(now, renamed, 0.02)["changes"]} == {"one"}
+
+
+def test_nothing_in_common_is_refused() -> None:
+    baseline = json.loads(
+        json.dumps(make_report()).replace('"one"', '"a"').replace('"other"', '"b"').replace('"ngram"', '"c"')
+    )
+    with pytest.raises(ValueError, match="with nothing in common"):
+        compare(make_report(), baseline, 0.02)
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    path = folder / "report.json"
+    path.write_text(json.dumps({**make_report(), **changes}))
+    return path
+
+
+def test_a_baseline_is_an_acceptance_report_of_this_target_and_version(tmp_path: Path) -> None:
+    assert read_baseline(written(tmp_path), FINGERPRINT, SCHEMA_VERSION)["target"]["name"] == "a/target"
+    for changes, message in (
+        ({"target": {"name": "b", "fingerprint": "cd" * 32}}, r"a baseline of another target \(b\)"),
+        ({"schema_version": 99}, "schema version 99"),
+        ({"per_prompt": None, "target": 3}, "is no acceptance report"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_baseline(written(tmp_path, **changes), FINGERPRINT, SCHEMA_VERSION)
+    (tmp_path / "report.json").write_text("{")
+    with pytest.raises(ValueError, match="is no acceptance report"):
+        read_baseline(tmp_path / "report.json", FINGERPRINT, SCHEMA_VERSION)
+    with pytest.raises(FileNotFoundError, match="there is no baseline"):
+        read_baseline(tmp_path / "nowhere.json", FINGERPRINT, SCHEMA_VERSION)
+
+
+def test_the_markdown_has_a_row_for_every_draft_and_domain() -> None:
+    report = make_report()
+    report["baseline"] = compare(make_report(make_measured(scale=0.8)), make_report(), 0.02)
+    text = markdown(report)
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert [len(table.splitlines()) - 2 for table in tables] == [9, 9, 36]
+    for table in tables:
+        assert len({line.count("|") for line in table.splitlines()}) == 1, "a ragged table"
+    assert text.startswith("### one emits ")
+    assert "fell by more than 2.0%" in text
+
+
+def test_the_card_has_front_matter_that_the_hub_reads(tmp_path: Path) -> None:
+    path = write_card(tmp_path, make_report(), "one")
+    read = ModelCard.load(path)
+    assert read.data.base_model == "a/target"
+    assert {"speculative-decoding", "draft-model"} <= set(read.data.tags)
+    values = {
+        result.metric_name: result.metric_value
+        for result in read.data.eval_results
+        if "code" not in result.dataset_name
+    }
+    assert len(read.data.eval_results) == 2 * 3 * 2
+    assert all(1 < value < 4 for value in values.values())
+    assert '"method": "draft_model"' in read.content
+    table = re.search(r"(?:^\|.*\n)+", read.content, re.MULTILINE)
+    assert table is not None
+    assert len(table[0].splitlines()) == 2 + 6
+
+
+def test_somebodys_own_readme_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# mine")
+    with pytest.raises(FileExistsError, match="was not made by redraft"):
+        write_card(tmp_path, make_report(), "one")
+    (tmp_path / "README.md").write_text(card(make_report(), "one"))
+    write_card(tmp_path, make_report(), "one")
+
+
+def test_the_page_is_small_and_refers_to_nothing_outside(tmp_path: Path) -> None:
+    html = write_acceptance_report(tmp_path, make_report()).read_text()
+    assert len(html.encode()) < 3e6
+    page = html.split("<script>")[0]
+    assert re.findall(r"(?:src|href)=\"(?!data:|#)[^\"]*\"|url\(|@import|https?:", page) == []
+    assert "some &lt;b&gt;data" in page, "names are text, not markup"
+    heading = re.sub(r"<[^>]+>", "", html.split("<h1>")[1].split("</h1>")[0])
+    assert heading == make_report()["answer"][0]
+
+
+@browser
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_chart_of_the_acceptance_report_renders_without_an_error_or_a_request(tmp_path: Path, dark: bool) -> None:
+    report = make_report()
+    report["baseline"] = compare(make_report(make_measured(scale=0.8)), make_report(), 0.02)
+    page = write_acceptance_report(tmp_path, report)
+    dom, console, asked = open_in_chromium(
+        page, tmp_path, *(["--blink-settings=preferredColorScheme=0"] if dark else [])
+    )
+    for chart in ("taus", "by-k", "accepted", "temperatures", "engine"):
+        drawn = re.search(rf'id="{chart}".*?</svg>', dom, re.DOTALL)
+        assert drawn, f"{chart} is not drawn"
+        assert len(re.findall("<path|<line", drawn[0])) >= 3, f"{chart} is empty"
+        assert "NaN" not in drawn[0], f"{chart} has a number that is none"
+    assert console == []
+    assert asked == []
+
+
+@browser
+def test_a_report_of_one_draft_and_one_number_shows_what_there_is(tmp_path: Path) -> None:
+    measured = make_measured(drafts=["one"], temperatures=(0.0,), num_speculative_tokens=(3,), engine={})
+    page = write_acceptance_report(tmp_path, make_report(measured, drafts=[make_draft("one")]))
+    dom, console, _ = open_in_chromium(page, tmp_path)
+    assert re.search(r'id="taus".*?</svg>', dom, re.DOTALL)
+    assert 'id="by-k"' not in dom
+    assert 'id="engine"' not in dom
+    assert console == []
