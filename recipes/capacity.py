@@ -224,12 +224,12 @@ def fleet_table(tokens_per_s: float, fraction: float, traffic: Traffic) -> Itera
 
 def token_table(traffic: Traffic) -> Iterator[str]:
     """A row a family, of one token that is served and captured."""
-    yield "| draft | weights trained a token | captured | stored | learner |"
+    yield "| draft | weights a token meets | captured | stored | learner |"
     yield "|---|---|---|---|---|"
     for draft in drafts():
-        cost, trained = costs(draft, traffic), draft.once + draft.num_steps * draft.layer
+        cost, met = costs(draft, traffic), draft.once + draft.num_steps * draft.layer
         yield (
-            f"| {draft.name} | {_two(trained / 1e6)}M | {_bytes(cost.captured_bytes)} | {_bytes(cost.stored_bytes)} "
+            f"| {draft.name} | {_two(met / 1e6)}M | {_bytes(cost.captured_bytes)} | {_bytes(cost.stored_bytes)} "
             f"| {_two(cost.learner_flops / 1e9)} GFLOP |"
         )
 

@@ -131,12 +131,15 @@ def server(random_target: Path, registry: Path, tmp_path_factory: pytest.TempPat
 
 
 @contextlib.contextmanager
-def running_server(target: Path, registry: Path, folder: Path, options: list[str]) -> Iterator[Server]:
-    """`redraft serve` with these options while the block runs; its spool and log are in `folder`."""
+def running_server(
+    target: Path, registry: Path, folder: Path, options: list[str], ingest: str = ""
+) -> Iterator[Server]:
+    """`redraft serve` with these options while the block runs; its log, and its spool if any, are in `folder`."""
     port = free_port()
+    records = ("--capture.ingest", ingest) if ingest else ("--capture.spool", str(folder / "spool"))
     command = [
         *(sys.executable, "-m", "recipes.serve", str(target), "--registry", str(registry), *options),
-        *("--capture.spool", str(folder / "spool"), "--", "--port", str(port), "--host", "127.0.0.1"),
+        *(*records, "--", "--port", str(port), "--host", "127.0.0.1"),
         *("--served-model-name", "m", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"),
         *("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--kv-cache-memory-bytes", str(64 << 20)),
         *("--max-logprobs", "40", "--per-request-spec-decode-metrics", "summary"),

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
-from conftest import TOKEN, Server, free_port, wait_until_healthy
+from conftest import running_server
 from real_broker import running_broker
 from run_stream import VOCAB
 from test_stream import in_event_loop
@@ -22,29 +18,6 @@ from online.nats_link import BrokerError
 from online.stream import StreamSource
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-
-@contextlib.contextmanager
-def serving(target, registry, folder, broker):
-    port = free_port()
-    command = [
-        *(sys.executable, "-m", "recipes.serve", str(target), "--registry", str(registry)),
-        *("--capture.ingest", broker.url, "--", "--port", str(port), "--host", "127.0.0.1"),
-        *("--served-model-name", "m", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"),
-        *("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--kv-cache-memory-bytes", str(64 << 20)),
-    ]
-    with (folder / "log").open("w") as log:
-        environment = os.environ | {"REDRAFT_TOKEN": TOKEN}
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-    server = Server(f"http://127.0.0.1:{port}", registry, folder / "no-spool", folder / "log")
-    try:
-        wait_until_healthy(server, process)
-        yield server
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 async def take_until(source, buffer, request_ids):
@@ -61,7 +34,7 @@ async def test_serving_goes_on_without_the_log_and_capture_with_it(random_target
     with running_broker(tmp_path / "nats") as broker, Buffer(BufferConfig(), fingerprint(random_target)) as buffer:
         source = StreamSource(broker.url, Nats(), StreamLimits(max_bytes=1 << 28), buffer, VOCAB)
         await source.take()
-        with serving(random_target, registry, tmp_path, broker) as server:
+        with running_server(random_target, registry, tmp_path, [], ingest=broker.url) as server:
             before = server.complete([5, 6, 7])
             await take_until(source, buffer, [before["id"]])
             broker.kill()
