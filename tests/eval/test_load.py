@@ -11,7 +11,8 @@ import pytest
 from make_serving import make_served
 from transformers import AutoTokenizer
 
-from eval.engine import Server, read_counters
+from eval.cost import Advice, Range
+from eval.engine import Server, read_counters, vllm_server
 from eval.load import Load, median_of, run_load, served, write_sonnet
 
 
@@ -190,3 +191,20 @@ def test_a_file_without_prompts_is_refused(
     kind = "sharegpt" if name.endswith(".json") else "jsonl"
     with pytest.raises(ValueError, match=said):
         run_load(engine_with_draft, replace(make_load(), data=f"{kind}:{tmp_path / name}"), tmp_path)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_engine_drafts_as_the_advised_schedule_says(served_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    advice = Advice(
+        acceptance_per_position=(0.5, 0.3),
+        table=(),
+        schedule=(Range(first=1, last=1, num_speculative_tokens=2), Range(first=2, last=16, num_speculative_tokens=0)),
+    )
+    config = advice.speculative_config({"method": "draft_model", "model": str(served_pair[1])})
+    with vllm_server(served_pair[0], log=tmp_path / "vllm.log", speculative_config=config, max_model_len=256) as server:
+        one = run_load(server, make_load(concurrency=1, output_tokens=24), tmp_path)
+        many = run_load(server, make_load(concurrency=8, output_tokens=24, num_prompts=16), tmp_path)
+    assert one.tau > 1.1
+    assert one.num_steps < 6 * 23, "fewer steps than tokens"
+    assert many.tau < 1.05, "nothing is drafted but for the last request alone"
