@@ -1,9 +1,9 @@
 """Hidden states of a target that only a vLLM server holds, through its `extract_hidden_states` method.
 
-    here                                     the server
-    document's tokens      ── HTTP ───────►  one pass; residual stream after the layers it was started for
-    file, read and removed ◄─ shared folder  [T, L, D] and which layers these are
-    last stream ─► final norm ─► head        the target's exact distribution, from three of its tensors
+    here                                      the server, or one of several
+    document's tokens       ── HTTP ───────►  one pass; residual stream after the layers it was started for
+    read in blocks, removed ◄─ storage        [T, L, D], which layers these are, CRC-32 (`distill.features_store`)
+    last stream ─► final norm ─► head         the target's exact distribution, from three of its tensors
 
 B = batch, T = tokens, D = hidden, L = auxiliary layers, V = vocabulary.
 """
@@ -11,20 +11,18 @@ B = batch, T = tokens, D = hidden, L = auxiliary layers, V = vocabulary.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distill.endpoint import Endpoint
+from distill.endpoints import Endpoints
+from distill.features_store import StatesLostError, absolute, take_states
 from distill.signals import EndpointTarget, documents
 from heads.checkpoint import model_folder
 from heads.draft import Batch, ExactTarget, TargetSignal, label_rows
@@ -32,9 +30,12 @@ from heads.tensors import read_tensors, tensor_files
 
 SERVER_COMMAND = "redraft serve-features"
 
+ATTEMPTS = 3
+"""At states that were lost between the server and us."""
 
-def server_args(layers: Sequence[int], num_layers: int, storage: Path) -> list[str]:
-    """What vLLM's server needs on its command line to send the streams after `layers` and the last one.
+
+def server_args(layers: Sequence[int], num_layers: int, storage: str) -> list[str]:
+    """What vLLM's server needs on its command line to send the streams after `layers` and the last one to `storage`.
 
     Raises: ValueError for a layer that the target does not have.
     """
@@ -50,7 +51,11 @@ def server_args(layers: Sequence[int], num_layers: int, storage: Path) -> list[s
         "kv_connector": "Connector",
         "kv_connector_module_path": "distill.features_connector",
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(storage.absolute())},
+        "kv_connector_extra_config": {
+            "storage": absolute(storage),
+            "shared_storage_path": ".",  # vLLM's connector makes it a folder, which object storage has none of
+            "use_synchronization_lock": False,
+        },
     }
     return ["--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(connector)]
 
@@ -76,9 +81,9 @@ def load_skeleton(target: str, dtype: torch.dtype | None, device: torch.device) 
 
 
 class EndpointHiddenStates(EndpointTarget):
-    """The exact signal of the target behind a server that was started with `server_args`, one request a document."""
+    """The exact signal of the target behind servers that were started with `server_args`, one request a document."""
 
-    def __init__(self, endpoint: Endpoint, target: Any, layers: Sequence[int]) -> None:
+    def __init__(self, endpoint: Endpoint | Endpoints, target: Any, layers: Sequence[int]) -> None:
         """`target` needs its final norm and head alone, as `load_skeleton` gives it."""
         super().__init__(endpoint)
         self.head_VD: Tensor = target.get_output_embeddings().weight.detach()
@@ -86,27 +91,33 @@ class EndpointHiddenStates(EndpointTarget):
         self._norm = target.base_model.norm
         self._last_layer = target.config.get_text_config().num_hidden_layers
 
-    @torch.no_grad()
     def require_target(self) -> None:
-        """Return where the server holds the target and its layers: our log-probabilities of a text are its own.
+        """Return where every server holds the target and its layers: our log-probabilities of a text are its own.
 
         Raises: ValueError where they are not, or layers lack; ConnectionError naming the URL.
         """
-        vocabulary = len(self.head_VD)
+        several = self.endpoint.members if isinstance(self.endpoint, Endpoints) else []
+        for endpoint in [member.endpoint for member in several] or [self.endpoint]:
+            self._runner.run(self._require_target(endpoint))
+
+    @torch.no_grad()
+    async def _require_target(self, endpoint: Endpoint | Endpoints) -> None:
+        vocabulary, hidden = self.head_VD.shape
         prompt = [token * 7919 % vocabulary for token in range(1, 17)]
-        answer = self._runner.run(self._complete(prompt=prompt, max_tokens=1, prompt_logprobs=1))
+        hidden_TD = self.head_VD.new_zeros(len(prompt), hidden)
+        aux_TLD = self.head_VD.new_zeros(len(prompt), len(self.layers), hidden)
+        answer = await self._read(endpoint, hidden_TD, aux_TLD, prompt=prompt, prompt_logprobs=1)
         entries = answer["choices"][0]["prompt_logprobs"][1:]
         theirs_T = torch.tensor(
             [entry[str(token)]["logprob"] for entry, token in zip(entries, prompt[1:], strict=True)]
         )
-        hidden_TD, _ = self._states(answer["states"])
         log_p_TV = F.linear(hidden_TD[:-1], self.head_VD).float().log_softmax(-1)
         ours_T = log_p_TV.gather(1, torch.tensor(prompt[1:], device=log_p_TV.device)[:, None]).squeeze(1).cpu()
         difference = float((ours_T - theirs_T).abs().mean())
         # 16 bits round logits to 1/16 or so; another target is off by whole nats
         if difference > (1e-2 if self.head_VD.dtype == torch.float32 else 0.25):
             raise ValueError(
-                f"{self.endpoint.url} does not serve this target: its log-probabilities are {difference:.2g} nats from "
+                f"{endpoint.url} does not serve this target: its log-probabilities are {difference:.2g} nats from "
                 "those of its hidden states with the target's norm and head"
             )
 
@@ -119,51 +130,56 @@ class EndpointHiddenStates(EndpointTarget):
 
         async def fill(tokens: Tensor) -> None:
             # the last token's row predicts nothing that is known, and left out the rest fits into the server's length
-            answer = await self._complete(prompt=ids_N[tokens[:-1]].tolist(), max_tokens=1)
             rows = slice(int(tokens[0]), int(tokens[-1]))
-            hidden_ND[rows], aux_NLD[rows] = self._states(answer["states"])
+            await self._read(self.endpoint, hidden_ND[rows], aux_NLD[rows], prompt=ids_N[tokens[:-1]].tolist())
 
+        wanted = [tokens for tokens in documents(batch) if is_label_row_N[tokens].any()]
         with torch.no_grad():
-            await asyncio.gather(*(fill(tokens) for tokens in documents(batch) if is_label_row_N[tokens].any()))
+            await asyncio.gather(*(fill(tokens) for tokens in sorted(wanted, key=len, reverse=True)))
         distribution = ExactTarget(hidden_BTD=hidden_BTD, head_VD=self.head_VD)
         return TargetSignal(distribution=distribution, aux_BTLD=aux_BTLD if self.layers else None)
 
-    def _states(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    async def _complete(self, **body: Any) -> dict[str, Any]:
+        answer = await self.endpoint.post("/v1/completions", **body)
+        await asyncio.to_thread(take_states, self._url_of(answer, self.endpoint), lambda *_: None)
+        return answer
+
+    async def _read(
+        self, endpoint: Endpoint | Endpoints, hidden_TD: Tensor, aux_TLD: Tensor, **body: Any
+    ) -> dict[str, Any]:
+        """The answer to a request, its states put into the two tensors: the last one after the final norm, our layers'.
+
+        Raises: ValueError where layers lack, or where the states do not arrive.
+        """
+        lost: StatesLostError | None = None
+        for _ in range(ATTEMPTS):
+            answer = await endpoint.post("/v1/completions", max_tokens=1, **body)
+
+            def put(first: int, states_tLD: Tensor, held: Sequence[int]) -> None:
+                rows = slice(first, first + len(states_tLD))
+                hidden_TD[rows], aux_TLD[rows] = self._split(states_tLD, list(held), endpoint.url)
+
+            try:
+                await asyncio.to_thread(take_states, self._url_of(answer, endpoint), put)
+                return answer
+            except StatesLostError as error:
+                lost = error
+        raise ValueError(f"the states that {endpoint.url} sends do not arrive: {lost}; give it a --storage seen here")
+
+    def _url_of(self, answer: dict[str, Any], endpoint: Endpoint | Endpoints) -> str:
+        url: str | None = (answer.get("kv_transfer_params") or {}).get("hidden_states")
+        if url is None:
+            raise ValueError(f"{endpoint.url} sends no hidden states: start it with `{SERVER_COMMAND}`")
+        return url
+
+    @torch.no_grad()  # of the thread that reads
+    def _split(self, states_TLD: Tensor, held: list[int], url: str) -> tuple[Tensor, Tensor]:
         """(last hidden state after the final norm [T, D], streams after our layers [T, L, D])."""
-        held = states["layers"].tolist()
         if lacking := sorted({*self.layers, self._last_layer} - set(held)):
             raise ValueError(
-                f"{self.endpoint.url} sends target layers {held} and not {lacking}: start it with `{SERVER_COMMAND} "
+                f"{url} sends target layers {held} and not {lacking}: start it with `{SERVER_COMMAND} "
                 f"TARGET --layers {' '.join(map(str, self.layers))}`"
             )
-        streams_TLD = states["hidden_states"].to(self.head_VD)
-        hidden_TD = self._norm(streams_TLD[:, held.index(self._last_layer)])
-        return hidden_TD, streams_TLD[:, [held.index(layer) for layer in self.layers]]
-
-    async def _complete(self, **body: Any) -> dict[str, Any]:
-        """The server's answer with the `states` that it wrote for it."""
-        answer = await self.endpoint.post("/v1/completions", **body)
-        path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
-        if path is None:
-            raise ValueError(f"{self.endpoint.url} sends no hidden states: start it with `{SERVER_COMMAND}`")
-        return {**answer, "states": await asyncio.to_thread(_take, Path(path), self.endpoint.url)}
-
-
-def _take(path: Path, url: str) -> dict[str, Tensor]:
-    """The tensors of a file that the server may still be writing; the file is removed.
-
-    Raises: ValueError where this machine cannot read it, or where another connector wrote it.
-    """
-    lock = path.with_name(path.name + ".lock")
-    try:
-        with lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH)  # the writer holds it until the file is whole
-        tensors: dict[str, Tensor] = load_file(path)
-    except OSError as error:
-        raise ValueError(f"{url} writes hidden states to {path.parent}, which is not read here: {error}") from error
-    for used in (path, lock):
-        with suppress(FileNotFoundError):
-            used.unlink()
-    if "layers" not in tensors:
-        raise ValueError(f"{url} does not say which layers it sends: start it with `{SERVER_COMMAND}`")
-    return tensors
+        states_TLD = states_TLD.to(self.head_VD)
+        hidden_TD = self._norm(states_TLD[:, held.index(self._last_layer)])
+        return hidden_TD, states_TLD[:, [held.index(layer) for layer in self.layers]]

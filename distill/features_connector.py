@@ -1,11 +1,13 @@
-"""Runs inside vLLM: writes the hidden states that `extract_hidden_states` collects, one file a request.
+"""Runs inside vLLM: sends the hidden states that `extract_hidden_states` collects to where trainers take them.
 
-vLLM's own connector, whose files do not say which layers they hold, and which copies by CUDA streams alone. vLLM loads
-this module by name (`server_args` of `distill.features`); nothing here imports it.
+vLLM's own connector writes files of its own kind to one machine's disk, does not say which layers they hold, and copies
+by CUDA streams alone. vLLM loads this module by name (`server_args` of `distill.features`); nothing here imports it.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -14,12 +16,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     extract_from_kv_cache,
 )
 
+from distill.features_store import write_states
+
 
 class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
-    def _write_tensors(self, tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: int | None) -> None:
+    def _url(self, filename: str) -> str:
+        """Of the states that vLLM would write to `filename`, a name that it makes of the request's id."""
+        storage: str = self._kv_transfer_config.get_from_extra_config("storage", "")
+        return f"{storage.rstrip('/')}/{PurePath(filename).stem}"
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        delays, answer = super().request_finished(request, block_ids)
+        return delays, answer and {"hidden_states": self._url(answer["hidden_states_path"])}
+
+    def _write_tensors(self, tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: None) -> None:
+        event.synchronize()
         config = self._vllm_config.speculative_config.draft_model_config.hf_config
-        layers = torch.tensor(config.eagle_aux_hidden_state_layer_ids)
-        ExampleHiddenStatesConnector._write_tensors({**tensors, "layers": layers}, event, filename, lock_fd)
+        write_states(self._url(filename), tensors["hidden_states"], config.eagle_aux_hidden_state_layer_ids)
 
     def _submit_async_write(self, pending: Any) -> None:
         if self._kv_cache.device.type != "cpu":
@@ -27,11 +40,14 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
             return
         blocks = torch.tensor(pending.block_ids)[:, None] * self._block_size
         slots = (blocks + torch.arange(self._block_size)).flatten()
+        # a copy, so that the blocks may be used again while a thread writes
         states_TLD = extract_from_kv_cache(self._kv_cache, slots, len(pending.token_ids)).contiguous()
-        tensors = {"hidden_states": states_TLD, "token_ids": pending.token_ids}
-        # at once: the copy above is the work, and what is written is in memory already
-        self._write_tensors(tensors, _COPIED, pending.filename, self._lock_fds.pop(pending.req_id, None))
+        written: Future[None] = self._executor.submit(
+            self._write_tensors, {"hidden_states": states_TLD}, _COPIED, pending.filename, None
+        )
         self._req_copy_events[pending.req_id] = _COPIED
+        self._req_futures[pending.req_id] = written
+        written.add_done_callback(lambda future: self._on_write_done(pending.req_id, future))
 
 
 class _Copied:

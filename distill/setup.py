@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 from distill.data import load_conversations, split_held_out
 from distill.endpoint import Endpoint
+from distill.endpoints import Endpoints
 from distill.features import EndpointHiddenStates, load_skeleton
 from distill.loop import LoadedData, Loop
 from distill.packing import PackedDataset
@@ -42,23 +43,24 @@ class Signal:
     kind: Literal["model", "cache", "endpoint"] = "model"
     """Where training reads what the target says.
     model: from the target in this process, exact.
-    endpoint: live from its vLLM server at `url`, whose weights are then not loaded here. A draft of its own reads the
+    endpoint: live from its vLLM servers at `url`, whose weights are then not loaded here. A draft of its own reads the
     top k (any server); a head reads hidden states, which make the distribution exact (redraft serve-features).
-    cache: from disk, written before the first step by the target in this process, or by its server where there is an
+    cache: from disk, written before the first step by the target in this process, or by its servers where there is an
     `url`. A draft of its own caches the top k, a head its layers and the last hidden state."""
     k: int = 32
     """Ids kept at each row for a draft of its own; the rest of the mass is one bucket."""
-    url: str | None = None
-    """The target's vLLM server: started with --max-logprobs of at least k, or for a head by redraft serve-features."""
+    url: tuple[str, ...] = ()
+    """The target's vLLM servers, one or more: a request goes to the one with the least to do, and one that dies is
+    passed over until it is back. Started with --max-logprobs of at least k, or for a head by redraft serve-features."""
     cache: Path | None = None
     """Folder of the cache, to be used by several runs; unset: in the run's own folder."""
     cache_dtype: HiddenDtype = "bfloat16"
     """Of cached hidden states: bfloat16 loses nothing of a bfloat16 target."""
 
     def __post_init__(self) -> None:
-        if self.kind == "endpoint" and self.url is None:
+        if self.kind == "endpoint" and not self.url:
             raise ValueError("--signal.kind endpoint needs --signal.url, the address of the target's vLLM server")
-        if self.kind == "model" and self.url is not None:
+        if self.kind == "model" and self.url:
             raise ValueError("--signal.url is not read with --signal.kind model: choose endpoint or cache")
 
 
@@ -70,7 +72,7 @@ def load_target(target: str, signal: Signal, device: torch.device) -> tuple[Any,
     """
     tokenizer = load_tokenizer(target)
     dtype = torch.float32 if device.type == "cpu" else None
-    if signal.url is not None:
+    if signal.url:
         return load_skeleton(target, dtype, device), tokenizer
     return load_causal_lm(target, dtype).to(device).requires_grad_(False).eval(), tokenizer
 
@@ -113,11 +115,12 @@ def live_signal(
     hidden state, which may be none.
     Raises: ValueError where the target, or what its server holds, does not fit.
     """
-    if signal.url is None:
+    if not signal.url:
         return InProcessTarget(target, aux_layers or ())
+    servers = Endpoints([Endpoint(url, attempts=1) for url in signal.url])
     if aux_layers is None:
-        return EndpointTarget(Endpoint(signal.url), k=signal.k)
-    states = EndpointHiddenStates(Endpoint(signal.url), target, aux_layers)
+        return EndpointTarget(servers, k=signal.k)
+    states = EndpointHiddenStates(servers, target, aux_layers)
     states.require_target()
     return states
 

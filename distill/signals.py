@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distill.endpoint import Endpoint, RequestRefusedError
+from distill.endpoints import Endpoints
 from heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget, label_rows
 
 CHUNK = 256
@@ -156,9 +157,9 @@ def documents(batch: Batch) -> Iterator[Tensor]:
 
 
 class EndpointTarget:
-    """The top-k of a vLLM server, one request a document. The server must allow `--max-logprobs` k."""
+    """The top-k of a vLLM server or several, one request a document. A server must allow `--max-logprobs` k."""
 
-    def __init__(self, endpoint: Endpoint, k: int = 20) -> None:
+    def __init__(self, endpoint: Endpoint | Endpoints, k: int = 20) -> None:
         """The endpoint is this source's alone: its connections belong to this source's event loop."""
         self.endpoint, self.k = endpoint, k
         self._runner = asyncio.Runner()
@@ -195,7 +196,8 @@ class EndpointTarget:
     async def _signal(self, batch: Batch) -> TargetSignal:
         is_label_row = label_rows(batch, 0).flatten()
         wanted = [(tokens, tokens[is_label_row[tokens]]) for tokens in documents(batch)]
-        wanted = [(tokens, rows) for tokens, rows in wanted if len(rows)]
+        # the longest first: several servers then end at about the same time
+        wanted = sorted(((t, rows) for t, rows in wanted if len(rows)), key=lambda pair: len(pair[0]), reverse=True)
         ids_T = batch.input_ids_BT.flatten()
         answers = await asyncio.gather(*(self._score(ids_T[tokens], rows - tokens[0]) for tokens, rows in wanted))
         ids_NK = torch.cat([ids for ids, _ in answers]) if answers else torch.empty(0, self.k)

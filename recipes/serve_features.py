@@ -4,7 +4,8 @@
     $ python recipes/eagle3_llama8b.py --signal.kind endpoint --signal.url http://127.0.0.1:8001
 
 The last hidden state is always sent beside the layers. The states travel through `storage`, which the trainer must see
-under the same path: memory (/dev/shm) on one machine, a shared disk between several. A file is removed once it is read.
+under the same name: memory (/dev/shm) on one machine, a shared disk or object storage (s3://bucket/states) between
+several. What was read is removed. Several servers make a fleet: the trainer's --signal.url takes them all.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -30,8 +30,8 @@ class Config:
     """Behind `--`: further arguments of vLLM's server."""
     layers: tuple[int, ...] = ()
     """Layers that the head reads; k is the residual stream after k layers, 0 the embeddings."""
-    storage: Path = Path("/dev/shm/redraft-features")
-    """Folder that the states of one request pass through; it holds as many requests as are under way."""
+    storage: str = "/dev/shm/redraft-features"
+    """Folder or fsspec URL that the states of one request pass through; it holds as many requests as are under way."""
 
 
 def main(cfg: Config) -> None:

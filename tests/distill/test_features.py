@@ -6,7 +6,9 @@ A cache in the target's own dtype gives its bits. A bfloat16 cache of a float32 
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,14 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from teachers import Teacher, teaching
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from distill.endpoint import Endpoint
+from distill.endpoints import Endpoints
 from distill.features import EndpointHiddenStates, load_skeleton, server_args
+from distill.features_store import take_states, write_states
 from distill.loop import LoadedData
 from distill.losses import Divergence
 from distill.packing import PackedDataset
@@ -262,6 +267,77 @@ def test_a_head_trains_from_a_whole_cache_without_the_weights_of_the_target(
     assert header["target"] == fingerprint(random_target)
 
 
+# ------------------------------------------------------------------------------------------------------------ a fleet
+
+
+ONE_AT_A_TIME = threading.Lock()
+"""Streams are read by hooks on a model, which another thread's pass would set off too."""
+
+
+def make_teacher(model: Any, storage: str, harm: Callable[[Path, int], None] = lambda path, count: None) -> Teacher:
+    """A server that speaks the features contract, `harm`ing the states of its requests, counted from 0."""
+    source, count = InProcessTarget(model, LAYERS), itertools.count()
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        ids_BT = torch.tensor([request["prompt"]])
+        here_BT = torch.ones_like(ids_BT)
+        batch = Batch(
+            input_ids_BT=ids_BT,
+            loss_mask_BT=here_BT.bool(),
+            document_BT=here_BT - 1,
+            position_ids_BT=here_BT.cumsum(1) - 1,
+        )
+        with ONE_AT_A_TIME:
+            streams_BTLD, number = source(batch).aux_BTLD, next(count)
+            log_p_TV = model(input_ids=ids_BT).logits[0].log_softmax(-1)
+        assert streams_BTLD is not None
+        url = f"{storage}/{id(source)}-{number}"
+        write_states(url, streams_BTLD[0], LAYERS)
+        harm(Path(f"{url}.bin"), number)
+        entries = [
+            {str(token): {"logprob": float(log_p_TV[t, token])}} for t, token in enumerate(request["prompt"][1:])
+        ]
+        return {"choices": [{"prompt_logprobs": [None, *entries]}], "kv_transfer_params": {"hidden_states": url}}
+
+    return Teacher(answer=answer)
+
+
+def from_teachers(teachers: Sequence[Teacher], folder: Path) -> EndpointHiddenStates:
+    skeleton = load_skeleton(str(folder), torch.float32, torch.device("cpu"))
+    endpoints = Endpoints([Endpoint(teacher.url, attempts=1, concurrency=2) for teacher in teachers])
+    return EndpointHiddenStates(endpoints, skeleton, LAYERS)
+
+
+def test_a_fleet_sends_what_the_model_computes_and_lost_states_are_asked_for_again(
+    random_target: Path, tmp_path: Path
+) -> None:
+    def flip_a_bit(path: Path, number: int) -> None:
+        if number == 1:
+            data = bytearray(path.read_bytes())
+            data[40] ^= 64
+            path.write_bytes(data)
+
+    model, batch = load(random_target), make_batch(make_samples())
+    one, other = make_teacher(model, str(tmp_path)), make_teacher(model, str(tmp_path), flip_a_bit)
+    with teaching(one), teaching(other):
+        live = from_teachers([one, other], random_target)
+        live.require_target()
+        assert (len(one.requests), len(other.requests)) == (1, 1)
+        streamed = live(batch)
+    assert min(len(one.requests), len(other.requests)) > 1
+    for mine, its in zip(states(InProcessTarget(model, LAYERS)(batch), batch), states(streamed, batch), strict=True):
+        torch.testing.assert_close(its, mine, atol=2e-4, rtol=1e-4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fleet_with_a_server_of_another_target_names_it(
+    random_target: Path, served_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    right, wrong = (make_teacher(load(folder), str(tmp_path)) for folder in (random_target, served_pair[1]))
+    with teaching(right), teaching(wrong), pytest.raises(ValueError, match=f"{wrong.url} does not serve this target"):
+        from_teachers([right, wrong], random_target).require_target()
+
+
 # ------------------------------------------------------------------------------------------------------ the real engine
 
 
@@ -269,7 +345,7 @@ def test_a_head_trains_from_a_whole_cache_without_the_weights_of_the_target(
 def states_server(served_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real vLLM that sends the streams after layers 0 and 1 of the target, and after its last, 2."""
     folder = tmp_path_factory.mktemp("states")
-    extra = server_args((0, 1), num_layers=2, storage=folder / "storage")
+    extra = server_args((0, 1), num_layers=2, storage=str(folder / "storage"))
     with vllm_server(served_pair[0], log=folder / "vllm.log", max_model_len=128, extra_args=extra) as server:
         yield server
 
@@ -306,8 +382,9 @@ def test_nothing_stays_in_the_servers_folder(states_server: Server, served_pair:
     greedy = model.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False, eos_token_id=None)
     assert live.greedy([prompt], 5) == [greedy[0, 9:].tolist()]
     answer = live._runner.run(live.endpoint.post("/v1/completions", prompt=[3, 4, 5], max_tokens=1))
-    path = Path(answer["kv_transfer_params"]["hidden_states_path"])
-    assert {file.name for file in path.parent.iterdir()} <= {path.name, f"{path.name}.lock"}
+    url = answer["kv_transfer_params"]["hidden_states"]
+    take_states(url, lambda *_: None)
+    assert list(Path(url).parent.iterdir()) == []
 
 
 @pytest.mark.vllm
@@ -327,7 +404,7 @@ def test_a_server_of_another_target_other_layers_or_none_is_refused(
 
 def test_layers_that_the_target_does_not_have_are_refused_before_a_server_starts() -> None:
     with pytest.raises(ValueError, match=r"auxiliary layers \[3\] of a target that has 2 layers"):
-        server_args((1, 3), num_layers=2, storage=Path("anywhere"))
+        server_args((1, 3), num_layers=2, storage="anywhere")
 
 
 def test_a_medusa_head_reads_the_last_hidden_state_of_a_cache(random_target: Path, tmp_path: Path) -> None:
