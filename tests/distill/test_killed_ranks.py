@@ -79,9 +79,17 @@ def assert_goes_on(command: Callable[[], Sequence[Sequence[str]]], folder: Path)
     assert all(torch.equal(broken[name], whole[name]) for name in whole)
 
 
-def test_without_torchrun_no_rank_writes_on_and_the_run_is_resumed_exactly(tmp_path: Path) -> None:
+def test_without_torchrun_no_rank_writes_on_and_the_run_is_resumed_exactly_by_as_many_ranks(tmp_path: Path) -> None:
     break_off([TORCHRUN], tmp_path, "launcher")
     assert_goes_on(lambda: [TORCHRUN], tmp_path)
+    alone = subprocess.run(
+        [sys.executable, SCRIPT, str(tmp_path / "whole"), str(tmp_path / "pids"), "--resume"],
+        cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, timeout=200,
+    )  # fmt: skip
+    assert alone.returncode != 0
+    said = alone.stderr.strip().splitlines()[-1]
+    assert said.startswith("ValueError: ")
+    assert said.endswith("was written by 2 processes: resume with the same, not 1 process")
 
 
 def test_without_one_rank_the_other_ends(tmp_path: Path) -> None:
@@ -96,16 +104,3 @@ def test_a_broken_run_ends_whole_and_is_resumed_exactly(config: str, victim: str
     require(config)
     break_off(accelerate_launch(config, nodes=nodes), tmp_path, victim)
     assert_goes_on(lambda: accelerate_launch(config, nodes=nodes), tmp_path)
-
-
-def test_another_number_of_processes_is_refused_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "pids").mkdir()
-    run_all([TORCHRUN], [SCRIPT, str(tmp_path / "run"), str(tmp_path / "pids")])
-    alone = subprocess.run(
-        [sys.executable, SCRIPT, str(tmp_path / "run"), str(tmp_path / "pids"), "--resume"],
-        cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, timeout=200,
-    )  # fmt: skip
-    assert alone.returncode != 0
-    said = alone.stderr.strip().splitlines()[-1]
-    assert said.startswith("ValueError: ")
-    assert said.endswith("was written by 2 processes: resume with the same, not 1 process")
