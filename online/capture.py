@@ -234,10 +234,9 @@ class Capture:
             return
         sampled_BK = step.sampled_BK.tolist()
         draft_ids = None if step.draft_ids_S is None else step.draft_ids_S.cpu().numpy().astype(np.int32)
+        draft_probs = None if draft_ids is None else np.ones(draft_ids.shape, np.float32)
         if step.draft_probs_S is not None:
             draft_probs = step.draft_probs_S.float().cpu().numpy()
-        else:
-            draft_probs = None if draft_ids is None else np.ones(len(draft_ids), np.float32)
         first_state = 0
         for part in step.parts:
             states_HLD = None if step.states_NLD is None else step.states_NLD[first_state : first_state + part.num_read]
