@@ -207,10 +207,10 @@ def make_foreign_head(target: Path, folder: Path) -> Path:
 
 
 def test_a_baseline_of_another_target_is_refused(
-    run: Run, served_pair, random_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, served_pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--no-engine", "--draft", "ngram", output="before") == 0
-    flags = ("--target", str(random_target), "--draft", "ngram", "--baseline", str(tmp_path / "before/report.json"))
+    flags = ("--target", str(served_pair[1]), "--draft", "ngram", "--baseline", str(tmp_path / "before/report.json"))
     assert run("--no-engine", *flags) == 2
     assert "is a baseline of another target" in capsys.readouterr().err
 
