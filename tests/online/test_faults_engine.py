@@ -26,10 +26,11 @@ def restored_registry(server):
     """The session's registry, without what a learner has put into it."""
     before = set(server.registry.iterdir())
     current = (server.registry / "current").readlink()
+    (server.registry / "current").unlink()  # a learner begins with a version of its own
     yield server.registry
     for path in set(server.registry.iterdir()) - before:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (server.registry / "current").unlink()
+    (server.registry / "current").unlink(missing_ok=True)
     (server.registry / "current").symlink_to(current)
 
 
