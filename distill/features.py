@@ -96,8 +96,8 @@ class EndpointHiddenStates(EndpointTarget):
 
         Raises: ValueError where they are not, or layers lack; ConnectionError naming the URL.
         """
-        several = self.endpoint.members if isinstance(self.endpoint, Endpoints) else []
-        for endpoint in [member.endpoint for member in several] or [self.endpoint]:
+        fleet = self.endpoint
+        for endpoint in [member.endpoint for member in fleet.members] if isinstance(fleet, Endpoints) else [fleet]:
             self._runner.run(self._require_target(endpoint))
 
     @torch.no_grad()

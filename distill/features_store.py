@@ -63,7 +63,7 @@ def write_states(url: str, states_TLD: Tensor, layers: Sequence[int]) -> None:
     """
     storage, path = fsspec.core.url_to_fs(url)
     storage.makedirs(storage._parent(path), exist_ok=True)
-    data, crc = memoryview(states_TLD.contiguous().view(torch.uint8).flatten().numpy()), 0
+    data, crc = states_TLD.contiguous().view(torch.uint8).flatten().numpy().data, 0
     with storage.open(f"{path}.bin", "wb") as file:
         for start in range(0, len(data), BLOCK_BYTES):
             block = data[start : start + BLOCK_BYTES]
@@ -113,9 +113,9 @@ def _read_rows(file: Any, description: Description, use: Callable[[int, Tensor, 
     for first in range(0, tokens, rows_a_block):
         num_rows = min(rows_a_block, tokens - first)
         block = buffer[: num_rows * description.row_bytes]
-        if file.readinto(memoryview(block.numpy())) != len(block):
+        if file.readinto(block.numpy().data) != len(block):
             raise OSError("it is cut")
-        crc = zlib.crc32(block.numpy(), crc)
+        crc = zlib.crc32(block.numpy().data, crc)
         use(first, block.view(getattr(torch, description.dtype)).view(num_rows, num_layers, hidden), description.layers)
     return crc
 
