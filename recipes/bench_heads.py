@@ -65,7 +65,7 @@ def build_head(family: str, dtype: DtypeName, side: str, device: str) -> Run:
 
     def run() -> Tensor:
         optimizer.zero_grad()
-        loss = module(batch, signal, scale=scale).loss if side == OURS else naive_loss(module, batch, signal, scale)
+        loss = module(batch, signal, scale=scale)[0] if side == OURS else naive_loss(head, batch, signal, scale)
         torch.autograd.backward(loss)
         optimizer.step()
         return loss.detach()
@@ -73,13 +73,13 @@ def build_head(family: str, dtype: DtypeName, side: str, device: str) -> Run:
     return run
 
 
-def naive_loss(module: nn.Module, batch: Batch, signal: TargetSignal, scale: float) -> Tensor:
+def naive_loss(head: Any, batch: Batch, signal: TargetSignal, scale: float) -> Tensor:
     """What `distill_loss` computes, with [tokens, vocabulary] of the target and of every draft step."""
     distribution = signal.distribution
     assert isinstance(distribution, ExactTarget)
     p_logits_NV = (distribution.hidden_BTD @ distribution.head_VD.T).flatten(0, 1)
     loss = p_logits_NV.new_zeros((), dtype=torch.float32)
-    for step in module(batch, signal):
+    for step in head.draft_steps(batch, signal):
         rows_M = step.mask_BT.flatten().nonzero().squeeze(1)
         q_logits_MV = step.hidden_BTD.flatten(0, 1)[rows_M] @ step.head_WD.T
         loss = (

@@ -172,7 +172,7 @@ def our_kl(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast) 
     def loss() -> Tensor:
         target_signal = signal(batch)
         with autocast:
-            value: Tensor = module(batch, target_signal, scale=scale).loss
+            value: Tensor = module(batch, target_signal, scale=scale)[0]
         return value
 
     return loss
