@@ -40,6 +40,7 @@ async def ship(broker, records):
     await asyncio.to_thread(publisher.close)
 
 
+@pytest.mark.slow
 def test_a_learner_killed_before_it_acknowledges_trains_every_record_once(world, records, tmp_path):
     """Its broker is killed too, between the two learners."""
 

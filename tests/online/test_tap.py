@@ -200,5 +200,5 @@ def test_a_server_that_refuses_the_taps_wish_still_answers_the_client(server, tm
 def test_who_opts_out_is_not_recorded(server, tap):
     path, body = make_bodies()["text"]
     assert tap.http.post(path, json=body, headers={"X-Redraft-Opt-Out": "1"}).status_code == 200
-    assert tap.counts() == {"skipped_requests_opt_out": 1}
+    assert {name: count for name, count in tap.counts().items() if count} == {"skipped_requests_opt_out": 1}
     assert tap.stop() == []
