@@ -34,7 +34,14 @@ class Endpoint:
         timeout_s: float = 600.0,
         api_key: str | None = None,
     ) -> None:
-        """`url` with or without `/v1`; `model` as the server names it, by default the first that it lists."""
+        """`url` with or without `/v1`; `model` as the server names it, by default the first that it lists.
+
+        Raises: ValueError for what is no address, which no number of tries would mend.
+        """
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} is no address of a server: give it as http://HOST:PORT")
+        if concurrency < 1:
+            raise ValueError(f"a concurrency of {concurrency} asks nothing: give at least 1")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.attempts, self.backoff_s, self.concurrency = attempts, backoff_s, concurrency
         self._model = model

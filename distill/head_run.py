@@ -29,6 +29,7 @@ from distill.prove import (
     prove_in_engine,
     report,
 )
+from distill.ranks import leave
 from distill.run import Run
 from distill.setup import Data, Signal, live_signal, load_data, load_target, target_signal
 from distill.train import Distillation, Optim
@@ -205,7 +206,7 @@ class HeadRun:
                 started=self.started,
             )
             print(f"draft: {draft}\nreport: {page}")
-        self.accelerator.end_training()
+        leave(self.accelerator)
 
     def _proof(self, head: Any, speculative: Mapping[str, Any] | None, served: Path | None) -> EngineProof:
         cfg = self.cfg.prove

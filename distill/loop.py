@@ -51,12 +51,24 @@ class Loop:
     on_policy_tokens: int | None = None
     """Most tokens written after a prompt; unset: as many as the batch's longest answer has."""
     log_every: int = 10
+    """A line of metrics every so many steps, and at the end."""
     eval_every: int = 200
     """Held-out alpha and tau every so many steps, and at the end; 0: never."""
     eval_batches: int = 8
+    """Of held-out text, the same ones each time."""
     save_every: int = 500
     """A checkpoint every so many steps; 0: none."""
     seed: int = 0
+    """Of the data's order, of a head's random start and of what is written on policy."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "log_every", "eval_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--loop.{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
+        if self.sequence_length < 2:
+            raise ValueError("--loop.sequence-length must be at least 2: a label and a token before it")
+        if not 0 <= self.on_policy <= 1:
+            raise ValueError(f"--loop.on-policy is {self.on_policy}: a share of the steps lies between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,13 @@ Every divergence takes log-probabilities over the same X outcomes, prepared by o
 
 The target's mass on these outcomes may be less than one: what is missing is on ids that the draft cannot propose. There
 q = 0, so that mass counts as a certain rejection in alpha and never renormalises p.
+
+These are the definitions. Training computes them in `distill.fused`, by the gradients of `distill.gradients`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -144,18 +145,18 @@ def cross_entropy(log_q_MW: Tensor, columns_M: Tensor, reachable_M: Tensor) -> T
     return -log_q_MW.gather(1, columns_M[:, None]).squeeze(1) * reachable_M
 
 
-# ---------------------------------------------------------------------------------------------------- choice, reduction
+# --------------------------------------------------------------------------------------------------------------- choice
 
-DIVERGENCES: dict[str, Callable[[Divergence, Tensor, Tensor], Tensor]] = {
-    "forward_kl": lambda _, log_p_MX, log_q_MX: forward_kl(log_p_MX, log_q_MX),
-    "reverse_kl": lambda _, log_p_MX, log_q_MX: reverse_kl(log_p_MX, log_q_MX),
-    "jensen_shannon": lambda d, log_p_MX, log_q_MX: jensen_shannon(log_p_MX, log_q_MX, d.beta),
-    "total_variation": lambda _, log_p_MX, log_q_MX: total_variation(log_p_MX, log_q_MX),
-    "neg_log_alpha": lambda _, log_p_MX, log_q_MX: neg_log_alpha(log_p_MX, log_q_MX),
-    "lk_hybrid": lambda d, log_p_MX, log_q_MX: lk_hybrid(log_p_MX, log_q_MX, d.eta),
-    # One-hot p at the label: what the caller passes as log p here is the text, not the target.
-    "cross_entropy": lambda _, log_p_MX, log_q_MX: forward_kl(log_p_MX, log_q_MX),
-}
+DIVERGENCES = (
+    "forward_kl",
+    "reverse_kl",
+    "jensen_shannon",
+    "total_variation",
+    "neg_log_alpha",
+    "lk_hybrid",
+    "cross_entropy",
+)
+"""All but the last learn from the target's distribution; the last from the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,13 +201,3 @@ class Divergence:
             case "lk_hybrid":
                 return lk_hybrid(log_p_MX, log_q_MX, self.eta)
         raise ValueError(f"{self.name} takes labels: call it directly")
-
-
-def masked_mean(values_M: Tensor, weights_M: Tensor, normaliser: float | Tensor) -> Tensor:
-    """sum_m weights * values / normaliser, scalar; rows of weight 0 count nothing, even where their value is NaN.
-
-    `normaliser` is the count of valid tokens over *all* ranks and micro-batches: a mean of local means would weigh a
-    token by how few share its batch. Where it is 0 there are no rows, and the mean is 0.
-    """
-    kept_M = torch.where(weights_M != 0, values_M * weights_M, 0)
-    return kept_M.sum() / torch.as_tensor(normaliser).clamp_min(1)

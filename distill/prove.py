@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,7 @@ class Prove:
     ce_baseline: bool = False
     """Train the same draft with plain cross-entropy on the text for as many steps, to compare with."""
     num_speculative_tokens: int = 4
+    """Tokens drafted at a time, in held-out metrics, forecast and engine."""
     max_tokens: int = 128
     """Longest answer to a held-out prompt."""
     concurrency: int = 4
@@ -48,6 +50,11 @@ class Prove:
     reference: Path | None = None
     """Folder that keeps what depends on target and prompts alone (its answers, the engine's measurement without a
     draft) for several runs to share; unset: the run's own."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_speculative_tokens", "max_tokens", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--prove.{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
 
 
 class Judge:
@@ -226,7 +233,7 @@ def report(
     sections: dict[str, Any] = {
         "target": target,
         "draft": str(run.folder / "draft"),
-        "command": " ".join(sys.argv),
+        "command": shlex.join(sys.argv),
         "offline": offline_section(before=before, after=after, ce_baseline=ce_baseline),
         "by_domain": domain_section(after, engine.with_draft if engine else None),
         "train": vars(trained),

@@ -9,17 +9,24 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 from typing import Any
 
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from eval.process import LIBC, PR_SET_PDEATHSIG
 
 LONGEST_WAIT = timedelta(hours=24)
 """Until the others give up on a rank that lives and says nothing: the first one may be caching the target, or proving a
 draft. A rank that dies is noticed at once, by its launcher and by the connections that it leaves."""
+
+
+LET_GO_S = 0.5
+"""Microseconds are enough, but for a thread that waits for a core."""
 
 
 def die_with_launcher() -> None:
@@ -41,6 +48,17 @@ def join_on_cpu() -> None:
     state = PartialState(cpu=True, timeout=LONGEST_WAIT)
     if state.distributed_type == DistributedType.MULTI_CPU and _asked_for("FSDP"):
         state.distributed_type = DistributedType.MULTI_GPU  # what it shards; device and backend stay the CPU's
+
+
+def leave(accelerator: Accelerator) -> None:
+    """End this rank's part of a launch in which all went well.
+
+    gloo's threads may still hold tensors of the last collectives, and need the interpreter to let go of them: one that
+    ends meanwhile aborts, and the launchers of other machines wait minutes for this one.
+    """
+    if accelerator.device.type == "cpu" and accelerator.num_processes > 1:
+        time.sleep(LET_GO_S)
+    accelerator.end_training()
 
 
 def uses_deepspeed() -> bool:
@@ -67,6 +85,14 @@ def fit_deepspeed(accelerator: Accelerator, max_grad_norm: float) -> None:
     config["train_micro_batch_size_per_gpu"] = 1  # of no effect: the loss is divided by labels, not by rows
     # torch's fused AdamW, on the CPU too: the same arithmetic in every way of training, and no compiler needed
     config["zero_force_ds_cpu_optimizer"] = False
+
+
+def fit_fsdp(accelerator: Accelerator, module: nn.Module) -> None:
+    """Give FSDP2 what it gathers one by one of this draft; it would keep to what it found in the first one."""
+    plugin = accelerator.state.fsdp_plugin
+    plugin.transformer_cls_names_to_wrap = module._no_split_modules
+    if accelerator.device.type == "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinned for a device that is not there
 
 
 def shards_parameters(accelerator: Accelerator) -> bool:

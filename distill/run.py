@@ -19,7 +19,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from heads.artifact import publish, verify
+from heads.artifact import publish, verify, write_whole
 
 KEPT_CHECKPOINTS = 2
 MAY_CHANGE = {"resume", "overwrite", "output", "wandb", "prove"}
@@ -99,7 +99,7 @@ class Run:
                 key = changed[0]
                 raise ValueError(f"cannot resume {self.folder}: {key} was {before.get(key)!r} and is now {now[key]!r}")
         else:
-            started.write_text(json.dumps({"command": sys.argv, "config": self.config}, indent=2) + "\n")
+            write_whole(started, json.dumps({"command": sys.argv, "config": self.config}, indent=2) + "\n")
 
     def log(self, step: int, **values: float | int | bool | list[float]) -> None:
         """Append one line of metrics for `step`."""
@@ -151,4 +151,4 @@ class Run:
         self.metrics = [entry for entry in whole if entry["step"] <= step]
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            path.write_text("".join(json.dumps(entry) + "\n" for entry in self.metrics))
+            write_whole(path, "".join(json.dumps(entry) + "\n" for entry in self.metrics))

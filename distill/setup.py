@@ -36,6 +36,13 @@ class Data:
     num_prompts: int = 64
     """Held-out prompts that forecast and engine answer, from every domain alike."""
     max_prompt_tokens: int = 1024
+    """Longer held-out prompts are left out."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"--data.held-out is {self.held_out}: a share that judges lies between 0 and 1")
+        if self.num_prompts < 1:
+            raise ValueError("--data.num-prompts must be at least 1: held-out prompts judge the draft")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +65,8 @@ class Signal:
     """Of cached hidden states: bfloat16 loses nothing of a bfloat16 target."""
 
     def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"--signal.k is {self.k}: a row keeps at least 1 id")
         if self.kind == "endpoint" and not self.url:
             raise ValueError("--signal.kind endpoint needs --signal.url, the address of the target's vLLM server")
         if self.kind == "model" and self.url:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -33,7 +32,7 @@ from tqdm import tqdm
 from distill.packing import PackedDataset
 from distill.samples import Sample, data_hash
 from distill.signals import documents
-from heads.artifact import require_space
+from heads.artifact import require_space, sync, write_whole
 from heads.draft import Batch, TargetSignal, label_rows
 
 SHARD_BYTES = 256 << 20
@@ -138,10 +137,7 @@ def _claim(folder: Path, header: CacheHeader) -> None:
             was, is_now = there[differing], wanted[differing]
             raise ValueError(f"{folder} holds a cache with {differing} {was}, not {is_now}: choose another folder")
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{HEADER}.partial"
-    partial.write_text(json.dumps(asdict(header), indent=2) + "\n")
-    os.replace(partial, folder / HEADER)
+    write_whole(folder / HEADER, json.dumps(asdict(header), indent=2) + "\n")
 
 
 def _announce(samples: Sequence[Sample], folder: Path, content: Content) -> None:
@@ -189,7 +185,8 @@ def _write_shard(
     names = list(kept[0]) if kept else []
     partial = path.with_suffix(".partial")
     save_file(tensors | {name: torch.cat([tensors[name] for tensors in kept]) for name in names}, partial)
-    os.replace(partial, path)
+    sync(partial)
+    partial.replace(path)
 
 
 def keyed_rows(batch: Batch, wanted_BT: Tensor) -> Iterator[tuple[bytes, Tensor]]:

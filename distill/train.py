@@ -14,11 +14,12 @@ from typing import Literal, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from distill.fused import DraftRows, ExactRows, TopKRows, fused_linear_divergence
 from distill.losses import Divergence
-from distill.ranks import fit_deepspeed, layout, uses_deepspeed
+from distill.ranks import fit_deepspeed, fit_fsdp, layout, uses_deepspeed
 from eval.forecast import QuickMetrics, metric_sums, metrics_of
 from heads.draft import Batch, Draft, DraftStep, ExactTarget, TargetSignal, label_rows
 
@@ -44,6 +45,12 @@ class Optim:
     max_grad_norm: float = 1.0
     accumulation: int = 1
     """Micro-batches per optimizer step."""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"the learning rate is {self.lr}: it must be above 0")
+        if self.accumulation < 1:
+            raise ValueError(f"accumulation is {self.accumulation}: a step takes at least 1 micro-batch")
 
     def rate(self, step: int, num_steps: int) -> float:
         """Learning rate at `step` as a share of `lr`."""
@@ -144,6 +151,11 @@ def select_rows(signal: TargetSignal, kept_N: Tensor) -> ExactRows | TopKRows:
     )
 
 
+def fits(checkpoint: Path, accelerator: Accelerator) -> bool:
+    """The same ranks wrote it."""
+    return bool(json.loads((checkpoint / PROGRESS).read_text())["ranks"] == layout(accelerator))
+
+
 class Distillation:
     """A draft in training: the module, its optimizer and schedule, and how far they have come."""
 
@@ -163,6 +175,8 @@ class Distillation:
         module = DistillStep(draft, divergence)
         if uses_deepspeed():
             fit_deepspeed(accelerator, optim.max_grad_norm)
+        if accelerator.distributed_type == DistributedType.FSDP:
+            fit_fsdp(accelerator, module)
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
             trained,
@@ -287,7 +301,7 @@ class Distillation:
         Raises: ValueError where other ranks wrote the folder: they saw other batches, and hold other shards.
         """
         progress = json.loads((folder / PROGRESS).read_text())
-        if progress["ranks"] != layout(self.accelerator):
+        if not fits(folder, self.accelerator):
             raise ValueError(
                 f"{folder} was written by {progress['ranks']}: resume with the same, not {layout(self.accelerator)}"
             )

@@ -1,4 +1,4 @@
-"""Folders that are either absent or complete: written aside, hashed, flushed to disk, then renamed into place.
+"""Folders and files that are either absent or complete: written aside, flushed to disk, then renamed into place.
 
     publish(folder, write, provenance)          one folder, one rename
         .<folder>.<random>.partial/             `write` fills it; a killed writer leaves only this behind
@@ -8,6 +8,7 @@
         _seal(partial, folder)                   manifest, flush, rename
     verify(folder)                              names the first file that is missing, truncated or altered
     fingerprint(folder)                         which model this is, without reading all of its weights
+    write_whole(path, content)                  one file, one rename
 
 Standard library only: a control plane that never loads torch publishes and verifies with this too.
 """
@@ -59,6 +60,30 @@ def publish(
         write(partial)
         _write_json(partial / PROVENANCE, provenance)
         _seal(partial, folder, overwrite=overwrite)
+
+
+def write_whole(path: Path, content: bytes | str) -> None:
+    """Make `path` hold `content`, whole or not at all, whenever the process or the machine dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # gone already where it was renamed
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def require_free(folder: Path, *, overwrite: bool = False) -> None:
@@ -238,7 +263,7 @@ def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise FileExistsError(f"{folder} was published by another process meanwhile") from error
         raise
-    _sync(folder.parent)
+    sync(folder.parent)
     for previous in _siblings(folder, "previous"):  # one more than ours where an earlier writer was killed here
         shutil.rmtree(previous, ignore_errors=True)
 
@@ -262,12 +287,4 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 def _flush(folder: Path) -> None:
     """Bring every file and folder below and including `folder` to the disk."""
     for path in [*folder.rglob("*"), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)

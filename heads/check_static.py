@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 from heads import check_eagle3, check_families, check_origin, check_shared
 from heads.artifact import MANIFEST, PROVENANCE
 from heads.check import Pair
+from heads.checkpoint import model_folder
 from heads.finding import Finding
 
 Check = Callable[[Pair], Iterator[Finding]]
@@ -42,6 +44,17 @@ def static_findings(pair: Pair, *, method: str | None, num_speculative_tokens: i
     found = [finding for check in checks for finding in check(pair)]
     # what a wrong key or tensor does to loading is named above in better words
     return found or list(check_origin.completeness(pair))
+
+
+def first_cure(target: str | Path, draft: str | Path, num_speculative_tokens: int) -> str:
+    """What is found first in a draft that an engine refused, and its cure, to put behind what the engine said; empty
+    where nothing is found."""
+    try:
+        pair = Pair.read(model_folder(target), model_folder(draft))
+        found = static_findings(pair, method=None, num_speculative_tokens=num_speculative_tokens)
+    except (ValueError, OSError) as error:  # it cannot be read at all
+        return f"; {error}"
+    return "".join(f"; {finding.problem}, cure: {finding.cure}" for finding in found[:1])
 
 
 def notes(pair: Pair) -> Iterator[str]:

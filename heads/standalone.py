@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import load_causal_lm, load_tokenizer
-from heads.draft import Batch, DraftStep, TargetSignal, attention_mask, label_rows
+from heads.draft import Batch, DraftStep, TargetSignal, attention_mask, draw, label_rows
 from heads.tokenizers import check_same_tokenizer, first_difference, fit_vocabulary, transplant_vocabulary
 
 BENDS_LOGITS = (
@@ -134,13 +134,13 @@ class StandaloneDraft(nn.Module):
         """`num_tokens` draft tokens after the prefix, each with the q [V] it came from (one-hot at temperature 0)."""
         device = self.model.get_input_embeddings().weight.device
         unread_BT = torch.tensor([list(prefix_ids)], device=device)
-        cache, drafted = None, []
+        cache = None
+        drafted: list[tuple[int, Tensor]] = []
         for _ in range(num_tokens):
             output = self.model(input_ids=unread_BT, past_key_values=cache, use_cache=True)
-            cache, logits_V = output.past_key_values, output.logits[0, -1].float()
-            q_V = (logits_V / temperature).softmax(-1) if temperature else _one_hot(logits_V)
-            unread_BT = torch.multinomial(q_V, 1, generator=generator)[None]
-            drafted.append((int(unread_BT), q_V))
+            cache = output.past_key_values
+            drafted.append(draw(output.logits[0, -1].float(), temperature, generator))
+            unread_BT = torch.tensor([[drafted[-1][0]]], device=device)
         return drafted
 
     def _attention_mask(self, batch: Batch) -> Tensor | dict[str, Tensor]:
@@ -281,7 +281,3 @@ def _renamed(state: dict[str, Tensor], layers: str, kept: dict[str, str]) -> dic
     for old, new in kept.items():
         renamed |= {new + name.removeprefix(old): tensor for name, tensor in state.items() if name.startswith(old)}
     return renamed
-
-
-def _one_hot(logits_V: Tensor) -> Tensor:
-    return nn.functional.one_hot(logits_V.argmax(-1), logits_V.shape[-1]).float()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from eval.process import free_port
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -24,12 +25,6 @@ ENVIRONMENT = {
 def require(config: str) -> None:
     if config.startswith("zero"):
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'redraft[deepspeed]'")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def accelerate_launch(config: str, *options: str, nodes: int = 1) -> list[list[str]]:

@@ -15,6 +15,7 @@ from train_on_ranks import make_standalone, micro_batches
 
 from distill.loop import make_accelerator
 from distill.losses import Divergence
+from distill.ranks import leave
 from distill.run import Run
 from distill.train import Distillation, Optim
 
@@ -40,6 +41,7 @@ def main(output: Path, pids: Path, resume: bool) -> None:
     weights = distillation.weights()
     if accelerator.is_main_process:
         torch.save(weights, output / "weights.pt")
+    leave(accelerator)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+Reply = tuple[int, dict[str, Any]]
+"""HTTP status and body."""
+
 
 def log_probs(request: dict[str, Any]) -> dict[str, Any]:
     """The k largest at every position but the first, a function of the token before."""
@@ -35,6 +38,12 @@ class Teacher:
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
+    def reply(self, request: dict[str, Any]) -> Reply:
+        time.sleep(self.delay_s)
+        if self.status != 200:
+            return self.status, {"error": {"message": "no"}}
+        return 200, self.answer(request)
+
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -42,18 +51,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.teacher.probes += 1
-        self.reply(200, {"data": [{"id": self.teacher.model}]})
+        self.send(200, {"data": [{"id": self.teacher.model}]})
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.teacher.requests.append(request)
-        time.sleep(self.teacher.delay_s)
-        if self.teacher.status != 200:
-            self.reply(self.teacher.status, {"error": {"message": "no"}})
-        else:
-            self.reply(200, self.teacher.answer(request))
+        self.send(*self.teacher.reply(request))
 
-    def reply(self, status: int, body: dict[str, Any]) -> None:
+    def send(self, status: int, body: dict[str, Any]) -> None:
         payload = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(payload)))

@@ -19,7 +19,6 @@ from distill.losses import (
     draft_columns,
     exact_log_probs,
     log_probs,
-    masked_mean,
     top_k_log_probs,
 )
 from eval.acceptance import alpha, alpha_greedy
@@ -94,7 +93,7 @@ def plain_loss(
     normaliser: float,
     labels: Tensor | None = None,
 ) -> Tensor:
-    losses = [masked_mean(plain_values(d, target, divergence, labels), d.weight_M, normaliser) for d in drafts]
+    losses = [(plain_values(d, target, divergence, labels) * d.weight_M).sum() / normaliser for d in drafts]
     return torch.stack(losses).sum()
 
 

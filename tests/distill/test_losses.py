@@ -22,7 +22,6 @@ from distill.losses import (
     jensen_shannon,
     lk_hybrid,
     log_probs,
-    masked_mean,
     neg_log_alpha,
     reverse_kl,
     top_k_log_probs,
@@ -219,14 +218,3 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 def test_parameters_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Divergence(**wrong)  # type: ignore[arg-type]
-
-
-def test_masked_mean_divides_by_the_global_count() -> None:
-    values = torch.tensor([1.0, 2.0, math.nan, 4.0])
-    weights = torch.tensor([1.0, 0.5, 0.0, 1.0])
-    assert masked_mean(values, weights, 12).item() == pytest.approx(6 / 12)
-    assert masked_mean(values, weights, torch.tensor(12)).item() == pytest.approx(6 / 12)
-
-
-def test_masked_mean_of_nothing_is_zero() -> None:
-    assert masked_mean(torch.tensor([math.nan, 1.0]), torch.zeros(2), 0).item() == 0

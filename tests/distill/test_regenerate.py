@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tyro
+from teachers import Reply, Teacher, teaching
 
 from distill.data import load_conversations
 from distill.endpoint import Endpoint
 from distill.regenerate import Sampling, regenerate
 from recipes.regenerate import Config
-
-Reply = tuple[int, dict[str, Any]]
 
 
 def answer(request: dict[str, Any]) -> Reply:
@@ -27,39 +24,21 @@ def answer(request: dict[str, Any]) -> Reply:
     return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
 
 
+@dataclass
+class Scripted(Teacher):
+    """One that replies by a function of the request."""
+
+    script: Callable[[dict[str, Any]], Reply] = answer
+
+    def reply(self, request: dict[str, Any]) -> Reply:
+        return self.script(request)
+
+
 @contextmanager
-def serving(reply: Callable[[dict[str, Any]], Reply] = answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """(URL, the requests received so far) of a server that lists one model and replies by `reply`."""
-    requests: list[dict[str, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send(200, {"data": [{"id": "the-target"}]})
-
-        def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            requests.append(request)
-            self.send(*reply(request))
-
-        def send(self, status: int, body: dict[str, Any]) -> None:
-            payload = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(payload)))
-            self.end_headers()
-            self.wfile.write(payload)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", requests
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def serving(script: Callable[[dict[str, Any]], Reply] = answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(URL, the requests received so far) of a server that lists one model and replies by `script`."""
+    with teaching(Scripted(script=script)) as teacher:
+        yield teacher.url, teacher.requests
 
 
 def make_endpoint(url: str, **options: Any) -> Endpoint:

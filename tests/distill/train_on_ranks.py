@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType
 from make_heads import VOCAB, make_batch, make_ids, make_signal, make_target
 from test_mtp import make_native_target
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from distill.loop import make_accelerator
 from distill.losses import Divergence
+from distill.ranks import layout, leave
 from distill.train import Distillation, Optim
 from heads import eagle1, eagle3, medusa, mlp_speculator, mtp
 from heads.draft import Batch
@@ -106,9 +110,20 @@ def train_family(name: str, target: Any, cfg: argparse.Namespace) -> dict[str, A
         "labels": [s.labels for s in stats],
         "grad_norm": [s.grad_norm for s in stats],
         "tau": metrics.tau,
-        "num_processes": accelerator.num_processes,
-        "type": accelerator.distributed_type.name,
+        "layout": layout(accelerator),
+        "offloads": offloads(accelerator),
     }
+
+
+def offloads(accelerator: Accelerator) -> bool:
+    """Optimizer, and what of the parameters is sharded, wait in the memory of the CPU."""
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        zero = accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        parts = ["offload_optimizer", *["offload_param"] * (zero["stage"] == 3)]
+        return all(zero.get(part, {}).get("device") == "cpu" for part in parts)
+    return False
 
 
 def parse(args: list[str] | None = None) -> argparse.Namespace:
@@ -131,8 +146,9 @@ def main(cfg: argparse.Namespace) -> None:
     targets = {name: make_family_target(name) for name in cfg.families}  # before there are ranks, of which one saves
     for name, target in targets.items():
         result = train_family(name, target, cfg)
-        if make_accelerator(cfg.accumulation, None, None).is_main_process:
+        if PartialState().is_main_process:
             torch.save(result, cfg.output / f"{name}.pt")
+    leave(make_accelerator(cfg.accumulation, None, None))
 
 
 if __name__ == "__main__":

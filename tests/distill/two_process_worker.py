@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from test_train import make_batch, make_distillation, make_model, weights
 
+from distill.ranks import leave
 from heads.draft import Batch
 
 if __name__ == "__main__":
@@ -18,3 +19,4 @@ if __name__ == "__main__":
         stats = distillation.step([Batch(**{name: value[rank::ranks] for name, value in vars(whole).items()})])
     if Accelerator().is_main_process:
         torch.save({"weights": weights(distillation), "loss": stats.loss}, sys.argv[1])
+    leave(distillation.accelerator)
