@@ -10,16 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from eval.acceptance_answer import answer, words
 from eval.acceptance_results import DIGITS, Measured, per_prompt, results
 from eval.bootstrap import CONFIDENCE, NUM_RESAMPLES
 from eval.cost import Advice, StepCosts, advise
 from eval.drafts import NamedDraft
-from eval.kept import key_hash, write_whole
+from eval.kept import key_hash
 from eval.prompts import Prompt, domains
-from eval.report import environment, write_page
+from eval.report import environment, render_text, write_page
+from heads.artifact import write_whole
 
 SCHEMA_VERSION = 1
 
@@ -74,26 +73,13 @@ def prompt_id(prompt: Prompt) -> str:
 def write_acceptance_report(folder: Path, report: Mapping[str, Any]) -> Path:
     """Write report.json, report.html and report.md into `folder`; the path of the page, or of the JSON without one."""
     page = write_page(folder, report, "acceptance.html.j2", "acceptance_charts.charts")
-    write_whole(folder / "report.md", markdown(report).encode())
+    write_whole(folder / "report.md", markdown(report))
     return page
 
 
 def markdown(report: Mapping[str, Any]) -> str:
     """The report for a pull request."""
     return render_text("acceptance.md.j2", **report)
-
-
-def render_text(template: str, **values: Any) -> str:
-    """A template that is not HTML."""
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=False,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return templates.get_template(template).render(**values)
 
 
 def _about(draft: NamedDraft) -> dict[str, Any]:

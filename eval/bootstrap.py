@@ -38,7 +38,7 @@ def paired_interval(
     return interval(gain_R1, confidence)
 
 
-def resampled_ratios(over_NM: Array, under_NM: Array, *, seed: int = 0) -> Array:
+def resampled_ratios(over_NM: Array, under_NM: Array, *, seed: int = 0, num_resamples: int = NUM_RESAMPLES) -> Array:
     """sum(over) / sum(under) of M quantities at once over prompts drawn with replacement, [R, M].
 
     Equal seeds and numbers of prompts draw the same prompts, so that the difference of two results is paired. A
@@ -49,7 +49,7 @@ def resampled_ratios(over_NM: Array, under_NM: Array, *, seed: int = 0) -> Array
     if not len(over_NM) or over_NM.shape != under_NM.shape:
         raise ValueError(f"the sums must pair up, got {over_NM.shape} and {under_NM.shape}")
     blocks = []
-    for drawn_RN in _draws(len(over_NM), seed):
+    for drawn_RN in _draws(len(over_NM), seed, num_resamples):
         times_RN = drawn_RN.astype(np.float64)
         over_RM, under_RM = times_RN @ over_NM, times_RN @ under_NM
         blocks.append(np.divide(over_RM, under_RM, out=np.zeros_like(over_RM), where=under_RM > 0))
@@ -63,9 +63,9 @@ def interval(values_R: Array, confidence: float = CONFIDENCE) -> tuple[float, fl
 
 
 @functools.lru_cache(maxsize=4)  # a report asks for the same prompts hundreds of times
-def _draws(num_prompts: int, seed: int) -> list[NDArray[np.int16]]:
-    """How often each prompt is drawn, NUM_RESAMPLES times: [R, N] in blocks that take at most 32 MB as float64."""
+def _draws(num_prompts: int, seed: int, num_resamples: int) -> list[NDArray[np.int16]]:
+    """How often each prompt is drawn: [R, N] in blocks that take at most 32 MB as float64."""
     rng, uniform = np.random.default_rng(seed), np.full(num_prompts, 1 / num_prompts)
     block = max(1, 2**22 // num_prompts)
-    sizes = [min(block, NUM_RESAMPLES - first) for first in range(0, NUM_RESAMPLES, block)]
+    sizes = [min(block, num_resamples - first) for first in range(0, num_resamples, block)]
     return [rng.multinomial(num_prompts, uniform, size=size).astype(np.int16) for size in sizes]

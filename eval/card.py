@@ -8,9 +8,9 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from eval.acceptance_report import render_text
 from eval.acceptance_results import tau_of
-from eval.kept import write_whole
+from eval.report import render_text
+from heads.artifact import write_whole
 from heads.checkpoint import is_hub_name
 
 MADE_BY = "<!-- made by redraft eval -->"
@@ -25,7 +25,7 @@ def write_card(folder: Path, report: Mapping[str, Any], draft: str) -> Path:
     path = folder / "README.md"
     if path.is_file() and MADE_BY not in path.read_text():
         raise FileExistsError(f"{path} was not made by redraft: move it away first")
-    write_whole(path, card(report, draft).encode())
+    write_whole(path, card(report, draft))
     return path
 
 

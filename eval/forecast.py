@@ -10,7 +10,7 @@ table gives the engine's own counts without the engine.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -288,23 +288,6 @@ class QuickMetrics:
     """1 + sum_j c_j with the positions below: every row starts a block, so it is near the forecast, not equal to it."""
     acceptance_per_position: list[float]
     """Share of rows whose first j + 1 draft tokens are the target's most probable ones, given the text."""
-
-
-@torch.no_grad()
-def quick_metrics(
-    draft: Draft,
-    batches: Iterable[tuple[Batch, TargetSignal]],
-    num_speculative_tokens: int,
-    reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
-) -> QuickMetrics:
-    """Held-out acceptance of `draft` over packed batches; `reduce` sums a float64 CPU tensor over all processes.
-
-    Raises:
-        ValueError: no row of the batches has a label, or the draft has too few draft steps.
-    """
-    nothing = torch.zeros(4 + num_speculative_tokens, dtype=torch.float64)
-    sums = (metric_sums(draft, batch, signal, num_speculative_tokens) for batch, signal in batches)
-    return metrics_of(reduce(sum(sums, nothing)))
 
 
 def metrics_of(sums: Tensor) -> QuickMetrics:

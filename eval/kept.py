@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+
+from heads.artifact import write_whole
 
 T = TypeVar("T")
 
@@ -28,12 +29,11 @@ def key_hash(key: object) -> str:
     return hashlib.sha256(msgspec.json.encode(key)).hexdigest()
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Make `path` hold `content`, whole or not at all, whenever the process or the machine dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+def file_print(name: str) -> str:
+    """A hash of names, sizes and times of a folder's files, or of the file's; what is neither (a hub name) as it is."""
+    path = Path(name)
+    if not name or not path.exists():
+        return name
+    files = sorted(below for below in path.rglob("*") if below.is_file()) if path.is_dir() else [path]
+    stats = [(str(file.relative_to(path)), file.stat()) for file in files]
+    return key_hash([(below, stat.st_size, stat.st_mtime_ns) for below, stat in stats])

@@ -23,6 +23,8 @@ import httpx
 import numpy as np
 
 from eval.engine import Server
+from eval.kept import file_print, key_hash
+from heads.artifact import write_whole
 
 DATA_KINDS = ("random", "sonnet", "sharegpt", "jsonl")
 
@@ -51,19 +53,27 @@ class Load:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        kind, _, path = self.data.partition(":")
-        if kind not in DATA_KINDS:
-            raise ValueError(f"there is no data of kind {kind!r}: {', '.join(DATA_KINDS)} are known")
-        if kind in ("sharegpt", "jsonl") and not path:
-            raise ValueError(f"{kind} needs a file: {kind}:FILE")
-        if path and not Path(path).is_file():
-            raise FileNotFoundError(f"there is no file {path} to take {kind} prompts from")
+        if self.kind not in DATA_KINDS:
+            raise ValueError(f"there is no data of kind {self.kind!r}: {', '.join(DATA_KINDS)} are known")
+        if self.has_lengths_of_its_own and not self.file:
+            raise ValueError(f"{self.kind} needs a file: {self.kind}:FILE")
+        if self.file and not Path(self.file).is_file():
+            raise FileNotFoundError(f"there is no file {self.file} to take {self.kind} prompts from")
         if self.num_prompts < 1:
             raise ValueError("there is nothing to measure: zero prompts were asked for")
 
     @property
+    def kind(self) -> str:
+        return self.data.partition(":")[0]
+
+    @property
+    def file(self) -> str:
+        """That the prompts come from; empty where it is none of the user's."""
+        return self.data.partition(":")[2]
+
+    @property
     def has_lengths_of_its_own(self) -> bool:
-        return self.data.startswith(("sharegpt", "jsonl"))
+        return self.kind in ("sharegpt", "jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +142,7 @@ def run_load(server: Server, load: Load, folder: Path) -> Served:
     arguments += ["--seed", str(load.seed), "--save-detailed", "--disable-tqdm"]
     arguments += ["--max-concurrency", str(load.concurrency)] if load.concurrency else []
     arguments += ["--request-rate", str(load.request_rate)] if load.request_rate else []
-    arguments += _data_arguments(load, server.model, folder)
+    arguments += data_arguments(load, server.model, folder)
     clock = _decode_time(server, at_least=0)
     for num_prompts in (min(WARM_UP_REQUESTS, load.num_prompts), load.num_prompts):
         before = clock
@@ -244,21 +254,22 @@ def _without_chatter() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _data_arguments(load: Load, tokenizer: str, folder: Path) -> list[str]:
-    kind, _, path = load.data.partition(":")
+def data_arguments(load: Load, tokenizer: str, folder: Path) -> list[str]:
+    """What tells the generator where its prompts come from; lines are cut to a length once and kept in `folder`."""
     lengths = ["--output-len", str(load.output_tokens)]
-    if kind == "random":
-        return ["--dataset-name", "random", "--input-len", str(load.input_tokens), *lengths]
-    if kind == "sharegpt":
-        _require_conversations(Path(path))
-        return ["--dataset-name", "sharegpt", "--dataset-path", path, *lengths]
-    if kind == "jsonl":
-        _require_prompts(Path(path))
-        return _custom(path, tokenizer) + lengths
-    assert load.input_tokens is not None, "lines have no length of their own"
-    prompts = folder / f"sonnet-{load.input_tokens}-{load.num_prompts}-{load.seed}.jsonl"
+    match load.kind:
+        case "random":
+            return ["--dataset-name", "random", "--input-len", str(load.input_tokens), *lengths]
+        case "sharegpt":
+            _require_conversations(Path(load.file))
+            return ["--dataset-name", "sharegpt", "--dataset-path", load.file, *lengths]
+        case "jsonl":
+            _require_prompts(Path(load.file))
+            return _custom(load.file, tokenizer) + lengths
+    asked = [file_print(load.file), file_print(tokenizer), load.input_tokens, load.num_prompts, load.seed]
+    prompts = folder / f"sonnet-{key_hash(asked)[:16]}.jsonl"
     if not prompts.is_file():
-        write_sonnet(prompts, Path(path) if path else None, tokenizer, load)
+        write_sonnet(prompts, Path(load.file) if load.file else None, tokenizer, load)
     return _custom(str(prompts), tokenizer) + lengths
 
 
@@ -316,13 +327,13 @@ def write_sonnet(output: Path, text: Path | None, tokenizer: str, load: Load) ->
     lines = [line.strip() for line in words.splitlines() if line.strip()]
     if len(lines) < 2:
         raise ValueError(f"{text} has {len(lines)} lines: prompts are drawn from the lines of a text")
-    assert load.input_tokens is not None
+    assert load.input_tokens is not None, "lines have no length of their own"
     room = load.input_tokens - _num_tokens(tokenizer, SONNET_REQUEST)
     if room < 1:
         raise ValueError(f"{load.input_tokens} input tokens leave no room beside the chat template: ask for more")
     rng = np.random.default_rng(load.seed)
     prompts = [_sonnet(lines, tokenizer, load.input_tokens, room, rng) for _ in range(load.num_prompts)]
-    output.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    write_whole(output, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
 
 
 def _sonnet(lines: Sequence[str], tokenizer: str, input_tokens: int, room: int, rng: np.random.Generator) -> str:

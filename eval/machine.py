@@ -147,7 +147,7 @@ def gather(output: Path, *, import_engine: bool) -> Facts:
         requirements=tuple(importlib.metadata.requires("redraft") or ()),
         torch_cuda=torch_cuda,
         gpus=gpus,
-        cpu=_cpu_model(),
+        cpu=processor(),
         num_cores=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
         disk=disk,
@@ -171,7 +171,8 @@ def _engine_error() -> str | None:
     return None if result.returncode == 0 else (result.stderr.strip().splitlines() or ["it crashed"])[-1]
 
 
-def _cpu_model() -> str:
+def processor() -> str:
+    """The processor's name."""
     info = Path("/proc/cpuinfo")
     named = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
     return named[1] if named else platform.processor() or platform.machine()

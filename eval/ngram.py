@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,11 @@ class Ngram:
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.max:
             raise ValueError(f"n-grams of {self.min} to {self.max} tokens: give 1 <= --ngram.min <= --ngram.max")
+
+    @property
+    def speculative_config(self) -> dict[str, Any]:
+        """vLLM's, but for the number of tokens."""
+        return {"method": "ngram", "prompt_lookup_min": self.min, "prompt_lookup_max": self.max}
 
 
 def proposals(

@@ -17,6 +17,36 @@ def charts(report: Mapping[str, Any]) -> dict[str, Spec]:
     return {"live": plain(_live(report["timeline"])), "versions": plain(_versions(report))}
 
 
+def domain_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
+    """The same for the report of drafts by domain."""
+    return {"specialised": plain(_specialised(report["domains"]))}
+
+
+def _specialised(domains: Mapping[str, Any]) -> alt.LayerChart:
+    """Bars for each domain and for the mean: the shared drafts, and the domain's own."""
+    labels = {**domains["names"], "mean": "mean"}
+    drafts = {
+        "shared draft": domains["tau_shared"],
+        "draft of its own": domains["tau_specialised"],
+        "shared, twice as long": domains["tau_shared_longer"],
+    }
+    rows = [{"label": labels[key], "what": what, "tau": tau[key]} for what, tau in drafts.items() for key in labels]
+    order = list(drafts)
+    base = alt.Chart(alt.Data(values=rows), width="container", height=PANEL_HEIGHT).encode(
+        x=alt.X("label:N", title=None, sort=list(labels.values()), axis=alt.Axis(labelAngle=0)),
+        xOffset=alt.XOffset("what:N", sort=order),
+        y=alt.Y("tau:Q", title="tokens per target step", axis=alt.Axis(tickCount=5)),
+        tooltip=["label:N", "what:N", alt.Tooltip("tau:Q", format=".3f")],
+    )
+    colors = alt.Scale(domain=order, range=["var(--plain)", "var(--ours)", "var(--fifth)"])
+    bars = base.mark_bar(cornerRadiusEnd=4, width={"band": 0.9}).encode(
+        color=alt.Color("what:N", scale=colors, sort=order, legend=alt.Legend(title=None, orient="top"))
+    )
+    return bars + base.mark_text(baseline="bottom", dy=-5, fontWeight=600, color="currentColor").encode(
+        text=alt.Text("tau:Q", format=".2f")
+    )
+
+
 def _live(timeline: Mapping[str, Any]) -> alt.LayerChart:
     """Each server's acceptance over time, smoothed, with a rule at every swap."""
     accepted = (

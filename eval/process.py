@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,13 @@ PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that the kernel sends when the parent dies."""
 
 LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec a loader lock that another thread held stays locked
+
+
+def free_port() -> int:
+    """A loopback port that nobody has, for a child that is told its port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

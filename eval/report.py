@@ -22,7 +22,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +33,8 @@ import torch
 from eval.bootstrap import paired_interval
 from eval.engine import Lossless, Measurement
 from eval.forecast import Forecast
+from eval.machine import processor
+from heads.artifact import write_whole
 
 REQUIRED = {
     "": ("target", "draft", "command", "offline", "by_domain", "train", "curves", "environment", "duration_s"),
@@ -123,18 +124,12 @@ def environment() -> dict[str, str]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
         "memory": f"{memory_bytes / 2**30:.0f} GiB",
         "gpu": ", ".join(gpus) or "none",
         "python": platform.python_version(),
     } | {name: version for name in PACKAGES if (version := _version(name))}
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:
@@ -174,13 +169,12 @@ def write_page(
         ValueError: a number is not finite.
     """
     text = json.dumps(report, indent=2, sort_keys=True, allow_nan=False)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{stem}.json").write_text(text + "\n")
+    write_whole(folder / f"{stem}.json", text + "\n")
     if not all(importlib.util.find_spec(package) for package in ("altair", "vl_convert")):
         print(f"{stem}.html was not drawn: pip install 'redraft[report]'")
         return folder / f"{stem}.json"
     html = folder / f"{stem}.html"
-    html.write_text(_render(json.loads(text), template, charts, extras or {}))
+    write_whole(html, _render(json.loads(text), template, charts, extras or {}))
     return html
 
 
@@ -192,18 +186,28 @@ def _require_keys(report: Mapping[str, Any]) -> None:
             raise ValueError(f"the report lacks {section + '.' if section else ''}{absent[0]}")
 
 
-def _render(report: dict[str, Any], template: str, charts: str, extras: Mapping[str, Any]) -> str:
-    module, function = charts.rsplit(".", 1)
-    draw = getattr(importlib.import_module(f"eval.{module}"), function)  # loads altair, which only a page needs
-    templates = jinja2.Environment(
+def render_text(template: str, **values: Any) -> str:
+    """A template that is not HTML."""
+    return _templates(autoescape=False, keep_trailing_newline=True).get_template(template).render(**values)
+
+
+def _templates(**options: Any) -> jinja2.Environment:
+    return jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        **options,
     )
-    return templates.get_template(template).render(
-        **{"engine": None, **report, **extras}, charts=draw(report), vega=_vega_javascript()
+
+
+def _render(report: dict[str, Any], template: str, charts: str, extras: Mapping[str, Any]) -> str:
+    module, function = charts.rsplit(".", 1)
+    draw = getattr(importlib.import_module(f"eval.{module}"), function)  # loads altair, which only a page needs
+    return (
+        _templates(autoescape=True)
+        .get_template(template)
+        .render(**{"engine": None, **report, **extras}, charts=draw(report), vega=_vega_javascript())
     )
 
 

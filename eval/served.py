@@ -12,8 +12,7 @@ from eval.engine import Output, measure, vllm_server
 from eval.kept import kept
 from eval.prompts import Prompt
 from eval.teacher_forced import Protocol
-from heads.check import Pair
-from heads.check_static import static_findings
+from heads.check_static import first_cure
 
 Served = list[list[AcceptanceCounts]]
 """By temperature, in the order of the prompts: what the engine counted."""
@@ -71,18 +70,10 @@ def serve_and_count(
     try:
         return kept(folder, f"engine-{draft.name}-{num_speculative_tokens}", [*key, options.args], Served, counted)
     except ChildProcessError as error:
-        raise ChildProcessError(f"{draft.name}: {error}{_cure(target, draft, num_speculative_tokens)}") from error
+        cure = first_cure(target.folder, draft.folder, num_speculative_tokens) if draft.folder else ""
+        raise ChildProcessError(f"{draft.name}: {error}{cure}") from error
 
 
 def _counts(output: Output) -> AcceptanceCounts:
     assert output.counts is not None, "the server speculates"
     return output.counts
-
-
-def _cure(target: LoadedTarget, draft: NamedDraft, num_speculative_tokens: int) -> str:
-    """What the checks of `redraft doctor` find wrong with the folder, if anything."""
-    if draft.folder is None:
-        return ""
-    pair = Pair.read(target.folder, draft.folder)
-    findings = static_findings(pair, method=None, num_speculative_tokens=num_speculative_tokens)
-    return f"; {findings[0].problem}: {findings[0].cure}" if findings else ""

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from eval.cost import StepCosts
-from eval.kept import key_hash, write_whole
+from eval.kept import file_print, key_hash
 from eval.load import Load, Served, median_of
+from heads.artifact import write_whole
 
 QUESTIONS = {
     "draft": "By draft",
@@ -139,9 +140,9 @@ class Results:
         self.folder, self._served = folder / "cells", dict(served)
 
     def path(self, cell: Cell, repeat: int) -> Path:
-        draft = cell.variant.draft
-        named = {"cell": asdict(cell), "served": self._served, "draft": file_print(draft) if draft else ""}
-        return self.folder / f"{key_hash({**named, 'repeat': repeat})[:16]}.json"
+        files = [file_print(name) for name in (cell.variant.draft, cell.load.file) if name]
+        named = {"cell": asdict(cell), "served": self._served, "files": files, "repeat": repeat}
+        return self.folder / f"{key_hash(named)[:16]}.json"
 
     def has(self, cell: Cell, repeat: int) -> bool:
         return self.path(cell, repeat).is_file()
@@ -149,21 +150,12 @@ class Results:
     def add(self, cell: Cell, repeat: int, served: Served) -> None:
         """Keep a finished cell: whole or not at all, whenever the process is killed."""
         text = json.dumps({"cell": asdict(cell), "repeat": repeat, "served": served.to_json()}, indent=1)
-        write_whole(self.path(cell, repeat), text.encode())
+        write_whole(self.path(cell, repeat), text)
 
     def median(self, cell: Cell, num_repeats: int) -> Served | None:
         """The cell's run of median speed; None where there is none."""
         runs = [json.loads(self.path(cell, r).read_text()) for r in range(num_repeats) if self.has(cell, r)]
         return median_of([Served.from_json(run["served"]) for run in runs]) if runs else None
-
-
-def file_print(model: str) -> str:
-    """A hash of the names, sizes and times of a folder's files, which another training changes; a hub name as it is."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return model
-    stats = [(str(path.relative_to(folder)), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
-    return key_hash([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
 
 def tables(questions: Mapping[str, Sequence[Cell]], measured: Mapping[Cell, Served]) -> dict[str, list[dict[str, Any]]]:

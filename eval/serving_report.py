@@ -4,7 +4,7 @@
 |---|---|
 | `version` | of this form, which serving.schema.json describes |
 | `target`, `command`, `environment`, `duration_s` | what was served, and how and where it was measured |
-| `settings` | what all tables share: the first values of the sweep, repeats, dtype |
+| `settings` | what all tables share: the first values of the sweep, repeats |
 | `drafts` | by name: title, the engine's configuration, acceptance by position, step costs, and the advice from both |
 | `tables` | by question, rows as `eval.serving_bench.row` makes them |
 | `refused` | what the engine would not serve, with its reason |
@@ -21,6 +21,7 @@ from typing import Any
 from eval.cost import advise
 from eval.report import write_page
 from eval.serving_bench import QUESTIONS, acceptance, step_costs
+from heads.artifact import write_whole
 
 VERSION = 1
 
@@ -69,6 +70,8 @@ def read_serving(path: Path) -> dict[str, Any]:
 
     Raises: ValueError where it is none, or one of another version; FileNotFoundError.
     """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}: `redraft bench` measures one")
     try:
         report: dict[str, Any] = json.loads(path.read_text())
         version = report.get("version"), "tables" in report
@@ -97,7 +100,7 @@ def write_serving(folder: Path, report: Mapping[str, Any]) -> Path:
         "best": best_row(report),
     }
     page = write_page(folder, report, "serving.html.j2", "serving_charts.charts", stem="serving", extras=extras)
-    (folder / "serving.md").write_text(markdown(report))
+    write_whole(folder / "serving.md", markdown(report))
     return page
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from eval.acceptance import tau
 from eval.ngram import Ngram, proposals
 
 OVERLAP_TOKENS = 4
@@ -36,10 +35,6 @@ class Lookup:
     """Share of the target steps for which anything was looked up."""
     acceptance_per_position: tuple[float, ...]
     """Share of the target steps whose first, second, ... token was looked up and right."""
-
-    @property
-    def tau(self) -> float:
-        return tau(self.acceptance_per_position)
 
 
 def look_up(exchanges: Iterable[Exchange], ngram: Ngram, num_speculative_tokens: int) -> Lookup:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from eval.acceptance import AcceptanceCounts
-from eval.forecast import Continuation, forecast, greedy_continuations, quick_metrics
+from eval.forecast import Continuation, forecast, greedy_continuations, metric_sums, metrics_of
 from eval.prompts import Prompt
 from eval.sampler import NextLogits, Propose, sample, token_by_token
 from heads.draft import Batch, DraftStep, ExactTarget, TargetSignal, TopKTarget, attention_mask, label_rows
@@ -293,7 +293,7 @@ def make_packed_batch() -> Batch:
 
 
 @torch.no_grad()
-def test_quick_metrics_equal_a_plain_loop_over_the_documents(target: Any):
+def test_held_out_metrics_equal_a_plain_loop_over_the_documents(target: Any):
     draft, batch = make_noisy_copy(target, 0.05), make_packed_batch()
     alphas, accepted = [], []
     for row, first, last in ((0, 0, 12), (0, 12, 22), (1, 0, 26)):
@@ -304,21 +304,25 @@ def test_quick_metrics_equal_a_plain_loop_over_the_documents(target: Any):
         for start in range(3, last - first - K):
             block = agree[start : start + K]
             accepted.append(block.index(False) if False in block else K)
-    result = quick_metrics(LMDraft(draft), [(batch, exact_signal(target)(batch))], K)
+    result = metrics_of(metric_sums(LMDraft(draft), batch, exact_signal(target)(batch), K))
     assert result.num_rows == len(alphas) == 8 + 6 + 22
     assert result.alpha == pytest.approx(sum(alphas) / len(alphas), abs=1e-5)
     assert result.tau == pytest.approx(1 + sum(accepted) / len(accepted))
     assert result.acceptance_per_position == [sum(a > j for a in accepted) / len(accepted) for j in range(K)]
 
 
-def test_quick_metrics_add_up_over_processes(target: Any):
+def test_held_out_metrics_add_up_over_batches(target: Any):
     draft, batch = LMDraft(make_noisy_copy(target, 0.05)), make_packed_batch()
-    pair = (batch, exact_signal(target)(batch))
-    assert quick_metrics(draft, [pair], K, lambda sums: 2 * sums) == quick_metrics(draft, [pair, pair], K)
+    first, second = (Batch(**{name: rows[i : i + 1] for name, rows in vars(batch).items()}) for i in range(2))
+    parts = [metric_sums(draft, part, exact_signal(target)(part), K) for part in (first, second)]
+    whole = metric_sums(draft, batch, exact_signal(target)(batch), K)
+    assert parts[0][0] > 0
+    assert parts[1][0] > 0
+    torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-6, atol=1e-6)
 
 
 def test_held_out_batches_without_a_label_are_refused(target: Any):
     batch = make_packed_batch()
     unlabelled = Batch(**{**vars(batch), "loss_mask_BT": torch.zeros_like(batch.loss_mask_BT)})
     with pytest.raises(ValueError, match="no row with a label"):
-        quick_metrics(LMDraft(target), [(unlabelled, exact_signal(target)(unlabelled))], K)
+        metrics_of(metric_sums(LMDraft(target), unlabelled, exact_signal(target)(unlabelled), K))

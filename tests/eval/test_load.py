@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer
 
 from eval.cost import Advice, Range
 from eval.engine import Server, read_counters, vllm_server
-from eval.load import Load, median_of, run_load, served, write_sonnet
+from eval.load import Load, data_arguments, median_of, run_load, served, write_sonnet
 
 
 def make_load(**changes: Any) -> Load:
@@ -104,6 +105,24 @@ def test_a_text_of_ones_own_gives_the_lines(tiny_target: Path, tmp_path: Path) -
     write_sonnet(tmp_path / "prompts.jsonl", tmp_path / "text.txt", str(tiny_target), load)
     prompt = json.loads((tmp_path / "prompts.jsonl").read_text())["prompt"]
     assert set(prompt.splitlines()[1:-1]) <= {"shall I compare thee", "to a summers day"}
+
+
+def test_every_text_and_tokenizer_has_prompts_of_its_own(tiny_target: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("the one\ntext\n")
+    (tmp_path / "other.txt").write_text("quite another\ntext of mine\n")
+    other = shutil.copytree(tiny_target, tmp_path / "target")
+    (other / "tokenizer_config.json").touch()
+    paths = [
+        data_arguments(make_load(data=data, input_tokens=64, num_prompts=1), str(target), tmp_path / "prompts")[3]
+        for data, target in (
+            ("sonnet", tiny_target),
+            (f"sonnet:{tmp_path / 'one.txt'}", tiny_target),
+            (f"sonnet:{tmp_path / 'other.txt'}", tiny_target),
+            ("sonnet", other),
+        )
+    ]
+    assert len(set(paths)) == 4
+    assert "quite another" in Path(paths[2]).read_text()
 
 
 def test_a_length_without_room_or_a_text_without_lines_is_refused(tiny_target: Path, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from test_report import browser, open_in_chromium
 
 from eval import serving_report
 from eval.cost import StepCosts, advise
-from eval.serving_bench import ALONE, Cell, Results, Variant, by_variant, file_print, plan, row, step_costs
+from eval.kept import file_print
+from eval.serving_bench import ALONE, Cell, Results, Variant, by_variant, plan, row, step_costs
 from eval.serving_report import answer, read_serving, write_serving
 
 SCHEMA = json.loads((Path(serving_report.__file__).parent / "serving.schema.json").read_text())
@@ -115,7 +116,18 @@ def test_a_draft_that_was_trained_again_is_measured_again(tmp_path: Path) -> Non
     assert results.has(cell, 0)
     (draft / "model.safetensors").write_bytes(b"another")
     assert not results.has(cell, 0)
-    assert file_print("owner/name") == "owner/name"
+    assert (file_print("owner/name"), file_print("")) == ("owner/name", "")
+
+
+def test_a_text_that_was_changed_is_measured_again(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("one line\nanother\n")
+    cell = Cell(variant=ALONE, load=replace(make_sweep().load(), data=f"sonnet:{text}"))
+    results = Results(tmp_path, {})
+    results.add(cell, 0, make_served())
+    assert results.has(cell, 0)
+    text.write_text("other lines\naltogether\n")
+    assert not results.has(cell, 0)
 
 
 def test_costs_and_acceptance_come_out_of_the_table_as_the_server_had_them() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval.acceptance import simulate_blocks
+from eval.acceptance import simulate_blocks, tau
 from eval.ngram import Ngram, proposals
 from eval.workload import Exchange, look_up
 
@@ -19,7 +19,7 @@ def test_a_quoted_answer_is_looked_up() -> None:
     # right and 6 is the target's own
     assert found.drafted == pytest.approx(1 / 2)
     assert found.acceptance_per_position == pytest.approx((1 / 2, 1 / 2, 1 / 2))
-    assert found.tau == pytest.approx(2.5)
+    assert tau(found.acceptance_per_position) == pytest.approx(2.5)
     assert found.overlap == 1.0
     assert (found.num_answers, found.num_tokens) == (1, 6)
 
@@ -27,7 +27,7 @@ def test_a_quoted_answer_is_looked_up() -> None:
 def test_what_is_looked_up_and_wrong_is_not_accepted() -> None:
     found = look_up([Exchange(prompt_ids=[1, 2, 7, 7, 7], answer_ids=[1, 2, 8, 8])], NGRAM, 2)
     # after (1, 2) comes 7, 7, but 8 was written: one wasted draft among three steps
-    assert (found.drafted, found.tau) == (pytest.approx(1 / 3), 1.0)
+    assert (found.drafted, tau(found.acceptance_per_position)) == (pytest.approx(1 / 3), 1.0)
     assert found.overlap == 0.0
 
 
@@ -43,7 +43,7 @@ def test_it_walks_as_the_engine_does() -> None:
             match_TK[row, position] = token == ids[41 + row + position]
     counts = simulate_blocks(match_TK, 260)
     assert found.acceptance_per_position == pytest.approx(counts.acceptance_per_position)
-    assert found.tau > 1.1
+    assert tau(found.acceptance_per_position) > 1.1
 
 
 def test_a_workload_without_answers_is_refused() -> None:
