@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 EXTRA_ARGS_KEY = "redraft"
 """Under `SamplingParams.extra_args`: how the API process tells the worker."""
 
+DOMAIN_HEADER = b"x-redraft-domain"
+"""As it travels; set by whoever tells domains apart."""
+
 MAX_LABEL_CHARS = 64
 """Of a tenant or domain: they become columns of the buffer and labels of metrics."""
 
@@ -25,6 +28,17 @@ def origin_of(headers: Mapping[str, str]) -> Origin:
         domain=headers.get("x-redraft-domain", "")[:MAX_LABEL_CHARS],
         opt_out=headers.get("x-redraft-opt-out", "0").lower() not in ("", "0", "false", "no"),
     )
+
+
+def is_label(domain: str) -> bool:
+    """Whether a domain of this name can travel in a header."""
+    return domain.isascii() and domain.isprintable() and domain == domain.strip() and len(domain) <= MAX_LABEL_CHARS
+
+
+def require_label(domain: str) -> None:
+    """Raises: ValueError where a domain can not be called so."""
+    if not is_label(domain):
+        raise ValueError(f"{domain!r} can be no domain: it travels in a header, at most {MAX_LABEL_CHARS} of ASCII")
 
 
 def origin_of_arguments(extra_args: Mapping[str, Any] | None) -> Origin:

@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from online.capture import Capture, Step, StepPart
+from online.capture import Capture
 from online.records import Sampling
 from online.request_log import RequestInfo
 from online.request_origin import Origin, origin_of_arguments
+from online.steps import Step, StepPart
 
 RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 
@@ -110,13 +112,11 @@ class _Hooks:
         infos = [self._info(request_id) for request_id in batch.req_ids[: batch.num_reqs]]
         if not any(infos):
             return self._finished_step() if self.finished else None
-        num_drafts_B = np.array(metadata.num_draft_tokens if metadata else [0] * len(infos))
-        parts = self._parts(infos, num_drafts_B)
+        parts = self._parts(infos, metadata.num_draft_tokens if metadata else [0] * len(infos))
         finished, self.finished = self.finished, []
-        verified = [part for part in parts if part.num_drafts]
-        if not verified or logits_RV is None:
+        num_rows = sum(part.num_drafts + 1 for part in parts if part.num_drafts)
+        if not num_rows or logits_RV is None:
             return Step(draft_version=self.capture.draft_version, parts=parts, finished=finished, sampled_BK=sampled_BK)
-        num_rows = sum(part.num_drafts + 1 for part in verified)
         if 2 * num_rows < len(logits_RV):  # few of many: a copy of them holds less memory than a reference to all
             parts, logits_RV = _only_their_rows(parts, logits_RV)
         return Step(
@@ -129,27 +129,30 @@ class _Hooks:
             draft_probs_S=self._chosen_draft_probs(metadata.draft_token_ids),
         )
 
-    def _parts(self, infos: list[RequestInfo | None], num_drafts_B: Any) -> list[StepPart]:
+    def _parts(self, infos: list[RequestInfo | None], num_drafts_B: Sequence[int]) -> list[StepPart]:
         runner, count = self.runner, len(infos)
-        num_scheduled_B = np.diff(runner.query_start_loc.np[: count + 1])
-        starts_B = runner.input_batch.num_computed_tokens_cpu[:count] + num_scheduled_B - num_drafts_B
-        is_partial_prefill_B = runner.discard_request_mask.np[:count]
-        first_drafts_B = np.cumsum(num_drafts_B) - num_drafts_B
+        first_reads = runner.query_start_loc.np[: count + 1].tolist()
+        num_computed_B = runner.input_batch.num_computed_tokens_cpu[:count].tolist()
+        is_partial_prefill_B = runner.discard_request_mask.np[:count].tolist()
         with_partial = self.capture.config.hidden_states
-        return [
-            StepPart(
-                request=info,
-                start=int(starts_B[i]),
-                sampled_row=None if is_partial_prefill_B[i] else i,
-                num_drafts=int(num_drafts_B[i]),
-                first_row=int(first_drafts_B[i]) + i,  # every request before it has one bonus row besides its drafts
-                first_draft=int(first_drafts_B[i]),
-                num_read=int(num_scheduled_B[i]),
-                first_read=int(runner.query_start_loc.np[i]),
-            )
-            for i, info in enumerate(infos)
-            if info is not None and (with_partial or not is_partial_prefill_B[i])
-        ]
+        parts: list[StepPart] = []
+        first_draft = 0
+        for i, (info, num_drafts) in enumerate(zip(infos, num_drafts_B, strict=True)):
+            if info is not None and (with_partial or not is_partial_prefill_B[i]):
+                num_read = first_reads[i + 1] - first_reads[i]
+                part = StepPart(
+                    request=info,
+                    start=num_computed_B[i] + num_read - num_drafts,
+                    sampled_row=None if is_partial_prefill_B[i] else i,
+                    num_drafts=num_drafts,
+                    first_row=first_draft + i,  # every request before it has one bonus row besides its drafts
+                    first_draft=first_draft,
+                    num_read=num_read,
+                    first_read=first_reads[i],
+                )
+                parts.append(part)
+            first_draft += num_drafts
+        return parts
 
     def _chosen_draft_probs(self, draft_ids_S: Tensor) -> Tensor | None:
         if self.step_draft_probs_SV is None:
@@ -222,6 +225,6 @@ def _only_their_rows(parts: list[StepPart], logits_RV: Tensor) -> tuple[list[Ste
     rows: list[int] = []
     for part in parts:
         kept = range(part.first_row, part.first_row + part.num_drafts + 1) if part.num_drafts else ()
-        moved.append(replace(part, first_row=len(rows)))
+        moved.append(msgspec.structs.replace(part, first_row=len(rows)))
         rows += kept
     return moved, logits_RV[torch.tensor(rows, device=logits_RV.device)]

@@ -1,8 +1,8 @@
-"""Records from a vLLM that can not be touched: an OpenAI-compatible proxy in front of it.
+"""Records from a vLLM that can not be touched, by a proxy in front of it (`online.proxy`).
 
-    client ─► tap ─► vLLM       the tap asks for token ids and log-probabilities besides what the client asked for,
-    client ◄─ tap ◄─ vLLM       and takes them out of the answer again
-               └─► outlet       what they said becomes a record
+    client ─► proxy ─► vLLM     the tap asks for token ids and log-probabilities besides what the client asked for,
+    client ◄─ proxy ◄─ vLLM     and takes them out of the answer again
+                └─► outlet      what they said becomes a record
 
 A record from here has the target's top-k at every output token, and nothing of any draft: vLLM does not tell. What the
 tap does not understand, and whatever goes wrong while recording, passes through as it is.
@@ -17,130 +17,109 @@ import logging
 import uuid
 import zlib
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
-from starlette.applications import Starlette
-from starlette.background import BackgroundTask
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
+from online.nats_config import Nats
 from online.outlet import open_outlet
 from online.plugin_config import CaptureConfig
+from online.pools import Asked
 from online.records import Record, frame_of
-from online.request_origin import Origin, origin_of
+from online.request_origin import Origin
 from online.tap_messages import Answer, is_recordable, strip, tapped
 
 logger = logging.getLogger("redraft.tap")
-
-TAPPED_PATHS = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
-
-HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "host", "content-length"}
 
 MAX_WAITING_RECORDS = 1024
 SHIP_INTERVAL_S = 1.0
 
 
-class Tap:
-    """One proxy: its counters, and the records that wait to be written."""
+@dataclass(frozen=True, kw_only=True)
+class TapConfig:
+    spool: Path | None = None
+    """Folder that receives the records, where the servers have no plugin to make them."""
+    ingest: str = field(default="", repr=False)
+    """The log that receives them instead: nats://HOST:4222, several with commas, tls:// for TLS."""
+    nats: Nats = field(default_factory=Nats)
+    top_k: int = 20
+    """Probabilities recorded of a token; vLLM's --max-logprobs is the most that there are."""
+    fraction: float = 1.0
+    """Of all requests."""
+    tenants: tuple[str, ...] = ()
+    """Only requests with one of these in X-Redraft-Tenant; empty: all."""
+    spool_bytes: int = 1 << 30
+    """Above it the oldest records are dropped."""
 
-    def __init__(self, upstream: str, config: CaptureConfig, target_fingerprint: str) -> None:
+    @property
+    def capture(self) -> CaptureConfig:
+        """Raises: ValueError."""
+        return CaptureConfig(
+            spool=self.spool,
+            ingest=self.ingest,
+            nats=self.nats,
+            fraction=self.fraction,
+            tenants=frozenset(self.tenants) or None,
+            top_k=self.top_k,
+            spool_bytes=self.spool_bytes,
+        )
+
+
+class Tap:
+    """What is recorded: counters, and the records that wait to be written."""
+
+    def __init__(self, config: CaptureConfig, target_fingerprint: str) -> None:
         self.config = config
         self.target_fingerprint = target_fingerprint
         self.server_id = uuid.uuid4().hex[:16]
         self.counts: Counter[str] = Counter()
-        self.http = httpx.AsyncClient(base_url=upstream, timeout=None)
         self._outlet = open_outlet(config, self.server_id)
         self._waiting: deque[Record] = deque()
 
-    def app(self) -> Starlette:
-        """The proxy as an ASGI application; `/redraft/tap` answers with its counters."""
-        methods = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-        routes = [
-            Route("/redraft/tap", self._status, methods=["GET"]),
-            Route("/{path:path}", self._forward, methods=methods),
-        ]
-        return Starlette(routes=routes, lifespan=self._lifespan)
+    def status(self) -> dict[str, Any]:
+        return self.counts | self._outlet.status()
 
-    async def _status(self, request: Request) -> Response:
-        return Response(json.dumps(self.counts | self._outlet.status()), media_type="application/json")
-
-    @contextlib.asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        shipping = asyncio.create_task(self._ship_for_ever())
-        yield
-        shipping.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await shipping
-        await asyncio.to_thread(self._ship)
-        await asyncio.to_thread(self._outlet.close)
-        await self.http.aclose()
-
-    async def _forward(self, request: Request) -> Response:
-        body = await request.body()
-        origin = origin_of(request.headers)
-        question = self._question(request, body, origin)
-        if question is not None:
-            wish = tapped(question, TAPPED_PATHS[request.url.path], self.config.top_k)
-            upstream = await self._send(request, json.dumps(wish).encode(), identity=True)
-            if upstream.status_code == 200:
-                return self._answer(upstream, question, origin)
-            # It may be the tap's own wish that was refused (--max-logprobs): the client's decides.
-            await upstream.aclose()
-            self.counts["refused_requests"] += 1
-        return _passed_on(await self._send(request, body))
-
-    def _question(self, request: Request, body: bytes, origin: Origin) -> dict[str, Any] | None:
-        """The request's JSON where it is to be recorded, else None."""
-        if request.method != "POST" or request.url.path not in TAPPED_PATHS:
-            return None
+    def wants(self, question: Any, origin: Origin) -> bool:
+        """Whether the answer to a request for text, whose JSON this is, is to be recorded. It is counted."""
         reason = ""
-        question: Any = None
-        try:
-            question = json.loads(body)
-        except ValueError:
-            reason = "unreadable"
         if origin.opt_out:
             reason = "opt_out"
         elif self.config.tenants is not None and origin.tenant not in self.config.tenants:
             reason = "tenant"
-        elif not reason and not is_recordable(question):
-            reason = "unfit"
+        elif not is_recordable(question):
+            reason = "unreadable" if question is None else "unfit"
         elif zlib.crc32(uuid.uuid4().bytes) >= self.config.fraction * 2**32:
             reason = "fraction"
         self.counts[f"skipped_requests_{reason}" if reason else "captured_requests"] += 1
-        return None if reason else question
+        return not reason
 
-    async def _send(self, request: Request, body: bytes, *, identity: bool = False) -> httpx.Response:
-        headers = [(name, value) for name, value in request.headers.items() if name not in HOP_BY_HOP]
-        if identity:  # the tap reads this answer
-            headers = [(name, value) for name, value in headers if name != "accept-encoding"]
-            headers.append(("accept-encoding", "identity"))
-        url = httpx.URL(path=request.url.path, query=request.url.query.encode())
-        return await self.http.send(
-            self.http.build_request(request.method, url, headers=headers, content=body), stream=True
-        )
+    def wish(self, asked: Asked, question: dict[str, Any], kind: str) -> Asked:
+        """The request with what the tap wants to know besides; its answer comes uncompressed, to be read here."""
+        headers = [header for header in asked.headers if header[0] != b"accept-encoding"]
+        body = json.dumps(tapped(question, kind, self.config.top_k)).encode()
+        return replace(asked, headers=[*headers, (b"accept-encoding", b"identity")], body=body)
 
-    def _answer(self, upstream: httpx.Response, question: dict[str, Any], origin: Origin) -> Response:
+    async def read(
+        self, reply: httpx.Response, question: dict[str, Any], origin: Origin
+    ) -> AsyncGenerator[bytes, None]:
+        """What the client gets of an answer; the record is kept behind it, also where the client goes away first."""
         answer = Answer()
-
-        async def finish() -> None:
-            await upstream.aclose()
+        try:
+            if question.get("stream"):
+                async for event in self._events(reply, answer):
+                    yield event
+            else:
+                yield self._read(await reply.aread(), answer)
+        finally:
             self._keep(answer, question, origin)
 
-        events = self._events(upstream, answer) if question.get("stream") else self._whole(upstream, answer)
-        headers = {name: value for name, value in upstream.headers.items() if name not in HOP_BY_HOP}
-        return StreamingResponse(_finally(events, finish), upstream.status_code, headers)
-
-    async def _whole(self, upstream: httpx.Response, answer: Answer) -> AsyncIterator[bytes]:
-        yield self._read(await upstream.aread(), answer)
-
-    async def _events(self, upstream: httpx.Response, answer: Answer) -> AsyncIterator[bytes]:
+    async def _events(self, reply: httpx.Response, answer: Answer) -> AsyncIterator[bytes]:
         """The server-sent events without what the tap asked for, each as soon as it is complete."""
         waiting = b""
-        async for chunk in upstream.aiter_raw():
+        async for chunk in reply.aiter_raw():
             *events, waiting = (waiting + chunk).split(b"\n\n")
             for event in events:
                 if event.startswith(b"data: {"):
@@ -180,6 +159,19 @@ class Tap:
         self.counts["errors"] += 1
         logger.warning("not recorded: %s: %s", type(error).__name__, error)
 
+    @contextlib.asynccontextmanager
+    async def shipping(self) -> AsyncIterator[None]:
+        """Records go out while the block runs, and the last of them at its end."""
+        shipping = asyncio.create_task(self._ship_for_ever())
+        try:
+            yield
+        finally:
+            shipping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await shipping
+            await asyncio.to_thread(self._ship)
+            await asyncio.to_thread(self._outlet.close)
+
     async def _ship_for_ever(self) -> None:
         while True:
             await asyncio.sleep(SHIP_INTERVAL_S)
@@ -195,19 +187,3 @@ class Tap:
         except OSError as error:
             self.counts["dropped_records_spool"] += len(records)
             self._report(error)
-
-
-def _passed_on(upstream: httpx.Response) -> Response:
-    headers = {name: value for name, value in upstream.headers.items() if name not in HOP_BY_HOP}
-    return StreamingResponse(
-        upstream.aiter_raw(), upstream.status_code, headers, background=BackgroundTask(upstream.aclose)
-    )
-
-
-async def _finally(chunks: AsyncIterator[bytes], finish: Any) -> AsyncIterator[bytes]:
-    """The chunks, and `finish` behind them also where the client goes away first."""
-    try:
-        async for chunk in chunks:
-            yield chunk
-    finally:
-        await finish()

@@ -14,6 +14,9 @@ import numpy as np
 from online.records import Record, Sampling
 from online.request_origin import Origin
 
+COMPLETION_PATHS = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+"""Where text is asked for, and how."""
+
 ADDED_FIELDS = ("logprobs", "token_ids", "prompt_token_ids")
 """Of an answer's choices, and of the answer: what is only there because the tap asked."""
 

@@ -1,0 +1,163 @@
+"""Requests passed on to servers, answers passed back as they arrive: what tap and router are.
+
+client ─► domain ─► pool ─► server       a tap asks for more than the client did, records it, and
+client ◄─────────── tap ◄─ server        takes it out of the answer again
+
+tap      one server, recorded                   router   pools of servers, recorded where they have no plugin
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from typing import Any, cast
+
+import httpx
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from online.domains import Domains
+from online.pools import Asked, Header, NoServerError, Pools, Reply
+from online.request_origin import DOMAIN_HEADER, Origin, origin_of
+from online.tap import Tap
+from online.tap_messages import COMPLETION_PATHS
+
+logger = logging.getLogger("redraft.proxy")
+
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
+HOP_BY_HOP = {
+    *(b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer", b"host", b"content-length")
+}
+
+POOL_HEADER = b"x-redraft-pool"
+"""Of an answer: the domain of the server that gave it."""
+
+
+class Proxy:
+    """The ASGI application in front of `pools`."""
+
+    def __init__(self, pools: Pools, *, domains: Domains | None = None, tap: Tap | None = None) -> None:
+        self.pools, self.domains, self.tap = pools, domains or Domains(), tap
+
+    def app(self, routes: Sequence[BaseRoute] = ()) -> Starlette:
+        """What is none of `routes` is passed on, but for the servers' own /redraft/...: these are for their learner."""
+        own = [
+            *routes,
+            Route("/redraft/tap", self._tap_status),
+            Route("/redraft/{path:path}", _not_found, methods=METHODS),
+            Route("/{path:path}", self._forward, methods=METHODS),
+        ]
+        return Starlette(routes=own, lifespan=self._lifespan)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        async with self.pools.running(), self.tap.shipping() if self.tap else contextlib.nullcontext():
+            yield
+
+    async def _tap_status(self, request: Request) -> Response:
+        return _not_found(request) if self.tap is None else JSONResponse(self.tap.status())
+
+    async def _forward(self, request: Request) -> Response:
+        try:
+            return await self._relayed(request)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except NoServerError as error:
+            return _failed(503, str(error))
+        except httpx.TransportError as error:
+            return _failed(502, f"the server broke off before it answered: {error!r}")
+
+    async def _relayed(self, request: Request) -> Response:
+        """Raises: ClientDisconnect; NoServerError, httpx.TransportError, as `Pools.send`."""
+        body, origin = await request.body(), origin_of(request.headers)
+        kind = COMPLETION_PATHS.get(request.url.path) if request.method == "POST" else None
+        question: Any = _json(body) if kind else None
+        origin = origin._replace(domain=self.domains.of(origin, question))
+        asked = Asked(method=request.method, path=_path(request), headers=_headers(request, origin), body=body)
+        if self.tap is not None and kind and self.tap.wants(question, origin):
+            reply = await self._ask(request, self.tap.wish(asked, question, kind), origin.domain)
+            if reply.answer.status_code == 200:
+                return Relayed(reply, self.tap.read(reply.answer, question, origin))
+            # It may be the tap's own wish that was refused (--max-logprobs): the client's decides.
+            await reply.aclose()
+            self.tap.counts["refused_requests"] += 1
+        reply = await self._ask(request, asked, origin.domain)
+        chunks = cast("AsyncGenerator[bytes, None]", reply.answer.aiter_raw())  # which httpx calls an iterator only
+        return Relayed(reply, chunks)
+
+    async def _ask(self, request: Request, asked: Asked, domain: str) -> Reply:
+        """The reply to `asked`; given up, so that its server gives up too, where the client goes away before it.
+
+        Raises: ClientDisconnect, and what `Pools.send` does.
+        """
+        asking = asyncio.ensure_future(self.pools.send(asked, domain))
+        leaving = asyncio.ensure_future(request.receive())  # its body is read: only its end can come
+        try:
+            await asyncio.wait([asking, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise ClientDisconnect
+            return asking.result()
+        finally:
+            asking.cancel()
+            leaving.cancel()
+
+
+class Relayed(StreamingResponse):
+    """A server's answer on its way to the client. The server has one request less however that ends."""
+
+    def __init__(self, reply: Reply, chunks: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(chunks, reply.answer.status_code)
+        pool = [(POOL_HEADER, reply.member.domain.encode())] if reply.member.domain else []
+        self.raw_headers = _passing(reply.answer.headers.raw) + pool
+        self.reply, self.chunks = reply, chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except httpx.TransportError as error:  # the client sees that as it would see it there: a connection cut off
+            logger.warning("%s broke off within an answer: %r", self.reply.member.url, error)
+        finally:
+            await self.chunks.aclose()
+            await self.reply.aclose()
+
+
+def _json(body: bytes) -> Any:
+    """None where it is none."""
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None
+
+
+def _path(request: Request) -> bytes:
+    query = request.scope["query_string"]
+    path: bytes = request.scope["raw_path"]
+    return path + b"?" + query if query else path
+
+
+def _headers(request: Request, origin: Origin) -> list[Header]:
+    domain = [(DOMAIN_HEADER, origin.domain.encode("latin-1"))] if origin.domain else []
+    return [header for header in _passing(request.headers.raw) if header[0] != DOMAIN_HEADER] + domain
+
+
+def _passing(headers: Iterable[Header]) -> list[Header]:
+    """Without those that are about one connection only."""
+    lowered = ((name.lower(), value) for name, value in headers)
+    return [(name, value) for name, value in lowered if name not in HOP_BY_HOP]
+
+
+def _not_found(request: Request) -> Response:
+    return Response(status_code=404)
+
+
+def _failed(status: int, message: str) -> Response:
+    """An error as an OpenAI client reads it."""
+    logger.warning("%s", message)
+    return JSONResponse({"error": {"message": message, "type": "server_error", "code": status}}, status)
