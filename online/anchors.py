@@ -5,15 +5,17 @@ R = rows, K = kept top-k ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from distill.loop import to_device
 from distill.packing import collate
 from distill.samples import Sample
 from distill.signals import InProcessTarget, top_k
+from heads.artifact import sync
 from heads.draft import ExactTarget, label_rows
 from online.records import CorruptRecordError, Record, Sampling, encode, read_frames
 
@@ -27,11 +29,11 @@ def read_anchors(path: Path, target_fingerprint: str, hidden_shape: tuple[int, i
     records = []
     for _, record in read_frames(path.read_bytes()):
         if isinstance(record, CorruptRecordError):
-            raise ValueError(f"{path} is damaged ({record}): make the anchors again")
+            raise ValueError(f"{path} is damaged ({record}): make the anchors again (redraft anchors)")
         if record.target_fingerprint != target_fingerprint:
             raise ValueError(
                 f"{path} is of target {record.target_fingerprint[:12]}, this one is {target_fingerprint[:12]}: "
-                "make anchors for this target"
+                "make anchors for this target (redraft anchors)"
             )
         if hidden_shape not in (None, record.hidden_shape):
             raise ValueError(f"{path} holds no hidden states of the form {hidden_shape}: a head learns without anchors")
@@ -40,23 +42,24 @@ def read_anchors(path: Path, target_fingerprint: str, hidden_shape: tuple[int, i
 
 
 def write_anchors(
-    path: Path, samples: Sequence[Sample], target: InProcessTarget, target_fingerprint: str, *, k: int = 32
+    path: Path, samples: Iterable[Sample], target: InProcessTarget, target_fingerprint: str, *, k: int = 32
 ) -> None:
     """What the target says about every label of the samples, as one record a sample."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         for record in anchor_records(samples, target, target_fingerprint, k=k):
             file.write(encode(record))
+    sync(partial)
     partial.replace(path)
 
 
 @torch.no_grad()
 def anchor_records(
-    samples: Sequence[Sample], target: InProcessTarget, target_fingerprint: str, *, k: int = 32
+    samples: Iterable[Sample], target: InProcessTarget, target_fingerprint: str, *, k: int = 32
 ) -> Iterator[Record]:
     """One record a sample: its labels are the output, no draft proposed any of them."""
     for number, sample in enumerate(samples):
-        batch = collate([[sample]], len(sample.input_ids), 0)
+        batch = to_device(collate([[sample]], len(sample.input_ids), 0), target.model.device)
         rows_R = label_rows(batch, 0).flatten().nonzero().squeeze(1)
         exact = target(batch).distribution
         assert isinstance(exact, ExactTarget)
@@ -74,12 +77,12 @@ def anchor_records(
             top_k=k,
             context=sample.input_ids[:first].astype("<i4").tobytes(),
             output=sample.input_ids[first:].astype("<i4").tobytes(),
-            row_positions=(rows_R.numpy() + 1).astype("<i4").tobytes(),
+            row_positions=(rows_R.cpu().numpy() + 1).astype("<i4").tobytes(),
             row_branches=bytes(4 * count),
             row_drafts=np.full(count, -1, "<i4").tobytes(),
             row_draft_probs=np.full(count, np.nan, "<f4").tobytes(),
             row_accepted=bytes(count),
-            row_topk_ids=ids_RK.numpy().astype("<i4").tobytes(),
-            row_topk_log_probs=log_probs_RK.numpy().astype("<f4").tobytes(),
+            row_topk_ids=ids_RK.cpu().numpy().astype("<i4").tobytes(),
+            row_topk_log_probs=log_probs_RK.cpu().numpy().astype("<f4").tobytes(),
             row_log_sum_exp=np.full(count, np.nan, "<f4").tobytes(),
         )

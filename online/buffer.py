@@ -36,6 +36,7 @@ from online.buffer_file import (
     BufferFullError,
     Index,
     Row,
+    bytes_of,
     connect,
     is_damaged,
     named_disk_full,
@@ -111,12 +112,12 @@ class BufferStatus:
     num_held_out: dict[str, int]
     """Records to judge by, by domain."""
     num_foreign: int
-    """Records of another target."""
+    """Records of another target, or stored for another domain."""
     oldest_s: float | None
     """When the oldest record arrived, seconds since the epoch."""
     counts: dict[str, int]
-    """Since this process began: records stored, duplicate, foreign, corrupt, stateless, corrupt_on_disk, expired,
-    evicted, deleted; and damaged_files."""
+    """Since this process began: records stored, duplicate, foreign, corrupt, stateless, other_domain, corrupt_on_disk,
+    expired, evicted, deleted; and damaged_files."""
 
 
 def is_held_out(record: Record, fraction: float) -> bool:
@@ -129,14 +130,19 @@ class Buffer:
     """The one writer and reader of a folder. Methods may be called from several threads."""
 
     def __init__(
-        self, config: BufferConfig, target_fingerprint: str, hidden_shape: tuple[int, int] | None = None
+        self,
+        config: BufferConfig,
+        target_fingerprint: str,
+        hidden_shape: tuple[int, int] | None = None,
+        domain: str = "",
     ) -> None:
-        """`hidden_shape`: the hidden states that the draft reads; the target's records without them are not kept.
+        """`hidden_shape`: the hidden states that the draft reads; the target's records without them are not kept, nor
+        are those of another domain than `domain` where there is one.
 
         Raises: AlreadyOwnedError where another process has the folder open; BufferFullError.
         """
         self.config = config
-        self.target_fingerprint, self.hidden_shape = target_fingerprint, hidden_shape
+        self.target_fingerprint, self.hidden_shape, self.domain = target_fingerprint, hidden_shape, domain
         self.counts: Counter[str] = Counter()
         self._lock = threading.RLock()
         with ExitStack() as opened:
@@ -164,40 +170,48 @@ class Buffer:
             self._opened.close()
 
     def append(self, frames: Iterable[tuple[bytes, Record | CorruptRecordError]], now_s: float) -> Counter[str]:
-        """How many of `frames`, as `read_frames` yields them, were stored, duplicate, foreign, corrupt, stateless.
+        """How many of `frames`, as `read_frames` yields them, were stored, duplicate, foreign, corrupt, stateless or of
+        another domain.
 
         On return they are on the disk and the sender may forget them. A corrupt frame is not kept: whose text it holds
         is not known, so it could never be deleted by tenant; nor is one that the draft can not read.
 
         Raises: BufferFullError; nothing was stored then.
         """
+        frames = list(frames)
+        ids = [record.record_id for _, record in frames if isinstance(record, Record)]
         with self._lock:
             self.expire(now_s)
+            known = self._known(ids)
             counts = Counter[str]()
-            rows: dict[str, tuple[Row, bytes]] = {}
+            rows: list[tuple[Row, bytes]] = []
             for frame, record in frames:
                 if isinstance(record, CorruptRecordError):
                     counts["corrupt"] += 1
-                elif record.record_id in rows or self._has(record.record_id):
+                elif record.record_id in known:
                     counts["duplicate"] += 1
+                elif self.domain not in ("", record.domain):
+                    counts["other_domain"] += 1
                 elif self._is_stateless(record):
                     counts["stateless"] += 1
                 else:
-                    rows[record.record_id] = (self._row(record, now_s), frame)
+                    known.add(record.record_id)
+                    rows.append((self._row(record, now_s), frame))
                     is_foreign = record.target_fingerprint != self.target_fingerprint
                     counts["foreign" if is_foreign else "stored"] += 1
             if rows:
                 with named_disk_full():
-                    self._insert(list(rows.values()), now_s)
+                    self._insert(rows, now_s)
             self.counts += counts
             return counts
 
     def expire(self, now_s: float) -> None:
         """Forget what is over age. `append` does so too; call it where no records arrive."""
         with self._lock:
-            self._index()  # what is damaged goes first
-            for file in [file for file in self._files if now_s - file.oldest_s >= self.config.max_age_s]:
-                self._drop(file, "expired")
+            for file in list(self._files):
+                oldest_s = self._unless_damaged(file, file.oldest_s, now_s)
+                if now_s - oldest_s >= self.config.max_age_s:
+                    self._drop(file, "expired")
 
     def fresh(self, after: int, limit: int) -> list[Stored]:
         """The oldest `limit` training records behind sequence number `after`, in order of arrival.
@@ -282,8 +296,11 @@ class Buffer:
         is_readable = self.hidden_shape is None or (record.hidden and record.hidden_shape == self.hidden_shape)
         return is_ours and not is_readable
 
-    def _has(self, record_id: str) -> bool:
-        return any(self._unless_damaged(file, partial(file.has, record_id), False) for file in list(self._files))
+    def _known(self, record_ids: list[str]) -> set[str]:
+        """Those of the ids that are stored."""
+        nothing: set[str] = set()
+        files = list(self._files)  # a damaged one leaves it
+        return nothing.union(*(self._unless_damaged(file, partial(file.known, record_ids), nothing) for file in files))
 
     def _row(self, record: Record, now_s: float) -> Row:
         # Rows behind a rejection hang on text that nobody verified: they do not tell how good the draft was.
@@ -301,8 +318,7 @@ class Buffer:
         )
 
     def _insert(self, rows: list[tuple[Row, bytes]], now_s: float) -> None:
-        # Every byte is written twice, to the log and from there to the table.
-        self._make_room(2 * sum(len(frame) for _, frame in rows))
+        self._make_room(bytes_of(frame for _, frame in rows))
         file = self._newest_file(now_s)
         numbered = [(self._next_seq + i, row, frame) for i, (row, frame) in enumerate(rows)]
         if self._unless_damaged(file, partial(file.insert, numbered), False):
@@ -314,10 +330,9 @@ class Buffer:
         """The file to write to: the last, until it holds its share of the bytes or of the age."""
         if self._files:
             newest = self._files[-1]
-            is_old = now_s - newest.oldest_s >= self.config.max_age_s / NUM_FILES
+            is_old = now_s - newest.oldest_s() >= self.config.max_age_s / NUM_FILES
             if not is_old and newest.num_bytes() < self.config.max_bytes / NUM_FILES:
                 return newest
-            newest.truncate_log()
         folder = self.config.folder
         self._files.append(BufferFile(folder and folder / f"records-{self._next_seq:016d}.db"))
         return self._files[-1]
@@ -351,7 +366,10 @@ class Buffer:
 
     def _usable(self) -> Index:
         index = self._index()
-        usable: Index = index[index["target_fingerprint"] == self.target_fingerprint]
+        is_usable = index["target_fingerprint"] == self.target_fingerprint
+        if self.domain:  # it may have been another when these were stored
+            is_usable &= index["domain"] == self.domain
+        usable: Index = index[is_usable]
         return usable
 
     def _training(self) -> Index:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import errno
 import sqlite3
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-LOG_BYTES = 4 << 20
-"""What the write-ahead log is cut back to; also SQLite's own default before it is copied into the file."""
+PAGE_BYTES = 16 << 10
+"""A frame is far larger than SQLite's own 4 KiB, and every page costs a write of its own."""
 
 # Two tables: scanning one that holds the blobs too would read a page for every record.
 _SCHEMA = """
@@ -24,6 +24,9 @@ CREATE TABLE IF NOT EXISTS records (
     num_drafted INTEGER NOT NULL, num_wrong INTEGER NOT NULL, held_out INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS frames (seq INTEGER PRIMARY KEY, frame BLOB NOT NULL);
 """
+
+_EMPTY_FILE_BYTES = 4 * PAGE_BYTES
+"""The schema, two tables, and an index."""
 
 INDEX_DTYPE = np.dtype(
     [
@@ -37,6 +40,8 @@ INDEX_DTYPE = np.dtype(
     ]
 )
 
+
+_OF_A_ROW = (INDEX_DTYPE.names or ())[1:]
 
 Index = NDArray[np.void]
 
@@ -69,32 +74,44 @@ class BufferFile:
         self.path = path
         self.connection = connect(path, _SCHEMA)
         self._index: Index | None = None
+        self._inserted: list[tuple[int, Row]] = []
+        """Not in the index yet: it is asked for less often than records arrive."""
+        self._oldest_s: float | None = None
 
     def index(self) -> Index:
-        """INDEX_DTYPE [records], ascending; kept until the file changes."""
+        """INDEX_DTYPE [records], ascending; read from the file once."""
         if self._index is None:
-            rows = self.connection.execute(f"SELECT {', '.join(INDEX_DTYPE.names or ())} FROM records ORDER BY seq")
-            interned = [(s, t, sys.intern(domain), sys.intern(target), *rest) for s, t, domain, target, *rest in rows]
-            self._index = np.array(interned, INDEX_DTYPE)
+            names = ", ".join(INDEX_DTYPE.names or ())
+            self._index = _index_of(self.connection.execute(f"SELECT {names} FROM records ORDER BY seq"))
+        elif self._inserted:
+            rows = ((seq, *(getattr(row, name) for name in _OF_A_ROW)) for seq, row in self._inserted)
+            self._index = np.concatenate([self._index, _index_of(rows)])
+        self._inserted = []
         return self._index
 
-    @property
     def oldest_s(self) -> float:
         """Arrival of its oldest record; infinity when it is empty."""
-        return float(self.index()["time_s"].min(initial=np.inf))
+        if self._oldest_s is None:
+            self._oldest_s = float(self.index()["time_s"].min(initial=np.inf))
+        return self._oldest_s
 
     def insert(self, rows: list[tuple[int, Row, bytes]]) -> bool:
         """True: all (seq, row, frame) are on the disk; after an exception none is."""
-        self._index = None
+        oldest_s = min(self.oldest_s(), *(row.time_s for _, row, _ in rows))
         with transaction(self.connection):
             self.connection.executemany(
                 "INSERT INTO records VALUES (?,?,?,?,?,?,?,?,?,?)", [(seq, *row) for seq, row, _ in rows]
             )
             self.connection.executemany("INSERT INTO frames VALUES (?,?)", [(seq, frame) for seq, _, frame in rows])
+        self._inserted += [(seq, row) for seq, row, _ in rows]
+        self._oldest_s = oldest_s
         return True
 
-    def has(self, record_id: str) -> bool:
-        return bool(self.connection.execute("SELECT 1 FROM records WHERE record_id = ?", (record_id,)).fetchone())
+    def known(self, record_ids: list[str]) -> set[str]:
+        """Those of the ids that lie here."""
+        marks = ",".join("?" * len(record_ids))
+        found = self.connection.execute(f"SELECT record_id FROM records WHERE record_id IN ({marks})", record_ids)
+        return {record_id for (record_id,) in found}
 
     def frames(self, seqs: list[int]) -> list[tuple[int, bytes]]:
         """(seq, frame) of those of `seqs` that lie here, ascending."""
@@ -103,16 +120,11 @@ class BufferFile:
 
     def delete(self, column: str, value: object) -> int:
         """How many records with this value were deleted and overwritten on the disk."""
-        self._index = None
+        self._index = self._oldest_s = None
         with transaction(self.connection):
             where = f"SELECT seq FROM records WHERE {column} = ?"
             self.connection.execute(f"DELETE FROM frames WHERE seq IN ({where})", (value,))
-            deleted = self.connection.execute(f"DELETE FROM records WHERE {column} = ?", (value,)).rowcount
-        self.truncate_log()  # it still holds what was deleted
-        return deleted
-
-    def truncate_log(self) -> None:
-        self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            return self.connection.execute(f"DELETE FROM records WHERE {column} = ?", (value,)).rowcount
 
     def num_bytes(self) -> int:
         if self.path is None:
@@ -135,10 +147,12 @@ def connect(path: Path | None, schema: str) -> sqlite3.Connection:
     """A connection whose commits are on the disk when they return, to a file that is made where it is missing."""
     connection = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
     try:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")  # WAL's default loses the newest commits at a power cut
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        # No write-ahead log: records are only ever added, and what it would hold first is then written once instead of
+        # twice. A truncated journal keeps nothing of what was deleted.
+        connection.execute("PRAGMA journal_mode = TRUNCATE")
+        connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA secure_delete = ON")
-        connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
         connection.executescript(f"BEGIN; {schema} COMMIT;")
     except sqlite3.Error:
         connection.close()
@@ -164,7 +178,7 @@ def named_disk_full() -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        # A log or shared-memory file that can not grow is reported as an I/O error or a file that can not be opened.
+        # A journal that can not grow or be made is reported as an I/O error or a file that can not be opened.
         if _primary_code(error) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
             raise BufferFullError(errno.ENOSPC, f"the buffer can not write ({error}): free disk space") from error
         raise
@@ -175,13 +189,25 @@ def is_damaged(error: sqlite3.Error) -> bool:
     return _primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
+def _index_of(rows: Iterable[Any]) -> Index:
+    """INDEX_DTYPE of its fields in order; the few names there are, held once."""
+    return np.array(
+        [(s, t, sys.intern(domain), sys.intern(of), *rest) for s, t, domain, of, *rest in rows], INDEX_DTYPE
+    )
+
+
+def bytes_of(frames: Iterable[bytes]) -> int:
+    """At most what these take on the disk: each may end within a page, and they may open a file."""
+    return _EMPTY_FILE_BYTES + sum(len(frame) + PAGE_BYTES for frame in frames)
+
+
 def unlink(path: Path) -> None:
     for file in _paths(path):
         file.unlink(missing_ok=True)
 
 
 def _paths(path: Path) -> list[Path]:
-    return [path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")]
+    return [path, path.with_name(f"{path.name}-journal")]
 
 
 def _primary_code(error: sqlite3.Error) -> int:

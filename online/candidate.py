@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from distill.loop import make_accelerator
 from distill.losses import Divergence
-from distill.train import MAX_SKIPPED_IN_A_ROW, Distillation, Optim, StepStats
+from distill.ranks import leave
+from distill.train import MAX_SKIPPED_IN_A_ROW, Distillation, Optim, StepStats, fits
 from heads.checkpoint import load_tokenizer
 from heads.draft import TargetSignal
 from heads.families import family
@@ -134,9 +136,14 @@ class Candidate:
         )
 
     def resume(self, version: Path, checkpoint: Path) -> None:
-        """Where `checkpoint` was; `version` tells the shape."""
-        self.begin(version)
-        self.distillation.resume(checkpoint / STATE)
+        """Where `checkpoint` was; `version` tells the shape. Of one that other ranks wrote only the draft can be taken
+        up, with an optimizer that has seen nothing."""
+        if fits(checkpoint / STATE, self.accelerator):
+            self.begin(version)
+            self.distillation.resume(checkpoint / STATE)
+        else:
+            self.begin(checkpoint / DRAFT)
+            self.version = version
 
     def step(self, records: Sequence[Record], seed: int) -> StepStats:
         """One optimizer step on the records, shared among the ranks."""
@@ -215,10 +222,13 @@ class Ranks:
             told: list[Any] = [None]
             broadcast_object_list(told)
             if told[0] is None:
+                leave(self.candidate.accelerator)
                 return
             method, args = told[0]
-            getattr(self.candidate, method)(*args)
+            with suppress(NotFiniteError):  # of all ranks alike: the first one decides what then
+                getattr(self.candidate, method)(*args)
 
     def dismiss(self) -> None:
         if not self.is_alone:
             broadcast_object_list([None])
+            leave(self.candidate.accelerator)

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,7 +20,10 @@ import msgspec
 from online.buffer import BufferConfig, Replay
 from online.gate import Policy
 from online.nats_config import Nats, StreamLimits, addresses
+from online.request_origin import require_label
 from online.rollout import RolloutPolicy
+
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +40,6 @@ class FleetConfig:
     """Addresses of the vLLM servers, such as http://10.0.0.5:8000. The first that answers is the canary."""
     file: Path | None = None
     """fleet.toml, a list of servers that several learners share; it is read again at every look."""
-    domain: str = ""
-    """Only the servers of this domain in that file; empty: all."""
     name: str = ""
     """Such as http://vllm.default.svc:8000: every address behind the name is a server, as of a headless service."""
     token_file: Path | None = None
@@ -132,6 +133,10 @@ class LearnerConfig:
     ingest: str = field(default="", repr=False)
     """The log that the servers put records into: their --capture.ingest, such as nats://HOST:4222 (several with commas,
     tls:// for TLS). Then there is no spool."""
+    domain: str = ""
+    """Of a draft for one domain: only its requests, which carry it in X-Redraft-Domain, are learned from and judged by,
+    and of `fleet.file` only its servers are looked after. Each domain has a learner, registry, folder and spool of its
+    own; an ingest log they share, where each of its learners has a domain. Empty: all."""
     folder: Path = Path("learner")
     """The learner's own: state, checkpoints, journal, buffer. It holds users' text."""
     anchors: Path | None = None
@@ -160,6 +165,7 @@ class LearnerConfig:
             raise ValueError("records come from a spool (a folder) or an ingest log (nats://...): set one of them")
         if self.ingest:
             addresses(self.ingest)
+        require_label(self.domain)
 
     @property
     def buffer_config(self) -> BufferConfig:
@@ -169,6 +175,12 @@ class LearnerConfig:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> LearnerConfig:
+    """The learner's configuration in `path`. Raises: as `read_toml`."""
+    config = read_toml(path, LearnerConfig, overrides)
+    return replace(config, folder=path.parent.absolute() / config.folder)
+
+
+def read_toml(path: Path, config_type: type[Config], overrides: Sequence[str] = ()) -> Config:
     """The configuration in `path`; an override such as `training.lr=1e-3` is a line of TOML that goes on top.
 
     Relative paths begin at the file's folder.
@@ -176,11 +188,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LearnerConfig:
     Raises: FileNotFoundError; ValueError naming what can not be, with the nearest known name for an unknown key.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no {path}: redraft learner --print-config > {path} begins one")
+        command = config_type.__name__.removesuffix("Config").lower()
+        raise FileNotFoundError(f"there is no {path}: redraft {command} --print-config > {path} begins one")
     values = _parse(path.read_text(), str(path))
     for override in overrides:
         values = _merged(values, _parse(override, f"--set {override}"))
-    _require_known(values, LearnerConfig, "")
+    _require_known(values, config_type, "")
 
     def read_path(kind: type, value: Any) -> Any:
         if kind is Path and isinstance(value, str):
@@ -188,19 +201,24 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LearnerConfig:
         raise ValueError(f"expected a path in quotes, got {value!r}")
 
     try:
-        config = msgspec.convert(values, LearnerConfig, dec_hook=read_path)
-        return replace(config, folder=path.parent.absolute() / config.folder)
+        return msgspec.convert(values, config_type, dec_hook=read_path)
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def example() -> str:
+def example(config_type: type = LearnerConfig) -> str:
     """A complete TOML file: every key with its default and what it means."""
-    return "\n".join(_section(LearnerConfig, ""))
+    return "\n".join(_section(config_type, ""))
 
 
-REQUIRED = {"target": "models/llama-3.1-70b", "registry": "drafts/llama-3.1-70b", "spool": "spool"}
-"""What `example` fills in where there is no default."""
+FILLED_IN = {
+    "LearnerConfig.target": "models/llama-3.1-70b",
+    "LearnerConfig.registry": "drafts/llama-3.1-70b",
+    "LearnerConfig.spool": "spool",
+    "RouterConfig.fleet": "fleet.toml",
+    "RouterConfig.aliases": {},
+}
+"""In an example, where there is no default or no useful one."""
 
 
 def _section(config_type: type, name: str) -> Iterator[str]:
@@ -210,14 +228,14 @@ def _section(config_type: type, name: str) -> Iterator[str]:
         key = config_field.name
         if key in sections or (config_type, key) == (BufferConfig, "folder"):
             continue
-        yield from (f"# {line}" for line in textwrap.wrap(documents.get(key, ""), 100))
-        default = REQUIRED.get(key, config_field.default)
+        yield from (f"# {line}" for line in textwrap.wrap(documents.get(key, ""), 100, break_on_hyphens=False))
+        default = FILLED_IN.get(f"{config_type.__name__}.{key}", config_field.default)
         yield f"{key} = {_toml(default)}" if default is not None else f"# {key} ="
     for key in sections:
         section_type = types[key]
         assert isinstance(section_type, type)
-        yield f"\n[{key}]"
-        yield from _section(section_type, key)
+        yield f"\n[{name}{key}]"
+        yield from _section(section_type, f"{name}{key}.")
 
 
 def _toml(value: Any) -> str:

@@ -29,7 +29,7 @@ from heads.artifact import manifest
 from online.buffer import Buffer
 from online.candidate import DRAFT, NotFiniteError
 from online.config import LearnerConfig
-from online.fleet import Server, converge
+from online.fleet import converge
 from online.gate import Decision, Scored, Verdict, judge
 from online.journal import Journal
 from online.judge import by_request, score
@@ -38,6 +38,7 @@ from online.registry import Registry
 from online.rollout import Outcome, roll_waves, try_canary
 from online.state import Event, Phase, advance, load, save
 from online.trainer import SERVED, Trainer
+from online.watch import JournaledServer
 
 T = TypeVar("T")
 
@@ -62,7 +63,7 @@ class SwapRequest:
 class Cycle:
     def __init__(
         self, cfg: LearnerConfig, target_fingerprint: str, registry: Registry, buffer: Buffer, trainer: Trainer,
-        servers: Sequence[Server], journal: Journal,
+        servers: Sequence[JournaledServer], journal: Journal,
     ) -> None:  # fmt: skip
         self.cfg, self.target_fingerprint = cfg, target_fingerprint
         self.registry, self.buffer, self.trainer, self.servers, self.journal = (
@@ -244,7 +245,8 @@ class Cycle:
         if not outcome.passed:
             return self._rolled_back(outcome)
         await asyncio.to_thread(self.registry.promote, version)
-        await asyncio.to_thread(self.registry.prune, self.cfg.keep_versions)
+        serving = {server.versions["seen"] for server in self.servers if server.versions}
+        await asyncio.to_thread(self.registry.prune, self.cfg.keep_versions, serving)
         if self._swap is not None and self._swap.version == version:  # it does not descend from what is in training
             self._is_to_begin_again = True
         self._end_swap(outcome)

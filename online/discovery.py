@@ -24,6 +24,7 @@ import msgspec
 
 from online.config import FleetConfig
 from online.fleet import Server
+from online.request_origin import require_label
 
 AnyServer = TypeVar("AnyServer", bound=Server)
 
@@ -36,13 +37,24 @@ class Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_file: str = ""
     """File with its bearer token, from fleet.toml's folder; without one it has the learner's."""
 
+    def __post_init__(self) -> None:
+        require_label(self.domain)
+        require_address(self.url)
+
+
+def require_address(url: str) -> None:
+    """Return where it can be a server's. Raises: ValueError."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r} is no server: it must be like http://10.0.0.5:8000")
+
 
 class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     servers: list[Listed]
 
 
-async def discover(cfg: FleetConfig) -> dict[str, str]:
-    """The bearer token of every server, by address, as of now.
+async def discover(cfg: FleetConfig, domain: str = "") -> dict[str, str]:
+    """The bearer token of every server, by address, as of now; of the file those of one domain, or all.
 
     Raises: ValueError without a token or any place to find servers in, or for a file that is none; OSError where the
     file or the name can not be read.
@@ -50,7 +62,7 @@ async def discover(cfg: FleetConfig) -> dict[str, str]:
     token = cfg.token()
     found = dict.fromkeys((server.rstrip("/") for server in cfg.servers), token)
     if cfg.file is not None:
-        found |= read_fleet(cfg.file, cfg.domain, token)
+        found |= read_fleet(cfg.file, domain, token)
     if cfg.name:
         found |= dict.fromkeys(await addresses_behind(cfg.name), token)
     return found
@@ -61,15 +73,19 @@ def read_fleet(path: Path, domain: str, token: str) -> dict[str, str]:
 
     Raises: ValueError, OSError.
     """
-    try:
-        listed = msgspec.convert(tomllib.loads(path.read_text()), FleetFile).servers
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise ValueError(f"{path} lists no servers ({error}); each begins with [[servers]] and has a url") from error
     return {
         server.url.rstrip("/"): (path.parent / server.token_file).read_text().strip() if server.token_file else token
-        for server in listed
+        for server in listed(path)
         if domain in ("", server.domain)
     }
+
+
+def listed(path: Path) -> list[Listed]:
+    """The servers of fleet.toml. Raises: ValueError, OSError."""
+    try:
+        return msgspec.convert(tomllib.loads(path.read_text()), FleetFile).servers
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise ValueError(f"{path} lists no servers ({error}); each begins with [[servers]] and has a url") from error
 
 
 async def addresses_behind(url: str) -> list[str]:

@@ -16,6 +16,8 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from eval.bootstrap import interval, resampled_ratios
+
 Array = NDArray[np.float64]
 
 
@@ -110,14 +112,13 @@ def judge(
         return _verdict(
             Decision.INCONCLUSIVE, f"{usable_N.sum()} held-out requests with drafts, {policy.min_requests} needed"
         )
-    rng = np.random.default_rng(seed)
     counts_N4, names_N = counts_N4[usable_N], np.array(domains)[usable_N]
-    overall = _gain(counts_N4, policy, rng)
+    overall = _gain(counts_N4, policy, seed)
     judged, unjudged = {}, []
     for name in sorted(set(names_N.tolist())):
         rows_N = names_N == name
         if rows_N.sum() >= policy.min_domain_requests:
-            judged[name] = _gain(counts_N4[rows_N], policy, rng)
+            judged[name] = _gain(counts_N4[rows_N], policy, seed)
         else:
             unjudged.append(f"{name} ({rows_N.sum()})")
     decision, why = _decide(overall, judged, policy)
@@ -140,34 +141,18 @@ def _decide(overall: Gain, domains: dict[str, Gain], policy: Policy) -> tuple[De
     return Decision.PROMOTE, str(overall)
 
 
-def _gain(counts_N4: Array, policy: Policy, rng: np.random.Generator) -> Gain:
-    tau_candidate, tau_incumbent = _taus(counts_N4.sum(0))
-    candidate_R, incumbent_R = _taus(_resampled_sums(counts_N4, policy.num_resamples, rng))
-    lower, upper = np.quantile(candidate_R - incumbent_R, [1 - policy.confidence, policy.confidence])
+def _gain(counts_N4: Array, policy: Policy, seed: int) -> Gain:
+    accepted_N2, drafts_N2 = counts_N4[:, [1, 3]], counts_N4[:, [0, 2]]
+    tau_candidate, tau_incumbent = 1 + accepted_N2.sum(0) / drafts_N2.sum(0)
+    ratios_R2 = resampled_ratios(accepted_N2, drafts_N2, seed=seed, num_resamples=policy.num_resamples)
+    lower, upper = interval(ratios_R2[:, 0] - ratios_R2[:, 1], 2 * policy.confidence - 1)
     return Gain(
         num_requests=len(counts_N4),
         tau_candidate=float(tau_candidate),
         tau_incumbent=float(tau_incumbent),
-        lower=float(lower),
-        upper=float(upper),
+        lower=lower,
+        upper=upper,
     )
-
-
-def _taus(sums: Array) -> tuple[Array, Array]:
-    """tau = 1 + accepted / drafts of candidate and incumbent, from sums [..., 4] over requests."""
-    return 1 + sums[..., 1] / sums[..., 0], 1 + sums[..., 3] / sums[..., 2]
-
-
-def _resampled_sums(counts_N4: Array, num_resamples: int, rng: np.random.Generator) -> Array:
-    """Sums of the counts over N requests drawn with replacement, [R, 4]. Percentile bootstrap (Efron 1979)."""
-    num_requests = len(counts_N4)
-    uniform_N = np.full(num_requests, 1 / num_requests)
-    block = max(1, 2**22 // num_requests)  # 32 MB of draws at a time
-    sums = []
-    for first in range(0, num_resamples, block):
-        times_RN = rng.multinomial(num_requests, uniform_N, size=min(block, num_resamples - first))
-        sums.append(times_RN @ counts_N4)
-    return np.concatenate(sums)
 
 
 def _is_sane(scored: Sequence[Scored]) -> bool:

@@ -29,7 +29,7 @@ class Taken:
 
     num_files: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    """Records by what became of them: stored, duplicate, foreign, corrupt, stateless."""
+    """Records by what became of them: stored, duplicate, foreign, corrupt, stateless, other_domain."""
     accepted: dict[tuple[str, str], Acceptance] = field(default_factory=dict)
     """What the servers' drafts were accepted, by domain and draft version, of the records that are not foreign."""
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from eval.acceptance import alpha, probabilities
+from eval.acceptance import alpha, expected_blocks, probabilities
 from eval.rows import ROWS_A_CHUNK, draft_steps_of
 from heads.draft import Draft, DraftStep, TargetSignal, TopKTarget
 from online.gate import Scored
@@ -50,7 +50,7 @@ def score(
         if len(text.rows_R):
             (batch,) = batches_of([text], num_batches=1, sequence_length=sequence_length, seed=0, reads=reads)
             rows_R, accepted_JR = acceptance(draft, batch, record.sampling, method, num_speculative_tokens)
-        scored.append(expected_blocks(rows_R, accepted_JR))
+        scored.append(walk(rows_R, accepted_JR))
     return scored
 
 
@@ -127,30 +127,23 @@ def served(log_probs_NK: Tensor, sampling: Sampling) -> Tensor:
     return p_NK
 
 
-def expected_blocks(rows_R: NDArray[np.int64], accepted_JR: Array) -> Scored:
+def walk(rows_R: NDArray[np.int64], accepted_JR: Array) -> Scored:
     """Drafts and accepted draft tokens that are expected where each stretch of consecutive rows begins a block.
 
     A block that would reach beyond its stretch is left out: nobody recorded what the target says there.
     """
     stretches = np.split(accepted_JR, np.flatnonzero(np.diff(rows_R) != 1) + 1, axis=1)
-    walked = np.array([_walk(stretch) for stretch in stretches])
+    walked = np.array([_walk_stretch(stretch) for stretch in stretches])
     drafts, accepted = walked.sum(0).tolist()
     return Scored(drafts=drafts, accepted=accepted)
 
 
-def _walk(accepted_JR: Array) -> tuple[float, float]:
-    """A block that begins at row r and accepts j tokens is followed by one at r + j + 1."""
-    num_tokens, num_rows = accepted_JR.shape
-    begins_R = np.zeros(num_rows + 2)
-    begins_R[0] = 1.0
-    drafts = accepted = 0.0
-    for r in range(num_rows - num_tokens + 1):
-        at_least_J = np.cumprod(accepted_JR[:, r : r + num_tokens].diagonal())
-        exactly = -np.diff([1.0, *at_least_J, 0.0])
-        drafts += begins_R[r]
-        accepted += begins_R[r] * at_least_J.sum()
-        begins_R[r + 1 : r + num_tokens + 2] += begins_R[r] * exactly
-    return drafts, accepted
+def _walk_stretch(accepted_JR: Array) -> tuple[float, float]:
+    """Of one stretch: token j of the block that begins at row r is told of by row r + j."""
+    num_blocks = max(0, accepted_JR.shape[1] - len(accepted_JR) + 1)
+    accept_TK = np.stack([row_R[j : j + num_blocks] for j, row_R in enumerate(accepted_JR)], axis=1)
+    counts = expected_blocks(accept_TK, num_blocks + 1)
+    return counts.num_steps, counts.num_accepted
 
 
 def _renormalised(p_NK: Tensor, kept_NK: Tensor) -> Tensor:

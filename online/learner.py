@@ -63,7 +63,7 @@ DRAIN_S = 10.0
 """Traffic that never pauses must not keep a deletion from its end."""
 
 REST_S = 60.0
-"""Other ranks wait for orders; collectives give up after minutes."""
+"""Other ranks wait for orders, but not for ever."""
 
 
 def run(cfg: LearnerConfig) -> None:
@@ -73,7 +73,7 @@ def run(cfg: LearnerConfig) -> None:
     """
     token = cfg.fleet.token()  # told now, not after minutes
     if cfg.fleet.file is not None:
-        read_fleet(cfg.fleet.file, cfg.fleet.domain, token)
+        read_fleet(cfg.fleet.file, cfg.domain, token)
     if cfg.zero_retention and not (cfg.spool and is_in_memory(cfg.spool)):
         raise ValueError("zero_retention keeps no text on a disk: it needs a spool in memory, such as /dev/shm/spool")
     candidate = Candidate(cfg.training, cfg.draft.family, cfg.target)
@@ -93,7 +93,8 @@ def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str)
     """The learner's buffer, for records that the current version can learn from. Raises: as `Buffer`; ValueError."""
     current = registry.current()
     assert current is not None, "the learner begins with a version"
-    return Buffer(cfg.buffer_config, target_fingerprint, hidden_shape(cfg.draft.family, registry.path(current)))
+    states = hidden_shape(cfg.draft.family, registry.path(current))
+    return Buffer(cfg.buffer_config, target_fingerprint, states, cfg.domain)
 
 
 def provide_first_version(cfg: LearnerConfig, registry: Registry, target_fingerprint: str) -> None:
@@ -237,7 +238,7 @@ class Learner:
 
     async def _find_servers(self) -> None:
         try:
-            found = await discover(self.cfg.fleet)
+            found = await discover(self.cfg.fleet, self.cfg.domain)
         except (OSError, ValueError) as error:  # those that are known stay
             self._fault("fleet_unknown", type(error).__name__)
             return

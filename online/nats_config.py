@@ -50,7 +50,7 @@ class Nats:
 
     def subject(self, domain: str) -> str:
         """Where the records of one domain go."""
-        return f"redraft.{self.fleet}.{_UNFIT.sub('_', domain) or NO_DOMAIN}"
+        return f"redraft.{self.fleet}.{subject_part(domain) or NO_DOMAIN}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,10 @@ class StreamLimits:
     def __post_init__(self) -> None:
         if self.max_bytes <= 0 or self.max_age_s <= 0 or self.replicas < 1:
             raise ValueError("stream.max_bytes, stream.max_age_s and stream.replicas must be above 0")
+
+
+def subject_part(domain: str) -> str:
+    return _UNFIT.sub("_", domain)
 
 
 def addresses(ingest: str) -> list[str]:

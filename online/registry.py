@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ class Registry:
         """
         artifact.verify(self.path(version))
         kept = [name for name in self._promoted_until_current() if name != version]
-        self._replace("promoted.json", lambda path: path.write_text(json.dumps([*kept, version])))
+        artifact.write_whole(self.folder / "promoted.json", json.dumps([*kept, version]))
         # The list first: until the link follows, the list is read only up to what the link names.
         self._point_current_at(version)
 
@@ -122,11 +122,16 @@ class Registry:
         self._point_current_at(previous)
         return previous
 
-    def prune(self, keep: int) -> list[str]:
-        """Remove all but the newest `keep` versions, the current one and the one before it; what was removed."""
+    def prune(self, keep: int, serving: Collection[str] = ()) -> list[str]:
+        """Remove all but the newest `keep` versions, the current one, the one before it and those that some server has.
+
+        A server whose version is gone could not put it back when a swap fails half-way. Returns what was removed.
+
+        Raises: ValueError where `keep` is below 1.
+        """
         if keep < 1:
             raise ValueError(f"keep is {keep}: at least the newest version has to stay")
-        needed = {*self.versions()[-keep:], self.current(), self.previous()}
+        needed = {*self.versions()[-keep:], self.current(), self.previous(), *serving}
         removed = [version for version in self.versions() if version not in needed]
         for version in removed:
             # Renamed first: a reader, or a kill on the way, never sees a version that is half there.
@@ -141,25 +146,12 @@ class Registry:
         return promoted[: promoted.index(current) + 1] if current in promoted else []
 
     def _point_current_at(self, version: str) -> None:
-        self._replace("current", lambda path: path.symlink_to(version))  # relative: the registry may be moved
-
-    def _replace(self, name: str, write: Callable[[Path], Any]) -> None:
-        partial = self.folder / f".{name}.partial"
+        partial = self.folder / ".current.partial"
         partial.unlink(missing_ok=True)
-        write(partial)
-        if not partial.is_symlink():
-            _sync(partial)
-        partial.replace(self.folder / name)
-        _sync(self.folder)
+        partial.symlink_to(version)  # relative: the registry may be moved
+        partial.replace(self.folder / "current")
+        artifact.sync(self.folder)
 
 
 def _number(version: str) -> int:
     return int(version.removeprefix("v"))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

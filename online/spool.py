@@ -9,14 +9,16 @@ wrote them.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-SUFFIX = ".records"
+SUFFIX, PARTIAL = ".records", ".partial"
 
 ABANDONED_S = 600.0
 """A file that is not complete after this long never will be: its server was killed, and it holds users' text."""
@@ -41,7 +43,7 @@ class SpoolWriter:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # The time leads, so that the files of many servers sort by age.
         name = f"{time.time_ns():020d}-{self.server_id}-{self.num_files:08d}"
-        partial = self.folder / f".{name}.partial"
+        partial = self.folder / f".{name}{PARTIAL}"
         try:
             partial.write_bytes(b"".join(frames))
             partial.rename(self.folder / f"{name}{SUFFIX}")
@@ -58,15 +60,16 @@ class SpoolWriter:
         """Nothing: a file is complete when `write` returns."""
 
     def _evict(self) -> None:
-        for path in self.folder.glob(".*.partial"):
-            if time.time() - _written_s(path) > ABANDONED_S:
-                path.unlink(missing_ok=True)
-        files = [(path, _size(path)) for path in spool_files(self.folder)]
-        excess = sum(size for _, size in files) - self.budget_bytes
-        for path, size in files[:-1]:  # never the newest, so that a budget below one file still lets records through
+        files = sorted(_files(self.folder))
+        for name, status in files:
+            if name.endswith(PARTIAL) and time.time() - status.st_mtime > ABANDONED_S:
+                (self.folder / name).unlink(missing_ok=True)
+        complete = [(name, status.st_size) for name, status in files if name.endswith(SUFFIX)]
+        excess = sum(size for _, size in complete) - self.budget_bytes
+        for name, size in complete[:-1]:  # never the newest, so that a budget below one file still lets records through
             if excess <= 0:
                 return
-            path.unlink(missing_ok=True)
+            (self.folder / name).unlink(missing_ok=True)
             excess -= size
             self.num_evicted_files += 1
 
@@ -76,13 +79,6 @@ def spool_files(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"*{SUFFIX}"))
 
 
-def _written_s(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # complete by now
-        return float("inf")
-
-
 def is_in_memory(path: Path) -> bool:
     """Whether files below `path`, which need not be there yet, are kept in memory and on no disk."""
     found = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()).resolve()
@@ -90,8 +86,9 @@ def is_in_memory(path: Path) -> bool:
     return mounts[next(parent for parent in (found, *found.parents) if parent in mounts)] in ("tmpfs", "ramfs")
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:  # the learner took it meanwhile
-        return 0
+def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """What is in the folder, without `Path`s: it is read after every write, and may be long."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # complete or taken by now
+                yield entry.name, entry.stat()

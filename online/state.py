@@ -10,10 +10,11 @@ The work of every phase can be done again from its start: after a restart, load 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+
+from heads.artifact import write_whole
 
 
 class Phase(Enum):
@@ -89,17 +90,7 @@ def advance(state: State, event: Event, *, candidate: str | None = None, reason:
 
 def save(state: State, path: Path) -> None:
     """Write the state so that a reader finds this one or the one before, whole, whenever the machine stops."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        json.dump({"phase": state.phase.value, "candidate": state.candidate, "reason": state.reason}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    write_whole(path, json.dumps({"phase": state.phase.value, "candidate": state.candidate, "reason": state.reason}))
 
 
 def load(path: Path) -> State:

@@ -23,11 +23,12 @@ from nats.js.errors import NotFoundError
 
 from online.buffer import Buffer
 from online.ingest import Taken, store
-from online.nats_config import Nats, StreamLimits
+from online.nats_config import Nats, StreamLimits, subject_part
 from online.nats_link import BrokerError, connect, named_broker_errors
 from online.records import read_frames
 
 CONSUMER = "learner"
+"""Of all domains; that of one has its name behind it."""
 
 REQUEST_RECORDS = 256
 REQUEST_BYTES = 16 << 20
@@ -88,8 +89,8 @@ class StreamSource:
 
     async def _open(self) -> Pull:
         self._client = await connect(self.ingest, self.config)
-        await provide_stream(self._client.jetstream(), self.config, self.limits)
-        pull = Pull(self._client, self.config.stream)
+        await provide_stream(self._client.jetstream(), self.config, self.limits, self.buffer.domain)
+        pull = Pull(self._client, self.config.stream, consumer_of(self.buffer.domain))
         await pull.open()
         return pull
 
@@ -98,9 +99,9 @@ class Pull:
     """Requests to a consumer, one at a time, and what has arrived of them. (nats-py's own `fetch` waits until a request
     is complete or its time is over, which delays every record of light traffic.)"""
 
-    def __init__(self, client: Any, stream: str) -> None:
+    def __init__(self, client: Any, stream: str, consumer: str) -> None:
         self.client = client
-        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{CONSUMER}"
+        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._inbox = client.new_inbox()
         self._arrived: list[Any] = []
         self._outstanding = 0
@@ -153,8 +154,12 @@ class Pull:
         self._something.set()
 
 
-async def provide_stream(stream: Any, config: Nats, limits: StreamLimits) -> None:
-    """Make stream and consumer, or bring them to these settings."""
+def consumer_of(domain: str) -> str:
+    return f"{CONSUMER}-{subject_part(domain)}" if domain else CONSUMER
+
+
+async def provide_stream(stream: Any, config: Nats, limits: StreamLimits, domain: str = "") -> None:
+    """Make stream and consumer, or bring them to these settings. A record has one consumer: its domain's, or all's."""
     wanted = {
         "subjects": [config.subjects],
         "max_bytes": limits.max_bytes,
@@ -173,9 +178,16 @@ async def provide_stream(stream: Any, config: Nats, limits: StreamLimits) -> Non
     with suppress(NotFoundError):
         # What it remembers may be ahead of a stream that lost its newest messages with its disk, and would pass over as
         # many that come then. A new one gives out at once whatever is not acknowledged.
-        await stream.delete_consumer(config.stream, CONSUMER)
-    consumer = ConsumerConfig(durable_name=CONSUMER, ack_policy=AckPolicy.EXPLICIT, ack_wait=ACK_WAIT_S)
-    await stream.add_consumer(config.stream, consumer)
+        await stream.delete_consumer(config.stream, consumer_of(domain))
+    await stream.add_consumer(
+        config.stream,
+        ConsumerConfig(
+            durable_name=consumer_of(domain),
+            ack_policy=AckPolicy.EXPLICIT,
+            ack_wait=ACK_WAIT_S,
+            filter_subject=config.subject(domain) if domain else None,
+        ),
+    )
 
 
 async def _answer(messages: list[Any], what: str) -> None:

@@ -48,6 +48,7 @@ DROP_REASONS = (
         "evicted",
         "expired",
         "foreign",
+        "other_domain",
         "stateless",
     ),
     *LOSSES.values(),
