@@ -19,12 +19,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from eval.acceptance import cumulative
+from eval.acceptance import cumulative, tau
 from eval.acceptance_source import read_acceptance
 from eval.cost import Advice, StepCosts, advise
 from eval.ngram import Ngram
 from eval.serving_report import read_serving, speedup_grid, title
 from eval.workload import Exchange, Lookup, look_up
+from heads.artifact import write_whole
 from recipes.cli import run_recipe
 
 LOOKUP = "ngram"
@@ -63,6 +64,8 @@ class Kind:
 
 
 def main(cfg: Config) -> None:
+    if cfg.batch_size is not None and cfg.batch_size < 1:
+        raise ValueError(f"--batch-size is {cfg.batch_size}: a step has at least 1 request")
     report = read_serving(cfg.serving)
     name, costs = measured_costs(report, cfg.draft, cfg.serving)
     batch_size = cfg.batch_size or int(report["settings"]["concurrency"])
@@ -77,8 +80,7 @@ def main(cfg: Config) -> None:
         print("", *kind_lines(kinds, lookup, needed, batch_size), *measured_lines(report), sep="\n")
         result |= {"ngram_overlap": lookup.overlap, "suits": best_kind(kinds, batch_size)}
     if cfg.output is not None:
-        cfg.output.parent.mkdir(parents=True, exist_ok=True)
-        cfg.output.write_text(json.dumps(result, indent=2, sort_keys=True) + "\n")
+        write_whole(cfg.output, json.dumps(result, indent=2, sort_keys=True) + "\n")
 
 
 def measured_costs(report: Mapping[str, Any], draft: str | None, path: Path) -> tuple[str, StepCosts]:
@@ -188,7 +190,7 @@ def kind_lines(kinds: Sequence[Kind], lookup: Lookup, needed: float | None, batc
     for kind in kinds:
         rates = kind.advice.acceptance_per_position
         yield (
-            f"{kind.name:<28}{1 + sum(rates):>6.2f}{kind.cost:>21.3f}{kind.advice.best(batch_size):>8}"
+            f"{kind.name:<28}{tau(rates):>6.2f}{kind.cost:>21.3f}{kind.advice.best(batch_size):>8}"
             f"{speedup_at(kind.advice, batch_size):>15.2f}x"
         )
     beats = f"from alpha {needed:.2f} on" if needed else "not even if every token were accepted"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shlex
 import shutil
 import sys
 import time
@@ -26,9 +27,10 @@ import tyro
 from tqdm import tqdm
 
 from eval.engine import Server, engine_is_cpu, vllm_server
+from eval.kept import file_print
 from eval.load import run_load
 from eval.report import environment
-from eval.serving_bench import Cell, Results, Sweep, Variant, by_variant, file_print, plan, tables
+from eval.serving_bench import Cell, Results, Sweep, Variant, by_variant, plan, tables
 from eval.serving_report import answer, serving_report, title, write_serving
 from recipes.cli import run_recipe
 from recipes.draft_config import cure, draft_config
@@ -80,7 +82,6 @@ PRESETS = {
         input_tokens=(64, 256),
         output_tokens=64,
         max_model_len=1024,
-        draft_quantization=("fp8",),
         output=Path("outputs/demo-bench"),
     )
 }
@@ -96,8 +97,7 @@ def main(cfg: Config) -> None:
     # 2. what is missing, a server at a time
     if cfg.overwrite:
         shutil.rmtree(cfg.output / "cells", ignore_errors=True)
-    served = {"target": file_print(cfg.target), "dtype": cfg.dtype, "vllm_args": cfg.vllm_args}
-    results = Results(cfg.output, served)
+    results = Results(cfg.output, served(cfg))
     refused = measure_missing(cfg, cells, configs, results)
 
     # 3. the reports
@@ -107,7 +107,7 @@ def main(cfg: Config) -> None:
         tables(questions, measured),
         configs,
         target=cfg.target,
-        command=" ".join(sys.argv),
+        command=shlex.join(sys.argv),
         settings=settings(cfg),
         refused=refused,
         ideal_source="cost model" if engine_is_cpu() else "engine",
@@ -121,6 +121,8 @@ def main(cfg: Config) -> None:
 
 def sweep(cfg: Config) -> Sweep:
     """Raises: ValueError where the prompts do not fit the servers, or something is asked for that cannot be."""
+    if cfg.repeats < 1:
+        raise ValueError(f"--repeats {cfg.repeats} measures nothing: give 1 or more")
     longest = max(cfg.input_tokens, default=0) + cfg.output_tokens
     if longest > cfg.max_model_len:
         raise ValueError(f"{longest} tokens of input and output do not fit --max-model-len {cfg.max_model_len}")
@@ -136,6 +138,12 @@ def sweep(cfg: Config) -> Sweep:
         prompts_per_client=cfg.prompts_per_client,
         engine_has_ideal=not engine_is_cpu(),  # the CPU's kernels ignore the setting and accept as ever
     )
+
+
+def served(cfg: Config) -> dict[str, Any]:
+    """What all servers of the run have in common: with another value nothing that was measured before counts."""
+    engine = {name: version for name, version in environment().items() if name.startswith("vllm")}
+    return {"target": file_print(cfg.target), "dtype": cfg.dtype, "vllm_args": cfg.vllm_args, **engine}
 
 
 def settings(cfg: Config) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Check the advice against the engine: is the advised number of draft tokens within 5% of the best that was measured?
 
-redraft bench-advice    # about six minutes on two cores with the draft of `make demo`; without it one is trained first
+$ redraft bench-advice    # with the draft of `make demo`; where there is none, a short training makes one
 
 A server without a draft and one for every number of draft tokens stay up, and take their loads in turn: a machine that
 drifts drifts for all. What is compared is a median of ratios to the server without a draft. The advice knows the step
@@ -26,6 +26,7 @@ from eval.cost import Advice, StepCosts, advise
 from eval.engine import Server, vllm_server
 from eval.load import Load, Served, run_load
 from eval.report import environment
+from heads.artifact import write_whole
 from recipes.cli import run_recipe
 from recipes.draft_config import draft_config
 
@@ -59,9 +60,17 @@ def main(cfg: Config) -> None:
     verdicts = [verdict(cfg, cells, advice, batch_size) for batch_size in cfg.concurrency]
     print(f"{draft} for {cfg.target}: {advice.sentence}")
     print(*(line for entry in verdicts for line in lines(entry)), sep="\n")
-    cfg.output.parent.mkdir(parents=True, exist_ok=True)
-    result = {"environment": environment(), "draft": draft, "advice": advice.to_json(), "verdicts": verdicts}
-    cfg.output.write_text(json.dumps(result, indent=2) + "\n")
+    result = {
+        "environment": environment(),
+        "draft": draft,
+        "advice": advice.to_json(),
+        "verdicts": verdicts,
+        "loads": [
+            {"concurrency": b, "num_speculative_tokens": k, "rounds": [run.to_json() for run in runs]}
+            for (b, k), runs in cells.items()
+        ],
+    }
+    write_whole(cfg.output, json.dumps(result, indent=2) + "\n")
     print(f"written to {cfg.output}")
 
 
@@ -109,7 +118,7 @@ def measure(cfg: Config, running: Mapping[int, Server]) -> Cells:
                         data="sonnet",
                         input_tokens=cfg.input_tokens,
                         output_tokens=cfg.output_tokens,
-                        num_prompts=16 + 5 * batch_size,
+                        num_prompts=16 + 16 * batch_size,  # seconds: a machine's hiccups last tenths
                         concurrency=batch_size,
                     )
                     cells[batch_size, k].append(run_load(running[k], load, cfg.output.parent / "prompts"))

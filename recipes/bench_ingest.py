@@ -1,6 +1,6 @@
 """Measure how fast records get from a server's publisher into the learner's buffer, beside the bare log.
 
-redraft bench-ingest                  # needs nats-server (Debian: apt-get install nats-server)
+$ redraft bench-ingest                # needs nats-server (Debian: apt-get install nats-server)
 
 The same records go, in turn, in every round:
 
@@ -18,7 +18,6 @@ import asyncio
 import json
 import multiprocessing
 import shutil
-import socket
 import statistics
 import subprocess
 import tempfile
@@ -30,6 +29,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from eval.process import free_port
+from eval.report import environment
+from heads.artifact import write_whole
 from online.buffer import Buffer, BufferConfig
 from online.ingest import take
 from online.nats_config import Nats, StreamLimits
@@ -39,7 +41,7 @@ from recipes.cli import run_recipe
 from recipes.synthetic_traffic import Traffic, make_record
 
 REQUIRED_OF_RAW = 0.6
-LIMITS = StreamLimits(max_bytes=64 << 30)
+LIMITS = StreamLimits(max_bytes=4 << 30)
 SHIPPED_RECORDS = 32
 """What capture hands over at once."""
 
@@ -47,8 +49,11 @@ SHIPPED_RECORDS = 32
 @dataclass(frozen=True, kw_only=True)
 class Config:
     output: Path = Path("outputs/bench/ingest.json")
+    """File that receives the results."""
     records: int = 600
+    """That each side moves in a round."""
     rounds: int = 5
+    """That count; one more comes first."""
     traffic: Traffic = field(default_factory=Traffic)
     folder: Path | None = None
     """Where broker, spool and buffer write; default: the system's temporary folder."""
@@ -86,10 +91,8 @@ def main(cfg: Config) -> None:
     results["drain"]["of_raw"] = of(seconds["raw drain"], seconds["drain"])
     for name, result in results.items():
         print(line(name, result))
-    cfg.output.parent.mkdir(parents=True, exist_ok=True)
-    cfg.output.write_text(
-        json.dumps({"config": asdict(cfg), "frame_bytes": frame_bytes, "results": results}, indent=2, default=str)
-    )
+    report = {"environment": environment(), "config": asdict(cfg), "frame_bytes": frame_bytes, "results": results}
+    write_whole(cfg.output, json.dumps(report, indent=2, default=str) + "\n")
     print(f"written to {cfg.output}")
 
 
@@ -247,9 +250,7 @@ def running_bench(cfg: Config, folder: Path) -> Iterator[Bench]:
     executable = shutil.which("nats-server") or shutil.which("nats-server", path="/usr/sbin:/usr/local/sbin")
     if executable is None:
         raise FileNotFoundError("no nats-server here: install it (Debian: apt-get install nats-server)")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     config = folder / "nats.conf"
     config.write_text(f'listen: "127.0.0.1:{port}"\nmax_payload: 8MB\njetstream {{ store_dir: "{folder}/nats" }}\n')
     ours, theirs = multiprocessing.Pipe()

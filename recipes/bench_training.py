@@ -1,7 +1,7 @@
 """Measure the speed and memory of training against what others do, as ratios of one interleaved run.
 
-redraft bench-training                         # losses and whole steps: standalone drafts, EAGLE-3, Medusa, MTP
-redraft bench-training --cases EAGLE --profile # one family, and where its time goes
+$ redraft bench-training                         # losses and whole steps: standalone drafts, EAGLE-3, Medusa, MTP
+$ redraft bench-training --cases EAGLE --profile # one family, and where its time goes
 
 Every case runs all of its sides in turn, in a process of its own, with the bare matmuls of the same shapes between: a
 machine that drifts drifts for all. "Of the floor" is the time of these matmuls over ours. Peak memory is what a side
@@ -11,15 +11,14 @@ needs above its weights and inputs. A ratio below its requirement is printed, no
 from __future__ import annotations
 
 import json
-import platform
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
+from eval.report import environment
+from heads.artifact import write_whole
 from recipes.bench_heads import head_cases
 from recipes.bench_losses import fused_loss_cases, kl_step_cases
 from recipes.bench_measure import FLOOR, OURS, Case, Measurement, Required, measure, profile
@@ -29,6 +28,7 @@ from recipes.cli import run_recipe
 @dataclass(frozen=True, kw_only=True)
 class Config:
     output: Path = Path("outputs/bench/training.json")
+    """File that receives the results."""
     rounds: int = 5
     """Times each side runs; a ratio is the median of the rounds' ratios."""
     threads: int = 0
@@ -49,7 +49,7 @@ def main(cfg: Config) -> None:
     if not cases:
         names = ", ".join(case.name for section in SECTIONS for case in section())
         raise ValueError(f"no case's name contains {cfg.cases!r}: there is {names}")
-    machine = describe_machine(cfg.device)
+    machine = environment()
     print("  ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
     results = []
     for case in cases:
@@ -60,8 +60,8 @@ def main(cfg: Config) -> None:
             shares = profile(case, threads=cfg.threads, device=cfg.device)
             print(*(f"    {share:6.1%}  {operation}" for operation, share in shares), sep="\n", flush=True)
     print(f"threads {results[0].threads}, {cfg.rounds} interleaved rounds")
-    cfg.output.parent.mkdir(parents=True, exist_ok=True)
-    cfg.output.write_text(json.dumps({"machine": machine, "results": [asdict(r) for r in results]}, indent=2) + "\n")
+    report = {"environment": machine, "device": cfg.device, "results": [asdict(result) for result in results]}
+    write_whole(cfg.output, json.dumps(report, indent=2) + "\n")
     print(f"written to {cfg.output}")
 
 
@@ -92,22 +92,6 @@ def _verdict(ratio: float, required: float | None, *, at_least: bool) -> str:
         return ""
     passed = ratio >= required if at_least else ratio <= required
     return f"{'PASS' if passed else 'BELOW TARGET'} (at {'least' if at_least else 'most'} {required:g}) "
-
-
-def describe_machine(device: str) -> dict[str, str | int | None]:
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "cpu": _cpu_name(),
-        "cores": psutil.cpu_count(),
-        "device": torch.cuda.get_device_name() if device != "cpu" else "cpu",
-        "torch": torch.__version__,
-    }
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

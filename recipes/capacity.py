@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from heads.artifact import write_whole
 from heads.families import family
 from heads.target import Target
 from online.buffer import Buffer, BufferConfig
@@ -109,7 +110,7 @@ class Costs:
 
 def main(cfg: Config) -> None:
     if cfg.page is not None:
-        cfg.page.write_text(filled(cfg.page.read_text()))
+        write_whole(cfg.page, filled(cfg.page.read_text()))
         return
     print(*fleet_table(cfg.tokens_per_s, cfg.fraction, cfg.traffic), sep="\n")
 

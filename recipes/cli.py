@@ -92,10 +92,25 @@ COMMANDS = {
         "Record from a vLLM that cannot be touched, as its proxy",
         "redraft tap --help",
     ),
+    "domains": Command(
+        "recipes.domains",
+        "Find the domains of prompts, for a draft each",
+        "redraft domains --data prompts.jsonl --num-domains 4",
+    ),
+    "router": Command(
+        "recipes.router",
+        "Send requests to the servers with their domain's draft",
+        "redraft router --config router.toml",
+    ),
     "learner": Command(
         "recipes.learner",
         "Learn from a fleet's traffic: train, prove, swap, roll back",
         "redraft learner --config learner.toml",
+    ),
+    "anchors": Command(
+        "recipes.anchors",
+        "Write offline data for the learner to replay beside traffic",
+        "redraft anchors --target TARGET --data answers.jsonl",
     ),
     "versions": Command(
         "recipes.versions",
@@ -151,6 +166,11 @@ COMMANDS = {
         "recipes.bench_ingest",
         "Measure how fast records get from servers to the learner",
         "redraft bench-ingest",
+    ),
+    "bench-router": Command(
+        "recipes.bench_router",
+        "Measure what a router adds to a request",
+        "redraft bench-router",
     ),
     "bench-training": Command(
         "recipes.bench_training",

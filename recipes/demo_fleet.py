@@ -1,4 +1,4 @@
-"""What the online demo is played on: two real servers, and clients that stream from them without a pause."""
+"""What the online demo is played on: two real servers, and clients that stream from them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,70 @@ import contextlib
 import itertools
 import json
 import os
-import socket
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
+from tqdm import tqdm
 
 import eval.engine
-from eval.engine import last_error
+from distill.data import Conversation
+from distill.loop import make_accelerator
+from distill.losses import Divergence
+from distill.packing import PackedDataset
+from distill.samples import build_samples
+from distill.signals import InProcessTarget
+from distill.train import Distillation, Optim
+from eval.engine import ONE_SPEED, last_error
 from eval.process import process_group
 from eval.prompts import Prompt
+from heads.artifact import require_free
+from heads.standalone import Init, StandaloneDraft, make_draft
+
+SETTINGS = "demo.json"
+"""What a demo was run with; it also says that a folder is a demo's."""
 
 TENANT = "demo"
 """Traffic that may be learned from. What is measured carries none, so that no test prompt is ever trained."""
 
 START_TIMEOUT_S = 300
+
+
+def clear(folder: Path, *, overwrite: bool) -> None:
+    """An empty folder. Raises: FileExistsError where it holds anything, but for an older demo and with `overwrite`."""
+    require_free(folder, overwrite=overwrite)
+    if folder.exists() and any(folder.iterdir()) and not (folder / SETTINGS).is_file():
+        raise FileExistsError(f"{folder} holds files that are no demo's: move them away by hand")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def distil(
+    target: Any,
+    tokenizer: Any,
+    conversations: Sequence[Conversation],
+    *,
+    name: str,
+    layers: tuple[int, ...],
+    steps: int,
+    lr: float,
+) -> StandaloneDraft:
+    """The draft of these layers of the target after so many steps of 4,096 tokens on these conversations."""
+    samples, _ = build_samples(conversations, tokenizer, max_length=1024, progress=False)
+    data = PackedDataset(samples, sequence_length=1024)
+    accelerator = make_accelerator(1, "bf16", None)
+    draft = make_draft(Init(layers=layers), target, tokenizer)
+    distillation = Distillation(draft, InProcessTarget(target), Divergence(), Optim(lr=lr), steps, accelerator)
+    for step in tqdm(range(steps), desc=f"distil on {name}", unit="step"):
+        distillation.step([data.batch(step, batch_size=4)])
+    distillation.close()
+    return draft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +101,6 @@ class Server:
         )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def served(
     target: Path,
@@ -83,8 +122,7 @@ def served(
         *("--", "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "m", "--dtype", "float32"),
         *("--enforce-eager", "--max-model-len", str(max_model_len), "--max-num-seqs", "16"),
         *("--kv-cache-memory-bytes", str(128 << 20), "--no-enable-prefix-caching"),
-        # With it, vLLM's CPU build has two speeds, one a third of the other, and changes between them at any time.
-        *("--no-async-scheduling", "--per-request-spec-decode-metrics", "detailed"),
+        *(ONE_SPEED, "--per-request-spec-decode-metrics", "detailed"),
     ]
     # Left alone, vLLM would bind both servers to the first core.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)), "VLLM_NO_USAGE_STATS": "1"}

@@ -10,6 +10,7 @@ to the held-out prompts and the engine's measurement without a draft, which depe
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distill.data import load_conversations
+from distill.losses import Divergence
 from eval.report import environment, write_page
+from heads.artifact import write_whole
 from recipes.cli import run_recipe
 
 
@@ -65,11 +68,12 @@ class Config:
 
 
 def main(cfg: Config) -> None:
+    for name in cfg.divergences:
+        Divergence(name=name)  # a name that is none is told now, not after the other runs
     # 1. a quarter of the standard library's conversations: more than the steps of a demo read
     conversations = cfg.output / "conversations.jsonl"
     if not conversations.is_file():
-        cfg.output.mkdir(parents=True, exist_ok=True)
-        conversations.write_text("".join(json.dumps(row) + "\n" for row in load_conversations("stdlib")[::4]))
+        write_whole(conversations, "".join(json.dumps(row) + "\n" for row in load_conversations("stdlib")[::4]))
 
     # 2. every head, and EAGLE-3 by every other divergence
     others = [name for name in cfg.divergences if name != DIVERGENCES[0]] if "eagle3" in cfg.heads else []
@@ -88,7 +92,7 @@ def main(cfg: Config) -> None:
         cfg.output,
         {
             "target": reports[cfg.heads[0]]["target"],
-            "command": " ".join(sys.argv),
+            "command": shlex.join(sys.argv),
             "families": {
                 name: {**entry(reports[name]), "title": HEADS[name].title, "note": HEADS[name].note}
                 for name in cfg.heads

@@ -28,19 +28,15 @@ import torch
 from tqdm import tqdm
 
 from distill.data import Conversation, load_conversations, split_held_out
-from distill.loop import make_accelerator
-from distill.losses import Divergence
-from distill.packing import PackedDataset
 from distill.samples import build_samples, held_out_prompts
 from distill.signals import InProcessTarget
-from distill.train import Distillation, Optim
 from eval.engine import TIE_LOGIT_GAP, Measurement, measure
-from eval.process import process_group
+from eval.process import free_port, process_group
 from eval.prompts import Prompt
 from eval.report import environment, write_page
-from heads.artifact import PROVENANCE, fingerprint, require_free
+from heads.artifact import PROVENANCE, fingerprint
 from heads.checkpoint import load_causal_lm, load_tokenizer
-from heads.standalone import Init, StandaloneDraft, make_draft
+from heads.standalone import StandaloneDraft
 from online import control
 from online.anchors import write_anchors
 from online.config import LearnerConfig, load_config
@@ -49,11 +45,9 @@ from online.journal import AcceptanceEntry, Entry, Journal, SwapEntry, TrainingE
 from online.learner import provide_first_version
 from online.registry import Registry
 from recipes.cli import run_recipe
-from recipes.demo_fleet import Answer, Server, Traffic, free_port, served, tokens_per_s
+from recipes.demo_fleet import SETTINGS, Answer, Server, Traffic, clear, distil, served, tokens_per_s
 
 A, B = "code", "prose"
-
-SETTINGS = "demo.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +98,6 @@ def main(cfg: Config) -> None:
     page = write_page(cfg.output, report, "online.html.j2", "online_charts.charts")
     print(summary(report))
     print(f"report: {page}")
-
-
-def clear(folder: Path, *, overwrite: bool) -> None:
-    """An empty folder. Raises: FileExistsError where it holds anything, but for an older demo and with `overwrite`."""
-    require_free(folder, overwrite=overwrite)
-    if folder.exists() and any(folder.iterdir()) and not (folder / SETTINGS).is_file():
-        raise FileExistsError(f"{folder} holds files that are no demo's: move them away by hand")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
@@ -181,7 +166,12 @@ class Stage:
         parts = {name: [c for c in train if c["domain"] == name] for name in (A, B)}
 
         steps = {A: cfg.distil_steps, B: cfg.ceiling_steps}
-        drafts = {name: distil(cfg, target, tokenizer, part, name, steps[name]) for name, part in parts.items()}
+        drafts = {
+            name: distil(
+                target, tokenizer, part, name=name, layers=cfg.draft_layers, steps=steps[name], lr=cfg.distil_lr
+            )
+            for name, part in parts.items()
+        }
         for name, draft in drafts.items():
             draft.export(folder / f"draft-{name}", tokenizer, dtype=torch.bfloat16)
         samples, _ = build_samples(parts[A][: cfg.num_anchors], tokenizer, max_length=512, progress=False)
@@ -275,23 +265,6 @@ max_loss = 0.2
 
     def configure(self, servers: Sequence[Server]) -> None:
         self.config = self._learner_config(self.cfg, self.folder, [server.url for server in servers])
-
-
-def distil(
-    cfg: Config, target: Any, tokenizer: Any, conversations: Sequence[Conversation], name: str, steps: int
-) -> StandaloneDraft:
-    """The draft after so many steps on these conversations."""
-    samples, _ = build_samples(conversations, tokenizer, max_length=1024, progress=False)
-    data = PackedDataset(samples, sequence_length=1024)
-    accelerator = make_accelerator(1, "bf16", None)
-    draft = make_draft(Init(layers=cfg.draft_layers), target, tokenizer)
-    distillation = Distillation(
-        draft, InProcessTarget(target), Divergence(), Optim(lr=cfg.distil_lr), steps, accelerator
-    )
-    for step in tqdm(range(steps), desc=f"distil on {name}", unit="step"):
-        distillation.step([data.batch(step, batch_size=4)])
-    distillation.close()
-    return draft
 
 
 # ------------------------------------------------------------------------------------------------------- the acts

@@ -19,6 +19,7 @@ from torch import Tensor
 from distill.loop import Loop, Trained, make_accelerator, train
 from distill.losses import Divergence
 from distill.prove import Judge, Prove, export_draft, prove_in_engine, report
+from distill.ranks import leave
 from distill.run import Run
 from distill.setup import Data, Signal, live_signal, load_data, load_target, target_signal
 from distill.train import Distillation, Optim
@@ -122,7 +123,7 @@ def main(cfg: Config) -> None:
             started=started,
         )
         print(f"draft: {folder}\nreport: {page}")
-    accelerator.end_training()
+    leave(accelerator)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-
+from eval.drafts import draft_folder
 from eval.ngram import Ngram
 from heads.artifact import safetensors_header
-from heads.check import Pair, family_of_tensors
+from heads.check import family_of_tensors
 from heads.check_families import METHODS
-from heads.check_static import static_findings
-from heads.checkpoint import is_hub_name, model_folder
+from heads.check_static import first_cure
 from heads.tensors import tensor_files
 
 WITHOUT_MODEL = ("ngram", "suffix", "mtp")
@@ -25,13 +23,10 @@ def draft_config(draft: str) -> dict[str, Any]:
     Raises: FileNotFoundError, ValueError where there is no such draft, or vLLM cannot serve it beside a target.
     """
     if draft == "ngram":
-        ngram = Ngram()
-        return {"method": "ngram", "prompt_lookup_min": ngram.min, "prompt_lookup_max": ngram.max}
+        return Ngram().speculative_config
     if draft in WITHOUT_MODEL:
         return {"method": draft}
-    if not is_hub_name(draft) and not Path(draft).is_dir():
-        raise FileNotFoundError(f"there is no draft {draft}: give a folder, a hub name, {', '.join(WITHOUT_MODEL)}")
-    family = _family(Path(snapshot_download(draft)) if is_hub_name(draft) else Path(draft))
+    family = _family(draft_folder(draft, WITHOUT_MODEL))
     if family == "mtp":
         raise ValueError(f"{draft} is a target with its MTP layer in it: give --target {draft} --draft mtp")
     if family not in METHODS:
@@ -46,11 +41,4 @@ def _family(folder: Path) -> str:
 
 def cure(target: str, draft: str, num_speculative_tokens: int) -> str:
     """What doctor finds in the folder of a draft that the engine refused, with its cure; empty where it finds none."""
-    if draft in WITHOUT_MODEL:
-        return ""
-    try:
-        pair = Pair.read(model_folder(target), model_folder(draft))
-        found = static_findings(pair, method=None, num_speculative_tokens=num_speculative_tokens)
-    except (ValueError, OSError) as error:  # it cannot be read at all
-        return f"; {error}"
-    return "".join(f"; {finding.problem}, cure: {finding.cure}" for finding in found[:1])
+    return "" if draft in WITHOUT_MODEL else first_cure(target, draft, num_speculative_tokens)

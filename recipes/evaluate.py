@@ -36,14 +36,13 @@ from eval.card import write_card
 from eval.cost import StepCosts
 from eval.drafts import LoadedTarget, NamedDraft, SampleMethod, load_drafts
 from eval.engine import engine_is_cpu
-from eval.kept import write_whole
 from eval.ngram import Ngram
 from eval.prompts import Prompt
 from eval.regression import compare, describe, read_baseline
 from eval.served import EngineOptions, serve_and_count
 from eval.serving_report import read_serving
 from eval.teacher_forced import Protocol, teacher_forced
-from heads.artifact import fingerprint
+from heads.artifact import fingerprint, write_whole
 from heads.checkpoint import model_folder
 from recipes.cli import run_recipe
 from recipes.serve import Config as Serve
@@ -196,6 +195,11 @@ def check(cfg: Config) -> None:
         raise ValueError("--num-speculative-tokens needs numbers of at least 1")
     if not cfg.temperature or min(cfg.temperature) < 0:
         raise ValueError("--temperature needs numbers of at least 0")
+    for name in ("num_prompts", "max_tokens", "batch_size", "concurrency"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(cfg, name)}: it must be at least 1")
+    if not 0 < cfg.held_out <= 1:
+        raise ValueError(f"--held-out is {cfg.held_out}: a share of the conversations lies above 0 and up to 1")
     if beyond := set(cfg.engine_tokens) - set(cfg.num_speculative_tokens):
         raise ValueError(f"--engine-tokens {min(beyond)} is none of --num-speculative-tokens")
 
@@ -249,7 +253,7 @@ def write_run(cfg: Config, duration_s: float) -> None:
     """run.json: the command, its whole config, when it ended and how long it took; not the report's, which repeats."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     run = {"command": sys.argv, "config": asdict(cfg), "date": now, "duration_s": round(duration_s, 1)}
-    write_whole(cfg.output / "run.json", (json.dumps(run, indent=2, default=str) + "\n").encode())
+    write_whole(cfg.output / "run.json", json.dumps(run, indent=2, default=str) + "\n")
 
 
 def tell(report: Mapping[str, Any], page: Path) -> None:

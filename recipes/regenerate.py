@@ -13,11 +13,10 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tyro
-
 from distill.data import load_conversations
 from distill.endpoint import Endpoint
 from distill.regenerate import Sampling, regenerate
+from recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,4 +45,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run_recipe(main, Config, __doc__)

@@ -42,7 +42,7 @@ async def go_back(cfg: LearnerConfig) -> str:
     registry = Registry(cfg.registry)
     with registry.owned():
         version = registry.rollback()
-        async with connected(await discover(cfg.fleet)) as servers:
+        async with connected(await discover(cfg.fleet, cfg.domain)) as servers:
             back = await converge(servers, version, cfg.rollout.rollback_timeout_s)
     if not back.is_complete:
         raise ConnectionError(f"{version} is current, but: {back}")

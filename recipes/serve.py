@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import tyro
 
 from online.nats_config import Nats
 from online.plugin_config import PLUGIN_NAME, read_config
+from recipes.cli import run_recipe
 
 PLUGIN_GROUPS = (
     "vllm.general_plugins",
@@ -63,6 +64,7 @@ class Config:
     registry: Path | None = None
     """Folder of the draft's versions (v000001, ..., current); swapping needs it."""
     num_speculative_tokens: int = 3
+    """Tokens drafted at a time."""
     method: Method | None = None
     """How vLLM runs the draft; default: what its configuration says."""
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
@@ -151,15 +153,24 @@ def _draft(cfg: Config) -> str:
 
 
 def _method(draft: str) -> Method:
-    """How vLLM runs a draft with this configuration: a plain language model unless it says otherwise."""
+    """How vLLM runs a draft with this configuration: a plain language model unless it says otherwise.
+
+    Raises: ValueError where vLLM has no way to.
+    """
     path = Path(draft) / "config.json"
     if not path.is_file():  # a hub name: vLLM fetches it later
         return "draft_model"
     config = json.loads(path.read_text())
+    if family := config.get("redraft", {}).get("family"):
+        from heads.check_families import METHODS  # loads torch, for a head of ours alone
+
+        if family not in METHODS:
+            raise ValueError(f"vLLM has no proposer for {draft}, a draft of the family {family}")
+        return cast(Method, METHODS[family])
     names = " ".join([*config.get("architectures", []), config.get("model_type", "")]).lower()
     methods: tuple[Method, ...] = ("eagle3", "eagle", "medusa", "mtp")
     return next((method for method in methods if method in names), "draft_model")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run_recipe(main, Config, __doc__)

@@ -15,18 +15,29 @@ from online.request_log import RequestInfo, RequestLog, Rows, Verified
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
+    """What requests are like."""
+
     prompt_tokens: int = 500
+    """Of a request."""
     output_tokens: int = 250
+    """Of its answer."""
     num_speculative_tokens: int = 3
+    """Drafted at a time: a target step leaves a row for each of them and one for the bonus token."""
     tau: float = 2.5
     """Tokens that a target step emits, bonus token included."""
     top_k: int = 32
+    """Probabilities kept in a row."""
     vocab_size: int = 128_256
+    """Of the target."""
 
-    @property
-    def rows_per_token(self) -> float:
-        """(k + 1) / tau: a target step leaves a row for every draft token and one for the bonus token."""
-        return (self.num_speculative_tokens + 1) / self.tau
+    def __post_init__(self) -> None:
+        if min(self.prompt_tokens, self.output_tokens, self.num_speculative_tokens, self.top_k) < 1:
+            raise ValueError("prompts, answers, drafts and kept probabilities are at least 1")
+        if not 1 <= self.tau <= self.num_speculative_tokens + 1:
+            raise ValueError(
+                f"tau is {self.tau}: with {self.num_speculative_tokens} draft tokens a step emits 1 to "
+                f"{self.num_speculative_tokens + 1}"
+            )
 
 
 def make_record(number: int, traffic: Traffic) -> Record:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import platform
 import random
+import shlex
 import statistics
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from distill.data import Conversation, load_conversations, split_held_out
+from heads.artifact import write_whole
 from heads.checkpoint import load_causal_lm
 from recipes.cli import run_recipe
 
@@ -79,7 +82,7 @@ def main(cfg: Config) -> None:
     tokenizer.save_pretrained(cfg.output)
     report = {
         "config": {**asdict(cfg), "output": str(cfg.output)},
-        "command": "python recipes/tiny_target.py",
+        "command": shlex.join(sys.argv),
         "final_train_loss": statistics.mean(losses[-100:]) if losses else None,
         "repeated_tokens": {"before": repeated[0], "after": statistics.mean(repeated[-10:])} if repeated else None,
         "held_out_loss": {
@@ -91,7 +94,7 @@ def main(cfg: Config) -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    (cfg.output / "training.json").write_text(json.dumps(report, indent=2, default=str) + "\n")
+    write_whole(cfg.output / "training.json", json.dumps(report, indent=2, default=str) + "\n")
     print(json.dumps(report, indent=2, default=str))
 
 

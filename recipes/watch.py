@@ -109,7 +109,8 @@ def read(url: str) -> Acceptance:
         answer = httpx.get(f"{url.rstrip('/')}/metrics", timeout=TIMEOUT_S)
         answer.raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConnectionError(f"cannot read {url}/metrics: {str(error).splitlines()[0]}") from error
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConnectionError(f"cannot read {url}/metrics: {why}") from error
     try:
         return read_acceptance(answer.text)
     except ValueError as error:
