@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,15 +17,17 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from learner_world import World, until
 from real_broker import Broker, running_broker
 from safetensors.torch import load_file, save_file
 
+from eval.process import free_port
 from heads.artifact import publish
 from online.records import Record, read_frames
 from online.spool import spool_files
 
 TOKEN = "a-token-for-tests"
-RANDOM, COPY, NOISY, CORRUPT, WIDER, FOREIGN = (f"v{i:06d}" for i in range(1, 7))
+RANDOM, COPY, NOISY, CORRUPT, WIDER, FOREIGN, FIRST = (f"v{i:06d}" for i in range(1, 8))
 START_TIMEOUT_S = 600
 
 
@@ -76,6 +78,12 @@ class Server:
                 return sorted(found, key=lambda record: (record.request_id, record.sequence))
             assert time.monotonic() < deadline, f"{arrived} of {wanted} tokens; {self.status()['capture']}"
             time.sleep(0.1)
+
+    def has_shipped(self) -> dict[str, Any] | None:
+        """Capture's counters once it has nothing left to write."""
+        capture = self.status()["capture"]
+        is_idle = not capture["open_requests"] and capture.get("records", 0) == capture.get("shipped_records", 0)
+        return capture if is_idle else None
 
     def all_records(self) -> list[Record]:
         frames = [frame for path in spool_files(self.spool) for frame in read_frames(path.read_bytes())]
@@ -130,6 +138,30 @@ def server(random_target: Path, registry: Path, tmp_path_factory: pytest.TempPat
         yield running
 
 
+@pytest.fixture
+def served_world(
+    server: Server, random_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[World]:
+    """A learner's surroundings with the real server in the place of a fleet of fakes, and nothing in its spool.
+
+    A learner begins with FIRST, a copy of NOISY; afterwards the registry is as it was.
+    """
+    monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
+    before = set(server.registry.iterdir())
+    current = (server.registry / "current").readlink()
+    (server.registry / "current").unlink()
+    server.swap(NOISY)
+    asyncio.run(until(server.has_shipped))
+    for path in spool_files(server.spool):
+        path.unlink()
+    yield World.make(tmp_path, random_target, server.registry / NOISY, servers=0)
+    server.swap(NOISY)  # what is removed must not be the draft that a server would go back to
+    for path in set(server.registry.iterdir()) - before:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (server.registry / "current").unlink(missing_ok=True)
+    (server.registry / "current").symlink_to(current)
+
+
 @contextlib.contextmanager
 def running_server(
     target: Path, registry: Path, folder: Path, options: list[str], ingest: str = ""
@@ -172,9 +204,3 @@ def wait_until_healthy(server: Server, process: subprocess.Popen[bytes]) -> None
         assert process.poll() is None, f"the server ended:\n{tail}"
         assert time.monotonic() < deadline, f"the server did not start:\n{tail}"
         time.sleep(0.3)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +20,7 @@ from transformers import LlamaForCausalLM
 
 from distill.samples import Sample
 from distill.signals import InProcessTarget
+from eval.prompts import Prompt
 from heads.artifact import fingerprint
 from heads.checkpoint import load_tokenizer
 from online.anchors import anchor_records
@@ -32,6 +34,7 @@ from online.records import Record, Sampling, encode
 from online.registry import Registry
 from online.rollout import RolloutPolicy
 from online.spool import SpoolWriter
+from recipes import demo_fleet
 
 PROMPT_TOKENS, ANSWER_TOKENS = 8, 24
 
@@ -83,6 +86,21 @@ class Versions(set[str]):
 QUICK = RolloutPolicy(
     warm_up_s=0, min_drafts=500, poll_s=0.02, watch_s=0.05, window_timeout_s=5, swap_timeout_s=3, rollback_timeout_s=3
 )
+
+ON_AN_ENGINE = replace(QUICK, poll_s=0.5, min_drafts=200, max_loss=0.5, window_timeout_s=60, swap_timeout_s=20)
+"""A real engine pays for every poll, takes seconds for 200 drafts, and tells tau by them to within 0.1."""
+
+ANYTHING = Policy(min_gain=-9, max_domain_loss=9, min_requests=5, min_domain_requests=5, num_resamples=50)
+"""For tests of what comes behind the gate: a few seconds of training need not be a proven gain."""
+
+
+def streams(urls: list[str], clients: int = 4) -> demo_fleet.Traffic:
+    """Clients that stream answers to random prompts; their pauses leave the learner some of two cores."""
+    rng = random.Random(0)
+    prompts = [
+        Prompt(token_ids=[rng.randrange(20, 400) for _ in range(PROMPT_TOKENS)], domain="code") for _ in range(4000)
+    ]
+    return demo_fleet.Traffic(urls, {"code": prompts}, clients=clients, max_tokens=ANSWER_TOKENS, pause_s=0.2)
 
 
 @dataclass
@@ -145,6 +163,17 @@ class World:
             page=Page(port=0),
         )
         return replace(config, **changes)
+
+    def beside(self, server: Any, **training: Any) -> dict[str, Any]:
+        """The settings of a learner beside a real server; a server's registry has a draft that is to be the first."""
+        config = self.config()
+        return {
+            "registry": server.registry,
+            "spool": server.spool,
+            "fleet": FleetConfig(servers=(server.url,), poll_s=0.5),
+            "training": replace(config.training, **training),
+            "rollout": ON_AN_ENGINE,
+        }
 
     @asynccontextmanager
     async def fleet(self) -> AsyncIterator[None]:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from eval.process import free_port
+
 EXECUTABLE = shutil.which("nats-server") or shutil.which("nats-server", path="/usr/sbin:/usr/local/sbin")
 
 
@@ -70,9 +72,3 @@ def running_broker(folder: Path, settings: str = "") -> Iterator[Broker]:
 def is_listening(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

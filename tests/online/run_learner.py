@@ -1,11 +1,15 @@
-"""A learner in a process of its own that kills itself, as kill -9 would, at a given point of its work."""
+"""A learner in a process of its own, with a fault at a given point of its work: it kills itself, as kill -9 would."""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
+import time
+from collections.abc import Awaitable
 from importlib import import_module
+from inspect import isawaitable
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
@@ -18,37 +22,51 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["online.learner"])  # torch is loaded once for all of them
 
 
-def start(cfg: LearnerConfig, kill_at: str = "") -> ForkServerProcess:
-    """A learner's process. `kill_at` is such as "before 3 online.buffer:Buffer.append": its third call."""
-    process = FORKS.Process(target=learn, args=(cfg, kill_at))
+def start(cfg: LearnerConfig, fault: str = "") -> ForkServerProcess:
+    """A learner's process.
+
+    `fault`: "before 3 online.buffer:Buffer.append" kills it at the third call of that method, "after 3 ..." when that
+    has ended; "slow 0.5 ..." lets every call take half a second longer.
+    """
+    process = FORKS.Process(target=learn, args=(cfg, fault))
     process.start()
     return process
 
 
-def learn(cfg: LearnerConfig, kill_at: str) -> None:
+def learn(cfg: LearnerConfig, fault: str) -> None:
     torch.set_num_threads(1)
-    if kill_at:
-        arm(*kill_at.split())
+    if fault:
+        arm(*fault.split())
     run(cfg)
 
 
-def arm(when: str, number: str, name: str) -> None:
+def arm(what: str, number: str, name: str) -> None:
     module, path = name.split(":")
     *owners, attribute = path.split(".")
     owner: Any = import_module(module)
     for each in owners:
         owner = getattr(owner, each)
-    work, calls = getattr(owner, attribute), 0
+    work, calls = getattr(owner, attribute), itertools.count(1)
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(float(number))
+        return work(*args, **kwargs)
 
     def dying(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        is_last = calls == int(number)
-        if is_last and when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if next(calls) != int(number):
+            return work(*args, **kwargs)
+        if what == "before":
+            die()
         result = work(*args, **kwargs)
-        if is_last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
+        return die_after(result) if isawaitable(result) else die()
 
-    setattr(owner, attribute, dying)
+    setattr(owner, attribute, slow if what == "slow" else dying)
+
+
+async def die_after(work: Awaitable[Any]) -> None:
+    await work
+    die()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,35 +1,48 @@
-"""Three training steps on as many ranks as were launched, written as a checkpoint.
+"""Three training steps on as many ranks as were launched, written as a checkpoint. Before them, what is broken is not.
 
 python run_ranks.py DRAFT RECORDS OUTPUT
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
 import torch
 
-from online.candidate import Candidate, Ranks
+from online.candidate import Candidate, NotFiniteError, Ranks
 from online.config import Training
 from online.records import read_frames
 
 torch.set_num_threads(1)
 
 
+class Breakable(Candidate):
+    def break_weights(self) -> None:
+        """As a far too high rate would."""
+        for parameter in self.distillation.module.parameters():
+            getattr(parameter, "ds_tensor", parameter).data.fill_(math.nan)
+
+
 def main(draft: Path, frames: Path, output: Path) -> None:
     cfg = Training(lr=1e-3, warmup_steps=1, branches_per_record=0, sequence_length=64)
-    candidate = Candidate(cfg, "standalone", draft)
+    candidate = Breakable(cfg, "standalone", draft)
     ranks = Ranks(candidate)
     if not candidate.accelerator.is_main_process:
         ranks.follow()
         return
     records = [record for _, record in read_frames(frames.read_bytes())]
     ranks.do("begin", draft)
+    ranks.do("break_weights")
+    try:
+        ranks.do("write", output)
+    except NotFiniteError:
+        ranks.do("begin", draft)
     for step in range(3):
         stats = ranks.do("step", records[8 * step : 8 * step + 8], step)
         print(f"step {step}: loss {stats.loss:.9f}, {stats.labels} labels")
-    output.mkdir()
+    output.mkdir()  # nothing was written yet
     ranks.do("write", output)
     ranks.do("rest")
     ranks.dismiss()

@@ -12,12 +12,14 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from online.capture import Capture, Step, StepPart, StepQueue, reduce
+from online.capture import Capture
 from online.plugin_config import CaptureConfig
 from online.records import Record, Sampling, decode, encode, read_frames, training_sequences
+from online.reduction import Room, largest, reduce
 from online.request_log import RequestInfo, RequestLog, Rows, Verified
 from online.runner_v1 import install_capture, require_known_runner
 from online.spool import SpoolWriter, spool_files
+from online.steps import REDUCED_BYTES, Step, StepPart, StepQueue
 
 V, K = 50, 4
 
@@ -154,14 +156,50 @@ def test_the_queue_is_bounded_by_bytes_and_always_takes_the_newest():
     assert small.take() == [one]
 
 
-def test_reduction_is_the_log_softmax():
-    logits_RV = torch.randn(5, V, generator=torch.Generator().manual_seed(0)) * 4
-    rows = reduce(logits_RV.bfloat16(), K)
-    expected = logits_RV.bfloat16().double().log_softmax(-1).topk(K)
-    np.testing.assert_allclose(rows.topk_log_probs_RK, expected.values, atol=1e-5)
-    np.testing.assert_array_equal(rows.topk_ids_RK, expected.indices)
+def test_steps_wait_until_there_are_enough_to_reduce_together():
+    queue = StepQueue()
+    half = make_step(make_info(), 4, sampled=[7], drafts=[50], logits_RV=torch.empty(2, REDUCED_BYTES // 16))
+    queue.put(half)
+    assert not queue.is_due.is_set()
+    queue.put(half)
+    queue.put(half)
+    assert queue.is_due.is_set()
+    assert [len(queue.take()), queue.is_due.is_set(), len(queue.take())] == [2, False, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reduction_is_the_log_softmax(dtype):
+    logits_RV = (torch.randn(5, V, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
+    rows = reduce([logits_RV[:2], logits_RV[2:]], K, Room())
+    log_probs_RV = logits_RV.double().log_softmax(-1)
+    np.testing.assert_allclose(rows.topk_log_probs_RK, log_probs_RV.topk(K).values, atol=1e-5)
+    ids_RK = torch.from_numpy(rows.topk_ids_RK).long()  # of equal logits any
+    np.testing.assert_allclose(rows.topk_log_probs_RK, log_probs_RV.gather(1, ids_RK), atol=1e-5)
     assert rows.topk_log_probs_RK.dtype == np.float32
-    np.testing.assert_allclose(rows.log_sum_exp_R, logits_RV.bfloat16().double().logsumexp(-1), atol=1e-5)
+    np.testing.assert_allclose(rows.log_sum_exp_R, logits_RV.double().logsumexp(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [3, 64, 1000, 4099])  # from no group at all to groups that do not divide it
+@pytest.mark.parametrize("kind", ["distinct", "full of ties", "masked", "all alike"])
+def test_the_largest_logits_are_those_of_a_sort(size, kind):
+    logits_RV = torch.randn(7, size, generator=torch.Generator().manual_seed(size)) * 5 - 3
+    if kind == "full of ties":
+        logits_RV = logits_RV.round()
+    elif kind == "masked":
+        logits_RV[:, ::2] = -torch.inf
+    elif kind == "all alike":
+        logits_RV[:] = -1.5
+    k = min(16, size)
+    found_RK, ids_RK = largest(logits_RV, k)
+    assert torch.equal(found_RK, logits_RV.sort(descending=True).values[:, :k])
+    assert torch.equal(found_RK, logits_RV.gather(1, ids_RK))
+    assert all(len(set(ids)) == k for ids in ids_RK.tolist())
+
+
+def test_the_first_of_the_kept_ids_is_what_a_greedy_target_says():
+    logits_RV = torch.randn(50, 4099, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    logits_RV[:, 7] = logits_RV[:, 4000] = logits_RV.max() + 1  # two that are equal
+    assert torch.equal(largest(logits_RV, 32)[1][:, 0], logits_RV.argmax(-1))
 
 
 def run_capture(folder, steps, **config):
@@ -189,6 +227,55 @@ def test_steps_become_records_of_one_draft_version_each(tmp_path):
     np.testing.assert_allclose(records[0].topk_log_probs, wanted.values, atol=1e-5)
     assert capture.status()["records"] == 2
     assert capture.status()["shipped_records"] == 2
+
+
+def make_shared_step(starts, sampled, drafts, draft_probs=None):
+    """Of requests a and b; between them is a third one that is not captured."""
+    count = len(drafts[0])
+    infos = (make_info(), make_info(request_id="cmpl-b", prompt_ids=[4, 5]))
+    parts = [
+        StepPart(
+            request=info,
+            start=start,
+            sampled_row=row,
+            num_drafts=count,
+            first_row=row * (count + 1),
+            first_draft=row * count,
+        )
+        for info, start, row in zip(infos, starts, (0, 2), strict=True)
+    ]
+    return Step(
+        draft_version="v000001",
+        parts=parts,
+        finished=[],
+        sampled_BK=torch.tensor([sampled[0], [49] * len(sampled[0]), sampled[1]]),
+        logits_RV=torch.randn(3 * (count + 1), V) if count else None,
+        draft_ids_S=torch.tensor([*drafts[0], *[49] * count, *drafts[1]], dtype=torch.int32) if count else None,
+        draft_probs_S=draft_probs,
+    )
+
+
+def test_steps_that_are_reduced_together_keep_their_own_rows_and_drafts(tmp_path):
+    torch.manual_seed(0)
+    steps = [
+        make_shared_step((3, 2), ([7], [8]), ([], [])),
+        make_shared_step((4, 3), ([9, 10, -1], [11, -1, -1]), ([9, 12], [13, 14])),
+        make_shared_step((6, 4), ([15, -1], [16, 17]), ([18], [16]), torch.tensor([0.25, 0.5, 0.75])),
+        Step(draft_version="v000001", parts=[], finished=["cmpl-a", "cmpl-b"]),
+    ]
+    _, records = run_capture(tmp_path, steps)
+    assert [record.request_id for record in records] == ["cmpl-a", "cmpl-b"]
+    first, second = steps[1].logits_RV, steps[2].logits_RV
+    for record, logits_RV in zip(
+        records, (torch.cat([first[:3], second[:2]]), torch.cat([first[6:], second[4:]])), strict=True
+    ):
+        np.testing.assert_array_equal(record.topk_ids, logits_RV.topk(K).indices)
+        np.testing.assert_allclose(record.log_sum_exp, logits_RV.logsumexp(-1), atol=1e-5)
+    np.testing.assert_array_equal(records[0].draft_ids, [9, 12, -1, 18, -1])
+    np.testing.assert_array_equal(records[1].draft_ids, [13, 14, -1, 16, -1])
+    np.testing.assert_array_equal(records[0].draft_probs, np.array([1, 1, np.nan, 0.25, np.nan], np.float32))
+    np.testing.assert_array_equal(records[1].draft_probs, np.array([1, 1, np.nan, 0.75, np.nan], np.float32))
+    np.testing.assert_array_equal(records[1].accepted, [False, False, False, True, False])
 
 
 def test_a_dropped_step_ends_the_record_before_it(tmp_path):

@@ -105,8 +105,7 @@ def test_a_learner_brings_late_joiners_along_reports_laggards_and_leaves_other_d
     async def main():
         async with running(*world.fakes, late, other):
             listed(*world.fakes)
-            fleet = FleetConfig(file=path, domain="code", poll_s=0.1)
-            async with world.learner(fleet=fleet) as task:
+            async with world.learner(fleet=FleetConfig(file=path, poll_s=0.1), domain="code") as task:
                 await until(lambda: {fake.version for fake in world.fakes} == {"v000001"}, task)
                 listed(*world.fakes, late)
                 await until(lambda: late.version == "v000001", task)

@@ -78,12 +78,20 @@ def test_a_killed_learner_goes_on_and_neither_loses_nor_repeats_a_record(world, 
 
 
 def assert_every_record_is_there_and_was_trained_once(world, records):
-    with Buffer(world.config().buffer_config, fingerprint(world.target)) as buffer:
-        training = buffer.fresh(0, 10_000)
-        stored = {s.record.record_id for s in [*training, *buffer.held_out(10_000)]}
-        newest = buffer.trained()[0]
+    config = world.config()
+    assert assert_every_record_was_trained_once(config) == len(records)
+    with Buffer(config.buffer_config, fingerprint(config.target)) as buffer:
+        stored = {s.record.record_id for s in [*buffer.fresh(0, 10_000), *buffer.held_out(10_000)]}
     assert stored == {record.record_id for record in records}
-    checkpoint = world.root / "learner" / "checkpoints" / newest.checkpoint_id
+
+
+def assert_every_record_was_trained_once(config):
+    """How many records the learner holds, after making sure that its checkpoint has trained each once as new."""
+    with Buffer(config.buffer_config, fingerprint(config.target)) as buffer:
+        training, num_held_out = buffer.fresh(0, 10_000), len(buffer.held_out(10_000))
+        newest = buffer.trained()[0]
+    checkpoint = config.folder / "checkpoints" / newest.checkpoint_id
     progress = json.loads((checkpoint / PROVENANCE).read_text())["progress"]
     assert progress["through"] == newest.through
     assert progress["records"] == sum(s.seq <= newest.through for s in training)
+    return len(training) + num_held_out

@@ -23,7 +23,7 @@ from heads.standalone import StandaloneDraft
 from online.config import LearnerConfig, example, load_config
 from online.gate import Scored
 from online.ingest import acceptance_of
-from online.judge import acceptance, by_request, expected_blocks, score, served
+from online.judge import acceptance, by_request, score, served, walk
 from online.records import CorruptRecordError, Record, Sampling, encode, read_frames, training_sequences
 from online.replay import batches_of, fitting, texts_of
 
@@ -145,14 +145,14 @@ def test_acceptance_is_counted_by_steps():
 def test_at_temperature_0_blocks_are_walked_as_the_engine_walks_them(matches, k):
     """Where every block has all of its rows, counts are those of `eval`'s walk over the same matches."""
     padded = matches + [False] * k
-    scored = expected_blocks(np.arange(len(padded)), np.tile(np.array(padded, float), (k, 1)))
+    scored = walk(np.arange(len(padded)), np.tile(np.array(padded, float), (k, 1)))
     table = torch.tensor([padded[t : t + k] for t in range(len(padded) - k + 1)])
     walked = simulate_blocks(table, len(table) + 1)
     assert (scored.drafts, scored.accepted) == (walked.num_drafts, walked.num_accepted)
 
 
 def test_blocks_are_expected_over_all_ways_to_get_there():
-    scored = expected_blocks(np.arange(3), np.array([[0.5, 0.25, 0.8]]))
+    scored = walk(np.arange(3), np.array([[0.5, 0.25, 0.8]]))
     # Row 0 begins a block; row 1 where it was refused (0.5); row 2 where row 0 was accepted, or row 1 refused.
     starts = [1.0, 0.5, 0.5 + 0.5 * 0.75]
     assert scored.drafts == pytest.approx(sum(starts))
@@ -160,12 +160,12 @@ def test_blocks_are_expected_over_all_ways_to_get_there():
 
 
 def test_a_gap_in_the_rows_begins_a_new_walk():
-    whole = expected_blocks(np.array([4, 5, 9, 10]), np.ones((2, 4)))
+    whole = walk(np.array([4, 5, 9, 10]), np.ones((2, 4)))
     assert (whole.drafts, whole.accepted) == (2, 4)
 
 
 def test_the_later_tokens_of_a_block_have_probabilities_of_their_own():
-    scored = expected_blocks(np.arange(3), np.array([[0.5, 0.4, 0.0], [0.0, 0.25, 0.8]]))
+    scored = walk(np.arange(3), np.array([[0.5, 0.4, 0.0], [0.0, 0.25, 0.8]]))
     # Blocks begin at row 0, and at row 1 where its first token was refused.
     assert scored.drafts == pytest.approx(1 + 0.5)
     assert scored.accepted == pytest.approx((0.5 + 0.5 * 0.25) + 0.5 * (0.4 + 0.4 * 0.8))

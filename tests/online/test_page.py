@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -23,6 +22,7 @@ from make_journal import SERVERS, Clock, make_journal
 from prometheus_client import CollectorRegistry, Gauge
 from starlette.testclient import TestClient
 
+from eval.process import free_port
 from online.headline import Headline, duration, short
 from online.history import History
 from online.journal import Journal
@@ -298,12 +298,6 @@ def test_the_daemon_keeps_its_signals_and_its_life(tmp_path: Path):
 
 
 # ---------------------------------------------------------------- in a browser
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def serving(folder: Path, port: int = 0) -> Iterator[str]:
     """The page's address, from an event loop in a thread."""

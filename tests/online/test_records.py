@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from online.records import (
     MAGIC,
+    MAX_RECORD_BYTES,
     CorruptRecordError,
     Record,
     Sampling,
@@ -121,11 +122,24 @@ def test_a_record_that_disagrees_with_itself_is_rejected_though_its_crc_is_right
         decode(encode(make_record(**change)))
 
 
+def frame_around(payload):
+    return MAGIC + len(payload).to_bytes(4, "little") + zlib.crc32(payload).to_bytes(4, "little") + payload
+
+
 def test_a_payload_that_is_no_record_is_rejected():
-    payload = zstandard.compress(msgspec.msgpack.encode({"server_id": "x"}))
-    frame = MAGIC + len(payload).to_bytes(4, "little") + zlib.crc32(payload).to_bytes(4, "little") + payload
     with pytest.raises(CorruptRecordError, match="unreadable"):
-        decode(frame)
+        decode(frame_around(zstandard.compress(msgspec.msgpack.encode({"server_id": "x"}))))
+
+
+@pytest.mark.parametrize("is_size_written", [True, False])
+def test_a_small_frame_that_would_fill_the_memory_is_rejected(is_size_written):
+    compressor = zstandard.ZstdCompressor(write_content_size=is_size_written).compressobj(
+        size=MAX_RECORD_BYTES + 1 if is_size_written else -1
+    )
+    payload = compressor.compress(bytes(MAX_RECORD_BYTES + 1)) + compressor.flush()
+    assert len(payload) < 10_000
+    with pytest.raises(CorruptRecordError, match="oversized" if is_size_written else "unreadable"):
+        decode(frame_around(payload))
 
 
 def test_a_bad_frame_costs_itself_only():

@@ -122,6 +122,13 @@ def test_pruning_keeps_the_newest_the_current_and_the_way_back(registry):
         registry.prune(keep=0)
 
 
+def test_pruning_keeps_what_a_server_that_is_away_may_still_serve(registry):
+    for _ in range(5):
+        registry.promote(publish(registry))
+    assert registry.prune(keep=1, serving={"v000002", "a draft of its command line"}) == ["v000001", "v000003"]
+    assert registry.versions() == ["v000002", "v000004", "v000005"]
+
+
 def test_a_second_learner_is_refused_with_the_first_ones_process(registry):
     with registry.owned():
         code = "import sys, pathlib, online.registry as r\nwith r.Registry(pathlib.Path(sys.argv[1])).owned(): pass"

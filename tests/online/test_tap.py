@@ -13,6 +13,8 @@ import uvicorn
 from transformers import LlamaForCausalLM
 
 from online.plugin_config import CaptureConfig
+from online.pools import Pools
+from online.proxy import Proxy
 from online.records import Record, read_frames
 from online.request_origin import Origin
 from online.spool import spool_files
@@ -69,8 +71,9 @@ def test_the_likeliest_tokens_are_kept_whatever_was_sampled():
 class RunningTap:
     def __init__(self, upstream, spool, **config):
         self.spool = spool
-        tap = Tap(upstream, CaptureConfig(spool=spool, **config), "target")
-        self.server = uvicorn.Server(uvicorn.Config(tap.app(), port=0, log_level="warning"))
+        tap = Tap(CaptureConfig(spool=spool, **config), "target")
+        proxy = Proxy(Pools(lambda: [(upstream, "")]), tap=tap)
+        self.server = uvicorn.Server(uvicorn.Config(proxy.app(), port=0, log_level="warning"))
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
         self.thread.start()
         while not self.server.started:

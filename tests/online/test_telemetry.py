@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -300,4 +301,7 @@ def test_wandb_offline_gets_every_number_and_no_reason(tmp_path: Path, monkeypat
     assert summary["acceptance/http://a:1/tau"] == 2.5
     assert not any("reason" in key for key in summary)
     (written,) = (tmp_path / "wandb").rglob("*.wandb")
-    assert b"training/alpha" in written.read_bytes()
+    deadline = time.monotonic() + 60
+    while b"training/alpha" not in written.read_bytes():  # wandb's own process writes the file
+        assert time.monotonic() < deadline, f"{written} lacks the training's numbers"
+        time.sleep(0.2)

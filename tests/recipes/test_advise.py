@@ -94,7 +94,8 @@ def test_a_head_has_to_be_as_right_as_its_price_asks() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--serving", "nowhere.json"], "No such file or directory: nowhere.json"),
+        (["--serving", "nowhere.json"], "there is no nowhere.json: `redraft bench` measures one"),
+        (["--batch-size", "0"], "--batch-size is 0"),
         (["--draft", "other"], "has no draft 'other': there is ngram, runs/good/draft"),
         (["--draft", "ngram"], "no step costs of ngram: measure it as the first of --draft"),
         (["--acceptance", "pyproject.toml"], "pyproject.toml is no report"),

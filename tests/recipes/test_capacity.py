@@ -40,7 +40,12 @@ def test_the_flops_of_a_text_are_six_a_weight_and_token_and_attentions_own():
 def test_rows_follow_from_draft_tokens_and_acceptance():
     traffic = Traffic(output_tokens=2000)
     rows = len(make_record(0, traffic).positions)
-    assert rows / 2000 == pytest.approx(traffic.rows_per_token, rel=0.05)
+    assert rows / 2000 == pytest.approx((traffic.num_speculative_tokens + 1) / traffic.tau, rel=0.05)
+
+
+def test_more_tokens_than_were_drafted_are_refused():
+    with pytest.raises(ValueError, match="with 3 draft tokens a step emits 1 to 4"):
+        Traffic(tau=4.5)
 
 
 def test_a_records_bytes_are_bounded_by_its_columns():

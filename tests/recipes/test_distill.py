@@ -15,24 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distill.corpus import stdlib_conversations
 from eval.engine import vllm_server
 from heads.artifact import verify
 
 ROOT = Path(__file__).parents[2]
 STEPS = 8
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 short conversations of two domains."""
-    path = tmp_path_factory.mktemp("data") / "conversations.jsonl"
-    chosen: dict[str, list[dict[str, object]]] = {"code": [], "prose": []}
-    for conversation in stdlib_conversations():
-        if len(chosen[str(conversation["domain"])]) < 30:
-            chosen[str(conversation["domain"])].append(conversation)
-    path.write_text("".join(json.dumps(row) + "\n" for rows in chosen.values() for row in rows))
-    return path
 
 
 @pytest.fixture

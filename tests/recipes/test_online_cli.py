@@ -53,6 +53,7 @@ def test_the_printed_settings_can_be_read_back(capsys, tmp_path):
         (["swap", "v000007"], "has no version v000007: the newest are v000001"),
         (["rollback"], "has no version before v000001"),
         (["forget", "acme", "--config", "absent.toml"], "redraft learner --print-config"),
+        (["tap", "localhost:8000", "--target", "t"], "is no server: it must be like http://"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(args, message, capsys, tmp_path, monkeypatch, world):

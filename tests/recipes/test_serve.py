@@ -32,12 +32,19 @@ def test_what_stands_behind_the_dashes_goes_to_vllm_as_it_is(tmp_path):
         ({"architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
         ({"model_type": "medusa"}, "medusa"),
         ({"architectures": ["MiMoMTPModel"]}, "mtp"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "redraft": {"family": "eagle1"}}, "eagle"),
     ],
 )
 def test_the_method_follows_from_the_drafts_configuration(tmp_path, config, method):
     (tmp_path / "config.json").write_text(json.dumps(config))
     command = server_command(parse("target", "--draft", str(tmp_path)))
     assert json.loads(command[command.index("--speculative-config") + 1])["method"] == method
+
+
+def test_a_draft_that_vllm_has_no_proposer_for_is_told_before_it_starts(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"redraft": {"family": "mlp_speculator"}}))
+    with pytest.raises(ValueError, match="a draft of the family mlp_speculator"):
+        server_command(parse("target", "--draft", str(tmp_path)))
 
 
 def test_a_registry_alone_serves_its_current_version(tmp_path):

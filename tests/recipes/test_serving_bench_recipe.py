@@ -103,8 +103,7 @@ def test_a_draft_that_the_engine_refuses_is_one_line_with_its_cure(
     cfg = make_config((served_pair[0], tmp_path / "draft"), tmp_path / "bench", concurrency=(1,))
     # the target alone was measured by an earlier run
     cells = bench.by_variant(cell for some in bench.plan(bench.sweep(cfg)).values() for cell in some)
-    served = {"target": bench.file_print(cfg.target), "dtype": cfg.dtype, "vllm_args": cfg.vllm_args}
-    results = bench.Results(cfg.output, served)
+    results = bench.Results(cfg.output, bench.served(cfg))
     for cell in cells[Variant()]:
         results.add(cell, 0, make_served())
     with pytest.raises(ValueError, match=r"vLLM did not start: .*vocab.*; .*holds no tokenizer") as refused:

@@ -1,0 +1,176 @@
+"""Telling domains apart: by label, by model, by what the text is like."""
+
+from __future__ import annotations
+
+import json
+import zlib
+
+import numpy as np
+import pytest
+
+from distill.data import load_conversations, split_held_out
+from heads.artifact import publish
+from online.domains import CHARS_OF_A_MESSAGE, NUM_FEATURES, Clusters, Domains, features, prompt_text, token_decoder
+from online.request_origin import Origin
+from recipes.domains import prompts
+
+CODE = [f"def function_{n}(self, value): return self.{name}(value)" for n, name in enumerate("abcdefghij")]
+ANIMALS = ["fox", "wolf", "bear", "owl", "deer"]
+PROSE = [f"Once upon a time there was a {name} who lived in the forest" for name in ANIMALS]
+
+
+@pytest.fixture(scope="module")
+def clusters():
+    return Clusters.fit(CODE + PROSE, 2).named_after(CODE + PROSE, ["code"] * len(CODE) + ["prose"] * len(PROSE))
+
+
+def test_the_two_shipped_domains_are_told_apart_without_labels():
+    train, held_out = split_held_out(load_conversations("stdlib"), 0.2)
+    train = train[::8]
+    clusters = Clusters.fit(prompts(train)[0], 2).named_after(*prompts(train))
+    texts, labels = prompts(held_out)
+    right = np.mean([found == label for found, label in zip(clusters.of(texts), labels, strict=True)])
+    assert sorted(clusters.names) == ["code", "prose"]
+    assert len(texts) > 2000
+    assert right >= 0.95
+
+
+def test_a_request_is_of_the_nearest_cluster(clusters):
+    domains = Domains(clusters=clusters)
+    for domain, text in (("code", "def another(self): return self.value"), ("prose", "There lived an old bear")):
+        assert domains.of(Origin(), {"prompt": text}) == domain
+        assert domains.of(Origin(), {"messages": [{"role": "user", "content": text}]}) == domain
+
+
+def test_a_label_counts_before_the_models_name_and_that_before_the_text(clusters):
+    domains = Domains(aliases={"m-prose": "prose"}, clusters=clusters)
+    question = {"model": "m-prose", "prompt": CODE[0]}
+    assert domains.of(Origin(domain="maths"), question) == "maths"
+    assert domains.of(Origin(), question) == "prose"
+    assert domains.of(Origin(), question | {"model": "m"}) == "code"
+    assert Domains().of(Origin(), question) == ""
+
+
+@pytest.mark.parametrize(
+    ("question", "text"),
+    [
+        ({"prompt": "hello"}, "hello"),
+        ({"prompt": ["hello", "world"]}, "hello"),
+        ({"prompt": [1, 2]}, ""),
+        ({"prompt": [[1, 2]]}, ""),
+        ({"prompt": None}, ""),
+        (
+            {"messages": [{"role": "system", "content": "s" * 999}, {"role": "user", "content": "why?"}]},
+            "s" * 256 + "\nwhy?",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]}, "a"),
+        ({"messages": [{"role": "assistant", "content": None}, "odd"]}, ""),
+        ({"prompt": "x" * 9999}, "x" * 512),
+    ],
+)
+def test_the_text_of_a_request_is_its_beginning(question, text):
+    assert CHARS_OF_A_MESSAGE == 256
+    assert prompt_text(question) == text
+
+
+def test_what_can_not_be_read_has_no_domain(clusters):
+    domains = Domains(clusters=clusters)
+    for question in (None, [], {"prompt": [1, 2]}, {"messages": []}, {}):
+        assert domains.of(Origin(), question) == ""
+
+
+def test_prompts_of_token_ids_are_read_with_the_targets_tokenizer(clusters, random_target, small_tokenizer):
+    domains = Domains(clusters=clusters, decode=token_decoder(random_target))
+    for domain, text in (("code", CODE[0]), ("prose", PROSE[0])):
+        assert domains.of(Origin(), {"prompt": small_tokenizer(text)["input_ids"]}) == domain
+
+
+def test_a_target_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json is not there"):
+        token_decoder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is no tokenizer"):
+        token_decoder(tmp_path)
+
+
+def test_clusters_come_back_as_they_were(clusters, tmp_path):
+    publish(tmp_path / "domains", clusters.write, {})
+    again = Clusters.read(tmp_path / "domains")
+    assert again.names == clusters.names
+    np.testing.assert_array_equal(again.distances(CODE + PROSE), clusters.distances(CODE + PROSE))
+    assert not list((tmp_path / "domains").glob("*.pkl"))
+
+
+def test_the_same_prompts_give_the_same_clusters(clusters):
+    np.testing.assert_array_equal(Clusters.fit(CODE + PROSE, 2).centroids_CF, clusters.centroids_CF)
+
+
+def test_features_are_the_trigrams_of_words():
+    row_F, again_F, empty_F = features(["To be", "be to  BE", ""])
+    expected = {zlib.crc32(trigram) % NUM_FEATURES for trigram in (b" to", b"to ", b" be", b"be ")}
+    assert set(row_F.nonzero()[0]) == expected
+    np.testing.assert_allclose(row_F[list(expected)], 0.5)
+    np.testing.assert_array_equal(row_F, again_F)
+    assert not empty_F.any()
+    assert features(["\ud800"]).any()
+
+
+def test_distances_are_those_of_the_features(clusters):
+    apart_NCF = features(CODE[:3])[:, None].astype(np.float64) - clusters.centroids_CF[None]
+    exact_NC = (apart_NCF**2).sum(-1)
+    np.testing.assert_allclose(clusters.distances(CODE[:3]) + 1, exact_NC, atol=1e-5)
+
+
+def flip_a_byte(folder):
+    path = folder / "centroids.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flip_a_byte, "centroids.safetensors is corrupt"),
+        (lambda folder: (folder / "centroids.safetensors").unlink(), "centroids.safetensors is missing"),
+        (lambda folder: (folder / "domains.json").write_text("{"), "domains.json has 1 bytes instead of"),
+        (lambda folder: (folder / "manifest.json").unlink(), "was not published by redraft"),
+    ],
+)
+def test_damage_is_told_by_name(clusters, tmp_path, damage, message):
+    publish(tmp_path / "domains", clusters.write, {})
+    damage(tmp_path / "domains")
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        Clusters.read(tmp_path / "domains")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: (folder / "domains.json").write_text("[]"),
+        lambda folder: (folder / "domains.json").write_text(json.dumps({"names": ["a", "b"], "features": {}})),
+        lambda folder: Clusters(("a", "b"), np.zeros((3, NUM_FEATURES), np.float32)).write(folder),
+        lambda folder: Clusters(("a", "a"), np.zeros((2, NUM_FEATURES), np.float32)).write(folder),
+        lambda folder: (folder / "centroids.safetensors").write_bytes(b"not at all"),
+    ],
+)
+def test_what_was_published_but_is_no_domains_is_refused(clusters, tmp_path, change):
+    def write(folder):
+        clusters.write(folder)
+        change(folder)
+
+    publish(tmp_path / "domains", write, {})
+    with pytest.raises(ValueError, match="redraft domains"):
+        Clusters.read(tmp_path / "domains")
+
+
+@pytest.mark.parametrize("count", [1, 16])
+def test_more_domains_than_prompts_or_only_one_are_refused(count):
+    with pytest.raises(ValueError, match=f"{count} domains can not be made of 15 different prompts"):
+        Clusters.fit(CODE + PROSE, count)
+
+
+def test_a_cluster_without_a_label_of_its_own_keeps_its_number(clusters):
+    texts = CODE + PROSE
+    assert clusters.named_after(texts, ["all"] * 15).names == clusters.names
+    assert clusters.named_after(texts, ["кот"] * 10 + ["tales"] * 5).names == ("code", "tales")
