@@ -12,7 +12,7 @@ else ifeq ($(ENGINE),cpu)
 export UV_TORCH_BACKEND ?= cpu
 endif
 
-.PHONY: help env demo demo-heads demo-online test test-all browser broker check format bench clean
+.PHONY: help env demo demo-heads demo-online demo-domains test test-all browser broker check format bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -25,7 +25,10 @@ $(STAMP): pyproject.toml
 	@# vLLM's CPU build asks for packages whose CUDA builds break its import: keep them out.
 	@if [ $(ENGINE) = cpu ]; then for p in torchvision torchaudio torchcodec triton; do \
 		echo "$$p ; sys_platform == 'never'"; done > .venv/overrides.txt; else : > .venv/overrides.txt; fi
-	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --overrides .venv/overrides.txt -e '.[$(ENGINE),report,wandb,nats,dev]'
+	@# Bytecode once, here: an engine is three processes that import vLLM, and where PYTHONDONTWRITEBYTECODE is set (as
+	@# in many containers) each of them would compile it from source again.
+	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode --overrides .venv/overrides.txt \
+		-e '.[$(ENGINE),report,wandb,nats,domains,dev]'
 	touch $@
 
 demo: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write outputs/demo/report.html
@@ -37,10 +40,13 @@ demo-heads: $(STAMP)  ## train every family of heads, serve each in a real vLLM,
 demo-online: $(STAMP)  ## shift traffic under two real servers and let the learner follow, write outputs/demo-online
 	$(BIN)/python recipes/demo_online.py --overwrite
 
-test: $(STAMP) browser broker  ## the whole suite, with the real engine, a real browser and a real NATS server
+demo-domains: $(STAMP)  ## a draft per domain behind a router against one shared draft, write outputs/demo-domains
+	$(BIN)/python recipes/demo_domains.py --overwrite
+
+test: $(STAMP) browser broker  ## the quick tests, with the real engine, a real browser and a real NATS server
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: $(STAMP) browser broker  ## the suite and the slow tests
+test-all: $(STAMP) browser broker  ## these and the slow ones
 	$(BIN)/python -m pytest
 
 browser:
@@ -67,6 +73,7 @@ bench: $(STAMP)  ## speed and memory, as ratios of one interleaved run; is what 
 	$(BIN)/redraft bench-training
 	$(BIN)/redraft bench-advice
 	$(BIN)/redraft bench-ingest
+	$(BIN)/redraft bench-router
 
 clean:  ## remove the environment and outputs
 	rm -rf .venv outputs
