@@ -12,6 +12,7 @@ size.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -112,6 +113,7 @@ class Capture:
                     self._apply(steps)
                 except Exception as error:
                     self.report(error, "reduce")
+                    self._close_all(steps)
             if is_last and not steps:
                 self._ship()
                 return
@@ -124,8 +126,7 @@ class Capture:
         kept = seen(steps, self.config.top_k, self._room)
         first_row = first_draft = 0
         for step in steps:
-            for request_id in step.finished:
-                self._close(request_id)
+            self._close_all([step])
             self._apply_one(step, kept, first_row, first_draft)
             first_row += 0 if step.logits_RV is None else len(step.logits_RV)
             first_draft += 0 if step.draft_ids_S is None else len(step.draft_ids_S)
@@ -191,10 +192,12 @@ class Capture:
         elif log.num_rows >= SEGMENT_ROWS:
             self._emit(log)
 
-    def _close(self, request_id: str) -> None:
-        log = self._logs.pop(request_id, None)
-        if log is not None and not log.is_closed:
-            self._emit(log)
+    def _close_all(self, steps: list[Step]) -> None:
+        """Emit what is known of the requests that ended before these steps."""
+        for request_id in itertools.chain.from_iterable(step.finished for step in steps):
+            log = self._logs.pop(request_id, None)
+            if log is not None and not log.is_closed:
+                self._emit(log)
 
     def _emit(self, log: RequestLog) -> None:
         record = log.segment(self.server_id, self.fingerprint)

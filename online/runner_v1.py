@@ -99,9 +99,10 @@ class _Hooks:
         self._request_removed(request_id, state)
         if self.requests.pop(request_id, None) is not None:
             self.finished.append(request_id)
-            if not self.runner.requests:  # no step may come for a long time
-                self._release()
-                self.capture.queue.put(self._finished_step())
+        # The last to go may be one that is not recorded.
+        if self.finished and not self.runner.requests:  # no step may come for a long time
+            self._release()
+            self.capture.queue.put(self._finished_step())
 
     def _finished_step(self) -> Step:
         finished, self.finished = self.finished, []

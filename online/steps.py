@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from torch import Tensor
@@ -90,8 +90,11 @@ class StepQueue:
             self._steps.append(step)
             self._num_bytes += step.num_bytes
             while len(self._steps) > 1 and (len(self._steps) > self.max_steps or self._num_bytes > self.max_bytes):
-                self._num_bytes -= self._steps.popleft().num_bytes
+                dropped = self._steps.popleft()
+                self._num_bytes -= dropped.num_bytes
                 self.num_dropped_steps += 1
+                if dropped.finished:  # requests that have ended must not be waited for ever
+                    self._steps[0] = replace(self._steps[0], finished=dropped.finished + self._steps[0].finished)
             is_due = self._is_due()
         if is_due:
             self.is_due.set()

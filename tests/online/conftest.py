@@ -82,8 +82,8 @@ class Server:
     def has_shipped(self) -> dict[str, Any] | None:
         """Capture's counters once it has nothing left to write."""
         capture = self.status()["capture"]
-        is_idle = not capture["open_requests"] and capture.get("records", 0) == capture.get("shipped_records", 0)
-        return capture if is_idle else None
+        gone = sum(capture.get(name, 0) for name in ("shipped_records", "dropped_records_spool"))
+        return capture if not capture["open_requests"] and capture.get("records", 0) == gone else None
 
     def all_records(self) -> list[Record]:
         frames = [frame for path in spool_files(self.spool) for frame in read_frames(path.read_bytes())]

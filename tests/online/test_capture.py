@@ -145,6 +145,13 @@ def test_the_full_queue_lets_the_oldest_go_and_counts_it():
     assert queue.take() == []
 
 
+def test_requests_that_ended_are_known_of_steps_that_were_let_go_too():
+    queue = StepQueue(max_steps=1)
+    for ended in (["cmpl-a"], ["cmpl-b"], []):
+        queue.put(Step(draft_version="v000001", parts=[], finished=ended))
+    assert [step.finished for step in queue.take()] == [["cmpl-a", "cmpl-b"]]
+
+
 def test_the_queue_is_bounded_by_bytes_and_always_takes_the_newest():
     one = make_step(make_info(), 4, sampled=[7], drafts=[50])
     queue = StepQueue(max_bytes=2 * one.num_bytes)
@@ -387,12 +394,36 @@ def test_a_hook_that_fails_costs_records_and_nothing_else(tmp_path):
     assert (capture.counts["errors_hook"], capture.counts["errors_hidden_states"]) == (1, 1)
 
 
+@pytest.mark.parametrize("recorded_is_last", [False, True])
+def test_the_end_of_a_request_is_known_at_once_when_the_engine_falls_idle(tmp_path, recorded_is_last):
+    """Whichever goes last of two requests, one of them recorded: no step may follow for a long time."""
+    runner = SimpleNamespace(
+        _sample=None,
+        _get_spec_decode_draft_probs=None,
+        _on_request_state_removed=lambda request_id, state: None,
+        propose_draft_token_ids=None,
+        requests={"recorded": None, "other": None},
+    )
+    capture = Capture(CaptureConfig(spool=tmp_path), "boot", "target", "v000001")
+    install_capture(runner, capture)
+    runner._sample.__self__.requests = {"recorded": make_info(), "other": None}
+    for request_id in sorted(runner.requests, reverse=not recorded_is_last):
+        del runner.requests[request_id]
+        runner._on_request_state_removed(request_id, None)
+    assert [step.finished for step in capture.queue.take()] == [["recorded"]]
+
+
 def test_a_step_that_can_not_be_reduced_costs_itself_only(tmp_path):
     info = make_info(max_tokens=2)
-    broken = replace(make_step(make_info(request_id="cmpl-b"), 3, sampled=[7], drafts=[50]), draft_ids_S=None)
+    broken = replace(
+        make_step(make_info(request_id="cmpl-b"), 3, sampled=[7], drafts=[50]), draft_ids_S=None, finished=["cmpl-c"]
+    )
     steps = [make_step(info, 3, sampled=[7], drafts=[]), make_step(info, 4, sampled=[8], drafts=[50])]
     capture = Capture(CaptureConfig(spool=tmp_path, top_k=K), "boot", "target", "v000001")
+    capture.queue.put(make_step(make_info(request_id="cmpl-c"), 3, sampled=[7], drafts=[]))
     capture.start()
+    while not capture.status()["open_requests"]:
+        time.sleep(0.01)
     capture.queue.put(broken)
     deadline = time.monotonic() + 30
     while not capture.counts["errors_reduce"]:
@@ -402,6 +433,7 @@ def test_a_step_that_can_not_be_reduced_costs_itself_only(tmp_path):
         capture.queue.put(step)
     capture.stop()
     assert capture.status()["shipped_records"] == 1
+    assert [*capture._logs] == ["cmpl-a"]  # which ended by its length, and still has to be told that it did
 
 
 # --- the engine
