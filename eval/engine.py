@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
+from eval import engine_wait
 from eval.acceptance import AcceptanceCounts
 from eval.process import free_port, process_group
 from eval.prompts import Prompt, domains
@@ -33,6 +34,9 @@ WARM_UP_TOKENS = 16
 
 ONE_SPEED = "--no-async-scheduling"
 """Without it, vLLM's CPU build has two speeds, one a third of the other, more often than with it."""
+
+IDLE_S = 1.2
+"""A worker of vLLM spins for a second after its last step: on its core nothing else is measured meanwhile."""
 
 PURE_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Temperature alone: a server takes the others from the target's generation_config.json, and then samples another p."""
@@ -89,7 +93,7 @@ def vllm_server(
     if speculative_config is not None:
         command += ["--speculative-config", json.dumps(speculative_config)]
         command += ["--per-request-spec-decode-metrics", "detailed"]
-    env = {"VLLM_NO_USAGE_STATS": "1", **(extra_env or {})}
+    env = {"VLLM_NO_USAGE_STATS": "1", engine_wait.ENABLED: "1", **(extra_env or {})}
     env |= {"VLLM_CPU_OMP_THREADS_BIND": cpu_cores} if cpu_cores else {}
     with process_group([*command, *extra_args], log=log, env=env) as process:
         server = Server(

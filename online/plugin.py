@@ -6,11 +6,13 @@ from online.plugin_config import is_enabled
 
 
 def register() -> None:
-    """Mend sampling on the CPU and let workers capture and swap; nothing where VLLM_PLUGINS does not name redraft."""
+    """Mend the CPU build and let workers capture and swap; nothing where VLLM_PLUGINS does not name redraft."""
     if not is_enabled():
         return
+    from eval.engine_wait import mend_engine_wait
     from online.cpu_mend import mend_cpu_sampling
     from online.plugin_worker import register_worker
 
     mend_cpu_sampling()
+    mend_engine_wait()
     register_worker()

@@ -15,6 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 from eval.cost import Advice, StepCosts, advise
-from eval.engine import Server, vllm_server
+from eval.engine import IDLE_S, Server, vllm_server
 from eval.load import Load, Served, run_load
 from eval.report import environment
 from heads.artifact import write_whole
@@ -121,6 +122,7 @@ def measure(cfg: Config, running: Mapping[int, Server]) -> Cells:
                         num_prompts=16 + 16 * batch_size,  # seconds: a machine's hiccups last tenths
                         concurrency=batch_size,
                     )
+                    time.sleep(IDLE_S)
                     cells[batch_size, k].append(run_load(running[k], load, cfg.output.parent / "prompts"))
                     bar.update()
     return cells
