@@ -149,6 +149,12 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> Path:
     return write_page(folder, report, "report.html.j2", "charts.charts")
 
 
+def write_results(output: Path, results: Mapping[str, Any]) -> None:
+    """What a benchmark measured, and on what machine, as one JSON file."""
+    write_whole(output, json.dumps({"environment": environment(), **results}, indent=2, default=str) + "\n")
+    print(f"written to {output}")
+
+
 def write_page(
     folder: Path,
     report: Mapping[str, Any],

@@ -17,7 +17,6 @@ import logging
 import os
 import threading
 import time
-import zlib
 from collections import Counter
 from typing import Any
 
@@ -76,13 +75,10 @@ class Capture:
 
     def is_sampled(self, request_id: str, tenant: str) -> bool:
         """Whether this request is one of those to record; the same answer on every call."""
-        if self.config.tenants is not None and tenant not in self.config.tenants:
-            self.counts["skipped_requests_tenant"] += 1
-            return False
-        if zlib.crc32(request_id.encode()) >= self.config.fraction * 2**32:
-            self.counts["skipped_requests_fraction"] += 1
-            return False
-        return True
+        reason = self.config.skips(tenant, request_id.encode())
+        if reason:
+            self.counts[f"skipped_requests_{reason}"] += 1
+        return not reason
 
     def status(self) -> dict[str, Any]:
         """Counters, and the last error if there was one. Nothing of any text."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import time
 from collections import Counter
@@ -45,7 +44,7 @@ from online.cycle import Cycle, copy_model
 from online.discovery import Members, discover, read_fleet
 from online.fleet import Server, reconcile
 from online.ingest import Taken, take
-from online.journal import Journal, Observer, to_stderr
+from online.journal import Journal, to_stderr
 from online.metrics import Acceptance
 from online.page import page, served
 from online.registry import Registry
@@ -144,7 +143,7 @@ async def _until_signalled(
 
 async def _learn(cfg: LearnerConfig, target: str, registry: Registry, buffer: Buffer, candidate: Candidate) -> None:
     telemetry = Telemetry()
-    observers = [to_stderr, telemetry.observe, *([_to_wandb(cfg.wandb, cfg.folder)] if cfg.wandb else [])]
+    observers = [to_stderr, telemetry.observe, *([to_wandb(cfg.wandb, cfg.folder)] if cfg.wandb else [])]
     journal = Journal(cfg.folder / "journal", observers=observers)
     anchors = read_anchors(cfg.anchors, target, buffer.hidden_shape) if cfg.anchors else []
     trainer = Trainer(cfg.training, cfg.replay, buffer, registry, candidate, cfg.folder / "checkpoints", anchors)
@@ -372,11 +371,6 @@ def _what_failed(error: OSError) -> str:
     if isinstance(error, BufferFullError):
         return "disk_full"
     return "broker_unreachable" if isinstance(error, ConnectionError) else "spool_unreadable"
-
-
-def _to_wandb(project: str, folder: Path) -> Observer:
-    is_logged_in = "WANDB_API_KEY" in os.environ or Path("~/.netrc").expanduser().exists()
-    return to_wandb(project, folder, mode="online" if is_logged_in else "offline")
 
 
 def vocab_size(target: Path) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from online.plugin_config import CaptureConfig
+from online.plugin_config import Recording
 from online.records import Frame
 from online.spool import SpoolWriter
 
@@ -21,10 +21,12 @@ class Outlet(Protocol):
         """Send what waits."""
 
 
-def open_outlet(config: CaptureConfig, server_id: str) -> Outlet:
+def open_outlet(config: Recording, server_id: str) -> Outlet:
+    """Raises: ValueError without a spool and without a log."""
     if config.ingest:
         from online.publisher import Publisher  # nats-py is an extra
 
         return Publisher(config.ingest, config.nats)
-    assert config.spool is not None
+    if config.spool is None:
+        raise ValueError("records go to a spool or to an ingest log: set one of them")
     return SpoolWriter(config.spool, server_id, config.spool_bytes)

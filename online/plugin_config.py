@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,35 +14,52 @@ PLUGIN_NAME = "redraft"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptureConfig:
-    """Where records go is one of `spool` and `ingest`; without either nothing is captured."""
+class Recording:
+    """What is recorded of live traffic, and where that goes: to one of `spool` and `ingest`, or nothing is recorded."""
 
     spool: Path | None = None
-    """REDRAFT_CAPTURE_SPOOL: folder that receives records."""
+    """Folder that receives what the target said."""
     ingest: str = field(default="", repr=False)
-    """REDRAFT_CAPTURE_INGEST: nats://HOST:4222, the log that receives records."""
+    """The log that receives it instead: nats://HOST:4222, several with commas, tls:// for TLS."""
     nats: Nats = field(default_factory=Nats)
-    """REDRAFT_NATS_FLEET, REDRAFT_NATS_CREDENTIALS, REDRAFT_NATS_CA, REDRAFT_NATS_CERTIFICATE."""
     fraction: float = 1.0
-    """REDRAFT_CAPTURE_FRACTION of all requests."""
-    tenants: frozenset[str] | None = None
-    """REDRAFT_CAPTURE_TENANTS, comma-separated: only these; unset: all."""
+    """Of all requests."""
+    tenants: tuple[str, ...] = ()
+    """Only requests with one of these in X-Redraft-Tenant; empty: all. X-Redraft-Opt-Out: 1 always keeps one out."""
     top_k: int = 32
-    """REDRAFT_CAPTURE_TOP_K."""
+    """Token probabilities recorded at every position."""
     spool_bytes: int = 1 << 30
-    """REDRAFT_CAPTURE_SPOOL_BYTES: above it the oldest records go."""
-    hidden_states: bool = False
-    """REDRAFT_CAPTURE_HIDDEN_STATES=1: with what a head reads of the target, which is most of a record then."""
+    """Above it the oldest records are dropped."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.fraction <= 1:
-            raise ValueError(f"REDRAFT_CAPTURE_FRACTION is {self.fraction}: it must lie between 0 and 1")
+            raise ValueError(f"fraction is {self.fraction}: it must lie between 0 and 1")
         if self.top_k < 1:
-            raise ValueError(f"REDRAFT_CAPTURE_TOP_K is {self.top_k}: it must be at least 1")
-        if bool(self.ingest) == bool(self.spool):
+            raise ValueError(f"top_k is {self.top_k}: it must be at least 1")
+        if self.ingest and self.spool:
             raise ValueError("records go to a spool or to an ingest log: set one of them")
         if self.ingest:
             addresses(self.ingest)
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.spool or self.ingest)
+
+    def skips(self, tenant: str, draw: bytes) -> str:
+        """Why a request of this tenant is not recorded, empty where it is; an even share of all `draw` is."""
+        if self.tenants and tenant not in self.tenants:
+            return "tenant"
+        return "" if zlib.crc32(draw) < self.fraction * 2**32 else "fraction"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureConfig(Recording):
+    """What the plugin records; in the environment REDRAFT_CAPTURE_SPOOL and so on, tenants comma-separated, the log's
+    REDRAFT_NATS_FLEET, REDRAFT_NATS_CREDENTIALS, REDRAFT_NATS_CA and REDRAFT_NATS_CERTIFICATE."""
+
+    hidden_states: bool = False
+    """Record what a head (EAGLE) reads of the target too, which it learns from: two bytes for every number of every
+    layer that it reads. Sample with --capture.fraction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +108,13 @@ def _capture(environment: Mapping[str, str]) -> CaptureConfig | None:
     spool, ingest = environment.get("REDRAFT_CAPTURE_SPOOL"), environment.get("REDRAFT_CAPTURE_INGEST", "")
     if not spool and not ingest:
         return None
-    tenants = environment.get("REDRAFT_CAPTURE_TENANTS")
+    tenants = environment.get("REDRAFT_CAPTURE_TENANTS", "")
     return CaptureConfig(
         spool=Path(spool) if spool else None,
         ingest=ingest,
         nats=_nats(environment),
         fraction=float(environment.get("REDRAFT_CAPTURE_FRACTION", CaptureConfig.fraction)),
-        tenants=frozenset(tenants.split(",")) if tenants else None,
+        tenants=tuple(tenants.split(",")) if tenants else (),
         top_k=int(environment.get("REDRAFT_CAPTURE_TOP_K", CaptureConfig.top_k)),
         spool_bytes=int(environment.get("REDRAFT_CAPTURE_SPOOL_BYTES", CaptureConfig.spool_bytes)),
         hidden_states=environment.get("REDRAFT_CAPTURE_HIDDEN_STATES") == "1",

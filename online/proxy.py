@@ -104,6 +104,10 @@ class Proxy:
             if not asking.done():
                 raise ClientDisconnect
             return asking.result()
+        except asyncio.CancelledError:  # this server ends: a reply that has just come has nobody to close it
+            if asking.done() and not asking.cancelled() and asking.exception() is None:
+                await asking.result().aclose()
+            raise
         finally:
             asking.cancel()
             leaving.cancel()

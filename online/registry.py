@@ -101,14 +101,14 @@ class Registry:
         Raises: FileNotFoundError where it is not there; ValueError naming the file that is damaged.
         """
         artifact.verify(self.path(version))
-        kept = [name for name in self._promoted_until_current() if name != version]
+        kept = [name for name in self.promoted() if name != version]
         artifact.write_whole(self.folder / "promoted.json", json.dumps([*kept, version]))
         # The list first: until the link follows, the list is read only up to what the link names.
         self._point_current_at(version)
 
     def previous(self) -> str | None:
         """The version that `rollback` would make current."""
-        return next((name for name in self._promoted_until_current()[-2::-1] if name in self.versions()), None)
+        return next((name for name in self.promoted()[-2::-1] if name in self.versions()), None)
 
     def rollback(self) -> str:
         """The version that was current before the current one, made current again.
@@ -140,7 +140,8 @@ class Registry:
             shutil.rmtree(rest)
         return removed
 
-    def _promoted_until_current(self) -> list[str]:
+    def promoted(self) -> list[str]:
+        """The versions that were current, in order, up to the one that is."""
         path, current = self.folder / "promoted.json", self.current()
         promoted: list[str] = json.loads(path.read_text()) if path.is_file() else []
         return promoted[: promoted.index(current) + 1] if current in promoted else []

@@ -59,12 +59,8 @@ class RouterConfig:
             require_label(domain)
         if self.poll_s <= 0:
             raise ValueError(f"poll_s is {self.poll_s}: it must be above 0")
-        if self.is_recording and self.target is None:
+        if self.tap.is_on and self.target is None:
             raise ValueError("records name their target by its fingerprint: set target to the folder of the model")
-
-    @property
-    def is_recording(self) -> bool:
-        return bool(self.tap.spool or self.tap.ingest)
 
 
 def router(cfg: RouterConfig) -> Starlette:
@@ -78,7 +74,7 @@ def router(cfg: RouterConfig) -> Starlette:
         clusters=Clusters.read(cfg.clusters) if cfg.clusters else None,
         decode=token_decoder(cfg.target) if cfg.clusters and cfg.target else None,
     )
-    tap = Tap(cfg.tap.capture, fingerprint(cfg.target)) if cfg.is_recording and cfg.target else None
+    tap = Tap(cfg.tap, fingerprint(cfg.target)) if cfg.tap.is_on and cfg.target else None
     metrics = CollectorRegistry()
     metrics.register(Counts(pools))
 

@@ -15,18 +15,15 @@ import contextlib
 import json
 import logging
 import uuid
-import zlib
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 
-from online.nats_config import Nats
 from online.outlet import open_outlet
-from online.plugin_config import CaptureConfig
+from online.plugin_config import Recording
 from online.pools import Asked
 from online.records import Record, frame_of
 from online.request_origin import Origin
@@ -39,39 +36,17 @@ SHIP_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TapConfig:
-    spool: Path | None = None
-    """Folder that receives the records, where the servers have no plugin to make them."""
-    ingest: str = field(default="", repr=False)
-    """The log that receives them instead: nats://HOST:4222, several with commas, tls:// for TLS."""
-    nats: Nats = field(default_factory=Nats)
-    top_k: int = 20
-    """Probabilities recorded of a token; vLLM's --max-logprobs is the most that there are."""
-    fraction: float = 1.0
-    """Of all requests."""
-    tenants: tuple[str, ...] = ()
-    """Only requests with one of these in X-Redraft-Tenant; empty: all."""
-    spool_bytes: int = 1 << 30
-    """Above it the oldest records are dropped."""
+class TapConfig(Recording):
+    """What the tap records, where the servers have no plugin to do it."""
 
-    @property
-    def capture(self) -> CaptureConfig:
-        """Raises: ValueError."""
-        return CaptureConfig(
-            spool=self.spool,
-            ingest=self.ingest,
-            nats=self.nats,
-            fraction=self.fraction,
-            tenants=frozenset(self.tenants) or None,
-            top_k=self.top_k,
-            spool_bytes=self.spool_bytes,
-        )
+    top_k: int = 20
+    """Token probabilities recorded at every position; vLLM's --max-logprobs is the most that there are."""
 
 
 class Tap:
     """What is recorded: counters, and the records that wait to be written."""
 
-    def __init__(self, config: CaptureConfig, target_fingerprint: str) -> None:
+    def __init__(self, config: TapConfig, target_fingerprint: str) -> None:
         self.config = config
         self.target_fingerprint = target_fingerprint
         self.server_id = uuid.uuid4().hex[:16]
@@ -84,15 +59,12 @@ class Tap:
 
     def wants(self, question: Any, origin: Origin) -> bool:
         """Whether the answer to a request for text, whose JSON this is, is to be recorded. It is counted."""
-        reason = ""
         if origin.opt_out:
             reason = "opt_out"
-        elif self.config.tenants is not None and origin.tenant not in self.config.tenants:
-            reason = "tenant"
         elif not is_recordable(question):
             reason = "unreadable" if question is None else "unfit"
-        elif zlib.crc32(uuid.uuid4().bytes) >= self.config.fraction * 2**32:
-            reason = "fraction"
+        else:
+            reason = self.config.skips(origin.tenant, uuid.uuid4().bytes)
         self.counts[f"skipped_requests_{reason}" if reason else "captured_requests"] += 1
         return not reason
 

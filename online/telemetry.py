@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from functools import singledispatchmethod
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -197,15 +197,19 @@ class Telemetry:
         self._totals[key] = total
 
 
-def to_wandb(project: str, folder: Path, *, mode: Literal["online", "offline"] = "offline") -> Observer:
-    """An observer that sends every number to Weights & Biases, by kind, server and domain; offline, below `folder`.
+def to_wandb(project: str, folder: Path) -> Observer:
+    """An observer of every number for Weights & Biases, by kind, server and domain; where nobody is logged in they are
+    kept below `folder`.
 
     Raises: ModuleNotFoundError where wandb is not installed.
     """
     import wandb  # slow to import, and an extra
 
+    from distill.loop import write_offline_unless_logged_in  # loads torch
+
+    write_offline_unless_logged_in()
     folder.mkdir(parents=True, exist_ok=True)
-    run = wandb.init(project=project, dir=folder, mode=mode, settings=wandb.Settings(console="off"))
+    run = wandb.init(project=project, dir=folder, settings=wandb.Settings(console="off"))
 
     def observe(entry: Entry) -> None:
         run.log(_numbers(entry))

@@ -11,7 +11,6 @@ foresee. A ratio below its requirement is printed, not raised.
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import subprocess
 import sys
@@ -26,8 +25,7 @@ from tqdm import tqdm
 from eval.cost import Advice, StepCosts, advise
 from eval.engine import IDLE_S, Server, vllm_server
 from eval.load import Load, Served, run_load
-from eval.report import environment
-from heads.artifact import write_whole
+from eval.report import write_results
 from recipes.cli import run_recipe
 from recipes.draft_config import draft_config
 
@@ -62,7 +60,6 @@ def main(cfg: Config) -> None:
     print(f"{draft} for {cfg.target}: {advice.sentence}")
     print(*(line for entry in verdicts for line in lines(entry)), sep="\n")
     result = {
-        "environment": environment(),
         "draft": draft,
         "advice": advice.to_json(),
         "verdicts": verdicts,
@@ -71,8 +68,7 @@ def main(cfg: Config) -> None:
             for (b, k), runs in cells.items()
         ],
     }
-    write_whole(cfg.output, json.dumps(result, indent=2) + "\n")
-    print(f"written to {cfg.output}")
+    write_results(cfg.output, result)
 
 
 def trained_draft(cfg: Config) -> str:

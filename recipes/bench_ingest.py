@@ -15,7 +15,6 @@ The publisher is a process of its own. A ratio is the median of the rounds' rati
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import shutil
 import statistics
@@ -30,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.process import free_port
-from eval.report import environment
-from heads.artifact import write_whole
+from eval.report import write_results
 from online.buffer import Buffer, BufferConfig
 from online.ingest import take
 from online.nats_config import Nats, StreamLimits
@@ -91,9 +89,7 @@ def main(cfg: Config) -> None:
     results["drain"]["of_raw"] = of(seconds["raw drain"], seconds["drain"])
     for name, result in results.items():
         print(line(name, result))
-    report = {"environment": environment(), "config": asdict(cfg), "frame_bytes": frame_bytes, "results": results}
-    write_whole(cfg.output, json.dumps(report, indent=2, default=str) + "\n")
-    print(f"written to {cfg.output}")
+    write_results(cfg.output, {"config": asdict(cfg), "frame_bytes": frame_bytes, "results": results})
 
 
 def measure(bench: Bench, rounds: int) -> dict[str, list[float]]:

@@ -31,8 +31,8 @@ from tqdm import tqdm
 
 from distill.corpus import stdlib_conversations
 from eval.process import free_port, process_group
-from eval.report import environment
-from heads.artifact import publish, write_whole
+from eval.report import write_results
+from heads.artifact import publish
 from online.domains import Clusters
 from recipes.cli import run_recipe
 
@@ -56,9 +56,7 @@ def main(cfg: Config) -> None:
         results = overhead(direct, router, "\n".join(texts)[: cfg.prompt_chars], cfg.requests)
     for kind, result in results.items():
         print(line(kind, result))
-    report = {"config": asdict(cfg), "environment": environment(), "results": results}
-    write_whole(cfg.output, json.dumps(report, indent=2, default=str) + "\n")
-    print(f"written to {cfg.output}")
+    write_results(cfg.output, {"config": asdict(cfg), "results": results})
 
 
 def sample_texts() -> list[str]:

@@ -10,15 +10,13 @@ needs above its weights and inputs. A ratio below its requirement is printed, no
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from eval.report import environment
-from heads.artifact import write_whole
+from eval.report import environment, write_results
 from recipes.bench_heads import head_cases
 from recipes.bench_losses import fused_loss_cases, kl_step_cases
 from recipes.bench_measure import FLOOR, OURS, Case, Measurement, Required, measure, profile
@@ -49,8 +47,7 @@ def main(cfg: Config) -> None:
     if not cases:
         names = ", ".join(case.name for section in SECTIONS for case in section())
         raise ValueError(f"no case's name contains {cfg.cases!r}: there is {names}")
-    machine = environment()
-    print("  ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
+    print("  ".join(f"{name} {value}" for name, value in environment().items()), flush=True)
     results = []
     for case in cases:
         result = measure(case, rounds=cfg.rounds, threads=cfg.threads, device=cfg.device)
@@ -60,9 +57,7 @@ def main(cfg: Config) -> None:
             shares = profile(case, threads=cfg.threads, device=cfg.device)
             print(*(f"    {share:6.1%}  {operation}" for operation, share in shares), sep="\n", flush=True)
     print(f"threads {results[0].threads}, {cfg.rounds} interleaved rounds")
-    report = {"environment": machine, "device": cfg.device, "results": [asdict(result) for result in results]}
-    write_whole(cfg.output, json.dumps(report, indent=2) + "\n")
-    print(f"written to {cfg.output}")
+    write_results(cfg.output, {"device": cfg.device, "results": [asdict(result) for result in results]})
 
 
 def lines(case: Case, result: Measurement) -> Iterator[str]:

@@ -12,16 +12,14 @@ and to the same servers with either shared draft.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import secrets
-import shlex
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ from eval.acceptance import AcceptanceCounts
 from eval.engine import complete_all
 from eval.process import free_port, process_group
 from eval.prompts import Prompt
-from eval.report import environment, write_page
+from eval.report import write_page
 from heads.artifact import fingerprint, publish
 from heads.checkpoint import load_causal_lm, load_tokenizer
 from heads.standalone import StandaloneDraft
@@ -46,7 +44,7 @@ from online.proxy import POOL_HEADER
 from online.registry import Registry
 from recipes import bench_router, domains
 from recipes.cli import run_recipe
-from recipes.demo_fleet import SETTINGS, Server, clear, distil, served
+from recipes.demo_fleet import Server, begun, distil, served
 
 A, B = "code", "prose"
 
@@ -78,9 +76,7 @@ class Config:
 
 def main(cfg: Config) -> None:
     began_s = time.perf_counter()
-    settings = json.loads(json.dumps(asdict(cfg), default=str))
-    clear(cfg.output, overwrite=cfg.overwrite)
-    (cfg.output / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+    report = begun(cfg)
     folder = cfg.output.absolute()
 
     # 1. data: the parts to train on, and prompts that nothing has seen
@@ -98,12 +94,11 @@ def main(cfg: Config) -> None:
 
     # 4. the same traffic through the router, to the specialists and to the shared drafts
     with running_servers(cfg, folder) as servers, running_router(cfg, folder, servers) as router:
-        report = asyncio.run(play(cfg, folder, servers, router, prompts))
+        report |= asyncio.run(play(cfg, folder, servers, router, prompts))
     with tempfile.TemporaryDirectory() as scratch:
         report["domains"]["router_overhead_ms_p50"] = router_overhead_ms(Path(scratch))
 
-    report |= {"target": cfg.target.name, "command": shlex.join(sys.argv), "config": settings}
-    report |= {"environment": environment(), "duration_s": round(time.perf_counter() - began_s, 1)}
+    report["duration_s"] = round(time.perf_counter() - began_s, 1)
     page = write_page(cfg.output, report, "domains.html.j2", "online_charts.domain_charts")
     print(summary(report["domains"]))
     print(f"report: {page}")

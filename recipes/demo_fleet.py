@@ -7,12 +7,13 @@ import contextlib
 import itertools
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from distill.train import Distillation, Optim
 from eval.engine import ONE_SPEED, last_error
 from eval.process import process_group
 from eval.prompts import Prompt
-from heads.artifact import require_free
+from eval.report import environment
+from heads.artifact import require_free, write_whole
 from heads.standalone import Init, StandaloneDraft, make_draft
 
 SETTINGS = "demo.json"
@@ -49,6 +51,22 @@ def clear(folder: Path, *, overwrite: bool) -> None:
         raise FileExistsError(f"{folder} holds files that are no demo's: move them away by hand")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+
+
+def begun(cfg: Any) -> dict[str, Any]:
+    """What a report says of how it was made; `cfg.output` is empty by now but for these settings.
+
+    Raises: FileExistsError, as `clear`.
+    """
+    settings = json.loads(json.dumps(asdict(cfg), default=str))
+    clear(cfg.output, overwrite=cfg.overwrite)
+    write_whole(cfg.output / SETTINGS, json.dumps(settings, indent=2) + "\n")
+    return {
+        "target": cfg.target.name,
+        "command": shlex.join(sys.argv),
+        "config": settings,
+        "environment": environment(),
+    }
 
 
 def distil(

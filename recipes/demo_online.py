@@ -13,17 +13,16 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import shlex
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from tqdm import tqdm
 
@@ -33,7 +32,7 @@ from distill.signals import InProcessTarget
 from eval.engine import TIE_LOGIT_GAP, Measurement, measure
 from eval.process import free_port, process_group
 from eval.prompts import Prompt
-from eval.report import environment, write_page
+from eval.report import write_page
 from heads.artifact import PROVENANCE, fingerprint
 from heads.checkpoint import load_causal_lm, load_tokenizer
 from heads.standalone import StandaloneDraft
@@ -41,11 +40,12 @@ from online import control
 from online.anchors import write_anchors
 from online.config import LearnerConfig, load_config
 from online.fleet import connected
-from online.journal import AcceptanceEntry, Entry, Journal, SwapEntry, TrainingEntry
+from online.journal import Entry, Journal, SwapEntry, TrainingEntry
 from online.learner import provide_first_version
 from online.registry import Registry
 from recipes.cli import run_recipe
-from recipes.demo_fleet import SETTINGS, Answer, Server, Traffic, clear, distil, served, tokens_per_s
+from recipes.demo_fleet import Answer, Server, Traffic, begun, distil, served, tokens_per_s
+from recipes.demo_online_report import overhead, records_to_adapt, summary, timeline, traffic_report
 
 A, B = "code", "prose"
 
@@ -88,13 +88,10 @@ class Config:
 
 def main(cfg: Config) -> None:
     began_s = time.perf_counter()
-    settings = json.loads(json.dumps(asdict(cfg), default=str))
-    clear(cfg.output, overwrite=cfg.overwrite)
-    (cfg.output / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+    report = begun(cfg) | {"domains": [A, B]}
     stage = Stage.set(cfg)
-    report = asyncio.run(play(cfg, stage))
-    report |= {"domains": [A, B], "target": cfg.target.name, "command": shlex.join(sys.argv), "config": settings}
-    report |= {"environment": environment(), "duration_s": round(time.perf_counter() - began_s, 1)}
+    report |= asyncio.run(play(cfg, stage))
+    report["duration_s"] = round(time.perf_counter() - began_s, 1)
     page = write_page(cfg.output, report, "online.html.j2", "online_charts.charts")
     print(summary(report))
     print(f"report: {page}")
@@ -378,7 +375,7 @@ async def measure_versions(
     )
     seen = [e.records_seen for e in journal if isinstance(e, TrainingEntry) and e.time_s < shifted_s]
     records_at_shift = seen[-1] if seen else 0
-    promoted: list[str] = json.loads((registry.folder / "promoted.json").read_text())
+    promoted = registry.promoted()
     rows = []
     async with connected({server.url: stage.token for server in servers}) as fleet:
         for first in range(0, len(promoted) + 1, 2):
@@ -412,56 +409,19 @@ async def capture_overhead(cfg: Config, stage: Stage, servers: Sequence[Server])
             rates[share].append(
                 await tokens_per_s(urls, prompts, clients=cfg.clients, max_tokens=cfg.max_tokens, captured=share)
             )
-    cost = {
-        share: 1 - statistics.median(with_ / without for with_, without in zip(rates[share], rates[0.0], strict=True))
-        for share in (0.1, 1.0)
-    }
+    (whole, interval), (tenth, _) = (overhead(rates[share], rates[0.0]) for share in (1.0, 0.1))
     return {
-        "overhead": cost[1.0],
-        "overhead_at_10_percent": cost[0.1],
+        "overhead": whole,
+        "overhead_interval": interval,
+        "overhead_at_10_percent": tenth,
         "tokens_per_s": {str(share): some for share, some in rates.items()},
     }
 
 
-# ------------------------------------------------------------------------------------------------------- the report
-
-
 async def target_checksum(stage: Stage, server: Server) -> str:
-    import httpx
-
     async with httpx.AsyncClient(headers={"Authorization": f"Bearer {stage.token}"}) as http:
         status = (await http.get(f"{server.url}/redraft/status")).json()
     return str(status["target_checksum"]) if status["target_intact"] else "changed"
-
-
-def traffic_report(traffic: Traffic, journal: Sequence[Entry]) -> dict[str, Any]:
-    """Failures, and how long clients had to wait for a chunk around swaps and in as much time before each."""
-    swaps = [e for e in journal if isinstance(e, SwapEntry) and e.outcome in ("swapped", "rolled_back")]
-    monotonic = time.monotonic() - time.time()
-    around, before = [], []
-    for swap in swaps:
-        begin_s = swap.time_s + monotonic - (swap.duration_ms or 0) / 1e3 - 0.5
-        end_s = swap.time_s + monotonic + 1.5
-        around.append(traffic.longest_gap_ms(swap.server, begin_s, end_s))
-        before.append(traffic.longest_gap_ms(swap.server, 2 * begin_s - end_s, begin_s))
-    return {
-        "failed_requests": len(traffic.failures),
-        "requests": len(traffic.answers),
-        "failures": traffic.failures[:5],
-        "swap": {
-            "count": len(swaps),
-            "pause_ms_max": max(around, default=0.0),
-            "pause_ms_max_before": max(before, default=0.0),
-        },
-    }
-
-
-def records_to_adapt(report: dict[str, Any]) -> int | None:
-    """New records of B behind the first version that closed 70% of the gap; None where none did."""
-    tau = report["tau"]
-    wanted = tau["b_before"] + 0.7 * (tau["b_offline"] - tau["b_before"])
-    learned = [v for v in report["versions"] if v["origin"] == "learned" and v["tau"] >= wanted]
-    return learned[0]["records"] if learned else None
 
 
 @torch.no_grad()
@@ -477,37 +437,6 @@ def all_greedy(stage: Stage, answers: Sequence[Answer], runs: Sequence[Measured]
         if float((logits_TV.amax(-1) - chosen_T).max()) > TIE_LOGIT_GAP:
             return False
     return True
-
-
-def timeline(journal: Sequence[Entry], shifted_s: float) -> dict[str, Any]:
-    """What the page draws, in seconds since the shift."""
-    accepted = [e for e in journal if isinstance(e, AcceptanceEntry) and e.server and e.tau is not None]
-    swaps = [e for e in journal if isinstance(e, SwapEntry)]
-    return {
-        "acceptance": [{"s": e.time_s - shifted_s, "server": e.server, "tau": e.tau} for e in accepted],
-        "swaps": [
-            {"s": e.time_s - shifted_s, "server": e.server, "version": e.version, "outcome": e.outcome} for e in swaps
-        ],
-    }
-
-
-def summary(report: dict[str, Any]) -> str:
-    tau = report["tau"]
-    closed = (tau["b_adapted"] - tau["b_before"]) / (tau["b_offline"] - tau["b_before"])
-    return "\n".join(
-        [
-            f"tau on {B}: {tau['b_before']:.3f} -> {tau['b_adapted']:.3f}, ceiling {tau['b_offline']:.3f}: "
-            f"{closed:.0%} of the gap, after {report['records_to_adapt']} records for 70%",
-            f"tau on {A}: {tau['a_before']:.3f} -> {tau['a_after']:.3f}",
-            f"{report['swap']['count']} swaps, longest wait {report['swap']['pause_ms_max']:.0f} ms "
-            f"(before: {report['swap']['pause_ms_max_before']:.0f} ms), {report['failed_requests']} failed requests of "
-            f"{report['requests']}, lossless: {report['lossless']}",
-            f"poisoned candidate rejected: {report['bad_candidate']['rejected_by_gate']}; bad draft rolled back: "
-            f"{report['bad_draft']['rolled_back']} in {report['bad_draft']['rollback_s']} s",
-            f"capture costs {report['capture']['overhead']:.1%}, of a tenth "
-            f"{report['capture']['overhead_at_10_percent']:.1%}; {report['duration_s']} s in all",
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -24,22 +24,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from online.config import example, load_config
 from recipes.cli import run_recipe
+from recipes.settings_file import SettingsFile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(SettingsFile):
     config: Path = Path("learner.toml")
     """The TOML file."""
-    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """One setting over the file's, as a line of TOML: training.lr=1e-3."""
-    print_config: bool = False
-    """Print a complete file with every setting's default and meaning, and end."""
 
 
 def main(cfg: Config) -> None:

@@ -26,24 +26,19 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
 import uvicorn
 
 from online.config import example, read_toml
 from online.router import RouterConfig, router, servers
 from recipes.cli import run_recipe
+from recipes.settings_file import SettingsFile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(SettingsFile):
     config: Path = Path("router.toml")
     """The TOML file."""
-    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """One setting over the file's, as a line of TOML: port=8080."""
-    print_config: bool = False
-    """Print a complete file with every setting's default and meaning, and end."""
 
 
 def main(cfg: Config) -> None:

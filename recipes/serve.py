@@ -19,8 +19,7 @@ from typing import Annotated, Literal, cast
 
 import tyro
 
-from online.nats_config import Nats
-from online.plugin_config import PLUGIN_NAME, read_config
+from online.plugin_config import PLUGIN_NAME, CaptureConfig, read_config
 from recipes.cli import run_recipe
 
 PLUGIN_GROUPS = (
@@ -31,26 +30,6 @@ PLUGIN_GROUPS = (
 )
 
 Method = Literal["draft_model", "eagle", "eagle3", "medusa", "mtp"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Capture:
-    spool: Path | None = None
-    """Folder that receives what the target said about live traffic; without it or `ingest` nothing is captured."""
-    ingest: str = ""
-    """The log that receives it instead: nats://HOST:4222, several with commas, tls:// for TLS."""
-    nats: Nats = field(default_factory=Nats)
-    fraction: float = 1.0
-    """Of all requests."""
-    tenants: tuple[str, ...] = ()
-    """Only requests with one of these in X-Redraft-Tenant; empty: all. X-Redraft-Opt-Out: 1 always keeps one out."""
-    top_k: int = 32
-    """Token probabilities kept at every position."""
-    spool_bytes: int = 1 << 30
-    """Above it the oldest records are dropped."""
-    hidden_states: bool = False
-    """Record what a head (EAGLE) reads of the target too, which it learns from: two bytes for every number of every
-    layer that it reads. Sample with --capture.fraction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +52,7 @@ class Config:
     """File with the bearer token of /redraft/...; or set REDRAFT_TOKEN."""
     allow_remote: bool = False
     """Let other machines use /redraft/... too."""
-    capture: Capture = field(default_factory=Capture)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
 
 
 def main(cfg: Config) -> None:
@@ -111,7 +90,7 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
         "REDRAFT_TOKEN_FILE": _absolute(cfg.token_file),
         "REDRAFT_ALLOW_REMOTE": "1" if cfg.allow_remote else None,
     }
-    if capture.spool is not None or capture.ingest:
+    if capture.is_on:
         variables |= {
             "REDRAFT_CAPTURE_SPOOL": _absolute(capture.spool),
             "REDRAFT_CAPTURE_INGEST": capture.ingest or None,

@@ -35,7 +35,7 @@ class Config(TapConfig):
 
 def main(cfg: Config) -> None:
     require_address(cfg.upstream)
-    proxy = Proxy(Pools(lambda: [(cfg.upstream, "")]), tap=Tap(cfg.capture, fingerprint(cfg.target)))
+    proxy = Proxy(Pools(lambda: [(cfg.upstream, "")]), tap=Tap(cfg, fingerprint(cfg.target)))
     print(f"tap: http://{cfg.host}:{cfg.port}, in front of {cfg.upstream}", flush=True)
     uvicorn.run(proxy.app(), host=cfg.host, port=cfg.port, log_level="warning")
 

@@ -310,7 +310,7 @@ def test_a_spool_that_can_not_be_written_costs_records_only(tmp_path):
 
 
 def test_sampling_keeps_the_fraction_it_is_told_and_only_the_tenants(tmp_path):
-    capture = Capture(CaptureConfig(spool=tmp_path, fraction=0.3, tenants=frozenset({"a"})), "b", "t", "v")
+    capture = Capture(CaptureConfig(spool=tmp_path, fraction=0.3, tenants=("a",)), "b", "t", "v")
     kept = [capture.is_sampled(f"cmpl-{i}", "a") for i in range(4000)]
     assert 0.25 < np.mean(kept) < 0.35
     assert kept == [capture.is_sampled(f"cmpl-{i}", "a") for i in range(4000)]

@@ -12,13 +12,12 @@ import torch
 import uvicorn
 from transformers import LlamaForCausalLM
 
-from online.plugin_config import CaptureConfig
 from online.pools import Pools
 from online.proxy import Proxy
 from online.records import Record, read_frames
 from online.request_origin import Origin
 from online.spool import spool_files
-from online.tap import Tap
+from online.tap import Tap, TapConfig
 from online.tap_messages import Answer, is_recordable, strip
 
 # --- messages
@@ -71,7 +70,7 @@ def test_the_likeliest_tokens_are_kept_whatever_was_sampled():
 class RunningTap:
     def __init__(self, upstream, spool, **config):
         self.spool = spool
-        tap = Tap(CaptureConfig(spool=spool, **config), "target")
+        tap = Tap(TapConfig(spool=spool, **config), "target")
         proxy = Proxy(Pools(lambda: [(upstream, "")]), tap=tap)
         self.server = uvicorn.Server(uvicorn.Config(proxy.app(), port=0, log_level="warning"))
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)

@@ -289,6 +289,7 @@ def test_every_alert_has_its_trouble():
 def test_wandb_offline_gets_every_number_and_no_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
     for timeout in ("WANDB_INIT_TIMEOUT", "WANDB_X_SERVICE_WAIT"):
         monkeypatch.setenv(timeout, "300")  # a busy machine is slow, and not wrong
     journal = Journal(tmp_path / "journal", [to_wandb("redraft", tmp_path / "wandb")])

@@ -51,7 +51,7 @@ def test_the_printed_settings_can_be_read_back(tmp_path, capsys):
     (tmp_path / "fleet.toml").write_text("")
     read = read_toml(tmp_path / "router.toml", RouterConfig, ['aliases.m-code="code"', "tap.top_k=5"])
     assert read.fleet == tmp_path / "fleet.toml"
-    assert (read.aliases, read.tap.top_k, read.is_recording) == ({"m-code": "code"}, 5, False)
+    assert (read.aliases, read.tap.top_k, read.tap.is_on) == ({"m-code": "code"}, 5, False)
 
 
 def test_a_router_loads_neither_torch_nor_what_clusters_are_made_with():

@@ -71,7 +71,7 @@ def test_the_plugin_reads_back_what_the_command_was_told(tmp_path):
     assert config.token == "secret"
     assert config.allow_remote
     assert config.capture is not None
-    assert (config.capture.fraction, config.capture.tenants) == (0.1, {"a", "b"})
+    assert (config.capture.fraction, config.capture.tenants) == (0.1, ("a", "b"))
     assert read_config(plugin_environment(parse("target"), {})).capture is None
 
 
