@@ -115,7 +115,7 @@ def measure(cfg: Config, running: Mapping[int, Server]) -> Cells:
                         data="sonnet",
                         input_tokens=cfg.input_tokens,
                         output_tokens=cfg.output_tokens,
-                        num_prompts=16 + 16 * batch_size,  # seconds: a machine's hiccups last tenths
+                        num_prompts=8 + 6 * batch_size,  # seconds: a machine's hiccups last tenths
                         concurrency=batch_size,
                     )
                     time.sleep(IDLE_S)
