@@ -79,7 +79,7 @@ class Config:
     lr: float = 1e-3
     """The learner's."""
     records_per_candidate: int = 160
-    overhead_pairs: int = 30
+    overhead_pairs: int = 20
     """Runs of one server with capture of every request, of a tenth and of none, in turn: many and short, because the
     speed of a shared machine changes within seconds."""
     overhead_prompts: int = 20
