@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from eval.bootstrap import interval
+from eval.bootstrap import NUM_RESAMPLES, interval
 from online.journal import AcceptanceEntry, Entry, SwapEntry
 from recipes.demo_fleet import Traffic
-
-NUM_RESAMPLES = 4_000
 
 
 def traffic_report(traffic: Traffic, journal: Sequence[Entry]) -> dict[str, Any]:
