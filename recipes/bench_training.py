@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from distill.loop import computes_bfloat16
 from eval.report import environment, write_results
 from recipes.bench_heads import head_cases
 from recipes.bench_losses import fused_loss_cases, kl_step_cases
@@ -48,6 +49,9 @@ def main(cfg: Config) -> None:
         names = ", ".join(case.name for section in SECTIONS for case in section())
         raise ValueError(f"no case's name contains {cfg.cases!r}: there is {names}")
     print("  ".join(f"{name} {value}" for name, value in environment().items()), flush=True)
+    if cfg.device == "cpu" and not computes_bfloat16():
+        print("this CPU does not compute in bfloat16: float32 only", flush=True)
+        cases = [case for case in cases if case.dtype == "float32"]
     results = []
     for case in cases:
         result = measure(case, rounds=cfg.rounds, threads=cfg.threads, device=cfg.device)
@@ -56,7 +60,7 @@ def main(cfg: Config) -> None:
         if cfg.profile:
             shares = profile(case, threads=cfg.threads, device=cfg.device)
             print(*(f"    {share:6.1%}  {operation}" for operation, share in shares), sep="\n", flush=True)
-    print(f"threads {results[0].threads}, {cfg.rounds} interleaved rounds")
+    print(f"threads {cfg.threads or torch.get_num_threads()}, {cfg.rounds} interleaved rounds")
     write_results(cfg.output, {"device": cfg.device, "results": [asdict(result) for result in results]})
 
 

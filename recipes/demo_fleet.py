@@ -15,20 +15,20 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 from tqdm import tqdm
 
 import eval.engine
 from distill.data import Conversation
-from distill.loop import make_accelerator
+from distill.loop import computes_bfloat16, make_accelerator
 from distill.losses import Divergence
 from distill.packing import PackedDataset
 from distill.samples import build_samples
 from distill.signals import InProcessTarget
 from distill.train import Distillation, Optim
-from eval.engine import ONE_SPEED, last_error
+from eval.engine import ONE_SPEED, wait_until_healthy
 from eval.process import process_group
 from eval.prompts import Prompt
 from eval.report import environment
@@ -40,8 +40,6 @@ SETTINGS = "demo.json"
 
 TENANT = "demo"
 """Traffic that may be learned from. What is measured carries none, so that no test prompt is ever trained."""
-
-START_TIMEOUT_S = 300
 
 
 def clear(folder: Path, *, overwrite: bool) -> None:
@@ -69,6 +67,11 @@ def begun(cfg: Any) -> dict[str, Any]:
     }
 
 
+def fastest_precision() -> Literal["no", "bf16"]:
+    """Of training on this machine."""
+    return "bf16" if computes_bfloat16() else "no"
+
+
 def distil(
     target: Any,
     tokenizer: Any,
@@ -82,7 +85,7 @@ def distil(
     """The draft of these layers of the target after so many steps of 4,096 tokens on these conversations."""
     samples, _ = build_samples(conversations, tokenizer, max_length=1024, progress=False)
     data = PackedDataset(samples, sequence_length=1024)
-    accelerator = make_accelerator(1, "bf16", None)
+    accelerator = make_accelerator(1, fastest_precision(), None)
     draft = make_draft(Init(layers=layers), target, tokenizer)
     distillation = Distillation(draft, InProcessTarget(target), Divergence(), Optim(lr=lr), steps, accelerator)
     for step in tqdm(range(steps), desc=f"distil on {name}", unit="step"):
@@ -100,17 +103,8 @@ class Server:
     log: Path
 
     async def ready(self) -> None:
-        """Raises: ChildProcessError with the engine's own words; TimeoutError."""
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        async with httpx.AsyncClient() as http:
-            while time.monotonic() < deadline_s:
-                if self.process.poll() is not None:
-                    raise ChildProcessError(f"the server did not start: {last_error(self.log)} (whole log: {self.log})")
-                with contextlib.suppress(httpx.TransportError):
-                    if (await http.get(f"{self.url}/health")).is_success:
-                        return
-                await asyncio.sleep(0.3)
-        raise TimeoutError(f"the server was not ready after {START_TIMEOUT_S} s: see {self.log}")
+        """Raises: as `wait_until_healthy`."""
+        await asyncio.to_thread(wait_until_healthy, self.url, self.process, self.log)
 
     def measured(self, num_speculative_tokens: int) -> eval.engine.Server:
         """The same as `eval` measures it."""
