@@ -102,7 +102,7 @@ def vllm_server(
             dtype=dtype,
             num_speculative_tokens=int((speculative_config or {}).get("num_speculative_tokens", 0)),
         )
-        _wait_until_healthy(server, process, log)
+        wait_until_healthy(server.url, process, log)
         yield server
 
 
@@ -114,18 +114,24 @@ def engine_is_cpu() -> bool:
     return False
 
 
-def _wait_until_healthy(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path, *, what: str = "vLLM") -> None:
+    """Return when `GET {url}/health` says so.
+
+    Raises:
+        ChildProcessError: the process ended; the message is its own.
+        TimeoutError: it did not come up.
+    """
     started = time.monotonic()
-    with tqdm(desc="vLLM starts", bar_format="{desc}: {elapsed}", leave=False, disable=None) as bar:
+    with tqdm(desc=f"{what} starts", bar_format="{desc}: {elapsed}", leave=False, disable=None) as bar:
         while time.monotonic() - started < START_TIMEOUT_S:
             if process.poll() is not None:
-                raise ChildProcessError(f"vLLM did not start: {last_error(log)} (whole log: {log})")
+                raise ChildProcessError(f"{what} did not start: {last_error(log)} (whole log: {log})")
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{server.url}/health", timeout=5).is_success:
+                if httpx.get(f"{url}/health", timeout=5).is_success:
                     return
             time.sleep(0.25)
             bar.refresh()
-    raise TimeoutError(f"vLLM was not ready after {START_TIMEOUT_S} s: see {log}")
+    raise TimeoutError(f"{what} was not ready after {START_TIMEOUT_S} s: see {log}")
 
 
 def last_error(log: Path) -> str:

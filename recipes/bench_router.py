@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -30,6 +30,7 @@ from starlette.routing import Route
 from tqdm import tqdm
 
 from distill.corpus import stdlib_conversations
+from eval.engine import wait_until_healthy
 from eval.process import free_port, process_group
 from eval.report import write_results
 from heads.artifact import publish
@@ -37,7 +38,6 @@ from online.domains import Clusters
 from recipes.cli import run_recipe
 
 REQUIRED_MS = 2.0
-START_TIMEOUT_S = 60.0
 NUM_EVENTS = 3
 
 
@@ -81,21 +81,10 @@ def running_pair(folder: Path, texts: list[str]) -> Iterator[tuple[str, str]]:
     }
     with ExitStack() as running:
         for name, command in commands.items():
-            running.enter_context(process_group([sys.executable, *command], log=folder / f"{name}.log"))
-        wait_until_healthy(router, folder)
+            log = folder / f"{name}.log"
+            process = running.enter_context(process_group([sys.executable, *command], log=log))
+        wait_until_healthy(router, process, log, what="the router")
         yield direct, router
-
-
-def wait_until_healthy(url: str, logs: Path) -> None:
-    """Raises: TimeoutError."""
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        with suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health").is_success:
-                return
-        time.sleep(0.1)
-    said = "\n".join(log.read_text()[-500:] for log in logs.glob("*.log"))
-    raise TimeoutError(f"router and server were not ready after {START_TIMEOUT_S:.0f} s: {said}")
 
 
 def instant_server() -> Starlette:

@@ -31,7 +31,7 @@ import eval.engine
 from distill.data import Conversation, load_conversations, split_held_out
 from distill.samples import held_out_prompts
 from eval.acceptance import AcceptanceCounts
-from eval.engine import complete_all
+from eval.engine import complete_all, wait_until_healthy
 from eval.process import free_port, process_group
 from eval.prompts import Prompt
 from eval.report import write_page
@@ -168,9 +168,10 @@ def running_router(cfg: Config, folder: Path, servers: Mapping[str, Server]) -> 
         f'fleet = "fleet.toml"\nclusters = "clusters"\ntarget = "{cfg.target.absolute()}"\nport = {port}\n'
     )
     command = [sys.executable, "-m", "recipes.router", "--config", str(folder / "router.toml")]
-    with process_group(command, log=folder / "logs" / "router.log"):
-        bench_router.wait_until_healthy(f"http://127.0.0.1:{port}", folder / "logs")
-        yield f"http://127.0.0.1:{port}"
+    url, log = f"http://127.0.0.1:{port}", folder / "logs" / "router.log"
+    with process_group(command, log=log) as process:
+        wait_until_healthy(url, process, log, what="the router")
+        yield url
 
 
 # ------------------------------------------------------------------------------------------------------- the acts

@@ -1,7 +1,7 @@
 """The online learner on two real servers: traffic shifts to what the draft has never seen, and the draft follows.
 
     $ make demo-online                                    # at most 20 minutes on two cores: outputs/demo-online/
-    $ python recipes/demo_online.py --overwrite --distil-steps 40 --traffic-b-s 120 --overhead-pairs 2
+    $ python recipes/demo_online.py --overwrite --distil-steps 40 --records-b 200 --overhead-pairs 2
 
 Two domains of one target. A draft is distilled on A alone and served; 8 clients stream answers, first of A, then of B.
 The learner captures, trains, judges, publishes and swaps. Then it is offered a poisoned draft, and a useless one is
@@ -16,7 +16,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ from online.journal import Entry, Journal, SwapEntry, TrainingEntry
 from online.learner import provide_first_version
 from online.registry import Registry
 from recipes.cli import run_recipe
-from recipes.demo_fleet import Answer, Server, Traffic, begun, distil, served, tokens_per_s
+from recipes.demo_fleet import Answer, Server, Traffic, begun, distil, fastest_precision, served, tokens_per_s
 from recipes.demo_online_report import overhead, records_to_adapt, summary, timeline, traffic_report
 
 A, B = "code", "prose"
@@ -75,10 +75,13 @@ class Config:
     max_prompt_tokens: int = 160
     num_speculative_tokens: int = 3
     traffic_a_s: float = 45
-    traffic_b_s: float = 360
+    records_b: int = 700
+    """B flows until the served draft has learned from so many records of it,"""
+    traffic_b_s: float = 540
+    """and no longer than this."""
     lr: float = 1e-3
     """The learner's."""
-    records_per_candidate: int = 160
+    records_per_candidate: int = 240
     overhead_pairs: int = 20
     """Runs of one server with capture of every request, of a tenth and of none, in turn: many and short, because the
     speed of a shared machine changes within seconds."""
@@ -116,7 +119,9 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
         async with learner(stage, servers) as cfg_learner, traffic.flowing():
             await passing(cfg.traffic_a_s, f"traffic of {A}")
             traffic.domain, shifted_s = B, time.time()
-            await passing(cfg.traffic_b_s, f"traffic of {B}")
+            await passing(
+                cfg.traffic_b_s, f"traffic of {B}", lambda: is_learned(cfg, stage.registry, cfg_learner, shifted_s)
+            )
             # 3. what must not be served
             report["bad_candidate"] = await offer_poison(cfg_learner, stage)
             report["bad_draft"] = await force_useless(cfg_learner, stage)
@@ -236,7 +241,7 @@ half_life_s = 120
 [training]
 lr = {cfg.lr}
 warmup_steps = 10
-mixed_precision = "bf16"
+mixed_precision = "{fastest_precision()}"
 fresh_per_step = 4
 replay_per_step = 12
 branches_per_record = 0
@@ -283,12 +288,24 @@ async def learner(stage: Stage, servers: Sequence[Server]) -> Any:
             raise ChildProcessError(f"the learner ended by itself: see {log}")
 
 
-async def passing(seconds: float, what: str) -> None:
-    """A bar for as long."""
+async def passing(seconds: float, what: str, is_enough: Callable[[], bool] = lambda: False) -> None:
+    """A bar for as long, or until it is enough."""
     with tqdm(total=round(seconds), desc=what, unit="s", bar_format="{desc}: {n:.0f}/{total} s") as bar:
-        for _ in range(round(seconds)):
+        while bar.n < round(seconds) and not is_enough():
             await asyncio.sleep(1)
             bar.update()
+
+
+def learned_records(registry: Registry, version: str, journal: Sequence[Entry], shifted_s: float) -> int:
+    """Of how many records since the shift a version knows."""
+    seen = [e.records_seen for e in journal if isinstance(e, TrainingEntry) and e.time_s < shifted_s]
+    provenance = json.loads((registry.path(version) / PROVENANCE).read_text())
+    return max(0, int(provenance.get("records", 0)) - (seen[-1] if seen else 0))
+
+
+def is_learned(cfg: Config, registry: Registry, cfg_learner: LearnerConfig, shifted_s: float) -> bool:
+    journal = Journal(cfg_learner.folder / "journal").read().entries
+    return learned_records(registry, registry.current() or "", journal, shifted_s) >= cfg.records_b
 
 
 async def taus(cfg: Config, stage: Stage, servers: Sequence[Server]) -> dict[str, Any]:
@@ -373,8 +390,6 @@ async def measure_versions(
         provenance={"origin": "offline on B"},
         evaluation={},
     )
-    seen = [e.records_seen for e in journal if isinstance(e, TrainingEntry) and e.time_s < shifted_s]
-    records_at_shift = seen[-1] if seen else 0
     promoted = registry.promoted()
     rows = []
     async with connected({server.url: stage.token for server in servers}) as fleet:
@@ -386,7 +401,7 @@ async def measure_versions(
             )
             for version, run in zip(pair, measured, strict=True):
                 provenance = json.loads((registry.path(version) / PROVENANCE).read_text())
-                records = max(0, provenance.get("records", 0) - records_at_shift)
+                records = learned_records(registry, version, journal, shifted_s)
                 origin = provenance.get("origin", "learned" if "records" in provenance else "offline on A")
                 rows.append({"version": version, "origin": origin, "records": records, "tau": Measured(run).tau})
     return rows
