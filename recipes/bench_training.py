@@ -10,7 +10,7 @@ needs above its weights and inputs. A ratio below its requirement is printed, no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,11 +49,8 @@ def main(cfg: Config) -> None:
         names = ", ".join(case.name for section in SECTIONS for case in section())
         raise ValueError(f"no case's name contains {cfg.cases!r}: there is {names}")
     print("  ".join(f"{name} {value}" for name, value in environment().items()), flush=True)
-    if cfg.device == "cpu" and not computes_bfloat16():
-        print("this CPU does not compute in bfloat16: float32 only", flush=True)
-        cases = [case for case in cases if case.dtype == "float32"]
     results = []
-    for case in cases:
+    for case in worth_measuring(cases, cfg.device):
         result = measure(case, rounds=cfg.rounds, threads=cfg.threads, device=cfg.device)
         results.append(result)
         print(*lines(case, result), sep="\n", flush=True)
@@ -62,6 +59,14 @@ def main(cfg: Config) -> None:
             print(*(f"    {share:6.1%}  {operation}" for operation, share in shares), sep="\n", flush=True)
     print(f"threads {cfg.threads or torch.get_num_threads()}, {cfg.rounds} interleaved rounds")
     write_results(cfg.output, {"device": cfg.device, "results": [asdict(result) for result in results]})
+
+
+def worth_measuring(cases: Sequence[Case], device: str) -> Sequence[Case]:
+    """Those in types that the device computes in by itself."""
+    if device != "cpu" or computes_bfloat16():
+        return cases
+    print("this CPU does not compute in bfloat16: float32 only", flush=True)
+    return [case for case in cases if case.dtype == "float32"]
 
 
 def lines(case: Case, result: Measurement) -> Iterator[str]:

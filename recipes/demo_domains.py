@@ -37,7 +37,7 @@ from eval.prompts import Prompt
 from eval.report import write_page
 from heads.artifact import fingerprint, publish
 from heads.checkpoint import load_causal_lm, load_tokenizer
-from heads.standalone import StandaloneDraft
+from heads.standalone import Init, StandaloneDraft, make_draft
 from online.domains import Clusters
 from online.fleet import connected
 from online.proxy import POOL_HEADER
@@ -114,9 +114,9 @@ def make_drafts(cfg: Config, folder: Path, parts: Mapping[str, Sequence[Conversa
     mixed = [c for part in parts.values() for c in random.Random(0).sample(part, size)]  # half and half, as the traffic
 
     def drafted(name: str, conversations: Sequence[Conversation], steps: int) -> StandaloneDraft:
-        return distil(
-            target, tokenizer, conversations, name=name, layers=cfg.draft_layers, steps=steps, lr=cfg.distil_lr
-        )
+        draft = make_draft(Init(layers=cfg.draft_layers), target, tokenizer)
+        distil(draft, target, tokenizer, conversations, name=name, steps=steps, lr=cfg.distil_lr)
+        return draft
 
     shared = [drafted(f"{A} and {B}", mixed, times * cfg.distil_steps) for times in (1, 2)]
     for name, part in parts.items():

@@ -33,7 +33,7 @@ from eval.process import process_group
 from eval.prompts import Prompt
 from eval.report import environment
 from heads.artifact import require_free, write_whole
-from heads.standalone import Init, StandaloneDraft, make_draft
+from heads.standalone import StandaloneDraft
 
 SETTINGS = "demo.json"
 """What a demo was run with; it also says that a folder is a demo's."""
@@ -73,25 +73,23 @@ def fastest_precision() -> Literal["no", "bf16"]:
 
 
 def distil(
+    draft: StandaloneDraft,
     target: Any,
     tokenizer: Any,
     conversations: Sequence[Conversation],
     *,
     name: str,
-    layers: tuple[int, ...],
     steps: int,
     lr: float,
-) -> StandaloneDraft:
-    """The draft of these layers of the target after so many steps of 4,096 tokens on these conversations."""
+) -> None:
+    """Train the draft for so many steps of 4,096 tokens on these conversations."""
     samples, _ = build_samples(conversations, tokenizer, max_length=1024, progress=False)
     data = PackedDataset(samples, sequence_length=1024)
     accelerator = make_accelerator(1, fastest_precision(), None)
-    draft = make_draft(Init(layers=layers), target, tokenizer)
     distillation = Distillation(draft, InProcessTarget(target), Divergence(), Optim(lr=lr), steps, accelerator)
     for step in tqdm(range(steps), desc=f"distil on {name}", unit="step"):
         distillation.step([data.batch(step, batch_size=4)])
     distillation.close()
-    return draft
 
 
 @dataclass(frozen=True, kw_only=True)

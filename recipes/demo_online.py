@@ -35,7 +35,7 @@ from eval.prompts import Prompt
 from eval.report import write_page
 from heads.artifact import PROVENANCE, fingerprint
 from heads.checkpoint import load_causal_lm, load_tokenizer
-from heads.standalone import StandaloneDraft
+from heads.standalone import Init, StandaloneDraft, make_draft
 from online import control
 from online.anchors import write_anchors
 from online.config import LearnerConfig, load_config
@@ -60,8 +60,8 @@ class Config:
     """Layers of the target that the draft begins with."""
     distil_steps: int = 100
     """Of 4,096 tokens, offline on A, for the draft that is served."""
-    ceiling_steps: int = 250
-    """Offline on B's training part, for the ceiling."""
+    ceiling_steps: int = 150
+    """The same draft's, offline on B's training part, for the ceiling."""
     distil_lr: float = 1e-3
     num_anchors: int = 300
     """Samples of A that the learner keeps for a share of every step."""
@@ -167,14 +167,9 @@ class Stage:
         train, held_out = split_held_out(load_conversations("stdlib"), 0.05)
         parts = {name: [c for c in train if c["domain"] == name] for name in (A, B)}
 
-        steps = {A: cfg.distil_steps, B: cfg.ceiling_steps}
-        drafts = {
-            name: distil(
-                target, tokenizer, part, name=name, layers=cfg.draft_layers, steps=steps[name], lr=cfg.distil_lr
-            )
-            for name, part in parts.items()
-        }
-        for name, draft in drafts.items():
+        draft = make_draft(Init(layers=cfg.draft_layers), target, tokenizer)
+        for name, steps in ((A, cfg.distil_steps), (B, cfg.ceiling_steps)):  # the ceiling goes on from the served draft
+            distil(draft, target, tokenizer, parts[name], name=name, steps=steps, lr=cfg.distil_lr)
             draft.export(folder / f"draft-{name}", tokenizer, dtype=torch.bfloat16)
         samples, _ = build_samples(parts[A][: cfg.num_anchors], tokenizer, max_length=512, progress=False)
         write_anchors(folder / "anchors", samples, InProcessTarget(target), fingerprint(cfg.target))

@@ -11,7 +11,7 @@ import torch
 from recipes import bench_heads, bench_losses, bench_training
 from recipes.bench_heads import NAIVE, build_head, head_cases, head_matmuls
 from recipes.bench_measure import FLOOR, OURS, Case, Matmul, Required, Run, matmuls_alone, measure
-from recipes.bench_training import Config, lines, main
+from recipes.bench_training import Config, lines, main, worth_measuring
 
 TINY = dataclasses.replace(
     bench_heads.SIZES, length=16, hidden=32, intermediate=48, vocabulary=128, heads=4, key_heads=2
@@ -90,3 +90,12 @@ def test_every_case_has_a_name_of_its_own_and_names_what_is_not_installed() -> N
 def test_a_case_that_does_not_exist_is_told_with_those_that_do() -> None:
     with pytest.raises(ValueError, match="no case's name contains 'eagle-9': there is fused loss, vocabulary 32k"):
         main(Config(cases="eagle-9"))
+
+
+def test_a_cpu_is_measured_in_the_types_that_it_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = head_cases()
+    monkeypatch.setattr(bench_training, "computes_bfloat16", lambda: False)
+    assert {case.dtype for case in worth_measuring(cases, "cpu")} == {"float32"}
+    assert worth_measuring(cases, "cuda") == cases
+    monkeypatch.setattr(bench_training, "computes_bfloat16", lambda: True)
+    assert worth_measuring(cases, "cpu") == cases
