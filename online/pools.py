@@ -60,12 +60,14 @@ class Member:
     last_turn: int = 0
     is_down: bool = False
 
+    def __post_init__(self) -> None:
+        self._base = httpx.URL(self.url)
+
     async def send(self, asked: Asked) -> httpx.Response:
         """The head of its answer. Raises: httpx.TransportError."""
-        url = httpx.URL(self.url)
         request = httpx.Request(
             asked.method,
-            url.copy_with(raw_path=url.raw_path.rstrip(b"/") + asked.path),
+            self._base.copy_with(raw_path=self._base.raw_path.rstrip(b"/") + asked.path),
             headers=asked.headers,
             content=asked.body,
             extensions={"timeout": {"connect": CONNECT_TIMEOUT_S}},

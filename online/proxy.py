@@ -16,10 +16,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from typing import Any, cast
 
 import httpx
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route, Router
 from starlette.types import Receive, Scope, Send
 
 from online.domains import Domains
@@ -46,90 +45,85 @@ class Proxy:
     def __init__(self, pools: Pools, *, domains: Domains | None = None, tap: Tap | None = None) -> None:
         self.pools, self.domains, self.tap = pools, domains or Domains(), tap
 
-    def app(self, routes: Sequence[BaseRoute] = ()) -> Starlette:
+    def app(self, routes: Sequence[BaseRoute] = ()) -> Router:
         """What is none of `routes` is passed on, but for the servers' own /redraft/...: these are for their learner."""
         own = [
             *routes,
             Route("/redraft/tap", self._tap_status),
             Route("/redraft/{path:path}", _not_found, methods=METHODS),
-            Route("/{path:path}", self._forward, methods=METHODS),
+            Route("/{path:path}", self, methods=METHODS),
         ]
-        return Starlette(routes=own, lifespan=self._lifespan)
+        return Router(own, lifespan=self._lifespan)  # an application's middleware would be in the way of every chunk
 
     @contextlib.asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+    async def _lifespan(self, app: object) -> AsyncIterator[None]:
         async with self.pools.running(), self.tap.shipping() if self.tap else contextlib.nullcontext():
             yield
 
     async def _tap_status(self, request: Request) -> Response:
         return _not_found(request) if self.tap is None else JSONResponse(self.tap.status())
 
-    async def _forward(self, request: Request) -> Response:
-        try:
-            return await self._relayed(request)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except NoServerError as error:
-            return _failed(503, str(error))
-        except httpx.TransportError as error:
-            return _failed(502, f"the server broke off before it answered: {error!r}")
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on, and its answer back; given up, so that its server gives up too, where the client goes
+        away."""
+        request = Request(scope, receive)
+        with contextlib.suppress(ClientDisconnect):
+            body = await request.body()
+            async with contextlib.AsyncExitStack() as closing:  # here, where a client that leaves cancels nothing
+                relaying = asyncio.ensure_future(self._relay(request, body, send, closing))
+                leaving = asyncio.ensure_future(receive())  # its body is read: only its end can come
+                try:
+                    await asyncio.wait([relaying, leaving], return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    leaving.cancel()
+                    relaying.cancel()
+                    await asyncio.wait([relaying])
+                if not relaying.cancelled():
+                    relaying.result()
 
-    async def _relayed(self, request: Request) -> Response:
-        """Raises: ClientDisconnect; NoServerError, httpx.TransportError, as `Pools.send`."""
-        body, origin = await request.body(), origin_of(request.headers)
+    async def _relay(self, request: Request, body: bytes, send: Send, closing: contextlib.AsyncExitStack) -> None:
+        try:
+            reply, chunks = await self._asked(request, body)
+        except NoServerError as error:
+            return await _failed(503, str(error))(request.scope, request.receive, send)
+        except httpx.TransportError as error:
+            message = f"the server broke off before it answered: {error!r}"
+            return await _failed(502, message)(request.scope, request.receive, send)
+        closing.push_async_callback(reply.aclose)
+        closing.push_async_callback(chunks.aclose)
+        try:
+            await send({"type": "http.response.start", "status": reply.answer.status_code, "headers": _head(reply)})
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body"})
+        except httpx.TransportError as error:  # the client sees that as it would see it there: a connection cut off
+            logger.warning("%s broke off within an answer: %r", reply.member.url, error)
+
+    async def _asked(self, request: Request, body: bytes) -> tuple[Reply, AsyncGenerator[bytes, None]]:
+        """A server's reply, and what the client gets of it.
+
+        Raises: NoServerError, httpx.TransportError, as `Pools.send`.
+        """
+        origin = origin_of(request.headers)
         kind = COMPLETION_PATHS.get(request.url.path) if request.method == "POST" else None
         question: Any = _json(body) if kind else None
         origin = origin._replace(domain=self.domains.of(origin, question))
         asked = Asked(method=request.method, path=_path(request), headers=_headers(request, origin), body=body)
         if self.tap is not None and kind and self.tap.wants(question, origin):
-            reply = await self._ask(request, self.tap.wish(asked, question, kind), origin.domain)
+            reply = await self.pools.send(self.tap.wish(asked, question, kind), origin.domain)
             if reply.answer.status_code == 200:
-                return Relayed(reply, self.tap.read(reply.answer, question, origin))
+                return reply, self.tap.read(reply.answer, question, origin)
             # It may be the tap's own wish that was refused (--max-logprobs): the client's decides.
             await reply.aclose()
             self.tap.counts["refused_requests"] += 1
-        reply = await self._ask(request, asked, origin.domain)
-        chunks = cast("AsyncGenerator[bytes, None]", reply.answer.aiter_raw())  # which httpx calls an iterator only
-        return Relayed(reply, chunks)
-
-    async def _ask(self, request: Request, asked: Asked, domain: str) -> Reply:
-        """The reply to `asked`; given up, so that its server gives up too, where the client goes away before it.
-
-        Raises: ClientDisconnect, and what `Pools.send` does.
-        """
-        asking = asyncio.ensure_future(self.pools.send(asked, domain))
-        leaving = asyncio.ensure_future(request.receive())  # its body is read: only its end can come
-        try:
-            await asyncio.wait([asking, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                raise ClientDisconnect
-            return asking.result()
-        except asyncio.CancelledError:  # this server ends: a reply that has just come has nobody to close it
-            if asking.done() and not asking.cancelled() and asking.exception() is None:
-                await asking.result().aclose()
-            raise
-        finally:
-            asking.cancel()
-            leaving.cancel()
+        reply = await self.pools.send(asked, origin.domain)
+        return reply, cast("AsyncGenerator[bytes, None]", reply.answer.aiter_raw())  # an iterator only, httpx says
 
 
-class Relayed(StreamingResponse):
-    """A server's answer on its way to the client. The server has one request less however that ends."""
-
-    def __init__(self, reply: Reply, chunks: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(chunks, reply.answer.status_code)
-        pool = [(POOL_HEADER, reply.member.domain.encode())] if reply.member.domain else []
-        self.raw_headers = _passing(reply.answer.headers.raw) + pool
-        self.reply, self.chunks = reply, chunks
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        except httpx.TransportError as error:  # the client sees that as it would see it there: a connection cut off
-            logger.warning("%s broke off within an answer: %r", self.reply.member.url, error)
-        finally:
-            await self.chunks.aclose()
-            await self.reply.aclose()
+def _head(reply: Reply) -> list[Header]:
+    """The headers that the client gets."""
+    pool = [(POOL_HEADER, reply.member.domain.encode())] if reply.member.domain else []
+    return _passing(reply.answer.headers.raw) + pool
 
 
 def _json(body: bytes) -> Any:

@@ -21,10 +21,9 @@ from pathlib import Path
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from heads.artifact import fingerprint
 from online.discovery import listed
@@ -63,7 +62,7 @@ class RouterConfig:
             raise ValueError("records name their target by its fingerprint: set target to the folder of the model")
 
 
-def router(cfg: RouterConfig) -> Starlette:
+def router(cfg: RouterConfig) -> Router:
     """The application: /metrics and /redraft/router are its own, the rest is passed on.
 
     Raises: ValueError, OSError for what the user can mend.

@@ -23,6 +23,8 @@ class Upstream:
     name: str
     port: int = 0
     seen: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
+    clients: set[Any] = field(default_factory=set)
+    """The other ends of the connections that requests came on."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     """What a request to wait waits for."""
     left: int = 0
@@ -53,6 +55,7 @@ class Upstream:
     async def _complete(self, request: Request) -> Response:
         body = await request.body()
         self.seen.append((dict(request.headers), body))
+        self.clients.add(request.client)
         question = json.loads(body) if body.startswith(b"{") else {}
         if question.get("do") == "break":
             self._server.cut_off()

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-import zlib
 
 import numpy as np
 import pytest
 
 from distill.data import load_conversations, split_held_out
 from heads.artifact import publish
-from online.domains import CHARS_OF_A_MESSAGE, NUM_FEATURES, Clusters, Domains, features, prompt_text, token_decoder
+from online.domains import (
+    CHARS_OF_A_MESSAGE,
+    FACTORS,
+    NUM_FEATURES,
+    Clusters,
+    Domains,
+    features,
+    prompt_text,
+    token_decoder,
+)
 from online.request_origin import Origin
 from recipes.domains import prompts
 
@@ -107,12 +115,26 @@ def test_the_same_prompts_give_the_same_clusters(clusters):
 
 def test_features_are_the_trigrams_of_words():
     row_F, again_F, empty_F = features(["To be", "be to  BE", ""])
-    expected = {zlib.crc32(trigram) % NUM_FEATURES for trigram in (b" to", b"to ", b" be", b"be ")}
+    hashed = [
+        sum(ord(c) * int(f) for c, f in zip(trigram, FACTORS, strict=True)) for trigram in (" to", "to ", " be", "be ")
+    ]
+    expected = {number % 2**32 // (2**32 // NUM_FEATURES) for number in hashed}
+    assert len(expected) == 4
     assert set(row_F.nonzero()[0]) == expected
     np.testing.assert_allclose(row_F[list(expected)], 0.5)
     np.testing.assert_array_equal(row_F, again_F)
     assert not empty_F.any()
     assert features(["\ud800"]).any()
+
+
+def test_every_script_has_features_of_its_own():
+    texts = ["быть или не быть", "生存还是毁灭", "to be or not to be", "a"]
+    assert [np.count_nonzero(row_F) for row_F in features(texts)] == [len(trigrams(text)) for text in texts]
+
+
+def trigrams(text):
+    words = [f" {word} " for word in text.split()]
+    return {word[i : i + 3] for word in words for i in range(len(word) - 2)}
 
 
 def test_distances_are_those_of_the_features(clusters):

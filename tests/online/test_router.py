@@ -210,6 +210,17 @@ async def test_a_client_that_leaves_ends_its_request_at_the_server(tmp_path):
         assert (await them.under_way())[""] == 0
 
 
+@in_event_loop
+async def test_a_connection_is_kept_for_the_next_request(tmp_path):
+    async with routed(tmp_path) as them:
+        them.general.gate.set()
+        for number in range(100):
+            answer = await them.ask(stream=bool(number % 2))
+            assert answer.status_code == 200
+        assert len(them.general.clients) == 1
+        assert await them.under_way() == {"code": 0, "prose": 0, "": 0}
+
+
 # --- faults
 
 
