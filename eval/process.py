@@ -34,7 +34,9 @@ def process_group(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """`command` as the leader of its own process group, output to `log`; the whole group is gone on exit.
 
-    If this process is killed, the leader gets SIGTERM from the kernel and takes its children down itself.
+    If this process is killed, the leader gets SIGTERM from the kernel and takes its children down itself. It is no
+    session of its own: Linux shares a processor among sessions first (autogroups), and beside the many threads of two
+    vLLM servers a learner got 10% of two cores that way instead of 28%.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -44,7 +46,7 @@ def process_group(
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env={**os.environ, **(env or {})},
-            start_new_session=True,
+            process_group=0,
             preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
     try:
