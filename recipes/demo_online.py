@@ -58,7 +58,7 @@ class Config:
     """Replace the demo in `output`."""
     draft_layers: tuple[int, ...] = (0, 6)
     """Layers of the target that the draft begins with."""
-    distil_steps: int = 100
+    distil_steps: int = 60
     """Of 4,096 tokens, offline on A, for the draft that is served."""
     ceiling_steps: int = 150
     """The same draft's, offline on B's training part, for the ceiling."""
@@ -75,14 +75,14 @@ class Config:
     max_prompt_tokens: int = 160
     num_speculative_tokens: int = 3
     traffic_a_s: float = 45
-    records_b: int = 700
+    records_b: int = 600
     """B flows until the served draft has learned from so many records of it,"""
     traffic_b_s: float = 540
     """and no longer than this."""
     lr: float = 1e-3
     """The learner's."""
     records_per_candidate: int = 240
-    overhead_pairs: int = 20
+    overhead_pairs: int = 16
     """Runs of one server with capture of every request, of a tenth and of none, in turn: many and short, because the
     speed of a shared machine changes within seconds."""
     overhead_prompts: int = 20
