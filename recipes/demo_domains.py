@@ -1,6 +1,6 @@
 """A draft per domain behind a router, against one shared draft of the same size: mixed traffic on two real servers.
 
-    $ make demo-domains                                   # about 15 minutes on two cores: outputs/demo-domains/
+    $ make demo-domains                                   # 15 to 25 minutes on two cores: outputs/demo-domains/
     $ python recipes/demo_domains.py --overwrite --distil-steps 20 --num-test-prompts 8
 
 Three drafts of one target are distilled for as long each: one on code, one on prose, and one on both; and a shared one
