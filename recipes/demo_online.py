@@ -75,7 +75,7 @@ class Config:
     max_prompt_tokens: int = 160
     num_speculative_tokens: int = 3
     traffic_a_s: float = 45
-    records_b: int = 600
+    records_b: int = 360
     """B flows until the served draft has learned from so many records of it,"""
     traffic_b_s: float = 540
     """and no longer than this."""
