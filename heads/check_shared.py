@@ -6,8 +6,10 @@ V = vocabulary, D = hidden.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
@@ -15,8 +17,10 @@ from heads.check import Pair
 from heads.checkpoint import load_tokenizer
 from heads.finding import Finding
 from heads.target import Target
-from heads.tensors import read_tensors
+from heads.tensors import read_tensors, tensor_files
 from heads.tokenizers import check_same_tokenizer
+
+HEAD = "lm_head.weight"
 
 SAME_WITHIN = 0.01
 """Relative distance of two copies of one matrix that were rounded to different types; bfloat16 alone makes 0.002."""
@@ -26,7 +30,7 @@ def shared_weights(pair: Pair) -> Iterator[Finding]:
     """Copies of the target's embeddings (and of its head, where the family borrows it) that are not the target's."""
     borrowed = {"embed_tokens.weight": "embed_VD"}
     if pair.family == "eagle1":
-        borrowed["lm_head.weight"] = "head_VD"
+        borrowed[HEAD] = "head_VD"
     copies = {name: theirs for name in pair.shapes for end, theirs in borrowed.items() if name.endswith(end)}
     if not copies:
         return
@@ -39,6 +43,24 @@ def shared_weights(pair: Pair) -> Iterator[Finding]:
                 "a random left-over, or another target's",
                 f"remove {name} from the checkpoint, the engine then shares the target's; or copy the target's there",
             )
+
+
+def require_own_head(draft: Path, target: Path) -> None:
+    """Return where the draft brings no head, or one that is not the target's bit by bit.
+
+    vLLM shares the target's head with a draft that brings the same one. It decides so when it starts: no version that
+    was trained from there could be swapped in.
+
+    Raises: ValueError.
+    """
+    if HEAD not in tensor_files(draft):
+        return
+    mine, its = read_tensors(draft, [HEAD])[HEAD], Target.from_folder(target).head_VD
+    if mine.shape == its.shape and torch.equal(mine, its.to(mine)):
+        raise ValueError(
+            f"the {HEAD} of {draft} is the target's: vLLM would share it, and no version that is trained from it could "
+            f"be swapped in; train it offline first, or export it without {HEAD}"
+        )
 
 
 def _distance(mine: Tensor, its: Tensor) -> float:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heads.artifact import PROVENANCE, fingerprint
+from heads.check_shared import require_own_head
 from heads.checkpoint import load_tokenizer
 from heads.families import require_head
 from heads.tokenizers import check_same_tokenizer
@@ -129,6 +130,8 @@ def _require_fitting(draft: Path, cfg: LearnerConfig) -> None:
         check_same_tokenizer(load_tokenizer(cfg.target), load_tokenizer(draft))
     else:
         require_head(draft, cfg.draft.family, cfg.target)
+    if cfg.draft.family == "eagle3":  # the only one that trains its head
+        require_own_head(draft, cfg.target)
 
 
 async def _until_signalled(

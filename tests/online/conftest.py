@@ -178,7 +178,7 @@ def running_server(
     ]
     environment = os.environ | {"REDRAFT_TOKEN": TOKEN, "VLLM_LOGGING_LEVEL": "INFO"}
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, process_group=0)
     server = Server(f"http://127.0.0.1:{port}", registry, folder / "spool", folder / "log")
     try:
         wait_until_healthy(server, process)

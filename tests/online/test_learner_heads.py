@@ -35,6 +35,7 @@ from online.config import DraftConfig, FleetConfig
 from online.judge import score
 from online.learner import provide_first_version
 from online.records import Record, decode, encode, read_frames, training_sequences
+from online.registry import Registry
 from online.replay import batches_of
 from online.request_log import States, joined
 from online.spool import spool_files
@@ -49,6 +50,7 @@ def make_head(name, target, folder, seed=0):
     borrowed = Target.from_folder(target)
     if name == "eagle3":
         head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=LAYERS, num_steps=3), borrowed)
+        head.lm_head.weight.data += 0.01 * torch.randn_like(head.lm_head.weight)  # its own, as a trained one's
     else:
         head = eagle1.Eagle1(eagle1.Config(num_steps=3), borrowed)
     head.export(folder)
@@ -238,6 +240,15 @@ def test_records_without_states_are_told_and_a_head_of_another_family_is_refused
         play(other, script)
 
 
+def test_a_head_whose_matrix_the_engine_would_share_is_refused_at_the_start(world, random_target, tmp_path):
+    untrained = eagle3.Eagle3(eagle3.Config(aux_layer_ids=LAYERS, num_steps=3), Target.from_folder(random_target))
+    untrained.export(tmp_path / "untrained")
+    settings = world.config(draft=DraftConfig(family="eagle3", initial=tmp_path / "untrained"))
+    with pytest.raises(ValueError, match=r"lm_head\.weight of .*untrained is the target's: vLLM would share it"):
+        provide_first_version(settings, Registry(tmp_path / "registry"), fingerprint(random_target))
+    assert not Registry(tmp_path / "registry").versions()
+
+
 def test_anchors_without_states_are_refused(world, random_target, tmp_path):
     model = LlamaForCausalLM.from_pretrained(random_target)
     sample = Sample(input_ids=np.arange(5, 25, dtype=np.int32), loss_mask=np.arange(20) > 8, conversation="", domain="")
@@ -294,7 +305,7 @@ def tiny_world(tiny_target, tmp_path, monkeypatch):
     """A target with words to predict, and a head that begins as its last layer."""
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
     model = LlamaForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-    head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=(2, 4, 7), num_steps=3), Target.of(model))
+    head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=(2, 4, 7), num_steps=3, own_head=False), Target.of(model))
     head.init_from_layer(model.base_model.layers[-1], model.base_model.norm)
     head.export(tmp_path / "head")
     world = World.make(tmp_path, tiny_target, tmp_path / "head", servers=0)
