@@ -40,7 +40,7 @@ from online import control
 from online.anchors import write_anchors
 from online.config import LearnerConfig, load_config
 from online.fleet import connected
-from online.journal import Entry, Journal, SwapEntry, TrainingEntry
+from online.journal import Journal, SwapEntry, TrainingEntry
 from online.learner import provide_first_version
 from online.registry import Registry
 from recipes.cli import run_recipe
@@ -119,9 +119,13 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
         async with learner(stage, servers) as cfg_learner, traffic.flowing():
             await passing(cfg.traffic_a_s, f"traffic of {A}")
             traffic.domain, shifted_s = B, time.time()
-            await passing(
-                cfg.traffic_b_s, f"traffic of {B}", lambda: is_learned(cfg, stage.registry, cfg_learner, shifted_s)
-            )
+            records_at_shift = trained_records(cfg_learner)
+
+            def is_learned() -> bool:
+                served = provenance_of(stage.registry, stage.registry.current() or "")
+                return int(served.get("records", 0)) - records_at_shift >= cfg.records_b
+
+            await passing(cfg.traffic_b_s, f"traffic of {B}", is_learned)
             # 3. what must not be served
             report["bad_candidate"] = await offer_poison(cfg_learner, stage)
             report["bad_draft"] = await force_useless(cfg_learner, stage)
@@ -131,7 +135,7 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
         # 4. after: the version that is served now, every version before it, and the ceiling
         after = await taus(cfg, stage, servers)
         report["tau"] |= {"b_adapted": after[B].tau, "a_after": after[A].tau}
-        report["versions"] = await measure_versions(cfg, stage, servers, journal, shifted_s)
+        report["versions"] = await measure_versions(cfg, stage, servers, records_at_shift)
         report["tau"]["b_offline"] = next(v["tau"] for v in report["versions"] if v["origin"] == "offline on B")
         report["records_to_adapt"] = records_to_adapt(report)
         now = [await target_checksum(stage, server) for server in servers]
@@ -291,16 +295,16 @@ async def passing(seconds: float, what: str, is_enough: Callable[[], bool] = lam
             bar.update()
 
 
-def learned_records(registry: Registry, version: str, journal: Sequence[Entry], shifted_s: float) -> int:
-    """Of how many records since the shift a version knows."""
-    seen = [e.records_seen for e in journal if isinstance(e, TrainingEntry) and e.time_s < shifted_s]
-    provenance = json.loads((registry.path(version) / PROVENANCE).read_text())
-    return max(0, int(provenance.get("records", 0)) - (seen[-1] if seen else 0))
+def provenance_of(registry: Registry, version: str) -> dict[str, Any]:
+    """What a version was made of; `records`: how many the learner had trained on, where it made the version."""
+    provenance: dict[str, Any] = json.loads((registry.path(version) / PROVENANCE).read_text())
+    return provenance
 
 
-def is_learned(cfg: Config, registry: Registry, cfg_learner: LearnerConfig, shifted_s: float) -> bool:
-    journal = Journal(cfg_learner.folder / "journal").read().entries
-    return learned_records(registry, registry.current() or "", journal, shifted_s) >= cfg.records_b
+def trained_records(cfg: LearnerConfig) -> int:
+    """How many records the learner has trained on by now."""
+    seen = [e.records_seen for e in Journal(cfg.folder / "journal").read().entries if isinstance(e, TrainingEntry)]
+    return seen[-1] if seen else 0
 
 
 async def taus(cfg: Config, stage: Stage, servers: Sequence[Server]) -> dict[str, Any]:
@@ -375,7 +379,7 @@ def spoilt(draft: Path, folder: Path, noise: float) -> None:
 
 
 async def measure_versions(
-    cfg: Config, stage: Stage, servers: Sequence[Server], journal: Sequence[Entry], shifted_s: float
+    cfg: Config, stage: Stage, servers: Sequence[Server], records_at_shift: int
 ) -> list[dict[str, Any]]:
     """Every version that was current, and the ceiling: tau on B's test prompts, after how many records of B."""
     registry = stage.registry
@@ -395,8 +399,8 @@ async def measure_versions(
                 *(_measured(cfg, server, stage.test[B]) for server, _ in zip(servers, pair, strict=False))
             )
             for version, run in zip(pair, measured, strict=True):
-                provenance = json.loads((registry.path(version) / PROVENANCE).read_text())
-                records = learned_records(registry, version, journal, shifted_s)
+                provenance = provenance_of(registry, version)
+                records = max(0, provenance.get("records", 0) - records_at_shift)
                 origin = provenance.get("origin", "learned" if "records" in provenance else "offline on A")
                 rows.append({"version": version, "origin": origin, "records": records, "tau": Measured(run).tau})
     return rows
