@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml
 	@# Bytecode once, here: an engine is three processes that import vLLM, and where PYTHONDONTWRITEBYTECODE is set (as
 	@# in many containers) each of them would compile it from source again.
 	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode --overrides .venv/overrides.txt \
-		-e '.[$(ENGINE),report,wandb,nats,domains,dev]'
+		-e '.[$(ENGINE),deepspeed,report,wandb,nats,domains,dev]'
 	touch $@
 
 demo: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write outputs/demo/report.html
