@@ -66,9 +66,14 @@ class Endpoint:
         """The server answers in time, and lists the model that it was asked for before."""
         try:
             listed = await asyncio.wait_for(self._request("GET", "/v1/models"), timeout_s)
-        except (OSError, RequestRefusedError):
+            return self._model in {None, *(model["id"] for model in listed["data"])}
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+        ):  # a proxy before it may say anything
             return False
-        return self._model is None or self._model in {model["id"] for model in listed["data"]}
 
     async def post(self, path: str, **body: Any) -> dict[str, Any]:
         """The answer to one request about the model.

@@ -7,14 +7,17 @@ request ──► the live server with the fewest tokens under way, once one has
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
 from distill.endpoint import Endpoint
+
+MAX_DOUBLINGS = 16
+"""Of the pause between two looks at a dead server."""
 
 PROBE_TIMEOUT_S = 10.0
 """A server that takes longer to say what it serves is as good as dead."""
@@ -64,6 +67,7 @@ class Endpoints:
         self.members = [Member(endpoint) for endpoint in endpoints]
         self.attempts, self.pause_s, self.longest_pause_s = attempts, pause_s, longest_pause_s
         self.patience_s = patience_s
+        self._check: Callable[[Endpoint], Awaitable[None]] | None = None
         self._changed = asyncio.Condition()
         self._all_dead_since_s: float | None = None
         self._probes: set[asyncio.Task[None]] = set()
@@ -71,6 +75,22 @@ class Endpoints:
     @property
     def url(self) -> str:
         return ", ".join(member.endpoint.url for member in self.members)
+
+    async def require(self, check: Callable[[Endpoint], Awaitable[None]]) -> None:
+        """Return where every server that answers passes `check`; one that does not answer has to when it is back.
+
+        Raises: what `check` does; ConnectionError where none answers.
+        """
+        self._check = check
+        failure: ConnectionError | None = None
+        for member in self.members:
+            try:
+                await check(member.endpoint)
+            except ConnectionError as error:
+                failure = error
+                self._pass_over(member, str(error))
+        if failure is not None and all(member.is_dead for member in self.members):
+            raise failure
 
     async def post(self, path: str, **body: Any) -> dict[str, Any]:
         """The answer to one request about the model.
@@ -97,7 +117,8 @@ class Endpoints:
         async with self._changed:
             while not (free := [member for member in self.members if member.is_free]):
                 self._require_patience()
-                await self._changed.wait()
+                with suppress(TimeoutError):  # whatever becomes of those who would say that something has changed
+                    await asyncio.wait_for(self._changed.wait(), self.patience_s)
             return min(free, key=lambda member: (member.tokens, member.requests))
 
     def _require_patience(self) -> None:
@@ -119,10 +140,19 @@ class Endpoints:
     async def _probe(self, member: Member) -> None:
         """Ask until it is back, and let those who wait look again."""
         while member.is_dead:
-            await asyncio.sleep(min(self.pause_s * 2**member.failures, self.longest_pause_s))
+            await asyncio.sleep(min(self.pause_s * 2 ** min(member.failures, MAX_DOUBLINGS), self.longest_pause_s))
             member.failures += 1
-            if await member.endpoint.is_back(PROBE_TIMEOUT_S):
+            if await member.endpoint.is_back(PROBE_TIMEOUT_S) and await self._passes(member.endpoint):
                 member.is_dead, self._all_dead_since_s = False, None
                 tqdm.write(f"{member.endpoint.url} is back")
             async with self._changed:
                 self._changed.notify_all()
+
+    async def _passes(self, endpoint: Endpoint) -> bool:
+        try:
+            if self._check is not None:
+                await self._check(endpoint)
+        except (ConnectionError, ValueError) as error:
+            tqdm.write(f"still passed over: {error}")
+            return False
+        return True

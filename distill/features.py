@@ -92,13 +92,15 @@ class EndpointHiddenStates(EndpointTarget):
         self._last_layer = target.config.get_text_config().num_hidden_layers
 
     def require_target(self) -> None:
-        """Return where every server holds the target and its layers: our log-probabilities of a text are its own.
+        """Return where every server holds the target and its layers: our log-probabilities of a text are its own. Of
+        several, one that does not answer is asked when it is back, and left alone where it does not hold them.
 
         Raises: ValueError where they are not, or layers lack; ConnectionError naming the URL.
         """
-        fleet = self.endpoint
-        for endpoint in [member.endpoint for member in fleet.members] if isinstance(fleet, Endpoints) else [fleet]:
-            self._runner.run(self._require_target(endpoint))
+        if isinstance(self.endpoint, Endpoints):
+            self._runner.run(self.endpoint.require(self._require_target))
+        else:
+            self._runner.run(self._require_target(self.endpoint))
 
     @torch.no_grad()
     async def _require_target(self, endpoint: Endpoint | Endpoints) -> None:

@@ -6,6 +6,8 @@ by CUDA streams alone. vLLM loads this module by name (`server_args` of `distill
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from concurrent.futures import Future
 from pathlib import PurePath
 from typing import Any
@@ -15,17 +17,29 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     ExampleHiddenStatesConnector,
     extract_from_kv_cache,
 )
+from vllm.v1.request import RequestStatus
 
-from distill.features_store import write_states
+from distill.features_store import WAIT_S, remove_states, write_states
+
+KEPT_S = 10 * WAIT_S
+"""Until states that nobody took are removed: a trainer was killed, or gave them up."""
 
 
 class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._written: deque[tuple[float, str]] = deque()
+
     def _url(self, filename: str) -> str:
         """Of the states that vLLM would write to `filename`, a name that it makes of the request's id."""
         storage: str = self._kv_transfer_config.get_from_extra_config("storage", "")
         return f"{storage.rstrip('/')}/{PurePath(filename).stem}"
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if request.status == RequestStatus.FINISHED_ABORTED:  # nobody waits for them any more
+            self._request_filenames.pop(request.request_id, None)
+            self._pending_saves.pop(request.request_id, None)
+            return False, None
         delays, answer = super().request_finished(request, block_ids)
         return delays, answer and {"hidden_states": self._url(answer["hidden_states_path"])}
 
@@ -35,6 +49,7 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         write_states(self._url(filename), tensors["hidden_states"], config.eagle_aux_hidden_state_layer_ids)
 
     def _submit_async_write(self, pending: Any) -> None:
+        self._remove_what_nobody_took(self._url(pending.filename))
         if self._kv_cache.device.type != "cpu":
             super()._submit_async_write(pending)
             return
@@ -48,6 +63,12 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         self._req_copy_events[pending.req_id] = _COPIED
         self._req_futures[pending.req_id] = written
         written.add_done_callback(lambda future: self._on_write_done(pending.req_id, future))
+
+    def _remove_what_nobody_took(self, next_url: str) -> None:
+        now_s = time.monotonic()
+        self._written.append((now_s, next_url))
+        while self._written[0][0] < now_s - KEPT_S:
+            self._executor.submit(remove_states, self._written.popleft()[1])
 
 
 class _Copied:

@@ -25,6 +25,7 @@ from distill.prove import (
     Prove,
     check_num_tokens,
     export_draft,
+    leave_gpu,
     prove_by_reference,
     prove_in_engine,
     report,
@@ -212,7 +213,5 @@ class HeadRun:
         cfg = self.cfg.prove
         if speculative is None:
             return prove_by_reference(cfg, self.model, head, self.judge.continuations)
-        if self.accelerator.device.type == "cuda":  # the engine wants the GPU for itself
-            self.model.to("cpu")
-            torch.cuda.empty_cache()
+        leave_gpu(self.model, head)
         return prove_in_engine(cfg, self.cfg.target, speculative, self.data.prompts, self.run.folder, served)

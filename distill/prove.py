@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import shlex
 import sys
 import time
@@ -148,6 +149,15 @@ class EngineProof:
     lossless: Lossless
     decoder: str = "a real vLLM"
     """What served the draft."""
+
+
+def leave_gpu(*models: nn.Module) -> None:
+    """Take these to the CPU: the engine wants the GPU for itself. What is on `meta` stays there."""
+    for tensor in itertools.chain.from_iterable((*model.parameters(), *model.buffers()) for model in models):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.cpu()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def prove_in_engine(

@@ -13,10 +13,11 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from eval.process import LIBC, PR_SET_PDEATHSIG
 
@@ -85,12 +86,24 @@ def fit_deepspeed(accelerator: Accelerator, max_grad_norm: float) -> None:
     config["train_micro_batch_size_per_gpu"] = 1  # of no effect: the loss is divided by labels, not by rows
     # torch's fused AdamW, on the CPU too: the same arithmetic in every way of training, and no compiler needed
     config["zero_force_ds_cpu_optimizer"] = False
+    from deepspeed.utils import groups  # an extra
+
+    if groups._WORLD_GROUP is None:  # its own would wait ten minutes for a rank, and no longer
+        groups._WORLD_GROUP = torch.distributed.new_group(timeout=LONGEST_WAIT)
 
 
 def fit_fsdp(accelerator: Accelerator, module: nn.Module) -> None:
     """Give FSDP2 what it gathers one by one of this draft; it would keep to what it found in the first one."""
     plugin = accelerator.state.fsdp_plugin
     plugin.transformer_cls_names_to_wrap = module._no_split_modules
+    if plugin.mixed_precision_policy is not None:
+        # accelerate's own rounds to bfloat16 whatever goes in and comes out too: the target's log-probabilities, sums
+        # over thousands of rows, gradients on their way. Inside autocast does what it does under DDP.
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=plugin.mixed_precision_policy.param_dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
     if accelerator.device.type == "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinned for a device that is not there
 

@@ -185,6 +185,7 @@ class Distillation:
             weight_decay=optim.weight_decay,
             fused=True,  # one pass over each parameter, on a CPU too, where the default is a dozen
         )
+        accelerator.wait_for_everyone()  # for a day where it must be: a sharded module is prepared within minutes
         self.module, self.optimizer = accelerator.prepare(module, optimizer)
         self.num_steps, self.step_index, self.skipped, self.skipped_in_a_row = num_steps, 0, 0, 0
 

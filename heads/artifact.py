@@ -219,6 +219,10 @@ def _safetensors_samples(path: Path) -> Iterator[bytes]:
                 yield file.read(min(SAMPLE_BYTES, end - start))
 
 
+FULL_BYTES = 16 << 20
+"""Where no more is free, that is why a write failed."""
+
+
 @contextmanager
 def _partial_folder(folder: Path) -> Iterator[Path]:
     """A folder beside `folder` to write in, locked while its writer lives and removed if it fails."""
@@ -229,8 +233,9 @@ def _partial_folder(folder: Path) -> Iterator[Path]:
         partial.chmod(0o755)  # mkdtemp's 0o700 would hide the result from a server that runs as another user
         yield partial
     except Exception as error:
-        # safetensors reports a full disk by an exception of its own
-        if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error):
+        # safetensors and torch report a full disk by exceptions of their own
+        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
+        if is_full or shutil.disk_usage(partial).free < FULL_BYTES:
             raise OSError(errno.ENOSPC, f"no space left on the disk of {folder}: nothing was published") from error
         raise
     finally:

@@ -155,13 +155,15 @@ class StandaloneDraft(nn.Module):
         return {"full_attention": mask_B1TT, "sliding_attention": sliding_B1TT}
 
 
-def make_draft(init: Init, target: Any, tokenizer: Any) -> StandaloneDraft:
-    """The draft that `init` describes, in float32: a small step of AdamW is lost in bf16's 8 bits.
+def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> StandaloneDraft:
+    """The draft that `init` describes, the same one at every call and in every rank; in float32: a small step of AdamW
+    is lost in bf16's 8 bits.
 
-    `tokenizer` is the target's.
+    `tokenizer` is the target's; `seed` is of what begins at random.
 
     Raises: ValueError where the checkpoint's tokenizer is another and no transplant was asked for.
     """
+    torch.manual_seed(seed)
     vocab_size = target.config.vocab_size
     if init.layers and any(parameter.is_meta for parameter in target.parameters()):
         raise ValueError(

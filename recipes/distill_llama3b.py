@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distill.loop import Loop, Trained, make_accelerator, train
 from distill.losses import Divergence
-from distill.prove import Judge, Prove, export_draft, prove_in_engine, report
+from distill.prove import Judge, Prove, export_draft, leave_gpu, prove_in_engine, report
 from distill.ranks import leave
 from distill.run import Run
 from distill.setup import Data, Signal, live_signal, load_data, load_target, target_signal
@@ -74,7 +74,7 @@ def main(cfg: Config) -> None:
 
     # 1. models
     target, tokenizer = load_target(cfg.target, cfg.signal, accelerator.device)
-    untrained = make_draft(cfg.draft, target, tokenizer)
+    untrained = make_draft(cfg.draft, target, tokenizer, cfg.loop.seed)
     print(f"draft: begins as {cfg.draft}")
 
     # 2. data, and what the target says about it
@@ -83,10 +83,11 @@ def main(cfg: Config) -> None:
     is_main = accelerator.is_main_process
     judge = Judge(cfg.prove, cfg.target, target, live_signal(cfg.signal, target), data, run) if is_main else None
     before = judge.forecast(untrained) if judge else None
+    leave_gpu(untrained)
 
     # 3. and 4. optimizer, `prepare` and the loop
     def distil(divergence: Divergence, run: Run) -> tuple[Distillation, Trained]:
-        draft = make_draft(cfg.draft, target, tokenizer)
+        draft = make_draft(cfg.draft, target, tokenizer, cfg.loop.seed)
         draft.set_gradient_checkpointing(cfg.gradient_checkpointing)
         distillation = Distillation(draft, signal, divergence, cfg.optim, cfg.loop.steps, accelerator)
         return distillation, train(distillation, data, run, cfg.loop, cfg.prove.num_speculative_tokens)
@@ -97,9 +98,10 @@ def main(cfg: Config) -> None:
         weights = baseline.weights()
         baseline.close()
         if judge:
-            draft = make_draft(cfg.draft, target, tokenizer)
+            draft = make_draft(cfg.draft, target, tokenizer, cfg.loop.seed)
             draft.load_state_dict(weights)
             ce_baseline = judge.forecast(draft)
+            leave_gpu(draft)
     distillation, trained = distil(cfg.divergence, run)
 
     # 5. proof: what is published is what is judged
@@ -108,8 +110,11 @@ def main(cfg: Config) -> None:
         untrained.export(folder, tokenizer, dtype=torch.bfloat16, weights=lm)
 
     folder = export_draft(distillation, run, data, cfg.target, write)
+    distillation.close()
     if judge and before:
-        after = judge.forecast(StandaloneDraft.load(folder, torch.float32))
+        published = StandaloneDraft.load(folder, torch.float32)
+        after = judge.forecast(published)
+        leave_gpu(target, published)
         served = {"method": "draft_model", "model": str(folder.absolute())}
         engine = prove_in_engine(cfg.prove, cfg.target, served, data.prompts, run.folder) if cfg.prove.engine else None
         page = report(

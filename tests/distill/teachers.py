@@ -33,6 +33,8 @@ class Teacher:
     answer: Callable[[dict[str, Any]], dict[str, Any]] = log_probs
     requests: list[dict[str, Any]] = field(default_factory=list)
     probes: int = 0
+    listing: bytes | None = None
+    """What it says its models are, in place of the truth."""
 
     @property
     def port(self) -> int:
@@ -51,7 +53,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.teacher.probes += 1
-        self.send(200, {"data": [{"id": self.teacher.model}]})
+        listed = json.dumps({"data": [{"id": self.teacher.model}]}).encode()
+        self.send_bytes(200, listed if self.teacher.listing is None else self.teacher.listing)
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -59,7 +62,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send(*self.teacher.reply(request))
 
     def send(self, status: int, body: dict[str, Any]) -> None:
-        payload = json.dumps(body).encode()
+        self.send_bytes(status, json.dumps(body).encode())
+
+    def send_bytes(self, status: int, payload: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(payload)))
         self.end_headers()

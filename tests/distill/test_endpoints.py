@@ -117,6 +117,47 @@ def test_a_server_that_comes_back_with_another_model_is_not_asked() -> None:
     asyncio.run(through_a_change())
 
 
+@pytest.mark.parametrize("listing", [b"<html>starting</html>", b"{}", b'{"data": null}', b"[]"])
+def test_whatever_stands_in_for_a_server_that_starts_it_is_used_again_when_it_is_back(listing: bytes) -> None:
+    async def through_a_start(server: Teacher) -> None:
+        endpoints = make_endpoints([server], patience_s=30)
+        assert await ask(endpoints, 1) == [0]
+        server.status, server.listing = 503, listing
+        asking = asyncio.create_task(ask(endpoints, 2))
+        await until(lambda: server.probes >= 4)
+        server.status, server.listing = 200, None
+        assert await asyncio.wait_for(asking, 10) == [0, 1]
+
+    with teaching() as server:
+        asyncio.run(through_a_start(server))
+
+
+def test_patience_ends_though_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the probe itself fails, or takes for ever."""
+
+    async def probe_for_ever(endpoints: Endpoints, member: Any) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(Endpoints, "_probe", probe_for_ever)
+    with teaching(Teacher(status=503)) as server, pytest.raises(ConnectionError, match="no server answers"):
+        asyncio.run(asyncio.wait_for(ask(make_endpoints([server]), 2), 20))
+
+
+def test_a_server_may_be_dead_for_days() -> None:
+    async def through_days() -> None:
+        with teaching() as stays, ExitStack() as mortal:
+            dies = mortal.enter_context(teaching())
+            endpoints = make_endpoints([stays, dies])
+            await ask(endpoints, 4)
+            endpoints.members[1].failures = 2000
+            await asyncio.to_thread(mortal.close)
+            await ask(endpoints, 4)
+            with teaching(dies, port=dies.port):
+                await until(lambda: not endpoints.members[1].is_dead)
+
+    asyncio.run(through_days())
+
+
 def test_an_overloaded_server_is_left_alone_for_a_while() -> None:
     with teaching() as well, teaching(Teacher(status=503)) as busy:
         assert asyncio.run(ask(make_endpoints([well, busy], pause_s=60, longest_pause_s=60), 20)) == list(range(20))

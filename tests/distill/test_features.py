@@ -6,13 +6,16 @@ A cache in the target's own dtype gives its bits. A bfloat16 cache of a float32 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -28,6 +31,7 @@ from distill.features_store import take_states, write_states
 from distill.loop import LoadedData
 from distill.losses import Divergence
 from distill.packing import PackedDataset
+from distill.prove import leave_gpu
 from distill.samples import Sample, SampleStats, data_hash
 from distill.setup import Signal, target_signal
 from distill.shards import write_cache
@@ -338,6 +342,52 @@ def test_a_fleet_with_a_server_of_another_target_names_it(
         from_teachers([right, wrong], random_target).require_target()
 
 
+def test_a_teacher_that_is_dead_at_the_start_is_passed_over_and_has_to_hold_the_target_when_it_is_back(
+    random_target: Path, served_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, batch = load(random_target), make_batch(make_samples())
+    alive, dead, wrong = (
+        make_teacher(load(folder), str(tmp_path)) for folder in (random_target, random_target, served_pair[1])
+    )
+    with teaching(alive), teaching(dead):
+        pass
+    with pytest.raises(ConnectionError, match="did not answer"):
+        from_teachers([alive, dead], random_target).require_target()
+    with teaching(alive, port=alive.port):
+        live = from_teachers([alive, dead], random_target)
+        assert isinstance(live.endpoint, Endpoints)
+        live.endpoint.pause_s = live.endpoint.longest_pause_s = 0.05
+        live.require_target()
+        streamed = live(batch)
+        with teaching(wrong, port=dead.port):
+            live._runner.run(until(lambda: wrong.requests))
+            live(batch)
+            assert live.endpoint.members[1].is_dead
+            assert len(wrong.requests[0]["prompt"]) == 16, "it was asked for its target, and for nothing else"
+            assert {len(request["prompt"]) for request in wrong.requests} == {16}
+        with teaching(dead, port=dead.port):
+            dead.requests.clear()
+            live._runner.run(until(lambda: not live.endpoint.members[1].is_dead))
+            live(batch)
+            assert len(dead.requests) > 1
+    for mine, its in zip(states(InProcessTarget(model, LAYERS)(batch), batch), states(streamed, batch), strict=True):
+        torch.testing.assert_close(its, mine, atol=2e-4, rtol=1e-4)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.01)
+
+
+def test_a_target_whose_layers_are_elsewhere_leaves_the_gpu_too(random_target: Path) -> None:
+    skeleton = load_skeleton(str(random_target), torch.float32, torch.device("cpu"))
+    leave_gpu(skeleton)
+    assert any(parameter.is_meta for parameter in skeleton.parameters())
+    assert not skeleton.get_output_embeddings().weight.is_meta
+
+
 # ------------------------------------------------------------------------------------------------------ the real engine
 
 
@@ -385,6 +435,24 @@ def test_nothing_stays_in_the_servers_folder(states_server: Server, served_pair:
     url = answer["kv_transfer_params"]["hidden_states"]
     take_states(url, lambda *_: None)
     assert list(Path(url).parent.iterdir()) == []
+
+
+@pytest.mark.vllm
+def test_nothing_is_written_for_a_trainer_that_is_gone(states_server: Server) -> None:
+    async def ask_and_leave() -> None:
+        async with httpx.AsyncClient(base_url=states_server.url) as http:
+            body = {"prompt": list(range(3, 60)), "max_tokens": 60, "ignore_eos": True}
+            for wait_s in (0.02, 0.05, 0.1, 0.2):
+                asked = [http.post("/v1/completions", json=body, timeout=wait_s) for _ in range(12)]
+                await asyncio.gather(*asked, return_exceptions=True)
+            answer = await http.post("/v1/completions", json=body | {"max_tokens": 1}, timeout=60)
+        url = answer.json()["kv_transfer_params"]["hidden_states"]
+        await asyncio.to_thread(take_states, url, lambda *_: None)
+        left.extend(Path(url).parent.iterdir())
+
+    left: list[Path] = []
+    asyncio.run(ask_and_leave())
+    assert left == []
 
 
 @pytest.mark.vllm

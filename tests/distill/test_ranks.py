@@ -85,6 +85,19 @@ def test_sharded_drafts_take_the_step_of_one_process(config: str, tmp_path: Path
     assert_same(one, train(config, tmp_path / "two", *families, *SGD), 1e-6)
 
 
+def test_mixed_precision_of_shards_rounds_products_and_neither_sums_nor_what_the_target_says(tmp_path: Path) -> None:
+    work = ["standalone", "eagle3", *SGD, "--judged", "11"]
+    one = train(None, tmp_path / "one", *work)
+    run_all(accelerate_launch("fsdp2", "--mixed_precision", "bf16"), [SCRIPT, str(tmp_path / "two"), *work])
+    for family, expected in one.items():
+        found = torch.load(tmp_path / "two" / f"{family}.pt")
+        assert found["num_rows"] == expected["num_rows"], "an odd number above 256, which bfloat16 does not have"
+        assert expected["num_rows"] > 256
+        assert expected["num_rows"] % 2
+        for name in ("loss", "grad_norm", "tau"):
+            assert found[name] == pytest.approx(expected[name], rel=0.02), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("config", CONFIGS)

@@ -67,13 +67,13 @@ class Descent(torch.optim.SGD):
         super().__init__(parameters, lr=lr)
 
 
-def rows_of(step: int) -> Batch:
-    lengths = (24, 1 + step % 3 * 5, 15, 2 + step % 3 * 4)  # at step 0 the second of two ranks has no label
+def rows_of(step: int, times: int = 1) -> Batch:
+    lengths = (24, 1 + step % 3 * 5, 15, 2 + step % 3 * 4) * times  # at step 0 the second of two ranks has no label
     return make_batch([[make_ids(length, seed=10 * step + row)] for row, length in enumerate(lengths)], loss_from=3)
 
 
-def micro_batches(step: int, rank: int, ranks: int, accumulation: int) -> list[Batch]:
-    whole, parts = rows_of(step), ranks * accumulation
+def micro_batches(step: int, rank: int, ranks: int, accumulation: int, times: int = 1) -> list[Batch]:
+    whole, parts = rows_of(step, times), ranks * accumulation
     shares = [{name: value[part::parts] for name, value in vars(whole).items()} for part in range(parts)]
     return [Batch(**share) for share in shares[rank::ranks]]
 
@@ -100,7 +100,7 @@ def train_family(name: str, target: Any, cfg: argparse.Namespace) -> dict[str, A
         stats.append(distillation.step(micro_batches(step, rank, ranks, cfg.accumulation)))
         if step + 1 == cfg.save_at:
             distillation.save(checkpoint)
-    judged = micro_batches(99, accelerator.process_index, accelerator.num_processes, 1)
+    judged = micro_batches(99, accelerator.process_index, accelerator.num_processes, 1, cfg.judged)
     metrics = distillation.evaluate(judged, 2)
     weights = {key: tensor.clone() for key, tensor in distillation.weights().items()}
     distillation.close()
@@ -110,6 +110,7 @@ def train_family(name: str, target: Any, cfg: argparse.Namespace) -> dict[str, A
         "labels": [s.labels for s in stats],
         "grad_norm": [s.grad_norm for s in stats],
         "tau": metrics.tau,
+        "num_rows": metrics.num_rows,
         "layout": layout(accelerator),
         "offloads": offloads(accelerator),
     }
@@ -136,6 +137,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--save-at", type=int)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--judged", type=int, default=1, help="held-out rows, in fours")
     return parser.parse_args(args)
 
 

@@ -140,6 +140,19 @@ def test_a_full_disk_is_reported_as_one(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_that_fills_under_torchs_own_writer_is_reported_as_one(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        with pytest.raises(OSError, match="no space left on the disk of"):
+            publish(disk / "run", lambda folder: torch.save(torch.ones(2 << 20), folder / "optimizer.bin"), {})
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
 def test_require_space_compares_with_the_disk_of_a_path_that_does_not_exist_yet(tmp_path):
     require_space(tmp_path / "a" / "b", 1)
     with pytest.raises(OSError, match=r"needs 1000000000\.0 GB, its disk has"):

@@ -294,3 +294,13 @@ def test_layers_of_a_target_whose_weights_are_elsewhere_are_refused():
     target.model.layers.to("meta")  # behind a server: only embeddings and head are here
     with pytest.raises(ValueError, match=r"begin with draft\.checkpoint or draft\.num_layers"):
         make_draft(Init(layers=(0,)), target, None)
+
+
+def test_a_draft_that_begins_at_random_is_the_same_at_every_call():
+    target = make_llama(vocab_size=384)
+    torch.manual_seed(5)
+    one = make_draft(Init(num_layers=1, hidden_size=64), target, None)
+    again, other = (make_draft(Init(num_layers=1, hidden_size=64), target, None, seed) for seed in (0, 1))
+    weights, its, others = (draft.state_dict() for draft in (one, again, other))
+    assert all(torch.equal(weight, its[name]) for name, weight in weights.items())
+    assert not all(torch.equal(weight, others[name]) for name, weight in weights.items())
