@@ -119,6 +119,9 @@ class Capture:
                 self.queue.is_due.wait(POLL_INTERVAL_S)
 
     def _apply(self, steps: list[Step]) -> None:
+        for step in steps:
+            if step.computed is not None:
+                step.computed.synchronize()
         kept = seen(steps, self.config.top_k, self._room)
         first_row = first_draft = 0
         for step in steps:
@@ -159,7 +162,7 @@ class Capture:
     def _append_states(self, part: StepPart, states_HLD: Tensor | None) -> None:
         log = self._log(part)
         if not log.is_closed:
-            log.states += _states(part.begin, states_HLD)
+            log.add_states(_states(part.begin, states_HLD))
 
     def _log(self, part: StepPart) -> RequestLog:
         log = self._logs.get(part.request.request_id)
@@ -181,7 +184,7 @@ class Capture:
             self._emit(log)
             log.is_closed = True
             return
-        log.states += states
+        log.add_states(states)
         if log.is_complete:
             self._emit(log)
             log.is_closed = True

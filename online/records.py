@@ -313,7 +313,9 @@ def _check(record: Record) -> None:
         raise CorruptRecordError("inconsistent record: its hidden states are not those of its tokens")
     hanging_R = record.branches
     follows_R = np.concatenate([[0], hanging_R[:-1] + 1])
-    if ((hanging_R != 0) & (hanging_R != follows_R)).any():
+    is_next_R = (np.diff(record.positions) == 1) & (record.draft_ids[:-1] != -1)
+    is_behind_draft_R = np.concatenate([[False], is_next_R])[:rows]
+    if ((hanging_R != 0) & ((hanging_R != follows_R) | ~is_behind_draft_R)).any():
         raise CorruptRecordError("inconsistent record: a row hangs on draft tokens that are not before it")
     known_R = record.positions - hanging_R
     if ((known_R < 1) | (known_R > tokens)).any():

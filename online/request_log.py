@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from online.records import Record, Sampling
 
 MAX_HIDDEN_BYTES = 32 << 20
-"""Of one record: of a longer text the newest tokens keep their hidden states."""
+"""Of one record, and about as much of a request that is under way: of a longer text the newest tokens keep their hidden
+states."""
 
 KEPT_STATES = 64
 """A next segment begins with so many hidden states of the one before: what its first rows attend to."""
@@ -67,6 +68,17 @@ class States:
     def end(self) -> int:
         return self.begin + len(self.words_HLD)
 
+    @property
+    def num_bytes(self) -> int:
+        return int(self.words_HLD.nbytes)
+
+    def newest(self, num_bytes: int) -> States:
+        """The newest tokens that so many bytes hold; a copy, which keeps no others in memory, or all as they are."""
+        if self.num_bytes <= num_bytes:
+            return self
+        kept = self.within(self.end - num_bytes // self.words_HLD[0].nbytes, self.end)
+        return States(kept.begin, kept.words_HLD.copy())
+
     def within(self, begin: int, end: int) -> States:
         """Those of the tokens from `begin` to before `end`."""
         begin = min(max(begin, self.begin), self.end)
@@ -86,9 +98,7 @@ def joined(chunks: Sequence[States], end: int) -> States | None:
     if not kept:
         return None
     whole = States(kept[0].begin, np.concatenate([chunk.words_HLD for chunk in kept])).within(0, end)
-    if not len(whole.words_HLD):
-        return None
-    return whole.within(whole.end - MAX_HIDDEN_BYTES // whole.words_HLD[0].nbytes, whole.end)
+    return whole.newest(MAX_HIDDEN_BYTES) if len(whole.words_HLD) else None
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -124,6 +134,7 @@ class RequestLog:
     """Nothing further of it can be recorded: it ended, or a step of it was lost."""
     num_rows: int = 0
     """Of `verified`, and of what was forgotten of them."""
+    _num_state_bytes: int = 0
 
     def append(self, start: int, sampled: list[int], verified: Verified | None) -> bool:
         """Take one step; False where steps before it are missing, so that the text is no longer known."""
@@ -143,6 +154,14 @@ class RequestLog:
                 break
         return True
 
+    def add_states(self, states: Sequence[States]) -> None:
+        """Take what comes next; of what came before no more is kept than a record can hold."""
+        for chunk in states:
+            self.states.append(chunk.newest(MAX_HIDDEN_BYTES))
+            self._num_state_bytes += self.states[-1].num_bytes
+            while self._num_state_bytes - self.states[0].num_bytes >= MAX_HIDDEN_BYTES:
+                self._num_state_bytes -= self.states.pop(0).num_bytes
+
     def segment(self, server_id: str, fingerprint: str) -> Record | None:
         """The record of what came since the last segment, None where no row did; the log then waits for the next."""
         columns = self._columns()
@@ -153,7 +172,9 @@ class RequestLog:
         if not columns:
             return None
         self.sequence += 1
-        self.states = [] if states is None else [states.within(states.end - KEPT_STATES, states.end)]
+        self.states, self._num_state_bytes = [], 0
+        if states is not None:
+            self.add_states([states.newest(KEPT_STATES * states.words_HLD[0].nbytes)])
         return Record(
             server_id=server_id,
             request_id=self.info.request_id,
@@ -177,6 +198,7 @@ class RequestLog:
         first_lost = len(self.info.prompt_ids) + begin
         self.verified = [step for step in self.verified if step.end <= first_lost]
         self.states = [states.within(0, first_lost) for states in self.states if states.begin < first_lost]
+        self._num_state_bytes = sum(states.num_bytes for states in self.states)
         self.num_shipped = min(self.num_shipped, begin)
         self.is_complete = False
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,8 +78,9 @@ class _Hooks:
     def propose(self, *args: Any, **kwargs: Any) -> Any:
         """What the draft proposes. The fourth argument is the target's last hidden states, the sixth its layers'."""
         try:
-            if self.unread is not None:
-                self.unread = replace(self.unread, states_NLD=_read_states(self.unread.parts, args[5] or [args[3]]))
+            if self.unread is not None and self.unread.parts:
+                states_NLD = _read_states(self.unread.parts, args[5] or [args[3]])
+                self.unread = replace(self.unread, states_NLD=states_NLD, computed=_computed(states_NLD))
             self._release()
         except Exception as error:  # capture may fail, serving may not
             self.capture.report(error, "hidden_states")
@@ -117,9 +117,16 @@ class _Hooks:
         finished, self.finished = self.finished, []
         num_rows = sum(part.num_drafts + 1 for part in parts if part.num_drafts)
         if not num_rows or logits_RV is None:
-            return Step(draft_version=self.capture.draft_version, parts=parts, finished=finished, sampled_BK=sampled_BK)
+            return Step(
+                draft_version=self.capture.draft_version,
+                parts=parts,
+                finished=finished,
+                sampled_BK=sampled_BK,
+                computed=_computed(sampled_BK),
+            )
         if 2 * num_rows < len(logits_RV):  # few of many: a copy of them holds less memory than a reference to all
             parts, logits_RV = _only_their_rows(parts, logits_RV)
+        draft_probs_S = self._chosen_draft_probs(metadata.draft_token_ids)
         return Step(
             draft_version=self.capture.draft_version,
             parts=parts,
@@ -127,7 +134,8 @@ class _Hooks:
             sampled_BK=sampled_BK,
             logits_RV=logits_RV,
             draft_ids_S=metadata.draft_token_ids,
-            draft_probs_S=self._chosen_draft_probs(metadata.draft_token_ids),
+            draft_probs_S=draft_probs_S,
+            computed=_computed(logits_RV),  # behind whatever was asked of the GPU for this step
         )
 
     def _parts(self, infos: list[RequestInfo | None], num_drafts_B: Sequence[int]) -> list[StepPart]:
@@ -215,17 +223,29 @@ def _sampling(params: Any) -> Sampling:
 
 def _read_states(parts: list[StepPart], streams_ND: Sequence[Tensor]) -> Tensor:
     """The states of the tokens that the parts read, bfloat16 [N, L, D], copied out of the engine's own."""
-    read = [np.arange(part.first_read, part.first_read + part.num_read) for part in parts]
-    rows_N = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *read])).to(streams_ND[0].device)
-    return torch.stack([stream_ND[rows_N] for stream_ND in streams_ND], dim=1).bfloat16()
+
+    def read(stream_ND: Tensor) -> Tensor:  # by slices: indices would go to the GPU, and wait for all that it has to do
+        return torch.cat([stream_ND[part.first_read : part.first_read + part.num_read] for part in parts])
+
+    return torch.stack([read(stream_ND) for stream_ND in streams_ND], dim=1).bfloat16()
 
 
 def _only_their_rows(parts: list[StepPart], logits_RV: Tensor) -> tuple[list[StepPart], Tensor]:
     """A copy of the rows that belong to `parts`, and the parts pointing into it."""
     moved: list[StepPart] = []
-    rows: list[int] = []
+    kept: list[Tensor] = []
+    num_rows = 0
     for part in parts:
-        kept = range(part.first_row, part.first_row + part.num_drafts + 1) if part.num_drafts else ()
-        moved.append(msgspec.structs.replace(part, first_row=len(rows)))
-        rows += kept
-    return moved, logits_RV[torch.tensor(rows, device=logits_RV.device)]
+        moved.append(msgspec.structs.replace(part, first_row=num_rows))
+        if part.num_drafts:
+            kept.append(logits_RV[part.first_row : part.first_row + part.num_drafts + 1])
+            num_rows += part.num_drafts + 1
+    return moved, torch.cat(kept)
+
+
+def _computed(tensor: Tensor) -> torch.cuda.Event | None:
+    """When all is there that was asked of the tensor's GPU until now; None on a CPU, where it is."""
+    if not tensor.is_cuda:
+        return None
+    event: torch.cuda.Event = torch.cuda.current_stream(tensor.device).record_event()
+    return event

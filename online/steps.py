@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 import msgspec
+import torch
 from torch import Tensor
 
 from online.request_log import RequestInfo
@@ -66,6 +67,8 @@ class Step:
     """None where drafting is greedy."""
     states_NLD: Tensor | None = None
     """bfloat16, of the tokens that `parts` read, in their order: a copy, for an engine may write to its own again."""
+    computed: torch.cuda.Event | None = None
+    """Of the engine's stream, behind all of these tensors: another thread works on another stream. None on a CPU."""
 
     @property
     def num_bytes(self) -> int:

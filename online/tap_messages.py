@@ -85,6 +85,14 @@ def _likeliest(top: dict[int, float], sampled: int) -> list[tuple[int, float]]:
     return ranked[:-1] if len(ranked) > 1 and ranked[-1][0] == sampled else ranked
 
 
+CONSTRAINED = (
+    "structured_outputs",
+    "response_format",
+    *(f"guided_{by}" for by in ("json", "regex", "choice", "grammar")),
+)
+"""By a grammar; servers of before 2026 call it guided."""
+
+
 def is_recordable(question: Any) -> bool:
     """Whether a request has one prompt and one answer and asks for nothing that the tap would have to add to."""
     if not isinstance(question, dict):
@@ -92,10 +100,12 @@ def is_recordable(question: Any) -> bool:
     prompt = question.get("prompt")
     is_single = not isinstance(prompt, list) or (bool(prompt) and all(isinstance(token, int) for token in prompt))
     asks = ("logprobs", "top_logprobs", "prompt_logprobs", "echo", "return_token_ids", "return_tokens_as_token_ids")
-    unusual = ("use_beam_search", "logprob_token_ids", "structured_outputs", "response_format", "suffix")
+    unusual = ("use_beam_search", "logprob_token_ids", "suffix", *CONSTRAINED)
     # `logprobs: 0` is a wish too: the sampled token's
     is_plain = all(question.get(name) is None or question.get(name) is False for name in (*asks, *unusual))
-    return is_single and is_plain and question.get("n") in (None, 1)
+    # Of a call that a tool's schema may constrain, what vLLM tells comes with the grammar's mask in it.
+    is_free = not question.get("tools") or question.get("tool_choice") == "none"
+    return is_single and is_plain and is_free and question.get("n") in (None, 1)
 
 
 def tapped(question: dict[str, Any], kind: str, top_k: int) -> dict[str, Any]:

@@ -114,6 +114,7 @@ def test_a_frame_torn_anywhere_is_rejected():
         {"row_branches": i32(0, 2, 3, 0, 0, 0)},
         {"row_positions": i32(3, 4, 5, 4, 5, 8)},
         {"row_positions": i32(0, 4, 5, 4, 5, 6)},
+        {"row_branches": i32(0, 0, 0, 1, 2, 0)},
     ],
     ids=lambda change: next(iter(change)),
 )

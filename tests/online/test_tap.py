@@ -36,6 +36,10 @@ from online.tap_messages import Answer, is_recordable, strip
         ({"prompt": "x", "logprobs": 0}, False),
         ({"prompt": "x", "echo": True}, False),
         ({"messages": [], "response_format": {"type": "json_object"}}, False),
+        ({"messages": [], "guided_regex": "a+"}, False),
+        ({"messages": [], "tools": [{}], "tool_choice": "required"}, False),
+        ({"messages": [], "tools": [{}]}, False),
+        ({"messages": [], "tools": [{}], "tool_choice": "none"}, True),
         ([], False),
     ],
 )
