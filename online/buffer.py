@@ -15,6 +15,7 @@ returned, and after an upgrade of the target it is the old ones that wait there 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import sqlite3
 import threading
@@ -53,7 +54,12 @@ NUM_FILES = 16
 
 _CURSOR_SCHEMA = """
 CREATE TABLE IF NOT EXISTS trained (number INTEGER PRIMARY KEY, checkpoint_id TEXT NOT NULL, through INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS forgotten (tenant_sha256 TEXT PRIMARY KEY, time_s REAL NOT NULL);
 """
+
+
+CLOCK_SLACK_S = 60.0
+"""A server's clock may be ahead of ours by so much: what it recorded of a forgotten tenant before is told by time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +122,8 @@ class BufferStatus:
     oldest_s: float | None
     """When the oldest record arrived, seconds since the epoch."""
     counts: dict[str, int]
-    """Since this process began: records stored, duplicate, foreign, corrupt, stateless, other_domain, corrupt_on_disk,
-    expired, evicted, deleted; and damaged_files."""
+    """Since this process began: records stored, duplicate, foreign, corrupt, stateless, other_domain, forgotten,
+    corrupt_on_disk, expired, evicted, deleted; and damaged_files."""
 
 
 def is_held_out(record: Record, fraction: float) -> bool:
@@ -170,8 +176,8 @@ class Buffer:
             self._opened.close()
 
     def append(self, frames: Iterable[tuple[bytes, Record | CorruptRecordError]], now_s: float) -> Counter[str]:
-        """How many of `frames`, as `read_frames` yields them, were stored, duplicate, foreign, corrupt, stateless or of
-        another domain.
+        """How many of `frames`, as `read_frames` yields them, were stored, duplicate, foreign, corrupt, stateless, of
+        another domain or of a tenant that was forgotten meanwhile.
 
         On return they are on the disk and the sender may forget them. A corrupt frame is not kept: whose text it holds
         is not known, so it could never be deleted by tenant; nor is one that the draft can not read.
@@ -182,7 +188,7 @@ class Buffer:
         ids = [record.record_id for _, record in frames if isinstance(record, Record)]
         with self._lock:
             self.expire(now_s)
-            known = self._known(ids)
+            known, forgotten = self._known(ids), self._forgotten()
             counts = Counter[str]()
             rows: list[tuple[Row, bytes]] = []
             for frame, record in frames:
@@ -190,6 +196,8 @@ class Buffer:
                     counts["corrupt"] += 1
                 elif record.record_id in known:
                     counts["duplicate"] += 1
+                elif record.tenant and record.time_s <= forgotten.get(_sha256(record.tenant), -math.inf):
+                    counts["forgotten"] += 1
                 elif self.domain not in ("", record.domain):
                     counts["other_domain"] += 1
                 elif self._is_stateless(record):
@@ -257,10 +265,17 @@ class Buffer:
             newest = [index["seq"][index["domain"] == domain][-per_domain:] for domain in set(index["domain"])]
             return self._read(np.concatenate([index["seq"][:0], *newest]))
 
-    def delete_tenant(self, tenant: str) -> int:
-        """How many records were deleted: all of this tenant's, foreign ones too, and overwritten on the disk."""
+    def delete_tenant(self, tenant: str, now_s: float) -> int:
+        """How many records were deleted: all of this tenant's, foreign ones too, and overwritten on the disk.
+
+        What was recorded until now and is still on its way will not be stored.
+        """
         with self._lock, named_disk_full():
-            deleted = sum(file.delete("tenant", tenant) for file in self._files)
+            with transaction(self._cursor):
+                forgotten = (_sha256(tenant), now_s + CLOCK_SLACK_S)
+                self._cursor.execute("INSERT OR REPLACE INTO forgotten VALUES (?, ?)", forgotten)
+            deletions = [(file, partial(file.delete, "tenant", tenant)) for file in self._files]
+            deleted = sum(self._unless_damaged(file, delete, 0) for file, delete in deletions)
             self.counts["deleted"] += deleted
             return deleted
 
@@ -301,6 +316,10 @@ class Buffer:
         nothing: set[str] = set()
         files = list(self._files)  # a damaged one leaves it
         return nothing.union(*(self._unless_damaged(file, partial(file.known, record_ids), nothing) for file in files))
+
+    def _forgotten(self) -> dict[str, float]:
+        """Until when nothing is stored of a tenant, by its SHA-256."""
+        return dict(self._cursor.execute("SELECT tenant_sha256, time_s FROM forgotten").fetchall())
 
     def _row(self, record: Record, now_s: float) -> Row:
         # Rows behind a rejection hang on text that nobody verified: they do not tell how good the draft was.
@@ -401,6 +420,11 @@ class Buffer:
                 raise
             self._drop(file, "damaged_files")
             return otherwise
+
+
+def _sha256(tenant: str) -> str:
+    """Who was forgotten is not to be read either."""
+    return hashlib.sha256(tenant.encode()).hexdigest()
 
 
 def log_weights(index: Index, now_s: float, policy: Replay) -> NDArray[np.float64]:

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 INGEST_POLL_S = 0.2
 FULL_DISK_RETRY_S = 1.0
 DRAIN_S = 10.0
-"""Traffic that never pauses must not keep a deletion from its end."""
+"""For what is on its way to be told in the count too; traffic may never pause."""
 
 REST_S = 60.0
 """Other ranks wait for orders, but not for ever."""
@@ -247,9 +247,14 @@ class Learner:
         self._heal("fleet_unknown")
         if self.cycle.fleet.locked():  # whoever swaps drafts holds on to the servers there are
             return
+        known = set(self.members.servers)
         for server in self.members.update(found):
             self._heal("server_unreachable", "server_behind", detail=server.url)
+            self.journal.write("server", server=server.url, change="left")
             await server.http.aclose()
+        for server in self.members.servers:
+            if server not in known:
+                self.journal.write("server", server=server.url, change="joined")
 
     def _note_behind(self, answering: list[Seen], current: str) -> None:
         """Report who was pushed to the current version at the look before and still has another."""
@@ -357,11 +362,15 @@ class Learner:
                 raise ValueError(f"the learner does not know what {other!r} is")
 
     async def _forget(self, tenant: str) -> int:
-        async with self._intake:  # what is on its way into the buffer would arrive behind the deletion
+        """How many records of the tenant are gone; what arrives later of what was recorded until now is not stored."""
+        async with self._intake:
+            num_records = await asyncio.to_thread(self.buffer.delete_tenant, tenant, time.time())
+            if self._stream is not None:
+                await self._stream.purge_unread()
             until_s = time.monotonic() + DRAIN_S
-            while (await self._take()).counts and time.monotonic() < until_s:
-                pass
-            return await asyncio.to_thread(self.buffer.delete_tenant, tenant)
+            while (taken := await self._take()).counts and time.monotonic() < until_s:
+                num_records += taken.counts["forgotten"]
+            return num_records
 
 
 def _stream(cfg: LearnerConfig, buffer: Buffer, vocab_size: int) -> StreamSource:

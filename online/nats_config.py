@@ -8,6 +8,7 @@ Loads nothing of NATS: it is read by every process of a vLLM server and by every
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,10 @@ class StreamLimits:
 
 
 def subject_part(domain: str) -> str:
-    return _UNFIT.sub("_", domain)
+    """Of no other domain: what had to be replaced, or stands for none, is told apart by a hash."""
+    part = _UNFIT.sub("_", domain)
+    is_itself = part == domain and domain != NO_DOMAIN
+    return part if is_itself else f"{part}-{hashlib.sha256(domain.encode()).hexdigest()[:8]}"
 
 
 def addresses(ingest: str) -> list[str]:

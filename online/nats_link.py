@@ -36,9 +36,10 @@ async def connect(ingest: str, config: Nats) -> Any:
     async def keep(error: Exception) -> None:
         reasons.append(error)
 
+    tls = _tls(ingest, config)
     with named_broker_errors(ingest):
         try:
-            return await nats.connect(
+            client = await nats.connect(
                 addresses(ingest),
                 name="redraft",
                 allow_reconnect=False,  # it would send again what we send again
@@ -47,11 +48,20 @@ async def connect(ingest: str, config: Nats) -> Any:
                 connect_timeout=CONNECT_TIMEOUT_S,
                 pending_size=PENDING_BYTES,
                 error_cb=keep,
-                tls=_tls(ingest, config),
+                tls=tls,
                 **_credentials(config.credentials),
             )
         except NoServersError as error:
             raise (reasons[0] if reasons else error) from error
+    if tls is not None and not _is_encrypted(client):
+        await client.close()
+        raise BrokerError(f"{shown(ingest)} does not speak TLS, which tls:// and nats.ca ask for: nothing was sent")
+    return client
+
+
+def _is_encrypted(client: Any) -> bool:
+    """Whether the client met TLS: where the server does not ask for it the client does without, and says nothing."""
+    return client._transport._io_writer.get_extra_info("ssl_object") is not None
 
 
 @contextmanager

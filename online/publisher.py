@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from nats.errors import Error as NatsError
-from nats.errors import MaxPayloadError
 from nats.js import JetStreamContext
 
 from online.nats_config import Nats
@@ -42,6 +41,9 @@ POLL_S = 0.1
 CLOSE_TIMEOUT_S = 5.0
 
 MESSAGE_ID = "Nats-Msg-Id"
+
+HEADER_BYTES = 256
+"""Of a message, at most: the broker counts them, and closes the connection of whoever sends too much."""
 
 
 class Publisher:
@@ -116,10 +118,11 @@ class Publisher:
         answers: dict[asyncio.Future[Any], Frame] = {}
         for number, frame in enumerate(frames):
             subject, headers = self.config.subject(frame.domain), {MESSAGE_ID: frame.record_id}
+            if len(frame) + HEADER_BYTES > client.max_payload:  # the client itself counts no header
+                self._forget(frame, "dropped_records_too_large")
+                continue
             try:
                 answers[await stream.publish_async(subject, frame, headers=headers)] = frame
-            except MaxPayloadError:
-                self._forget(frame, "dropped_records_too_large")
             except (NatsError, OSError) as error:
                 self.last_error = str(error) or type(error).__name__
                 return [*await self._unanswered(client, answers), *frames[number:]]

@@ -19,7 +19,7 @@ from typing import Any
 
 from nats.errors import Error as NatsError
 from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
-from nats.js.errors import NotFoundError
+from nats.js.errors import APIError, NotFoundError
 
 from online.buffer import Buffer
 from online.ingest import Taken, store
@@ -46,6 +46,9 @@ ACK_WAIT_S = 60.0
 
 DUPLICATES_S = 120.0
 """For so long the log itself knows a record that a server sends again; later the buffer does."""
+
+OVERLAPPING = (10099, 10100)
+"""NATS's codes where another consumer of a work queue takes the same."""
 
 REQUEST_OVER = ("404", "408", "409")
 """NATS's status of a request without messages, out of time, or at its bytes: all that it had has arrived."""
@@ -80,6 +83,19 @@ class StreamSource:
             raise
         await _answer(messages, "ack")
         return taken
+
+    async def purge_unread(self) -> None:
+        """Delete what no learner takes: records of domains that none is for. Raises: BrokerError."""
+        with named_broker_errors(self.ingest):
+            client = await connect(self.ingest, self.config)
+            try:
+                stream = client.jetstream()
+                read = {found.config.filter_subject for found in await stream.consumers_info(self.config.stream)}
+                info = await stream.stream_info(self.config.stream, subjects_filter=">")
+                for subject in () if None in read else set(info.state.subjects or ()) - read:
+                    await stream.purge_stream(self.config.stream, subject=subject)
+            finally:
+                await client.close()
 
     async def close(self) -> None:
         client, self._client, self._pull = self._client, None, None
@@ -179,15 +195,33 @@ async def provide_stream(stream: Any, config: Nats, limits: StreamLimits, domain
         # What it remembers may be ahead of a stream that lost its newest messages with its disk, and would pass over as
         # many that come then. A new one gives out at once whatever is not acknowledged.
         await stream.delete_consumer(config.stream, consumer_of(domain))
-    await stream.add_consumer(
-        config.stream,
-        ConsumerConfig(
-            durable_name=consumer_of(domain),
-            ack_policy=AckPolicy.EXPLICIT,
-            ack_wait=ACK_WAIT_S,
-            filter_subject=config.subject(domain) if domain else None,
-        ),
+    consumer = ConsumerConfig(
+        durable_name=consumer_of(domain),
+        ack_policy=AckPolicy.EXPLICIT,
+        ack_wait=ACK_WAIT_S,
+        filter_subject=config.subject(domain) if domain else None,
     )
+    try:
+        await stream.add_consumer(config.stream, consumer)
+    except APIError as error:
+        if error.err_code not in OVERLAPPING:
+            raise
+        await _make_way(stream, config, consumer)
+        await stream.add_consumer(config.stream, consumer)
+
+
+async def _make_way(stream: Any, config: Nats, wanted: ConsumerConfig) -> None:
+    """Delete consumers that took the same records for learners that are gone. Raises: BrokerError where one runs."""
+    for found in await stream.consumers_info(config.stream):
+        subjects = (found.config.filter_subject, wanted.filter_subject)
+        if all(subjects) and subjects[0] != subjects[1]:
+            continue
+        if found.num_waiting or not found.name.startswith(CONSUMER):
+            raise BrokerError(
+                f"{found.name} of {config.stream} takes {subjects[0] or 'all records'} already: where one learner of a "
+                "log has a domain every one needs a domain, and another"
+            )
+        await stream.delete_consumer(config.stream, found.name)
 
 
 async def _answer(messages: list[Any], what: str) -> None:

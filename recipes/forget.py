@@ -2,8 +2,10 @@
 
     $ redraft forget acme --config learner.toml
 
-In the buffer the bytes are overwritten. What a draft has learned from them stays in its weights: `redraft rollback`
-takes versions back. A tenant is what clients name in X-Redraft-Tenant.
+In the buffer the bytes are overwritten. What was recorded until now but is still on its way, in a server, a spool or
+the ingest log, is dropped when it arrives. Where each domain has a learner of its own, each has to be asked. What a
+draft has learned stays in its weights: `redraft rollback` takes versions back. A tenant is what clients name in
+X-Redraft-Tenant.
 """
 
 from __future__ import annotations
@@ -31,30 +33,28 @@ class Config:
 
 def main(cfg: Config) -> None:
     num_records = asyncio.run(forgotten(load_config(cfg.config), cfg.tenant))
-    print(f"{num_records} records of {cfg.tenant} were deleted")
+    print(f"{num_records} records of {cfg.tenant} were deleted; what is still on its way is dropped when it arrives")
 
 
 async def forgotten(cfg: LearnerConfig, tenant: str) -> int:
     """How many records were deleted, by the learner that runs or else by this process.
 
-    Raises: BufferFullError; AlreadyOwnedError where a learner has the buffer that does not answer; ValueError where
-    records wait in an ingest log.
+    Raises: BufferFullError; AlreadyOwnedError where a learner has the buffer that does not answer.
     """
     try:
         return int((await control.ask(cfg.folder, do="forget", tenant=tenant))["records"])
     except control.NoLearnerError:
         pass
-    if cfg.spool is None:
-        raise ValueError(f"no learner runs, and only it can delete what waits in {cfg.nats.stream}: start it")
     from heads.artifact import fingerprint  # these load torch: a learner that runs answers without
     from online.buffer import Buffer
     from online.ingest import take
     from online.learner import vocab_size
 
     with Buffer(cfg.buffer_config, fingerprint(cfg.target)) as buffer:
-        while take(cfg.spool, buffer, vocab_size(cfg.target), time.time()).num_files:
-            pass
-        return buffer.delete_tenant(tenant)
+        num_records = buffer.delete_tenant(tenant, time.time())
+        while cfg.spool and (taken := take(cfg.spool, buffer, vocab_size(cfg.target), time.time())).num_files:
+            num_records += taken.counts["forgotten"]
+        return num_records
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from online.buffer import Buffer, BufferConfig, Replay, is_held_out
+from online.buffer import CLOCK_SLACK_S, Buffer, BufferConfig, Replay, is_held_out
 from online.buffer_file import PAGE_BYTES, BufferFullError
 from online.lock import AlreadyOwnedError
 from online.records import Record, Sampling, encode, read_frames
@@ -109,7 +109,7 @@ def test_what_a_file_knows_of_its_records_is_what_it_reads_after_a_restart(tmp_p
             if number % 11 == 0:
                 buffer.fresh(0, 99)
             if number == 40:
-                assert buffer.delete_tenant("tenant-3") == 6
+                assert buffer.delete_tenant("tenant-3", -CLOCK_SLACK_S - 1) == 6
         kept, oldest_s = buffer._index(), [file.oldest_s() for file in buffer._files]
     with open_buffer(tmp_path, held_out_fraction=0.3) as buffer:
         assert kept.tolist() == buffer._index().tolist()
@@ -256,9 +256,36 @@ def test_deleting_a_tenant_leaves_none_of_its_bytes_on_the_disk(tmp_path):
         buffer.append(frames_of(make_record(3, tenant="acme", target_fingerprint="foreign")), 0.0)
         needle = encode(record)[1000:1100]
         assert any(needle in path.read_bytes() for path in tmp_path.iterdir())
-        assert buffer.delete_tenant("acme") == 3
+        assert buffer.delete_tenant("acme", 0.0) == 3
         assert not any(needle in path.read_bytes() for path in tmp_path.iterdir())
         assert numbers_of(buffer.fresh(0, 9)) == [0]
+
+
+def test_what_was_recorded_of_a_forgotten_tenant_is_not_stored_later_either(tmp_path):
+    before, after = (make_record(n, tenant="acme", time_s=100 + n * (CLOCK_SLACK_S + 1)) for n in range(2))
+    with open_buffer(tmp_path) as buffer:
+        assert buffer.delete_tenant("acme", 100.0) == 0
+    with open_buffer(tmp_path) as buffer:
+        assert b"acme" not in (tmp_path / "cursor.db").read_bytes()
+        assert buffer.append(frames_of(before, after, make_record(2, tenant="other")), 101.0) == {
+            "forgotten": 1, "stored": 2,
+        }  # fmt: skip
+        assert numbers_of(buffer.fresh(0, 9)) == [1, 2]
+
+
+def test_a_damaged_file_does_not_keep_a_tenant_from_being_forgotten(tmp_path):
+    with open_buffer(tmp_path) as buffer:
+        for number in range(4):
+            buffer.append(frames_of(make_record(number, tenant="acme", size_bytes=40_000)), 0.0)
+    (path,) = tmp_path.glob("records-*.db")
+    with path.open("r+b") as file:  # what is known of the records stays whole, the records do not
+        file.seek(3 * PAGE_BYTES)
+        file.write(os.urandom(path.stat().st_size - 3 * PAGE_BYTES))
+    with open_buffer(tmp_path) as buffer:
+        assert not buffer.counts["damaged_files"]
+        buffer.delete_tenant("acme", 0.0)
+        assert buffer.counts["damaged_files"] == 1
+        assert buffer.fresh(0, 9) == []
 
 
 def test_zero_retention_writes_no_file(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from online.log_probe import probe
 from online.nats_config import Nats, StreamLimits, addresses, shown
 from online.nats_link import BrokerError, connect
 from online.publisher import Publisher
-from online.records import decode, encode, frame_of
+from online.records import Frame, decode, encode, frame_of
 from online.stream import StreamSource
 
 fleets = count()
@@ -210,7 +210,7 @@ async def test_the_subject_says_fleet_and_domain(broker, nats_config, buffer):
     assert seen == [
         (f"redraft.{fleet}.code", "code"),
         (f"redraft.{fleet}.all", ""),
-        (f"redraft.{fleet}.a_b____", "a.b *>\n"),
+        (f"redraft.{fleet}.a_b____-ec878b9b", "a.b *>\n"),
     ]
 
 
@@ -226,6 +226,78 @@ async def test_a_record_above_the_brokers_payload_is_dropped_and_the_others_are_
     await until(lambda: publisher.status()["waiting_bytes"] == 0)
     await asyncio.to_thread(publisher.close)
     await source.close()
+
+
+@in_event_loop
+async def test_records_around_the_brokers_payload_hold_nobody_up(tmp_path, buffer):
+    limit, sizes = 4096, Counter()
+
+    def of_size(size):
+        sizes[size] += 1
+        frame = Frame(bytes(size))
+        frame.record_id, frame.domain = f"{size}-{sizes[size]}", ""
+        return frame
+
+    with running_broker(tmp_path / "store", f"max_payload: {limit}") as broker:
+        source = make_source(broker, Nats(), buffer)
+        await source.take()
+        publisher = Publisher(broker.url, Nats())
+        publisher.write([of_size(limit + 1) for _ in range(4100)])  # more than nats-py lets be on their way
+        publisher.write([of_size(limit - header) for header in (0, 30, 60)])  # the broker counts a header too
+        publisher.write([frame_of(make_record(2, rows=1))])
+        assert await take_all(source, 1) == {"stored": 1}
+        await until(lambda: publisher.counts["dropped_records_too_large"] == 4103)
+        assert publisher.status()["broker_error"] == ""
+        await asyncio.to_thread(publisher.close)
+        await source.close()
+
+
+@in_event_loop
+async def test_learners_by_domain_take_over_from_one_for_all_and_back(broker, nats_config, buffer):
+    source = make_source(broker, nats_config, buffer)
+    await source.take()
+    with Buffer(BufferConfig(held_out_fraction=0), TARGET, domain="code") as of_code:
+        by_domain = make_source(broker, nats_config, of_code)
+        with pytest.raises(BrokerError, match=r"learner of redraft-.* takes all records already"):
+            await by_domain.take()
+        await source.close()  # its request expires, or ends with its connection
+        await publish(broker, nats_config, make_record(1, domain="code"), make_record(2, domain="prose"))
+        assert await take_when_free(by_domain) == {"stored": 1}
+        with pytest.raises(BrokerError, match=r"learner-code of redraft-.* already"):
+            await source.take()
+        await by_domain.close()
+        assert await take_when_free(source) == {"stored": 1}
+        await source.close()
+
+
+async def take_when_free(source, timeout_s=30):
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return await take_all(source, 1)
+        except BrokerError:
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.2)
+
+
+@in_event_loop
+async def test_what_no_learner_takes_can_be_deleted(broker, nats_config):
+    with Buffer(BufferConfig(held_out_fraction=0), TARGET, domain="code") as of_code:
+        source = make_source(broker, nats_config, of_code)
+        await source.take()
+        domains = ("prose", "", "all", "code")
+        await publish(broker, nats_config, *(make_record(n, domain=domain) for n, domain in enumerate(domains)))
+        await source.purge_unread()
+        assert await take_all(source, 1) == {"stored": 1}
+        await source.take()
+        assert (await stream_state(broker, nats_config)).messages == 0
+        await source.close()
+
+
+def test_no_two_domains_share_a_subject():
+    domains = ["", "all", "a.b", "a_b", "a b", "a*b", "code"]
+    assert len({Nats().subject(domain) for domain in domains}) == len(domains)
+    assert (Nats().subject(""), Nats().subject("code")) == ("redraft.default.all", "redraft.default.code")
 
 
 @in_event_loop
@@ -311,9 +383,20 @@ async def test_the_broker_and_the_client_know_each_other_by_their_certificates(t
         for known in (Nats(), Nats(ca=ca[0])):
             with pytest.raises(BrokerError):
                 await connect(url, known)
+        for plain in (url, broker.url):
+            client = await connect(plain, Nats(ca=ca[0], certificate=both))
+            await client.close()
         source = StreamSource(url, Nats(ca=ca[0], certificate=both), StreamLimits(), buffer, VOCAB)
         assert not (await source.take()).counts
         await source.close()
+
+
+@in_event_loop
+async def test_where_tls_is_asked_for_nothing_goes_over_a_connection_without(broker, tmp_path):
+    ca, _ = certificate(tmp_path, "ca")
+    for url, config in ((broker.url.replace("nats://", "tls://"), Nats()), (broker.url, Nats(ca=ca))):
+        with pytest.raises(BrokerError, match="does not speak TLS"):
+            await connect(url, config)
 
 
 @in_event_loop
