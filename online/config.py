@@ -10,6 +10,7 @@ import os
 import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from online.buffer import BufferConfig, Replay
+from online.fleet import require_address
 from online.gate import Policy
 from online.nats_config import Nats, StreamLimits, addresses
 from online.request_origin import require_label
@@ -48,8 +50,9 @@ class FleetConfig:
     """Between two looks at every server: its version, its target, what it accepts."""
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.name)
-        if self.name and not (parts.scheme and parts.hostname and parts.port):
+        for server in self.servers:
+            require_address(server)
+        if self.name and not _has_port(self.name):
             raise ValueError(f"fleet.name is {self.name!r}: it must be like http://vllm.default.svc:8000")
 
     def token(self) -> str:
@@ -63,6 +66,13 @@ class FleetConfig:
         if not token:
             raise ValueError("no token of the servers: set fleet.token_file or REDRAFT_TOKEN")
         return token
+
+
+def _has_port(url: str) -> bool:
+    with suppress(ValueError):
+        require_address(url)
+        return urlsplit(url).port is not None
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)

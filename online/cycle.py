@@ -118,10 +118,12 @@ class Cycle:
 
     async def close(self) -> None:
         """Keep what was trained since the last checkpoint, and let the other ranks go."""
-        if self.trainer.num_steps:
-            await self._checkpoint()
-        await self.in_thread(self.trainer.ranks.dismiss)
-        self._thread.shutdown()
+        try:
+            if self.trainer.num_steps:
+                await self._checkpoint()
+        finally:
+            await self.in_thread(self.trainer.ranks.dismiss)
+            self._thread.shutdown()
 
     # ----------------------------------------------------------------------------------------------- from outside
 
@@ -146,12 +148,14 @@ class Cycle:
         Raises: FileNotFoundError where there is no version before the current one.
         """
         if self.is_rolling_out:
-            self._is_recalled = True
+            candidate, self._is_recalled = self._candidate(), True
             if self._rollout is not None:
                 self._rollout.cancel()
             while self.is_rolling_out:
                 await asyncio.sleep(POLL_S)
-            return self.current
+            self._is_recalled = False  # it may have come too late for this one, and is not for the next
+            if self.current != candidate:
+                return self.current
         async with self.fleet:
             version = self.registry.rollback()  # first, so that a restart on the way ends at the same version
             self._is_to_begin_again = True

@@ -23,7 +23,7 @@ import httpx
 import msgspec
 
 from online.config import FleetConfig
-from online.fleet import Server
+from online.fleet import Server, require_address
 from online.request_origin import require_label
 
 AnyServer = TypeVar("AnyServer", bound=Server)
@@ -40,13 +40,6 @@ class Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         require_label(self.domain)
         require_address(self.url)
-
-
-def require_address(url: str) -> None:
-    """Return where it can be a server's. Raises: ValueError."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{url!r} is no server: it must be like http://10.0.0.5:8000")
 
 
 class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

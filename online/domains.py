@@ -56,6 +56,9 @@ RESTARTS = 5
 
 CENTROIDS, SETTINGS = "centroids.safetensors", "domains.json"
 
+TOKENS = range(1 << 32)
+"""What a tokenizer takes for an id; what it has no token for is nothing."""
+
 Decode = Callable[[list[int]], str]
 
 
@@ -81,22 +84,23 @@ class Domains:
 
 def prompt_text(question: Mapping[str, Any], decode: Decode | None = None) -> str:
     """The beginning of what is asked, of a completion or a chat; empty where that is no text."""
-    if messages := question.get("messages"):
+    if isinstance(messages := question.get("messages"), list) and messages:
         contents = [_content(message)[:CHARS_OF_A_MESSAGE] for message in messages if isinstance(message, dict)]
         return "\n".join(contents)[:CHARS_OF_A_PROMPT]
     prompt = question.get("prompt")
     if isinstance(prompt, list) and prompt and all(isinstance(part, str) for part in prompt):
         prompt = prompt[0]
-    if isinstance(prompt, list) and decode and all(isinstance(token, int) for token in prompt):
+    if isinstance(prompt, list) and decode and all(isinstance(token, int) and token in TOKENS for token in prompt):
         prompt = decode(prompt[:CHARS_OF_A_PROMPT])
     return prompt[:CHARS_OF_A_PROMPT] if isinstance(prompt, str) else ""
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
+    content = message.get("content")
     if isinstance(content, str):
         return content
-    return "\n".join(part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
+    parts = content if isinstance(content, list) else []
+    return "\n".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
 
 
 def token_decoder(target: Path) -> Decode:

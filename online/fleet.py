@@ -42,6 +42,18 @@ LOSSES = {
 """What capture counts of what never reaches spool or log, or not the learner, and what the learner calls it."""
 
 
+def require_address(url: str) -> None:
+    """Return where it can be a server's. Raises: ValueError."""
+    try:
+        parts = httpx.URL(url)
+        has_port = parts.port is None or parts.port < 1 << 16
+        is_one = parts.scheme in ("http", "https") and bool(parts.host) and has_port
+    except (httpx.InvalidURL, TypeError):
+        is_one = False
+    if not is_one:
+        raise ValueError(f"{url!r} is no server: it must be like http://10.0.0.5:8000")
+
+
 class UnreachableError(Exception):
     """The server gave no answer."""
 

@@ -8,7 +8,7 @@
 |---|---|
 | `acceptance` | for every server (and every domain) at the end of every window of counting |
 | `buffer`, `training` | every few seconds |
-| `gate`, `swap`, `state` | when it happens, and `state` also when the learner starts |
+| `gate`, `swap`, `state`, `server` | when it happens, and `state` also when the learner starts |
 | `fault` | when something went wrong that was survived |
 
 No entry can hold a user's text: fields are numbers, identifiers without spaces, and labels that the writer chose; an
@@ -155,8 +155,15 @@ class FaultEntry(_Entry, frozen=True, kw_only=True, tag="fault"):
     """A code or name: an errno, a server, a version."""
 
 
-Entry = AcceptanceEntry | BufferEntry | TrainingEntry | GateEntry | SwapEntry | StateEntry | FaultEntry
-Kind = Literal["acceptance", "buffer", "training", "gate", "swap", "state", "fault"]
+class ServerEntry(_Entry, frozen=True, kw_only=True, tag="server"):
+    """A server was found that was not known, or is not there any more where servers are looked for."""
+
+    server: Identifier
+    change: Literal["joined", "left"]
+
+
+Entry = AcceptanceEntry | BufferEntry | TrainingEntry | GateEntry | SwapEntry | StateEntry | FaultEntry | ServerEntry
+Kind = Literal["acceptance", "buffer", "training", "gate", "swap", "state", "fault", "server"]
 Observer = Callable[[Entry], None]
 
 

@@ -194,7 +194,10 @@ class Pools:
                 self.update()
             except (ValueError, OSError) as error:
                 logger.warning("the servers that are known stay: %s", error)
-            await self._tend()
+            try:
+                await self._tend()
+            except Exception:  # or a server that is down would stay so, and nobody would notice
+                logger.exception("the servers could not be looked after, and will be again")
 
     async def _tend(self) -> None:
         """Ask the servers that are down whether they are back; let go of those that have left and are done."""

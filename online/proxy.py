@@ -16,10 +16,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from typing import Any, cast
 
 import httpx
+import uvicorn
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from online.domains import Domains
 from online.pools import Asked, Header, NoServerError, Pools, Reply
@@ -34,6 +35,9 @@ METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 HOP_BY_HOP = {
     *(b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer", b"host", b"content-length")
 }
+
+REFUSALS = (400, 422)
+"""A request is refused as such, and no engine has seen it."""
 
 POOL_HEADER = b"x-redraft-pool"
 """Of an answer: the domain of the server that gave it."""
@@ -67,6 +71,9 @@ class Proxy:
         """Pass one request on, and its answer back; given up, so that its server gives up too, where the client goes
         away."""
         request = Request(scope, receive)
+        if not {".", ".."}.isdisjoint(scope["path"].split("/")):  # it could lead to the servers' own /redraft/...
+            await _failed(400, "a path with . or .. in it is not passed on")(scope, receive, send)
+            return
         with contextlib.suppress(ClientDisconnect):
             body = await request.body()
             async with contextlib.AsyncExitStack() as closing:  # here, where a client that leaves cancels nothing
@@ -113,11 +120,25 @@ class Proxy:
             reply = await self.pools.send(self.tap.wish(asked, question, kind), origin.domain)
             if reply.answer.status_code == 200:
                 return reply, self.tap.read(reply.answer, question, origin)
+            if reply.answer.status_code not in REFUSALS:
+                return reply, _raw(reply)
             # It may be the tap's own wish that was refused (--max-logprobs): the client's decides.
             await reply.aclose()
             self.tap.counts["refused_requests"] += 1
         reply = await self.pools.send(asked, origin.domain)
-        return reply, cast("AsyncGenerator[bytes, None]", reply.answer.aiter_raw())  # an iterator only, httpx says
+        return reply, _raw(reply)
+
+
+def serve(app: ASGIApp, host: str, port: int) -> None:
+    """Until the process is told to end. Date and Server of an answer are those of the server that gave it."""
+    uvicorn.run(
+        app, host=host, port=port, log_level="warning", access_log=False, date_header=False, server_header=False
+    )
+
+
+def _raw(reply: Reply) -> AsyncGenerator[bytes, None]:
+    """Its body, as it is encoded."""
+    return cast("AsyncGenerator[bytes, None]", reply.answer.aiter_raw())  # an iterator only, httpx says
 
 
 def _head(reply: Reply) -> list[Header]:
@@ -130,7 +151,7 @@ def _json(body: bytes) -> Any:
     """None where it is none."""
     try:
         return json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

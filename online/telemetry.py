@@ -28,6 +28,7 @@ from online.journal import (
     GateEntry,
     Observer,
     Phase,
+    ServerEntry,
     StateEntry,
     SwapEntry,
     SwapOutcome,
@@ -48,6 +49,7 @@ DROP_REASONS = (
         "evicted",
         "expired",
         "foreign",
+        "forgotten",
         "other_domain",
         "stateless",
     ),
@@ -165,6 +167,13 @@ class Telemetry:
         self._swaps.labels(entry.outcome).inc()
         if entry.duration_ms is not None and entry.outcome in ("swapped", "rolled_back"):
             self._swap_s.observe(entry.duration_ms / 1e3)
+
+    @_take.register
+    def _(self, entry: ServerEntry) -> None:
+        if entry.change == "left":  # its address may never be used again, and its version holds up no rollout
+            for metric in (self._drafts, self._accepted, self._accepted_at, self._version):
+                metric.remove_by_labels({"server": entry.server})
+            self._versions.pop(entry.server, None)
 
     @_take.register
     def _(self, entry: StateEntry) -> None:

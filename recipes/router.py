@@ -27,9 +27,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import uvicorn
-
 from online.config import example, read_toml
+from online.proxy import serve
 from online.router import RouterConfig, router, servers
 from recipes.cli import run_recipe
 from recipes.settings_file import SettingsFile
@@ -50,7 +49,7 @@ def main(cfg: Config) -> None:
     by_domain = Counter(domain or "any" for _, domain in servers(settings.fleet))
     shown = ", ".join(f"{count} for {domain}" for domain, count in sorted(by_domain.items()))
     print(f"router: http://{settings.host}:{settings.port}, servers: {shown}", flush=True)
-    uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", access_log=False)
+    serve(app, settings.host, settings.port)
 
 
 if __name__ == "__main__":

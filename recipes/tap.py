@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-import uvicorn
 
 from heads.artifact import fingerprint
-from online.discovery import require_address
+from online.fleet import require_address
 from online.pools import Pools
-from online.proxy import Proxy
+from online.proxy import Proxy, serve
 from online.tap import Tap, TapConfig
 from recipes.cli import run_recipe
 
@@ -37,7 +36,7 @@ def main(cfg: Config) -> None:
     require_address(cfg.upstream)
     proxy = Proxy(Pools(lambda: [(cfg.upstream, "")]), tap=Tap(cfg, fingerprint(cfg.target)))
     print(f"tap: http://{cfg.host}:{cfg.port}, in front of {cfg.upstream}", flush=True)
-    uvicorn.run(proxy.app(), host=cfg.host, port=cfg.port, log_level="warning")
+    serve(proxy.app(), cfg.host, cfg.port)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 @dataclass
 class Upstream:
-    """What it is asked decides what it does: {"do": "wait"}, "break", "break within"; or it answers at once."""
+    """What it is asked decides what it does: {"do": "wait"}, "break", "break within", a status; or it just answers."""
 
     name: str
     port: int = 0
@@ -61,6 +61,8 @@ class Upstream:
             self._server.cut_off()
         if question.get("do") == "wait":
             await self._wait(request)
+        if isinstance(question.get("do"), int):
+            return JSONResponse({"error": "as asked for"}, question["do"])
         if question.get("stream"):
             return StreamingResponse(self._events(question), media_type="text/event-stream")
         return JSONResponse(answer(self.name, question), headers={"x-own": "kept"})

@@ -40,6 +40,17 @@ def test_a_file_lists_the_servers_of_every_domain(tmp_path):
     assert read_fleet(path, "maths", "t") == {}
 
 
+@pytest.mark.parametrize(
+    "url", ["http://10.0.0.5:80OO", "http://10.0.0.5:80000", "10.0.0.5:8000", "ftp://a", "http://"]
+)
+def test_what_can_be_no_servers_address_is_told_before_it_is_asked(tmp_path, url):
+    write_fleet(tmp_path / "fleet.toml", ("http://fine:8000", ""), (url, ""))
+    with pytest.raises(ValueError, match="is no server: it must be like"):
+        read_fleet(tmp_path / "fleet.toml", "", "t")
+    with pytest.raises(ValueError, match="is no server: it must be like"):
+        FleetConfig(servers=("http://fine:8000", url))
+
+
 @pytest.mark.parametrize("text", ["[[server]]\nurl = 'x'", "[[servers]]\ndomain = 'code'", "[[servers]]\nurl = 1", "="])
 def test_a_file_that_lists_no_servers_is_told_by_name(tmp_path, text):
     (tmp_path / "fleet.toml").write_text(text)
@@ -66,7 +77,7 @@ def test_a_name_that_nobody_knows_is_an_error_and_localhost_is_not():
     assert "http://127.0.0.1:8000" in asyncio.run(addresses_behind("http://localhost:8000"))
 
 
-@pytest.mark.parametrize("name", ["vllm.default.svc:8000", "http://vllm", "http://:8000"])
+@pytest.mark.parametrize("name", ["vllm.default.svc:8000", "http://vllm:80OO", "http://vllm", "http://:8000"])
 def test_a_name_without_host_or_port_is_refused(name):
     with pytest.raises(ValueError, match=r"fleet\.name"):
         FleetConfig(name=name)
@@ -125,6 +136,9 @@ def test_a_learner_brings_late_joiners_along_reports_laggards_and_leaves_other_d
                 late.version = "start"
                 await until(lambda: len(looks(world)) > 30, task)
                 assert late.version == "start"
+                changes = [(entry.server, entry.change) for entry in world.entries("server")]
+                known = [(fake.url, "joined") for fake in world.fakes]
+                assert changes == [*known, (late.url, "joined"), (late.url, "left")]
         assert (other.version, other.swaps) == ("start", [])
 
     asyncio.run(main())

@@ -30,6 +30,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
              "duration_ms": 81.5},
     "state": {"phase": "canary", "candidate": "v000003", "reason": "why"},
     "fault": {"what": "disk_full", "detail": "ENOSPC"},
+    "server": {"server": "http://a:8000", "change": "joined"},
 }  # fmt: skip
 
 

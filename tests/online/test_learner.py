@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from online.config import FleetConfig
 from online.learner import run
 from online.lock import AlreadyOwnedError
 from online.records import MAGIC, encode
+from online.registry import Registry
 from online.spool import is_in_memory
 
 
@@ -342,6 +344,32 @@ def test_a_canary_can_be_recalled(world, records):
         assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
 
     play(world, script, rollout=rollout)
+
+
+def test_a_recall_that_comes_too_late_goes_back_behind_the_rollout_and_recalls_no_other(world, records, monkeypatch):
+    is_promoting, may_promote, promote = threading.Event(), threading.Event(), Registry.promote
+
+    def promote_slowly(registry, version):  # as where a version of gigabytes is read once more
+        if version == "v000002":
+            is_promoting.set()
+            may_promote.wait(20)
+        promote(registry, version)
+
+    monkeypatch.setattr(Registry, "promote", promote_slowly)
+
+    async def script(task):
+        learner = world.root / "learner"
+        ship(world.spool, records[:300])
+        await until(is_promoting.is_set, task)
+        asked = asyncio.create_task(control.ask(learner, do="rollback"))
+        await asyncio.sleep(0.2)
+        may_promote.set()
+        assert await asked == {"version": "v000001"}
+        assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
+        reply = await control.ask(learner, do="swap", version="v000002")
+        assert reply["passed"], reply
+
+    play(world, script)
 
 
 def test_the_gate_judges_a_draft_that_is_offered(world, records, random_target, tmp_path):

@@ -178,6 +178,35 @@ async def test_the_servers_routes_for_their_learner_are_not_passed_on(tmp_path):
         assert (await them.http.get("/redraft/tap")).status_code == 404
 
 
+@in_event_loop
+@pytest.mark.parametrize(
+    "path", ["/v1/../redraft/swap", "/./redraft/swap", "/v1/%2e%2e/redraft/swap", "/%3f/../redraft/swap"]
+)
+async def test_no_detour_leads_to_them(tmp_path, path):
+    async with routed(tmp_path) as them:
+        front = them.http.base_url
+        reader, writer = await asyncio.open_connection(front.host, front.port)
+        writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
+@in_event_loop
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": 5}, {"messages": [5, {"role": "user", "content": 5}]}, {"messages": [{"content": [{"text": 5}]}]},
+        {"prompt": [-1, 1 << 40]}, {"prompt": {"a": 1}}, [1], "text",
+    ],
+)  # fmt: skip
+async def test_what_is_no_request_is_the_servers_to_refuse(tmp_path, clusters, random_target, body):
+    async with routed(tmp_path, clusters=clusters, target=random_target) as them:
+        sent = json.dumps(body).encode()
+        assert (await them.http.post(PATH, content=sent)).status_code == 200
+        assert (await them.http.post(PATH, content=b"[" * 100_000)).status_code == 200
+        assert [seen for _, seen in them.general.seen] == [sent, b"[" * 100_000]
+
+
 # --- streams
 
 
@@ -309,6 +338,17 @@ async def test_servers_come_and_go_with_the_file(tmp_path):
 
 
 # --- records
+
+
+@in_event_loop
+async def test_a_wish_for_records_is_only_taken_back_where_it_was_refused(tmp_path, random_target):
+    async with routed(tmp_path, tap=TapConfig(spool=tmp_path / "spool"), target=random_target) as them:
+        assert (await them.ask("code", prompt="x", do=503)).status_code == 503
+        assert len(them.code.seen) == 1
+        assert not them.general.seen, "a server had it, and may have failed by it"
+        assert (await them.ask("code", prompt="x", do=400)).status_code == 400
+        assert [b"return_token_ids" in body for _, body in them.code.seen] == [True, True, False]
+        assert await them.under_way() == {"code": 0, "prose": 0, "": 0}
 
 
 @in_event_loop

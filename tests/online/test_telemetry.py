@@ -93,6 +93,20 @@ def test_a_server_has_one_version(tmp_path: Path):
     assert {row["version"] for row in versions} == {"v000012"}
 
 
+def test_a_server_that_has_left_leaves_no_series_and_may_come_again(tmp_path: Path):
+    journal, telemetry = make_observed(tmp_path)
+    look = {"drafts": 10, "accepted": 12, "accepted_at": (8, 4), "tau": 2.2}
+    for server in ("http://a:1", "http://b:1"):
+        journal.write("server", server=server, change="joined")
+        journal.write("acceptance", server=server, draft_version="v000003", **look)
+    journal.write("server", server="http://a:1", change="left")
+    journal.write("server", server="http://never-looked-at:1", change="left")
+    assert {dict(labels)["server"] for _, labels in samples(telemetry) if "server" in dict(labels)} == {"http://b:1"}
+    journal.write("acceptance", server="http://a:1", draft_version="v000004", **look)
+    assert value(telemetry, "redraft_server_draft_info", server="http://a:1", version="v000004") == 1
+    assert value(telemetry, "redraft_server_draft_info", server="http://a:1", version="v000003") is None
+
+
 def test_what_is_not_known_is_not_zero(tmp_path: Path):
     journal, telemetry = make_observed(tmp_path)
     for name in ("redraft_train_loss_nats", "redraft_buffer_records", "redraft_lag_seconds"):
@@ -165,6 +179,7 @@ def test_every_expression_asks_for_metrics_and_labels_that_exist(tmp_path: Path)
     labels = {label for _, pairs in scraped for label, _ in pairs} | {"instance"}
     assert len(expressions()) > 30
     for expr in expressions():
+        expr = expr.replace('up{job="redraft"}', "0")  # Prometheus's own
         asked = re.findall(r"\bredraft_\w+", expr)
         assert asked, expr
         assert set(asked) <= names, expr
@@ -219,6 +234,7 @@ def test_promtool_takes_every_expression_and_the_exposition(tmp_path: Path):
 
 
 QUIET = {
+    'up{job="redraft"}': "1x600",
     "redraft_last_entry_timestamp_seconds": "0+60x600",
     'redraft_phase{phase="halted"}': "0x600",
     'redraft_drafts_total{server="a"}': "0+600x600",
@@ -273,6 +289,11 @@ def fired(changes: dict[str, str], folder: Path) -> set[str]:
 @promtool
 def test_a_learner_that_works_raises_no_alert(tmp_path: Path):
     assert fired({}, tmp_path / "quiet") == set()
+
+
+@promtool
+def test_one_of_several_learners_that_can_not_be_scraped_is_missed(tmp_path: Path):
+    assert fired({'up{job="redraft",instance="another"}': "1x500 0x100"}, tmp_path / "one") == {"RedraftSilent"}
 
 
 @promtool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import kubernetes_validate
 import pytest
 import yaml
 from compose_spec import PyCompose
+from real_broker import EXECUTABLE
 
 from online.config import load_config
+from online.nats_config import StreamLimits
 from online.plugin_config import is_enabled, read_config
 from recipes import probe_log, serve
 from recipes.cli import parse
@@ -75,7 +78,29 @@ def test_the_learner_of_either_reads_its_settings(tmp_path):
     in_compose = load_config(DEPLOY / "compose" / "learner.toml")
     assert in_kubernetes.fleet.name == "http://vllm-pods:8000"
     assert in_compose.fleet.name == "http://vllm:8000"
-    assert in_kubernetes.stream.max_bytes < _bytes(_claim("redraft-log")), "the log's limit comes before its disk's"
+
+
+def test_the_stream_is_full_before_the_broker_and_the_broker_before_its_disk(tmp_path):
+    toml = tomllib.loads(manifest("ConfigMap", "redraft-learner")["data"]["learner.toml"])
+    in_kubernetes = manifest("ConfigMap", "redraft-log")["data"]["nats.conf"]
+    in_compose = (DEPLOY / "compose" / "nats.conf").read_text()
+    assert toml["stream"]["max_bytes"] < _bytes(_most_stored(in_kubernetes)) < _bytes(_claim("redraft-log"))
+    assert StreamLimits().max_bytes < _bytes(_most_stored(in_compose))
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason="no nats-server here (Debian: apt-get install nats-server)")
+@pytest.mark.parametrize("where", ["compose", "kubernetes"])
+def test_the_broker_reads_its_configuration(tmp_path, where):
+    text = (DEPLOY / "compose" / "nats.conf").read_text()
+    if where == "kubernetes":
+        text = manifest("ConfigMap", "redraft-log")["data"]["nats.conf"]
+    (tmp_path / "nats.conf").write_text(text.replace("/data", str(tmp_path / "data")))
+    done = subprocess.run([EXECUTABLE, "-t", "-c", tmp_path / "nats.conf"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def _most_stored(nats_conf):
+    return re.search(r"max_file_store: (\w+)", nats_conf).group(1)
 
 
 def _claim(name):
@@ -84,7 +109,8 @@ def _claim(name):
 
 
 def _bytes(quantity):
-    return int(quantity.removesuffix("Gi")) << 30
+    """Both Kubernetes and NATS: 1 GB of the latter is 1 Gi."""
+    return int(re.fullmatch(r"(\d+)(Gi|GB)", quantity).group(1)) << 30
 
 
 def test_the_plugin_reads_the_environment_of_the_deployment(tmp_path):
@@ -103,7 +129,7 @@ def test_the_commands_of_the_files_are_ours():
     command = compose()["services"]["vllm"]["command"]
     assert command[0] == "serve"
     config = parse(serve.Config, serve.__doc__, {}, command[1:], prog="redraft")
-    assert config.vllm_args == ("--host=0.0.0.0", "--port=8000")
+    assert config.vllm_args == ("--host=0.0.0.0", "--port=8000", "--gpu-memory-utilization=0.6")
     assert (
         config.capture.nats.fleet == tomllib.loads((DEPLOY / "compose" / "learner.toml").read_text())["nats"]["fleet"]
     )
@@ -113,6 +139,23 @@ def test_the_commands_of_the_files_are_ours():
     for redraft, name, *arguments in probes:
         assert (redraft, name) == ("redraft", "probe-log")
         assert parse(probe_log.Config, None, {}, arguments, prog="redraft").nats.fleet in ("compose", "kubernetes")
+
+
+def test_no_service_puts_its_address_into_a_pods_environment():
+    """That of one named vllm would be VLLM_PORT, which vLLM takes for a number."""
+    for workload in [m for m in manifests() if m["kind"] in ("Deployment", "StatefulSet")]:
+        assert workload["spec"]["template"]["spec"]["enableServiceLinks"] is False
+
+
+def test_the_token_goes_into_no_image_package_or_commit():
+    root = DEPLOY.parents[1]
+    token = "recipes/deploy/compose/token"
+    for name in (".dockerignore", ".gitignore"):
+        assert token in (root / name).read_text().splitlines()
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["recipes"]
+    shipped = {path for pattern in patterns for path in (root / "recipes").glob(pattern)}
+    assert {path for path in DEPLOY.rglob("*") if path.is_file()} - {root / token} <= shipped
+    assert not any(Path(token).match(f"recipes/{pattern}") for pattern in patterns)
 
 
 def test_services_select_the_pods_that_the_settings_name():
