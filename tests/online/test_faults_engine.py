@@ -9,8 +9,8 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from conftest import FIRST
 from learner_world import ANYTHING, streams, until
+from real_server import FIRST
 from run_learner import start
 from test_learner_kills import assert_every_record_was_trained_once, ended
 

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from conftest import COPY, CORRUPT, RANDOM, TOKEN
+from real_server import COPY, CORRUPT, RANDOM, TOKEN
 
 from online.fleet import Window, connected, converge, reconcile
 from online.rollout import RolloutPolicy, roll_waves, try_canary

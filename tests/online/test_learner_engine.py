@@ -10,9 +10,9 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from conftest import FIRST
 from fake_fleet import TOKEN
 from learner_world import ANYTHING, ON_AN_ENGINE, World, make_draft, streams, until
+from real_server import FIRST
 from test_learner import with_other_tokenizer
 
 from eval.process import free_port

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from conftest import running_server
 from fake_fleet import TOKEN
 from learner_world import QUICK, World, make_records, ship, until
+from real_server import running_server
 from transformers import LlamaForCausalLM
 
 from distill.packing import collate

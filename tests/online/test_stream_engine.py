@@ -6,8 +6,8 @@ import contextlib
 import time
 
 import pytest
-from conftest import running_server
 from real_broker import running_broker
+from real_server import running_server
 from run_stream import VOCAB
 from test_stream import in_event_loop
 
@@ -31,7 +31,8 @@ async def take_until(source, buffer, request_ids):
 
 @in_event_loop
 async def test_serving_goes_on_without_the_log_and_capture_with_it(random_target, registry, tmp_path):
-    with running_broker(tmp_path / "nats") as broker, Buffer(BufferConfig(), fingerprint(random_target)) as buffer:
+    config = BufferConfig(held_out_fraction=0)
+    with running_broker(tmp_path / "nats") as broker, Buffer(config, fingerprint(random_target)) as buffer:
         source = StreamSource(broker.url, Nats(), StreamLimits(max_bytes=1 << 28), buffer, VOCAB)
         await source.take()
         with running_server(random_target, registry, tmp_path, [], ingest=broker.url) as server:
