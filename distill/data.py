@@ -156,6 +156,7 @@ def _first_line(error: Exception) -> str:
 
 def _from_rows(rows: Iterable[dict[str, Any]], source: str, domain_column: str | None) -> list[Conversation]:
     conversations: list[Conversation] = []
+    num_with_tools = 0
     for number, row in enumerate(rows, 1):
         read = _reader(set(row), source)
         if domain_column is not None and row.get(domain_column) is None:
@@ -163,6 +164,9 @@ def _from_rows(rows: Iterable[dict[str, Any]], source: str, domain_column: str |
                 f"{source}, row {number} has no column {domain_column!r}, it has {', '.join(sorted(row))}: "
                 "name the one that holds the domain"
             )
+        if _calls_tools(row):
+            num_with_tools += 1
+            continue
         try:
             conversation: Conversation = {
                 "messages": read(row),
@@ -173,7 +177,19 @@ def _from_rows(rows: Iterable[dict[str, Any]], source: str, domain_column: str |
         if row.get("cut"):
             conversation["cut"] = True
         conversations.append(conversation)
+    if num_with_tools:
+        print(f"{source}: {num_with_tools:,} conversations with tools are left out: their calls would not be rendered")
     return conversations
+
+
+def _calls_tools(row: dict[str, Any]) -> bool:
+    """A target sees the tools' definitions and writes calls, which messages of text alone do not hold."""
+    messages = [m for column in ("messages", "conversations") for m in row.get(column) or () if isinstance(m, dict)]
+    is_tool = any(m.get("tool_calls") or (m.get("role") or m.get("from")) in TOOL_ROLES for m in messages)
+    return bool(row.get("tools")) or is_tool
+
+
+TOOL_ROLES = ("tool", "function", "function_call", "observation")
 
 
 def _reader(columns: set[str], source: str) -> Callable[[dict[str, Any]], list[Message]]:

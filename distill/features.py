@@ -72,9 +72,12 @@ def load_skeleton(target: str, dtype: torch.dtype | None, device: torch.device) 
     wanted = {name for name in model.state_dict() if ".layers." not in name}
     if config.get_text_config().tie_word_embeddings:
         wanted.discard("lm_head.weight")
-    if lacking := sorted(wanted - tensor_files(folder).keys()):
-        raise ValueError(f"{folder} lacks the tensor {lacking[0]}: give the folder of the target model")
-    tensors = {name: tensor.to(device, model.dtype) for name, tensor in read_tensors(folder, wanted).items()}
+    there = tensor_files(folder).keys()
+    # a model of text and images keeps its language model one level further down
+    stored = {name if name in there else name.replace("model.", "model.language_model.", 1): name for name in wanted}
+    if lacking := sorted(stored.keys() - there):
+        raise ValueError(f"{folder} lacks the tensor {stored[lacking[0]]}: give the folder of the target model")
+    tensors = {stored[name]: tensor.to(device, model.dtype) for name, tensor in read_tensors(folder, stored).items()}
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
     return model.eval().requires_grad_(False)

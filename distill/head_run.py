@@ -110,7 +110,7 @@ class HeadRun:
         self.target_name = cfg.target if convert is None else str(self._converted(convert))
         self.model, self.tokenizer = load_target(self.target_name, cfg.signal, self.accelerator.device)
         self.target = Target.of(self.model)
-        self.data = load_data(cfg.data, self.tokenizer, cfg.loop)
+        self.data = load_data(cfg.data, cfg.target, self.tokenizer, cfg.loop)
 
     def _converted(self, convert: Callable[[Path, Path], None]) -> Path:
         folder = self.run.folder / "target"

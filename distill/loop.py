@@ -80,7 +80,7 @@ class LoadedData:
     prompts: list[Prompt]
     stats: SampleStats
     hash: str
-    end_id: int
+    end_ids: tuple[int, ...]
     """Ends an answer that the draft writes."""
 
 
@@ -206,7 +206,7 @@ def _batches(
     writer = writer or cast(StandaloneDraft, distillation.draft)
     return [
         draft_written(
-            writer, b, pad_id=data.train.pad_id, end_id=data.end_id, seed=seed, max_tokens=loop.on_policy_tokens
+            writer, b, pad_id=data.train.pad_id, end_ids=data.end_ids, seed=seed, max_tokens=loop.on_policy_tokens
         )
         for b in batches
     ]

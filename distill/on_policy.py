@@ -6,6 +6,7 @@ A head writes nothing by itself; its target does, and the head learns on what it
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def draft_written(
     batch: Batch,
     *,
     pad_id: int,
-    end_id: int,
+    end_ids: Sequence[int],
     seed: int,
     temperature: float = 1.0,
     max_tokens: int | None = None,
@@ -53,11 +54,14 @@ def draft_written(
             do_sample=True,
             temperature=temperature,
             top_k=0,
+            top_p=1.0,  # what generation_config.json says is for users
+            min_p=None,
+            repetition_penalty=1.0,
             pad_token_id=pad_id,
-            eos_token_id=end_id,
+            eos_token_id=list(end_ids),
         )
     draft.train(was_training)
-    answers = [_until_end(row[width:], end_id) for row in written_BT]
+    answers = [_until_end(row[width:], end_ids) for row in written_BT]
     return _batch(prompts, answers, pad_id)
 
 
@@ -74,8 +78,8 @@ def _prompts(batch: Batch) -> tuple[list[Tensor], int]:
     return prompts, budget
 
 
-def _until_end(answer_T: Tensor, end_id: int) -> Tensor:
-    ends = (answer_T == end_id).nonzero()
+def _until_end(answer_T: Tensor, end_ids: Sequence[int]) -> Tensor:
+    ends = torch.isin(answer_T, torch.tensor(list(end_ids), device=answer_T.device)).nonzero()
     return answer_T[: int(ends[0]) + 1] if len(ends) else answer_T
 
 

@@ -25,7 +25,7 @@ from eval.forecast import Continuation, Forecast, SignalFunction, cut_continuati
 from eval.kept import kept
 from eval.prompts import Prompt
 from eval.reference import measure_by_reference
-from eval.report import domain_section, engine_section, environment, offline_section, write_report
+from eval.report import domain_section, engine_section, environment, offline_section, served_on, write_report
 from heads.artifact import fingerprint, publish
 from heads.checkpoint import load_causal_lm, load_tokenizer, model_folder
 from heads.draft import Draft
@@ -68,9 +68,9 @@ class Judge:
         self.continuations = kept(
             cfg.reference or run.folder,
             "answers",
-            [fingerprint(model_folder(name)), data.prompts, cfg.max_tokens, cfg.num_speculative_tokens],
+            [fingerprint(model_folder(name)), data.prompts, cfg.max_tokens, cfg.num_speculative_tokens, data.end_ids],
             list[Continuation],
-            lambda: self._answers(target, data.prompts, [data.end_id]),
+            lambda: self._answers(target, data.prompts, data.end_ids),
         )
 
     def _answers(self, target: Any, prompts: Sequence[Prompt], end_ids: Sequence[int]) -> list[Continuation]:
@@ -192,7 +192,7 @@ def prove_in_engine(
     without_draft = kept(
         cfg.reference or folder,
         "without-draft",
-        [fingerprint(model_folder(target)), prompts, cfg.max_tokens, cfg.concurrency, cfg.engine_args],
+        [fingerprint(model_folder(target)), prompts, cfg.max_tokens, cfg.concurrency, cfg.engine_args, served_on()],
         Measurement,
         lambda: measured("without", target, None),
     )

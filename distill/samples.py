@@ -275,10 +275,10 @@ class Renderer:
         head, _, tail = self(with_answer(before, PROBE), prompt=False).rpartition(PROBE)
         end = self._through_special(tail) if ended else ""
         whole = self(with_answer(before, content), prompt=False)
-        if not (whole.startswith(prompt) and _dense(content) in _dense(whole[len(prompt) :])):
+        written = _behind(prompt, content)
+        if not (whole.startswith(prompt) and _dense(written) in _dense(whole[len(prompt) :])):
             # The template rewrites even the last answer (DeepSeek-R1 drops its reasoning): the model wrote `content`.
-            opened = "<think>" if prompt.rstrip().endswith("<think>") else ""
-            return Turn(prompt, content.lstrip().removeprefix(opened) + end)
+            return Turn(prompt, written + end)
         if head.removeprefix(prompt).strip() and whole.startswith(head) and not _begins_alike(content, head, prompt):
             # Written by the template, not by the model (Qwen3's empty think block): part of the prompt.
             prompt = head
@@ -293,6 +293,14 @@ class Renderer:
 def _begins_alike(content: str, head: str, prompt: str) -> bool:
     """Whether the assistant itself wrote what the template would put at the head of an answer."""
     return content.lstrip().startswith(head.removeprefix(prompt).strip())
+
+
+def _behind(prompt: str, content: str) -> str:
+    """What is left of an answer for the model to write: a prompt that opens `<think>` has its first line already."""
+    opening, blank = "<think>", prompt[len(prompt.rstrip()) :]
+    if not prompt.rstrip().endswith(opening) or not content.lstrip().startswith(opening):
+        return content.lstrip()
+    return content.lstrip().removeprefix(opening).removeprefix(blank)
 
 
 def with_answer(before: Sequence[Message], content: str) -> list[Message]:

@@ -22,7 +22,7 @@ from distill.signal_cache import CachedHiddenStates, CachedTarget, HiddenDtype, 
 from distill.signals import EndpointTarget, InProcessTarget
 from eval.forecast import SignalFunction
 from heads.artifact import fingerprint
-from heads.checkpoint import load_causal_lm, load_tokenizer, model_folder
+from heads.checkpoint import end_ids, load_causal_lm, load_tokenizer, model_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,8 @@ def load_target(target: str, signal: Signal, device: torch.device) -> tuple[Any,
     return load_causal_lm(target, dtype).to(device).requires_grad_(False).eval(), tokenizer
 
 
-def load_data(data: Data, tokenizer: Any, loop: Loop) -> LoadedData:
-    """Train and held-out rows of `loop.sequence_length` tokens, and held-out prompts.
+def load_data(data: Data, target: str, tokenizer: Any, loop: Loop) -> LoadedData:
+    """Train and held-out rows of `loop.sequence_length` tokens, and held-out prompts; what ends an answer, by `target`.
 
     Raises: ValueError where the source is empty or nothing of it can be trained on.
     """
@@ -106,7 +106,7 @@ def load_data(data: Data, tokenizer: Any, loop: Loop) -> LoadedData:
         prompts=held_out_prompts(held_out, tokenizer, num_prompts=data.num_prompts, max_length=data.max_prompt_tokens),
         stats=stats,
         hash=data_hash(train_samples),
-        end_id=tokenizer.eos_token_id,
+        end_ids=end_ids(target, tokenizer),
     )
 
 

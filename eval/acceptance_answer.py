@@ -60,6 +60,9 @@ def _engine(report: Report) -> str:
         for entry in row["by_num_speculative_tokens"]
         if row["domain"] is None and entry["engine"] and entry["forecast"]
     ]
+    entries = [entry for row in report["results"] for entry in row["by_num_speculative_tokens"]]
+    if not compared and any(entry["engine"] for entry in entries):
+        return "This is what a real vLLM counted: there is no forecast to compare it with."
     if not compared:
         return "No engine was asked: this is forecast."
     if apart := [name for name, engine in compared if engine["parts"]]:

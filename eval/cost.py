@@ -22,6 +22,9 @@ from eval.acceptance import tau
 
 V = TypeVar("V")
 
+FIXED = ("medusa", "suffix")
+"""Methods whose proposers in vLLM end the engine where a step asks for another number of tokens."""
+
 STEP_COSTS_VERSION = 1
 """Of `StepCosts.to_json`."""
 
@@ -209,17 +212,26 @@ class Advice:
         """vLLM's --speculative-config for a draft ({"method": ..., "model": ...}); None where it should not have one.
 
         `num_speculative_tokens_per_batch_size` holds [first, last, k], both ends included; behind the last range vLLM
-        goes on with its k.
+        goes on with its k. A draft of FIXED methods has one number for all batch sizes: the best on their average.
         """
         most = max(r.num_speculative_tokens for r in self.schedule)
         if most == 0:
             return None
+        if draft.get("method") in FIXED:
+            return {**draft, "num_speculative_tokens": self._best_of_all()}
         config = {**draft, "num_speculative_tokens": most}
         if len(self.schedule) > 1:
             config["num_speculative_tokens_per_batch_size"] = [
                 [r.first, r.last, r.num_speculative_tokens] for r in self.schedule
             ]
         return config
+
+    def _best_of_all(self) -> int:
+        """The number above 0 whose speed-ups at the measured batch sizes are the highest on average."""
+        speedups: dict[int, float] = {}
+        for row in self.table:
+            speedups[row.num_speculative_tokens] = speedups.get(row.num_speculative_tokens, 0.0) + row.speedup
+        return max((k for k in speedups if k), key=lambda k: (speedups[k], -k))
 
     def to_json(self) -> dict[str, Any]:
         return {

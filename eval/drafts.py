@@ -141,7 +141,7 @@ def _suffix(name: str) -> NamedDraft:
     """Raises: ValueError where what vLLM runs it with is not installed."""
     if importlib.util.find_spec(SUFFIX_PACKAGE) is None:
         raise ValueError("suffix decoding needs a package of its own: pip install arctic-inference==0.1.1")
-    note = "its tree holds earlier requests' answers, so it is measured in the engine only"
+    note = "measured in the engine only, on what each request itself holds: not on earlier answers, which serving keeps"
     served = {"method": "suffix"}
     return NamedDraft(
         name=name, source="suffix", family="suffix", fingerprint="suffix", forecast=None, speculative=served,

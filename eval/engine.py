@@ -93,7 +93,7 @@ def vllm_server(
     if speculative_config is not None:
         command += ["--speculative-config", json.dumps(speculative_config)]
         command += ["--per-request-spec-decode-metrics", "detailed"]
-    env = {"VLLM_NO_USAGE_STATS": "1", engine_wait.ENABLED: "1", **(extra_env or {})}
+    env = {"VLLM_NO_USAGE_STATS": "1", engine_wait.ENABLED: "1", **lookup_env(speculative_config), **(extra_env or {})}
     env |= {"VLLM_CPU_OMP_THREADS_BIND": cpu_cores} if cpu_cores else {}
     with process_group([*command, *extra_args], log=log, env=env) as process:
         server = Server(
@@ -104,6 +104,20 @@ def vllm_server(
         )
         wait_until_healthy(server.url, process, log)
         yield server
+
+
+def measurable(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same without what a server remembers of other requests: in a measurement the next prompt may be one that it
+    has answered already."""
+    forgets = {"suffix_decoding_max_cached_requests": 0} if speculative_config.get("method") == "suffix" else {}
+    return {**speculative_config, **forgets}
+
+
+def lookup_env(speculative_config: Mapping[str, Any] | None) -> dict[str, str]:
+    """What n-grams need to be those that are forecast: vLLM's second model runner takes the last occurrence and not the
+    first, and drafts where there is none."""
+    is_lookup = (speculative_config or {}).get("method") == "ngram"
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if is_lookup else {}
 
 
 def engine_is_cpu() -> bool:

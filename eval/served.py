@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from eval.acceptance import AcceptanceCounts
 from eval.drafts import LoadedTarget, NamedDraft
-from eval.engine import Output, measure, vllm_server
+from eval.engine import Output, measurable, measure, vllm_server
 from eval.kept import kept
 from eval.prompts import Prompt
+from eval.report import served_on
 from eval.teacher_forced import Protocol
 from heads.check_static import first_cure
 
@@ -43,7 +44,7 @@ def serve_and_count(
     ConnectionError where the server went away.
     """
     assert draft.speculative is not None, "there is an engine that serves it"
-    config = {**draft.speculative, "num_speculative_tokens": num_speculative_tokens}
+    config = {**measurable(draft.speculative), "num_speculative_tokens": num_speculative_tokens}
 
     def counted() -> Served:
         with vllm_server(
@@ -64,16 +65,21 @@ def serve_and_count(
                 )
                 for temperature in protocol.temperatures
             ]
-        return [[_counts(output) for output in run.outputs] for run in runs]
+        return [[_counts(output, by_step=draft.forecast is None) for output in run.outputs] for run in runs]
 
     key = [target.fingerprint, draft.fingerprint, config, prompts, protocol.temperatures, protocol.max_tokens]
+    key += [options.args, options.concurrency, served_on()]
     try:
-        return kept(folder, f"engine-{draft.name}-{num_speculative_tokens}", [*key, options.args], Served, counted)
+        return kept(folder, f"engine-{draft.name}-{num_speculative_tokens}", key, Served, counted)
     except ChildProcessError as error:
         cure = first_cure(target.folder, draft.folder, num_speculative_tokens) if draft.folder else ""
         raise ChildProcessError(f"{draft.name}: {error}{cure}") from error
 
 
-def _counts(output: Output) -> AcceptanceCounts:
-    assert output.counts is not None, "the server speculates"
-    return output.counts
+def _counts(output: Output, *, by_step: bool) -> AcceptanceCounts:
+    """What was counted; `by_step`: with a draft of nothing for each target step that had none, which vLLM does not
+    count. Others are set beside a forecast of their drafts."""
+    counts = output.counts
+    assert counts is not None, "the server speculates"
+    num_steps = len(output.token_ids) - 1 - sum(counts.accepted_per_position)
+    return replace(counts, num_drafts=max(counts.num_drafts, num_steps)) if by_step else counts

@@ -47,7 +47,9 @@ def serving_report(
 def _draft(
     name: str, config: Mapping[str, Any], tables: Mapping[str, Sequence[Row]], rows: Sequence[Row]
 ) -> dict[str, Any]:
-    rates, costs = acceptance(rows, name), step_costs(tables.get("tokens", ()), name)
+    # Of the load whose steps were timed: others accept otherwise, with some numbers of tokens only.
+    own = [row for row in tables.get("tokens", ()) if row["draft"] == name] or tables.get("draft", ())
+    rates, costs = acceptance(own or rows, name), step_costs(tables.get("tokens", ()), name)
     advice = advise(rates, costs) if rates and costs else None
     return {
         "title": title(name),

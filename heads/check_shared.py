@@ -16,6 +16,7 @@ from transformers import AutoConfig, LlamaConfig
 from heads.check import Pair
 from heads.checkpoint import load_tokenizer
 from heads.finding import Finding
+from heads.layers import whole_rope
 from heads.target import Target
 from heads.tensors import read_tensors, tensor_files
 from heads.tokenizers import check_same_tokenizer
@@ -73,6 +74,8 @@ def _distance(mine: Tensor, its: Tensor) -> float:
 def rope(pair: Pair) -> Iterator[Finding]:
     """Rotary parameters of a head that continues the target's positions."""
     mine, its = _rope_of(pair), _plain(pair.target_config.rope_parameters)
+    if pair.family != "mtp":
+        its = whole_rope(its)
     for key in sorted(mine.keys() | its.keys()):
         if mine.get(key) != its.get(key):
             yield Finding(

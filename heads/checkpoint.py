@@ -40,6 +40,14 @@ def load_causal_lm(name_or_path: str | Path, dtype: torch.dtype | None = None) -
     return model
 
 
+def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end an answer in an engine: the tokenizer's and those of generation_config.json."""
+    path = model_folder(name_or_path) / "generation_config.json"
+    theirs = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    listed = theirs if isinstance(theirs, list) else [theirs]
+    return tuple(sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None}))
+
+
 def load_tokenizer(name_or_path: str | Path) -> Any:
     """The tokenizer of a folder or a hub name.
 

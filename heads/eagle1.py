@@ -53,10 +53,11 @@ class Eagle1(nn.Module):
     is_autoregressive = False
     aux_layer_ids: tuple[int, ...] = ()
 
-    def __init__(self, config: Config, target: Target) -> None:
+    def __init__(self, config: Config, target: Target, shape: LlamaShape | None = None) -> None:
+        """`shape`: by default that of the target's layers."""
         super().__init__()
         self.config = config
-        self.shape = LlamaShape.of(target.config)
+        self.shape = shape or LlamaShape.of(target.config)
         self._embed_VD, self._head_VD = target.embed_VD, target.head_VD
         self._rotary = Rotary.of(self.shape)
         self.fc = nn.Linear(2 * self.shape.hidden_size, self.shape.hidden_size, bias=False)
@@ -120,8 +121,10 @@ class Eagle1(nn.Module):
 
         Raises: ValueError where a tensor is missing or of another shape, or such a copy is not the target's.
         """
-        training = read_config(folder).get("redraft", {})
-        head = Eagle1(Config(**{k: v for k, v in training.items() if k != "family"}), target)
+        config = read_config(folder)
+        training = config.get("redraft", {})
+        shape = None if training else LlamaShape.of_head(config, target.config)
+        head = Eagle1(Config(**{k: v for k, v in training.items() if k != "family"}), target, shape)
         tensors = read_tensors(folder, tensor_files(folder))
         for name, shared_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
             copy_VD = tensors.pop(name, shared_VD)

@@ -72,14 +72,17 @@ class Layer(nn.Module):
 class Eagle3(nn.Module):
     is_autoregressive = False
 
-    def __init__(self, config: Config, target: Target, draft_ids_W: Tensor | None = None) -> None:
-        """`draft_ids_W`: the target ids that the draft can propose, ascending; None for all.
+    def __init__(
+        self, config: Config, target: Target, draft_ids_W: Tensor | None = None, shape: LlamaShape | None = None
+    ) -> None:
+        """`draft_ids_W`: the target ids that the draft can propose, ascending; None for all. `shape`: by default the
+        target's own.
 
         Raises: ValueError for aux layers or ids that the target does not have.
         """
         super().__init__()
         self.config = config
-        self.shape = LlamaShape.of(target.config)
+        self.shape = shape or LlamaShape.of(target.config)
         self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
         hidden = self.shape.hidden_size
         self._embed_VD = target.embed_VD
@@ -270,7 +273,9 @@ class Eagle3(nn.Module):
         # in the copy's type: an export in bfloat16 rounds the embeddings of a float32 target
         if not torch.equal(embed_VD, target.embed_VD.to(embed_VD)):
             raise ValueError(f"{folder} has embeddings that are not the target's: a leftover, or another target's head")
-        head = Eagle3(_read(config, own_head="lm_head.weight" in tensors), target, draft_ids_W)
+        layer = config.get("transformer_layer_config", config)
+        shape = None if "redraft" in config else LlamaShape.of_head(layer, target.config)
+        head = Eagle3(_read(config, own_head="lm_head.weight" in tensors), target, draft_ids_W, shape)
         if not head.config.own_head:
             tensors.pop("lm_head.weight", None)
         load_into(head, tensors, folder)
@@ -316,8 +321,9 @@ def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:
     known = {field.name for field in fields(Config)}
     training = {name: value for name, value in config.get("redraft", {}).items() if name in known}
     is_speculators = config.get("speculators_model_type") == "eagle3"
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     return Config(
-        aux_layer_ids=tuple(config.get("eagle_aux_hidden_state_layer_ids") or ()),
+        aux_layer_ids=tuple(config.get("eagle_aux_hidden_state_layer_ids") or nested or ()),
         norm_before_residual=config.get("norm_before_residual", is_speculators),
         fc_norm=config.get("fc_norm", False),
         norm_output=config.get("norm_output", False),

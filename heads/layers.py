@@ -6,7 +6,7 @@ B = batch, T = tokens, D = hidden, H = query heads, G = key heads, E = head size
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,8 +45,16 @@ class LlamaShape:
             rms_norm_eps=config.rms_norm_eps,
             vocab_size=config.vocab_size,
             max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=dict(config.rope_parameters),
+            rope_parameters=whole_rope(config.rope_parameters),
         )
+
+    @staticmethod
+    def of_head(layer_config: Mapping[str, Any], target_config: Any) -> LlamaShape:
+        """The shape of a head that others trained, from its own config, as an engine reads it."""
+        theirs = LlamaShape.of(LlamaConfig(**layer_config))
+        target = LlamaShape.of(target_config)
+        shared = {name: getattr(target, name) for name in ("hidden_size", "vocab_size", "max_position_embeddings")}
+        return replace(theirs, **shared)
 
     def hf_config(self) -> dict[str, Any]:
         """The keys of a `config.json` for one such layer."""
@@ -61,6 +69,17 @@ class LlamaShape:
             "rope_theta": self.rope_parameters["rope_theta"],
             **asdict(self),
         }
+
+
+PARTIAL = ("partial_rotary_factor", "rope_dim", "mrope_section", "mrope_interleaved")
+"""Of a target that turns a part of each head only, or by positions of several kinds."""
+
+
+def whole_rope(rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A target's rotary parameters for a Llama layer of a head's own, in training as in serving: that of full attention
+    where the target has several, and of all dimensions: an engine would turn a part of them, `transformers` all."""
+    chosen = rope_parameters.get("full_attention", rope_parameters)
+    return {key: value for key, value in chosen.items() if key not in PARTIAL}
 
 
 class Rotary:

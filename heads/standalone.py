@@ -163,6 +163,19 @@ def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> Standa
 
     Raises: ValueError where the checkpoint's tokenizer is another and no transplant was asked for.
     """
+    draft = _begun(init, target, tokenizer, seed)
+    if recurrent := set(getattr(draft.model.config, "layer_types", None) or ()) - ATTENTION_TYPES:
+        raise ValueError(
+            f"{type(draft.model).__name__} has layers of {', '.join(sorted(recurrent))}, whose state would run on from "
+            "one packed document into the next: choose a draft of attention layers alone"
+        )
+    return draft.float()
+
+
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def _begun(init: Init, target: Any, tokenizer: Any, seed: int) -> StandaloneDraft:
     torch.manual_seed(seed)
     vocab_size = target.config.vocab_size
     if init.layers and any(parameter.is_meta for parameter in target.parameters()):
@@ -177,7 +190,7 @@ def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> Standa
     else:
         assert init.checkpoint is not None
         draft = from_checkpoint(init.checkpoint, tokenizer, vocab_size, transplant=init.transplant)
-    return draft.float()
+    return draft
 
 
 def from_checkpoint(
@@ -204,11 +217,16 @@ def linear_head(model: Any) -> Tensor:
     head = model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise ValueError(f"{type(model).__name__} has a bias in its head: only a plain matrix is supported")
-    for key in BENDS_LOGITS:
-        if getattr(model.config, key, None) not in (None, 1, 1.0):
-            raise ValueError(f"{type(model).__name__} changes its logits after the head ({key}): not supported")
+    if key := bends_logits(model):
+        raise ValueError(f"{type(model).__name__} changes its logits after the head ({key}): not supported")
     weight: Tensor = head.weight
     return weight
+
+
+def bends_logits(model: Any) -> str:
+    """The setting of its config by which a causal LM caps or scales its logits; empty where it does not."""
+    config = model.config.get_text_config()
+    return next((key for key in BENDS_LOGITS if getattr(config, key, None) not in (None, 1, 1.0)), "")
 
 
 def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:

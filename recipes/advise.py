@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from eval.acceptance import cumulative, tau
 from eval.acceptance_source import read_acceptance
-from eval.cost import Advice, StepCosts, advise
+from eval.cost import FIXED, Advice, StepCosts, advise
+from eval.engine import lookup_env
 from eval.ngram import Ngram
 from eval.serving_report import read_serving, speedup_grid, title
 from eval.workload import Exchange, Lookup, look_up
@@ -71,7 +72,7 @@ def main(cfg: Config) -> None:
     batch_size = cfg.batch_size or int(report["settings"]["concurrency"])
     rates, source = acceptance_of(cfg, report, name)
     own = advise(rates, costs)
-    print(*own_lines(name, own, source, report), sep="\n")
+    print(*own_lines(name, own, source, report, is_its_own=cfg.acceptance is None), sep="\n")
     result: dict[str, Any] = {"draft": name, "advice": own.to_json(), "batch_size": batch_size}
     if cfg.data is not None:
         lookup = look_up(exchanges(cfg, report["target"]), Ngram(), len(rates))
@@ -110,8 +111,11 @@ def acceptance_of(cfg: Config, report: Mapping[str, Any], name: str) -> tuple[Se
     return rates, str(cfg.serving)
 
 
-def own_lines(draft: str, advice: Advice, source: str, report: Mapping[str, Any]) -> Iterator[str]:
-    """The table over batch size and k, the best k, and the configuration to paste."""
+def own_lines(
+    draft: str, advice: Advice, source: str, report: Mapping[str, Any], *, is_its_own: bool = True
+) -> Iterator[str]:
+    """The table over batch size and k, the best k, and the configuration to paste; the draft of another report's
+    acceptance is left to be filled in."""
     rates = ", ".join(f"{rate:.2f}" for rate in advice.acceptance_per_position)
     yield f"{title(draft)} for {report['target']}: accepted up to each position {rates} ({source})"
     yield "\nexpected speed-up (* the best; where there is none, without a draft)"
@@ -122,8 +126,15 @@ def own_lines(draft: str, advice: Advice, source: str, report: Mapping[str, Any]
         cells = [f"{cell}{'*' if 0 < i == best else ' '}" for i, cell in enumerate(row)]
         yield "".join(f"{cell:>20}" if i == 0 else f"{cell:>9}" for i, cell in enumerate(cells))
     yield f"\n{advice.sentence}"
-    if pasted := advice.speculative_config(report["drafts"][draft]["config"]):
-        yield f"\n--speculative-config {shlex.quote(json.dumps(pasted))}"
+    config = report["drafts"][draft]["config"]
+    if not is_its_own and "model" in config:
+        config = {**config, "model": "DRAFT"}
+    if pasted := advice.speculative_config(config):
+        if config.get("method") in FIXED and len(advice.schedule) > 1:
+            k = pasted["num_speculative_tokens"]
+            yield f"vLLM takes one number for {config['method']}: {k} is the best on the average of these batch sizes"
+        before = "".join(f"{name}={value} " for name, value in lookup_env(config).items())
+        yield f"\n{before}--speculative-config {shlex.quote(json.dumps(pasted))}"
 
 
 def exchanges(cfg: Config, served_target: str) -> Iterator[Exchange]:

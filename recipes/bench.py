@@ -26,10 +26,10 @@ from typing import Annotated, Any
 import tyro
 from tqdm import tqdm
 
-from eval.engine import Server, engine_is_cpu, vllm_server
+from eval.engine import Server, engine_is_cpu, measurable, vllm_server
 from eval.kept import file_print
 from eval.load import run_load
-from eval.report import environment
+from eval.report import environment, served_on
 from eval.serving_bench import Cell, Results, Sweep, Variant, by_variant, plan, tables
 from eval.serving_report import answer, serving_report, title, write_serving
 from recipes.cli import run_recipe
@@ -142,8 +142,13 @@ def sweep(cfg: Config) -> Sweep:
 
 def served(cfg: Config) -> dict[str, Any]:
     """What all servers of the run have in common: with another value nothing that was measured before counts."""
-    engine = {name: version for name, version in environment().items() if name.startswith("vllm")}
-    return {"target": file_print(cfg.target), "dtype": cfg.dtype, "vllm_args": cfg.vllm_args, **engine}
+    server = {"dtype": cfg.dtype, "vllm_args": cfg.vllm_args, "max_num_seqs": max_num_seqs(cfg)}
+    return {"target": file_print(cfg.target), **server, **served_on()}
+
+
+def max_num_seqs(cfg: Config) -> int:
+    """Requests in a step, at most: it bounds what a rate of requests can do."""
+    return max(16, *cfg.concurrency)
 
 
 def settings(cfg: Config) -> dict[str, Any]:
@@ -190,7 +195,7 @@ def server(
         log=cfg.output / "logs" / f"{name(variant)}.log".replace("/", "-").replace(" ", "-"),
         speculative_config=speculative_config(variant, configs),
         max_model_len=cfg.max_model_len,
-        max_num_seqs=max(16, *cfg.concurrency),
+        max_num_seqs=max_num_seqs(cfg),
         dtype=cfg.dtype,
         extra_args=cfg.vllm_args,
     )
@@ -212,7 +217,7 @@ def speculative_config(variant: Variant, configs: Mapping[str, Mapping[str, Any]
     """vLLM's --speculative-config of a variant; None for the target alone."""
     if variant.draft is None:
         return None
-    config = {**configs[variant.draft], "num_speculative_tokens": variant.num_speculative_tokens}
+    config = {**measurable(configs[variant.draft]), "num_speculative_tokens": variant.num_speculative_tokens}
     if variant.quantization:
         config["quantization"] = variant.quantization
     if variant.is_ideal:

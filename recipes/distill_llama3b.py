@@ -78,7 +78,7 @@ def main(cfg: Config) -> None:
     print(f"draft: begins as {cfg.draft}")
 
     # 2. data, and what the target says about it
-    data = load_data(cfg.data, tokenizer, cfg.loop)
+    data = load_data(cfg.data, cfg.target, tokenizer, cfg.loop)
     signal = target_signal(cfg.signal, target, cfg.target, data, run.folder, accelerator)
     is_main = accelerator.is_main_process
     judge = Judge(cfg.prove, cfg.target, target, live_signal(cfg.signal, target), data, run) if is_main else None

@@ -38,12 +38,12 @@ from eval.drafts import LoadedTarget, NamedDraft, SampleMethod, load_drafts
 from eval.engine import engine_is_cpu
 from eval.ngram import Ngram
 from eval.prompts import Prompt
-from eval.regression import compare, describe, read_baseline
+from eval.regression import compare, counterparts, describe, read_baseline
 from eval.served import EngineOptions, serve_and_count
 from eval.serving_report import read_serving
 from eval.teacher_forced import Protocol, teacher_forced
 from heads.artifact import fingerprint, write_whole
-from heads.checkpoint import model_folder
+from heads.checkpoint import end_ids, model_folder
 from recipes.cli import run_recipe
 from recipes.serve import Config as Serve
 from recipes.serve import plugin_environment
@@ -126,6 +126,8 @@ def main(cfg: Config) -> None:
     baseline = read_baseline(cfg.baseline, target.fingerprint, SCHEMA_VERSION) if cfg.baseline else None
     most = max(cfg.num_speculative_tokens)
     drafts = load_drafts(cfg.draft, target, cfg.ngram, cfg.draft_sample_method, most)
+    if baseline:
+        counterparts([vars(draft) for draft in drafts], json.loads(json.dumps(settings(cfg))), baseline)
     costs = read_costs(cfg.costs, drafts) if cfg.costs else {}
     if not cfg.engine and (unmeasured := [draft.name for draft in drafts if draft.forecast is None]):
         raise ValueError(f"{unmeasured[0]} is measured in the engine only: leave out --no-engine")
@@ -136,7 +138,7 @@ def main(cfg: Config) -> None:
         temperatures=tuple(dict.fromkeys(cfg.temperature)),
         num_speculative_tokens=tuple(sorted(set(cfg.num_speculative_tokens))),
         max_tokens=cfg.max_tokens,
-        end_ids=end_ids(target),
+        end_ids=end_ids(cfg.target, target.tokenizer),
         seed=cfg.seed,
         batch_size=cfg.batch_size,
     )
@@ -210,13 +212,6 @@ def load(name: str) -> LoadedTarget:
     model, tokenizer = load_target(name, Signal(), device)
     folder = model_folder(name)
     return LoadedTarget(name=name, folder=folder, fingerprint=fingerprint(folder), model=model, tokenizer=tokenizer)
-
-
-def end_ids(target: LoadedTarget) -> tuple[int, ...]:
-    """The tokens that end an answer in an engine: the tokenizer's and those of generation_config.json."""
-    theirs = target.model.generation_config.eos_token_id
-    listed = theirs if isinstance(theirs, list) else [theirs]
-    return tuple(sorted({token for token in (*listed, target.tokenizer.eos_token_id) if token is not None}))
 
 
 def load_prompts(cfg: Config, tokenizer: Any) -> list[Prompt]:

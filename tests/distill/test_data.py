@@ -44,6 +44,20 @@ def test_a_prompt_alone_is_a_conversation_to_regenerate_and_text_is_a_document(t
     ]
 
 
+def test_conversations_with_tools_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, {"role": "tool", "content": "5"}]
+    rows = [
+        {"messages": QUESTION_AND_ANSWER},
+        {"messages": [QUESTION_AND_ANSWER[0], *calls, QUESTION_AND_ANSWER[1]]},
+        {"messages": QUESTION_AND_ANSWER, "tools": [{"name": "add"}]},
+        {"conversations": [{"from": "human", "value": "why?"}, {"from": "function_call", "value": "{}"}]},
+        {"messages": QUESTION_AND_ANSWER, "tools": []},
+    ]
+    found = load_conversations(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert [conversation["messages"] for conversation in found] == [QUESTION_AND_ANSWER] * 2
+    assert "3 conversations with tools are left out" in capsys.readouterr().out
+
+
 def test_rows_may_differ_in_their_fields(tmp_path: Path) -> None:
     rows = [{"messages": QUESTION_AND_ANSWER}, {"messages": QUESTION_AND_ANSWER, "cut": True, "domain": "code"}]
     first, second = load_conversations(write_jsonl(tmp_path / "a.jsonl", rows))

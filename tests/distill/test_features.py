@@ -249,7 +249,7 @@ def make_data(samples: list[Sample]) -> LoadedData:
         prompts=[],
         stats=SampleStats(),
         hash=data_hash(samples),
-        end_id=2,
+        end_ids=(2,),
     )
 
 

@@ -41,6 +41,13 @@ REASONING_OPENED = (
 )
 
 
+REASONING_KEPT = (  # of the last turn, as Qwen3.5 does
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and '<think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n<think>\n{% endif %}"
+)
+
+
 @functools.cache
 def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
@@ -185,9 +192,10 @@ def test_an_empty_think_block_that_the_assistant_wrote_is_labelled() -> None:
 
 
 def test_reasoning_is_labelled_where_the_generation_prompt_opens_it() -> None:
-    expected = ["\nhm\n</think>\n\none<|end|>"]
-    assert labelled(REASONING_OPENED, make_conversation("a", "<think>\nhm\n</think>\n\none")) == expected
-    assert labelled(REASONING_OPENED, make_conversation("a", "hm\n</think>\n\none")) == [expected[0].removeprefix("\n")]
+    answers = ("<think>\nhm\n</think>\n\none", "hm\n</think>\n\none")
+    for template in (REASONING_OPENED, REASONING_KEPT):
+        for answer in answers[: 1 if template == REASONING_KEPT else 2]:
+            assert labelled(template, make_conversation("a", answer)) == ["hm\n</think>\n\none<|end|>"]
 
 
 def test_an_answer_cut_at_a_length_limit_has_no_end_of_turn() -> None:

@@ -119,6 +119,14 @@ def test_a_head_with_softcapping_scaling_or_a_bias_is_refused(family: str) -> No
         InProcessTarget(model)
 
 
+def test_a_cap_is_found_in_bfloat16_too() -> None:
+    model = make_model("Gemma2").bfloat16()
+    with pytest.raises(ValueError, match="are not head @ hidden"):
+        InProcessTarget(model)
+    model.config.final_logit_softcapping = None
+    assert InProcessTarget(model)
+
+
 def test_a_model_whose_packed_documents_see_each_other_is_refused() -> None:
     config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
     with pytest.raises(ValueError, match="packed documents see each other in BloomForCausalLM"):

@@ -187,9 +187,22 @@ def test_the_share_of_on_policy_steps_is_the_fraction_and_depends_on_the_seed_al
     assert not any(is_on_policy(step, 0.0, seed=5) for step in range(100))
 
 
+def test_any_end_ends_what_is_written_and_nothing_behind_it_is_labelled():
+    draft, batch = make_model(1), make_batch([24, 12])
+    ends = tuple(range(5, 60))
+    draft.model.generation_config.top_p = 1e-6  # for users: here it would make the text greedy
+    written = [draft_written(draft, batch, pad_id=PAD, end_ids=ends, seed=seed, max_tokens=8) for seed in range(6)]
+    for one in written:
+        for ids_T, labels_T in zip(one.input_ids_BT, one.loss_mask_BT, strict=True):
+            labelled = ids_T[labels_T].tolist()
+            assert not set(labelled[:-1]) & set(ends)
+    firsts = {int(one.input_ids_BT[0][one.loss_mask_BT[0]][0]) for one in written}
+    assert len(firsts) > 1
+
+
 def test_an_on_policy_batch_keeps_the_prompts_and_repeats_itself_for_the_same_seed():
     draft, batch = make_model(1), make_batch([24, 12])
-    first, again, other = (draft_written(draft, batch, pad_id=PAD, end_id=END, seed=seed) for seed in (7, 7, 8))
+    first, again, other = (draft_written(draft, batch, pad_id=PAD, end_ids=(END,), seed=seed) for seed in (7, 7, 8))
     assert torch.equal(first.input_ids_BT, again.input_ids_BT)
     assert first.input_ids_BT.shape != other.input_ids_BT.shape or not torch.equal(
         first.input_ids_BT, other.input_ids_BT

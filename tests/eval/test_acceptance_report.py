@@ -283,7 +283,41 @@ def test_nothing_in_common_is_refused() -> None:
     baseline = json.loads(
         json.dumps(make_report()).replace('"one"', '"a"').replace('"other"', '"b"').replace('"ngram"', '"c"')
     )
-    with pytest.raises(ValueError, match="with nothing in common"):
+    with pytest.raises(ValueError, match="name the drafts alike"):
+        compare(make_report(), baseline, 0.02)
+
+
+def test_the_draft_under_test_is_compared_beside_ngrams_too() -> None:
+    """Of a version that fell to half, under a new name, beside a yardstick that did not."""
+    names = ("one", "ngram")
+    drafts = [make_draft(name) for name in names]
+    before = make_report(make_measured(drafts=names), drafts=drafts)
+    worse = make_measured(drafts=names)
+    for prompt, row in zip(worse.prompts, worse.forecast[0.0], strict=True):
+        row["one"] = make_rows(prompt, "one", 0.0, 0.5)
+    after = json.loads(json.dumps(make_report(worse, drafts=drafts)).replace('"one"', '"v13"'))
+    section = compare(after, before, 0.02)
+    assert {change["draft"] for change in section["changes"]} == {"v13", "ngram"}
+    assert {change["draft"] for change in section["changes"] if change["fell"]} == {"v13"}
+    alone = make_report(make_measured(drafts=["one"]), drafts=drafts[:1])
+    renamed = json.loads(json.dumps(alone).replace('"one"', '"v13"'))
+    assert {change["draft"] for change in compare(renamed, before, 0.02)["changes"]} == {"v13"}
+
+
+@pytest.mark.parametrize(
+    "changed", [{"max_tokens": 31}, {"ngram": {"min": 2}}, {"draft_sample_method": "probabilistic"}]
+)
+def test_a_baseline_that_was_asked_otherwise_is_refused(changed: dict[str, Any]) -> None:
+    baseline = make_report()
+    (name,) = changed
+    with pytest.raises(ValueError, match=f"the baseline was measured with {name}"):
+        compare(make_report(settings={**baseline["settings"], **changed}), baseline, 0.02)
+
+
+def test_a_draft_without_a_number_of_tokens_in_common_is_refused() -> None:
+    baseline = make_report()
+    baseline["per_prompt"] = [row for row in baseline["per_prompt"] if row["draft"] != "other"]
+    with pytest.raises(ValueError, match="no measurement of other to compare with"):
         compare(make_report(), baseline, 0.02)
 
 

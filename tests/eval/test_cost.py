@@ -115,6 +115,12 @@ def test_the_configuration_holds_the_schedule_and_is_what_the_engine_reads() -> 
     assert lookup[1:] == [advice.best(b) for b in range(1, 65)]
 
 
+@pytest.mark.parametrize("method", ["medusa", "suffix"])
+def test_a_method_that_can_not_change_its_number_gets_one(method: str) -> None:
+    config = make_advice((1, 4, 4), (5, 20, 2), (21, 24, 0)).speculative_config({"method": method})
+    assert config == {"method": method, "num_speculative_tokens": 2}
+
+
 def test_one_number_for_all_needs_no_schedule_and_none_no_configuration() -> None:
     assert make_advice((1, 8, 2)).speculative_config({"model": "d"}) == {"model": "d", "num_speculative_tokens": 2}
     assert make_advice((1, 8, 0)).speculative_config({"model": "d"}) is None

@@ -130,6 +130,27 @@ def test_engines_find_their_keys_where_they_look(tmp_path: Path) -> None:
     assert config["speculators_config"]["verifier"]["name_or_path"] == "org/target"
 
 
+def test_a_targets_partial_rotary_is_not_the_heads(tmp_path: Path) -> None:
+    model = make_target()
+    model.config.rope_parameters = {**model.config.rope_parameters, "partial_rotary_factor": 0.25}
+    Eagle3(Config(aux_layer_ids=(1, 2, 4)), Target.of(model)).export(tmp_path)
+    assert "partial_rotary_factor" not in json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+
+
+def test_the_head_of_others_is_what_its_own_config_says(tmp_path: Path) -> None:
+    head, model = make_head()
+    head.export(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for name in ("redraft", "rope_parameters", "rope_theta", "eagle_aux_hidden_state_layer_ids"):
+        config.pop(name)
+    nested = {"eagle_aux_hidden_state_layer_ids": list(head.aux_layer_ids)}
+    path.write_text(json.dumps(config | {"rms_norm_eps": 1e-2, "rope_theta": 4321.0, "eagle_config": nested}))
+    theirs = Eagle3.load(tmp_path, Target.of(model))
+    assert (theirs.shape.rms_norm_eps, theirs.shape.rope_parameters["rope_theta"]) == (1e-2, 4321.0)
+    assert theirs.aux_layer_ids == head.aux_layer_ids
+
+
 def test_begun_from_the_last_layer_the_head_holds_that_layer() -> None:
     model = make_target()
     head = Eagle3(Config(aux_layer_ids=(1, 2, 4)), Target.of(model))

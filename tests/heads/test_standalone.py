@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
 
+from heads import standalone
 from heads.draft import Batch
 from heads.standalone import Init, StandaloneDraft, from_config, linear_head, make_draft, prune_layers
 
@@ -294,6 +295,14 @@ def test_layers_of_a_target_whose_weights_are_elsewhere_are_refused():
     target.model.layers.to("meta")  # behind a server: only embeddings and head are here
     with pytest.raises(ValueError, match=r"begin with draft\.checkpoint or draft\.num_layers"):
         make_draft(Init(layers=(0,)), target, None)
+
+
+def test_a_recurrent_draft_is_refused(monkeypatch):
+    recurrent = StandaloneDraft(make_llama())
+    recurrent.model.config.layer_types = ["linear_attention", "full_attention"]
+    monkeypatch.setattr(standalone, "_begun", lambda *_: recurrent)
+    with pytest.raises(ValueError, match="has layers of linear_attention, whose state would run on"):
+        make_draft(Init(num_layers=2), make_llama(), None)
 
 
 def test_a_draft_that_begins_at_random_is_the_same_at_every_call():

@@ -300,6 +300,7 @@ def test_the_fleet_stays_on_one_version_where_a_server_refuses_the_new_one(world
 def test_a_bad_version_that_a_person_forces_is_taken_back_by_the_canary(world, records):
     async def script(task):
         await until(lambda: all(fake.version == "v000001" for fake in world.fakes), task)
+        await until(lambda: world.entries("state"), task)  # it answers after its first look
         bad = world.registry.publish(
             lambda folder: (folder / "weights").touch(), target_fingerprint="", provenance={}, evaluation={}
         )

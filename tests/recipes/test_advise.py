@@ -56,6 +56,15 @@ def test_another_reports_acceptance_takes_the_place_of_the_benchmarks(
     assert (written["advice"]["off_from"], written["draft"]) == (1, "runs/good/draft")
 
 
+def test_the_draft_of_another_report_is_not_the_benchmarks(
+    serving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.json").write_text(json.dumps({"draft": "d", "offline": {"forecast_per_position": [0.95, 0.9]}}))
+    main(Config(serving=serving, acceptance=tmp_path / "report.json"))
+    _, pasted = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads(pasted)["model"] == "DRAFT"
+
+
 def write_workload(path: Path, *, quoting: bool) -> None:
     text = "the quick brown fox jumps over the lazy dog and runs away from everything that it has ever seen before"
     answer = text if quoting else "zebras xylophones quietly judge my vow of big sphinx waltz nymphs"
