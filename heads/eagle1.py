@@ -122,9 +122,8 @@ class Eagle1(nn.Module):
         Raises: ValueError where a tensor is missing or of another shape, or such a copy is not the target's.
         """
         config = read_config(folder)
-        training = config.get("redraft", {})
-        shape = None if training else LlamaShape.of_head(config, target.config)
-        head = Eagle1(Config(**{k: v for k, v in training.items() if k != "family"}), target, shape)
+        training = {name: value for name, value in config.get("redraft", {}).items() if name != "family"}
+        head = Eagle1(Config(**training), target, LlamaShape.of_head(config, target.config))
         tensors = read_tensors(folder, tensor_files(folder))
         for name, shared_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
             copy_VD = tensors.pop(name, shared_VD)

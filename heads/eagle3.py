@@ -273,8 +273,7 @@ class Eagle3(nn.Module):
         # in the copy's type: an export in bfloat16 rounds the embeddings of a float32 target
         if not torch.equal(embed_VD, target.embed_VD.to(embed_VD)):
             raise ValueError(f"{folder} has embeddings that are not the target's: a leftover, or another target's head")
-        layer = config.get("transformer_layer_config", config)
-        shape = None if "redraft" in config else LlamaShape.of_head(layer, target.config)
+        shape = LlamaShape.of_head(config.get("transformer_layer_config", config), target.config)
         head = Eagle3(_read(config, own_head="lm_head.weight" in tensors), target, draft_ids_W, shape)
         if not head.config.own_head:
             tensors.pop("lm_head.weight", None)

@@ -50,7 +50,7 @@ class LlamaShape:
 
     @staticmethod
     def of_head(layer_config: Mapping[str, Any], target_config: Any) -> LlamaShape:
-        """The shape of a head that others trained, from its own config, as an engine reads it."""
+        """The shape of a trained head, by its own config, as an engine reads it."""
         theirs = LlamaShape.of(LlamaConfig(**layer_config))
         target = LlamaShape.of(target_config)
         shared = {name: getattr(target, name) for name in ("hidden_size", "vocab_size", "max_position_embeddings")}

@@ -147,8 +147,10 @@ def test_the_head_of_others_is_what_its_own_config_says(tmp_path: Path) -> None:
     nested = {"eagle_aux_hidden_state_layer_ids": list(head.aux_layer_ids)}
     path.write_text(json.dumps(config | {"rms_norm_eps": 1e-2, "rope_theta": 4321.0, "eagle_config": nested}))
     theirs = Eagle3.load(tmp_path, Target.of(model))
-    assert (theirs.shape.rms_norm_eps, theirs.shape.rope_parameters["rope_theta"]) == (1e-2, 4321.0)
-    assert theirs.aux_layer_ids == head.aux_layer_ids
+    theirs.export(tmp_path / "trained-further")
+    for loaded in (theirs, Eagle3.load(tmp_path / "trained-further", Target.of(model))):
+        assert (loaded.shape.rms_norm_eps, loaded.shape.rope_parameters["rope_theta"]) == (1e-2, 4321.0)
+        assert loaded.aux_layer_ids == head.aux_layer_ids
 
 
 def test_begun_from_the_last_layer_the_head_holds_that_layer() -> None:
