@@ -10,9 +10,23 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from heads.artifact import MANIFEST, safetensors_header, verify
+
+
+class MiMoConfig(Qwen2Config):  # type: ignore[misc]
+    """MiMo without its MTP layer is a Qwen2, which `transformers` knows and MiMo it does not."""
+
+    model_type = "mimo"
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):  # type: ignore[misc]
+    config_class = MiMoConfig
+
+
+AutoConfig.register("mimo", MiMoConfig)
+AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -23,6 +23,7 @@ from make_heads import (
 from safetensors.torch import load_file
 from torch.nn.functional import embedding
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -34,9 +35,10 @@ from transformers import (
 
 from heads.artifact import MANIFEST
 from heads.attention import KeyCache
+from heads.checkpoint import load_causal_lm
 from heads.mtp import Config, Mtp
 from heads.mtp_folder import as_mimo, stitch
-from heads.mtp_layouts import join_experts, split_experts
+from heads.mtp_layouts import join_experts, layout_of, split_experts
 from heads.target import Target
 from heads.tensors import read_tensors, tensor_files
 
@@ -213,3 +215,14 @@ def test_experts_split_and_join_back() -> None:
     joined = join_experts(split)
     assert joined.keys() == stacked.keys()
     assert all(torch.equal(joined[name], stacked[name]) for name in stacked)
+
+
+def test_a_mimo_opens_as_it_was_released_without_its_own_code(tmp_path: Path) -> None:
+    expected = make_native_target("mimo", tmp_path)
+    path = tmp_path / "mimo/config.json"
+    code = {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "mimo", "auto_map": code}))
+    model = load_causal_lm(tmp_path / "mimo", torch.float32)
+    ids_BT = torch.arange(3, 20)[None]
+    assert torch.equal(model(ids_BT).logits, expected.float()(ids_BT).logits)
+    assert layout_of(AutoConfig.from_pretrained(tmp_path / "mimo")) is layout_of(expected.config)
