@@ -15,6 +15,9 @@ from distill.corpus import stdlib_conversations
 Message = dict[str, str]
 """`role` and `content`."""
 
+TOOL_ROLES = ("tool", "function", "function_call", "observation")
+"""Of calls and of what they return."""
+
 TEXT_ROLE = "text"
 """Role of the only message of a plain document: no chat template, every token of it is a label."""
 
@@ -164,10 +167,10 @@ def _from_rows(rows: Iterable[dict[str, Any]], source: str, domain_column: str |
                 f"{source}, row {number} has no column {domain_column!r}, it has {', '.join(sorted(row))}: "
                 "name the one that holds the domain"
             )
-        if _calls_tools(row):
-            num_with_tools += 1
-            continue
         try:
+            if _calls_tools(row):
+                num_with_tools += 1
+                continue
             conversation: Conversation = {
                 "messages": read(row),
                 "domain": str(row.get(domain_column or "domain") or "all"),
@@ -187,9 +190,6 @@ def _calls_tools(row: dict[str, Any]) -> bool:
     messages = [m for column in ("messages", "conversations") for m in row.get(column) or () if isinstance(m, dict)]
     is_tool = any(m.get("tool_calls") or (m.get("role") or m.get("from")) in TOOL_ROLES for m in messages)
     return bool(row.get("tools")) or is_tool
-
-
-TOOL_ROLES = ("tool", "function", "function_call", "observation")
 
 
 def _reader(columns: set[str], source: str) -> Callable[[dict[str, Any]], list[Message]]:

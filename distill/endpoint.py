@@ -67,12 +67,8 @@ class Endpoint:
         try:
             listed = await asyncio.wait_for(self._request("GET", "/v1/models"), timeout_s)
             return self._model in {None, *(model["id"] for model in listed["data"])}
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-        ):  # a proxy before it may say anything
+        # Whatever a proxy says for a server that starts, no model, or something that is no JSON.
+        except (OSError, ValueError, LookupError, TypeError):
             return False
 
     async def post(self, path: str, **body: Any) -> dict[str, Any]:

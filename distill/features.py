@@ -24,7 +24,7 @@ from distill.endpoint import Endpoint
 from distill.endpoints import Endpoints
 from distill.features_store import StatesLostError, absolute, take_states
 from distill.signals import EndpointTarget, documents
-from heads.checkpoint import model_folder
+from heads.checkpoint import model_folder, register_models
 from heads.draft import Batch, ExactTarget, TargetSignal, label_rows
 from heads.tensors import read_tensors, tensor_files
 
@@ -67,6 +67,7 @@ def load_skeleton(target: str, dtype: torch.dtype | None, device: torch.device) 
     """
     folder = model_folder(target)
     config = AutoConfig.from_pretrained(folder)
+    register_models()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
     wanted = {name for name in model.state_dict() if ".layers." not in name}

@@ -94,14 +94,17 @@ def take_states(url: str, use: Callable[[int, Tensor, Sequence[int]], None], wai
     except OSError as error:
         raise StatesLostError(f"{url} can not be read: {error}") from error
     finally:
-        remove_states(url)
+        _remove(storage, path)
     if crc != description.crc32:
         raise StatesLostError(f"{url} is corrupt: its CRC-32 is {crc:08x}, not {description.crc32:08x}")
 
 
 def remove_states(url: str) -> None:
     """Nothing is left under `url`."""
-    storage, path = fsspec.core.url_to_fs(url)
+    _remove(*fsspec.core.url_to_fs(url))
+
+
+def _remove(storage: Any, path: str) -> None:
     for kind in ("json", "bin"):
         with suppress(FileNotFoundError):
             storage.rm_file(f"{path}.{kind}")

@@ -60,11 +60,10 @@ def _engine(report: Report) -> str:
         for entry in row["by_num_speculative_tokens"]
         if row["domain"] is None and entry["engine"] and entry["forecast"]
     ]
-    entries = [entry for row in report["results"] for entry in row["by_num_speculative_tokens"]]
-    if not compared and any(entry["engine"] for entry in entries):
-        return "This is what a real vLLM counted: there is no forecast to compare it with."
     if not compared:
-        return "No engine was asked: this is forecast."
+        is_served = any(entry["engine"] for row in report["results"] for entry in row["by_num_speculative_tokens"])
+        counted = "This is what a real vLLM counted: there is no forecast to compare it with."
+        return counted if is_served else "No engine was asked: this is forecast."
     if apart := [name for name, engine in compared if engine["parts"]]:
         return f"Forecast and engine part by more than {PARTS:.0%} for {words(apart)}: do not trust either there."
     worst = max(abs(engine["forecast_error"]) for _, engine in compared)

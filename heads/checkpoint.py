@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from heads.artifact import MANIFEST, safetensors_header, verify
 
@@ -21,14 +22,20 @@ class MiMoConfig(Qwen2Config):  # type: ignore[misc]
     model_type = "mimo"
 
 
-class MiMoForCausalLM(Qwen2ForCausalLM):  # type: ignore[misc]
-    config_class = MiMoConfig
-
-
 AutoConfig.register("mimo", MiMoConfig)
-AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@functools.cache
+def register_models() -> None:
+    """Let `AutoModelForCausalLM` know MiMo: once, and not at import, where Qwen2's module takes most of a second."""
+    from transformers import Qwen2ForCausalLM
+
+    class MiMoForCausalLM(Qwen2ForCausalLM):  # type: ignore[misc]
+        config_class = MiMoConfig
+
+    AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
 
 
 def load_causal_lm(name_or_path: str | Path, dtype: torch.dtype | None = None) -> Any:
@@ -39,6 +46,7 @@ def load_causal_lm(name_or_path: str | Path, dtype: torch.dtype | None = None) -
     Raises: FileNotFoundError for a missing or wrong folder; ValueError naming the file that is corrupt, or what lacks.
     """
     check_model_folder(name_or_path)
+    register_models()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             str(name_or_path),

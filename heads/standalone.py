@@ -20,6 +20,9 @@ from heads.checkpoint import load_causal_lm, load_tokenizer
 from heads.draft import Batch, DraftStep, TargetSignal, attention_mask, draw, label_rows
 from heads.tokenizers import check_same_tokenizer, first_difference, fit_vocabulary, transplant_vocabulary
 
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Of layers that read nothing beyond their mask."""
+
 BENDS_LOGITS = (
     "final_logit_softcapping",
     "output_logit_soft_cap",
@@ -161,7 +164,7 @@ def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> Standa
 
     `tokenizer` is the target's; `seed` is of what begins at random.
 
-    Raises: ValueError where the checkpoint's tokenizer is another and no transplant was asked for.
+    Raises: ValueError where the checkpoint's tokenizer is another and no transplant was asked for, or it is recurrent.
     """
     draft = _begun(init, target, tokenizer, seed)
     if recurrent := set(getattr(draft.model.config, "layer_types", None) or ()) - ATTENTION_TYPES:
@@ -170,9 +173,6 @@ def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> Standa
             "one packed document into the next: choose a draft of attention layers alone"
         )
     return draft.float()
-
-
-ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def _begun(init: Init, target: Any, tokenizer: Any, seed: int) -> StandaloneDraft:

@@ -88,7 +88,10 @@ def _likeliest(top: dict[int, float], sampled: int) -> list[tuple[int, float]]:
 CONSTRAINED = (
     "structured_outputs",
     "response_format",
-    *(f"guided_{by}" for by in ("json", "regex", "choice", "grammar")),
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
 )
 """By a grammar; servers of before 2026 call it guided."""
 

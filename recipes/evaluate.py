@@ -127,7 +127,7 @@ def main(cfg: Config) -> None:
     most = max(cfg.num_speculative_tokens)
     drafts = load_drafts(cfg.draft, target, cfg.ngram, cfg.draft_sample_method, most)
     if baseline:
-        counterparts([vars(draft) for draft in drafts], json.loads(json.dumps(settings(cfg))), baseline)
+        counterparts([vars(draft) for draft in drafts], settings(cfg), baseline)
     costs = read_costs(cfg.costs, drafts) if cfg.costs else {}
     if not cfg.engine and (unmeasured := [draft.name for draft in drafts if draft.forecast is None]):
         raise ValueError(f"{unmeasured[0]} is measured in the engine only: leave out --no-engine")

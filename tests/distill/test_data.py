@@ -98,6 +98,7 @@ def test_reasoning_that_a_server_parsed_out_is_put_back() -> None:
         ("", "holds no conversation"),
         ('{"id": 1, "title": "a"}', "has the columns id, title: expected `messages`"),
         ('{"prompt": "a"}\n{"prompt":', "line 2: not JSON"),
+        ('{"messages": 5}', "row 1: not a conversation"),
         ('{"messages": [{"content": "a"}]}', "row 1: not a conversation"),
         ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "row 1: .* content is list, not text"),
         ('{"messages": null}', "row 1: not a conversation"),
