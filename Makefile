@@ -12,42 +12,54 @@ else ifeq ($(ENGINE),cpu)
 export UV_TORCH_BACKEND ?= cpu
 endif
 
-.PHONY: help env demo demo-heads demo-online demo-domains test test-all browser broker check format bench clean
+# OpenMP threads that spin while they wait make training ten times slower beside a busy neighbour (recipes/cli.py).
+export GOMP_SPINCOUNT ?= 0
+
+.PHONY: help env lock demo demo-heads demo-online demo-domains test test-all browser broker check \
+	format bench bench-decisions clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
 env: $(STAMP)  ## create .venv and install everything
 
-$(STAMP): pyproject.toml
+# Every file that is downloaded must have the SHA-256 in the lock, but torch of the CPU build (requirements/lock.sh says why).
+# Nothing is resolved here: a lock that misses a package shows in the tests, not in a silent download.
+LOCKS := requirements/uv.txt requirements/$(ENGINE).txt requirements/torch-cpu.txt
+$(STAMP): pyproject.toml $(LOCKS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet uv
-	@# vLLM's CPU build asks for packages whose CUDA builds break its import: keep them out.
-	@if [ $(ENGINE) = cpu ]; then for p in torchvision torchaudio torchcodec triton; do \
-		echo "$$p ; sys_platform == 'never'"; done > .venv/overrides.txt; else : > .venv/overrides.txt; fi
+	$(BIN)/pip install --quiet --require-hashes -r requirements/uv.txt
 	@# Bytecode once, here: an engine is three processes that import vLLM, and where PYTHONDONTWRITEBYTECODE is set (as
 	@# in many containers) each of them would compile it from source again.
-	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode --overrides .venv/overrides.txt \
-		-e '.[$(ENGINE),deepspeed,report,wandb,nats,domains,dev]'
+	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode --no-deps --require-hashes -r requirements/$(ENGINE).txt
+	@[ $(ENGINE) != cpu ] || \
+		VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --compile-bytecode --no-deps -r requirements/torch-cpu.txt
+	VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
+
+lock:  ## write requirements/*.txt again from pyproject.toml; UPGRADE=1: with the newest versions
+	test -x $(BIN)/uv || { $(PYTHON) -m venv .venv && $(BIN)/pip install --quiet uv; }
+	UPGRADE=$(UPGRADE) bash requirements/lock.sh
 
 demo: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write outputs/demo/report.html
 	$(BIN)/python recipes/distill_llama3b.py --preset demo --overwrite
 
 demo-heads: $(STAMP)  ## train every family of heads, serve each in a real vLLM, write outputs/demo-heads/report.html
-	$(BIN)/python recipes/demo_heads.py --overwrite
+	$(BIN)/python recipes/demo/heads.py --overwrite
 
 demo-online: $(STAMP)  ## shift traffic under two real servers and let the learner follow, write outputs/demo-online
-	$(BIN)/python recipes/demo_online.py --overwrite
+	$(BIN)/python recipes/demo/online.py --overwrite
 
 demo-domains: $(STAMP)  ## a draft per domain behind a router against one shared draft, write outputs/demo-domains
-	$(BIN)/python recipes/demo_domains.py --overwrite
+	$(BIN)/python recipes/demo/domains.py --overwrite
 
+# Two workers: one for the tests with an engine, whose worker process computes on one core, and one for all others
+# (tests/conftest.py). OpenMP threads that wait for work spin, and take the neighbour's core: one thread each.
 test: $(STAMP) browser broker  ## the quick tests, with the real engine, a real browser and a real NATS server
-	$(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2
 
 test-all: $(STAMP) browser broker  ## these and the slow ones
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 browser:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] \
@@ -59,11 +71,12 @@ broker:
 		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -yqq nats-server >/dev/null; } \
 		|| echo "no nats-server here: the tests of the ingest log will be skipped (Debian: apt-get install nats-server)"
 
-check: $(STAMP)  ## format, lint, types, layers
+check: $(STAMP)  ## format, lint, types, layers, plain English
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/prose.py
 
 format: $(STAMP)  ## format and fix what can be fixed
 	$(BIN)/ruff format .
@@ -73,7 +86,10 @@ bench: $(STAMP)  ## speed and memory, as ratios of one interleaved run; is what 
 	$(BIN)/redraft bench-training
 	$(BIN)/redraft bench-advice
 	$(BIN)/redraft bench-ingest
-	$(BIN)/redraft bench-router
+	$(BIN)/redraft bench-router --streams 600
+
+bench-decisions: $(STAMP)  ## how often are gate, canary, --baseline and intervals wrong? By simulation, in a minute
+	$(BIN)/redraft bench-decisions
 
 clean:  ## remove the environment and outputs
-	rm -rf .venv outputs
+	rm -rf .venv .venv-floors outputs

@@ -1,11 +1,13 @@
-"""One run of a head's recipe: what is the same whatever the head.
+"""The parts of a head's recipe shared by all families.
 
-HeadConfig   the flags that every head's recipe has
+HeadConfig   flags of every head's recipe
+DEMO         settings of every head's `--preset demo`
 HeadRun      target, data and folder of a run;  forecast -> train -> publish -> prove, in this order
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 from collections.abc import Callable, Mapping
@@ -14,40 +16,41 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig
+from torch import nn
 
-from distill.loop import Loop, Trained, make_accelerator, train
-from distill.losses import Divergence
-from distill.prove import (
+from redraft.distill.inputs import Data, Signal, live_signal, load_data, load_target, target_signal
+from redraft.distill.loss.divergences import Divergence
+from redraft.distill.prove import (
     EngineProof,
-    Judge,
+    Forecaster,
     Prove,
     check_num_tokens,
-    export_draft,
     leave_gpu,
     prove_by_reference,
     prove_in_engine,
+    publish_draft,
     report,
 )
-from distill.ranks import leave
-from distill.run import Run
-from distill.setup import Data, Signal, live_signal, load_data, load_target, target_signal
-from distill.train import Distillation, Optim
-from eval.forecast import Forecast
-from heads.artifact import publish
-from heads.checkpoint import check_model_folder, model_folder
-from heads.families import family, require_head
-from heads.standalone import StandaloneDraft
-from heads.target import Target
+from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, train
+from redraft.distill.train.ranks import leave
+from redraft.distill.train.run import Run
+from redraft.distill.train.step import Distillation, Optim
+from redraft.eval.forecast.greedy import Forecast
+from redraft.heads.catalog import find_family, require_head
+from redraft.heads.families.standalone import StandaloneDraft
+from redraft.heads.files.artifact import publish
+from redraft.heads.files.checkpoint import load_text_config
+from redraft.heads.files.folder import check_model_folder, model_folder
+from redraft.heads.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
     target: str = "meta-llama/Llama-3.1-8B-Instruct"
-    """Folder or hub name of the model whose server is to be sped up."""
+    """Model on your server, for the head to speed up: a folder or a hub name."""
     start_from: Path | None = None
-    """Begin as this exported head of the same family and target, and with its options in place of `head`."""
+    """Continue training this exported head instead of a new one. It must be of the same family and target; the
+    options in it replace those of --head."""
     data: Data = field(default_factory=Data)
     signal: Signal = field(default_factory=Signal)
     divergence: Divergence = field(default_factory=Divergence)
@@ -55,80 +58,80 @@ class HeadConfig:
     loop: Loop = field(default_factory=Loop)
     prove: Prove = field(default_factory=Prove)
     output: Path = Path("outputs/head")
-    """Folder of the run: config, metrics, checkpoints, the exported draft, the report."""
+    """Folder of the run. It receives the config, metrics, checkpoints, the exported draft and the report."""
     resume: bool = False
-    """Go on with the run in `output`."""
+    """Continue the run in --output from the newest checkpoint."""
     overwrite: bool = False
-    """Replace the run in `output`."""
+    """Delete the run in --output and start again."""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """Unset: what the accelerate config says."""
+    """Precision of training; by default as `accelerate config` says. bf16 keeps the weights in float32."""
     wandb: str | None = None
-    """Project to log to; offline where nobody is logged in."""
+    """Weights & Biases project to log to; by default none. Without a login the log is kept offline."""
+
+
+DEMO: dict[str, Any] = {
+    "target": "tests/assets/tiny-target",
+    "data": Data(source="stdlib", held_out=0.05, max_prompt_tokens=512),
+    "divergence": Divergence(name="forward_kl"),
+    "optim": Optim(lr=2e-3),
+    "loop": Loop(steps=64, batch_size=4, sequence_length=1024, eval_every=16, eval_batches=1, save_every=64),
+    "prove": Prove(num_speculative_tokens=3),
+    "mixed_precision": "bf16",
+}
+"""Fields of a `HeadConfig` for a run of minutes on two CPU cores. All families share them, so the results compare."""
 
 
 def target_config(name: str) -> Any:
-    """The config of a target's text model, without its weights.
+    """The config of a target's text model, without the weights.
 
-    Raises: FileNotFoundError or ValueError where there is no such model.
+    Raises: FileNotFoundError or ValueError if there is no such model.
     """
     check_model_folder(name)
-    return AutoConfig.from_pretrained(name).get_text_config()
-
-
-MakeHead = Callable[[], nn.Module]
-Export = Callable[[Any, Path], None]
-"""Writes a head into a folder as the engine loads it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainedHead:
-    make: MakeHead
-    start: Path | None
-    distillation: Distillation
-    cost: Trained
+    return load_text_config(name)
 
 
 class HeadRun:
-    """Target, data and folder of a run, and the stations that every head passes."""
+    """The target, the data and the folder of a run, and the steps of every head."""
 
     def __init__(
         self, cfg: HeadConfig, name: str, num_steps: int, convert: Callable[[Path, Path], None] | None = None
     ) -> None:
-        """`name`: the family; `num_steps`: the draft tokens that the head learns; `convert`: puts the target, given
-        its folder and one to write, into a layout that has room for the head.
+        """`name` is the family and `num_steps` the number of draft tokens to learn. `convert(source, folder)` rewrites
+        the target into a layout with room for the head, if the target's has none.
 
-        Raises: ValueError, FileNotFoundError where the flags do not fit the target, before any work.
+        Torch's random state is seeded at the end, so a head made next starts the same in every run.
+
+        Raises: ValueError or FileNotFoundError if the flags do not fit the target, before any work.
         """
         check_num_tokens(cfg.prove.num_speculative_tokens, num_steps)
         if cfg.loop.on_policy and cfg.signal.kind != "model":
             raise ValueError("only a target in this process writes text to learn on: --signal.kind model")
         if cfg.start_from is not None:
             require_head(cfg.start_from, name, model_folder(cfg.target))
-        self.cfg, self.family, self.started = cfg, family(name), time.perf_counter()
+        self.cfg, self.family, self.started = cfg, find_family(name), time.perf_counter()
         self.accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb)
         self.run = Run.open(cfg.output, asdict(cfg), self.accelerator, resume=cfg.resume, overwrite=cfg.overwrite)
-        self.target_name = cfg.target if convert is None else str(self._converted(convert))
+        self.target_name = cfg.target if convert is None else str(self._convert_target(convert))
         self.model, self.tokenizer = load_target(self.target_name, cfg.signal, self.accelerator.device)
-        self.target = Target.of(self.model)
-        self.data = load_data(cfg.data, cfg.target, self.tokenizer, cfg.loop)
+        self.target = Target.from_model(self.model)
+        self.data = load_data(cfg.data, cfg.target, self.tokenizer, cfg.loop, self.run.date)
+        torch.manual_seed(cfg.loop.seed)
 
-    def _converted(self, convert: Callable[[Path, Path], None]) -> Path:
+    def _convert_target(self, convert: Callable[[Path, Path], None]) -> Path:
         folder = self.run.folder / "target"
         if self.accelerator.is_main_process and not folder.exists():
             publish(folder, lambda partial: convert(model_folder(self.cfg.target), partial), {"from": self.cfg.target})
         self.accelerator.wait_for_everyone()
         return folder
 
-    def new(self, make: MakeHead, start: Path | None = None) -> Any:
-        """An untrained head, the same one at every call; or an exported one: `start`, or the flags' `start_from`."""
-        torch.manual_seed(self.cfg.loop.seed)
-        start = start or self.cfg.start_from
-        return self.family.head.load(start, self.target) if start else make()
+    def load(self, folder: Path) -> Any:
+        """The exported head in `folder`, on this run's target."""
+        return self.family.load(folder, lambda: self.target)
 
     def last_layer(self) -> tuple[nn.Module, nn.Module]:
-        """The target's last decoder layer and its final norm, for a head to begin as.
+        """The target's last decoder layer and final norm, to initialise a head with.
 
-        Raises: ValueError where their weights are not here.
+        Raises: ValueError if the weights are on another machine.
         """
         layer, norm = self.model.base_model.layers[-1], self.model.base_model.norm
         if next(layer.parameters()).is_meta:
@@ -136,82 +139,88 @@ class HeadRun:
         return layer, norm
 
     @functools.cached_property
-    def judge(self) -> Judge:
+    def forecaster(self) -> Forecaster:
         signal = live_signal(self.cfg.signal, self.model, ())
-        return Judge(self.cfg.prove, self.cfg.target, self.model, signal, self.data, self.run)
+        return Forecaster(self.cfg.prove, self.cfg.target, self.model, signal, self.data, self.run)
 
     def forecast(self, head: Any) -> Forecast | None:
-        """What an engine would accept of the head, in the type that it serves it in; None but on the main process."""
+        """Expected acceptance of the head in the engine's dtype, on the main process; None on the others. The head
+        itself stays as it is."""
         if not self.accelerator.is_main_process:
             return None
         signal = live_signal(self.cfg.signal, self.model, head.aux_layer_ids)
-        return self.judge.forecast(head.to(self.target.head_VD.dtype), signal)
+        return self.forecaster.forecast(self._copy(head).to(self.target.head_VD.dtype), signal)
+
+    def _copy(self, head: Any) -> Any:
+        shared = (self.target.embed_VD, self.target.head_VD)  # gigabytes, which a head reads and never changes
+        return copy.deepcopy(head, {id(tensor): tensor for tensor in shared})
 
     def train(
-        self,
-        make: MakeHead,
-        *,
-        divergence: Divergence | None = None,
-        loop: Loop | None = None,
-        stage: str | None = None,
-        start: Path | None = None,
-    ) -> TrainedHead:
-        """A head trained as the flags say; in a `stage` before that by another divergence and loop, in a folder of its
-        own; from `start`, what an earlier stage published."""
-        cfg, loop, head = self.cfg, loop or self.cfg.loop, self.new(make, start)
-        run = self.run.beside(stage) if stage else self.run
+        self, head: Any, *, divergence: Divergence | None = None, loop: Loop | None = None, stage: str | None = None
+    ) -> tuple[Any, TrainingCost]:
+        """Train `head` (`distill.train.loop.train`) and return it with trained weights, and the cost.
+
+        `divergence` and `loop` replace those of the flags. A `stage` before the main training has separate
+        checkpoints and metrics, in a folder of this name.
+
+        The returned head is whole even if the ranks shared it in training; on all but the main process it is None.
+        """
+        cfg, loop, run = self.cfg, loop or self.cfg.loop, self.run.beside(stage) if stage else self.run
+        whole = self._copy(head) if self.accelerator.is_main_process else None
         signal = target_signal(
             cfg.signal, self.model, self.target_name, self.data, run.folder, self.accelerator, head.aux_layer_ids
         )
         distillation = Distillation(head, signal, divergence or cfg.divergence, cfg.optim, loop.steps, self.accelerator)
         writer = StandaloneDraft(self.model) if loop.on_policy else None
         cost = train(distillation, self.data, run, loop, cfg.prove.num_speculative_tokens, writer)
-        return TrainedHead(make=make, start=start, distillation=distillation, cost=cost)
+        weights = distillation.weights()
+        if whole is not None:
+            whole.load_state_dict(weights)
+        distillation.close()
+        return whole, cost
 
-    def publish(self, trained: TrainedHead, export: Export, name: str = "draft") -> Path:
-        """The published folder `name` of the run, and the accelerator free for another stage."""
+    def publish(self, write: Callable[[Path], None], name: str = "draft") -> Path:
+        """Publish the files written by `write(folder)`, with a provenance, as the folder `name` of the run.
 
-        def write(weights: Mapping[str, Tensor], folder: Path) -> None:
-            head = self.new(trained.make, trained.start)  # whole, where the trained one is sharded
-            head.load_state_dict(weights)
-            export(head, folder)
-
-        folder = export_draft(trained.distillation, self.run, self.data, self.cfg.target, write, name)
-        trained.distillation.close()
-        return folder
+        The main process writes, the others wait for it.
+        """
+        return publish_draft(self.run, self.data, self.cfg.target, write, name)
 
     def prove(
         self,
         before: Forecast | None,
-        trained: TrainedHead,
         draft: Path,
+        cost: TrainingCost,
         speculative: Mapping[str, Any] | None,
         served: Path | None = None,
     ) -> None:
-        """Report what the published draft is worth; `speculative` and `served` as for `prove_in_engine`, None where
-        the reference decoder stands in for it."""
-        cfg = self.cfg
+        """Forecast the published draft, serve it, write the report, and end this rank's part of the launch.
+
+        `before` is the forecast before training. `speculative` and `served` are those of `prove_in_engine`; without
+        `speculative`, the reference decoder takes vLLM's place.
+        """
         if before is not None:
-            head = self.family.head.load(draft, self.target)
+            head = self.load(draft).to(self.target.head_VD.dtype)
             after = self.forecast(head)
             assert after is not None, "the main process"
-            engine = self._proof(head, speculative, served) if cfg.prove.engine else None
+            engine = self._serve(head, speculative, served) if self.cfg.prove.engine else None
             page = report(
                 self.run,
-                target=cfg.target,
+                target=self.cfg.target,
                 before=before,
                 after=after,
                 ce_baseline=None,
                 engine=engine,
-                trained=trained.cost,
+                cost=cost,
                 started=self.started,
             )
             print(f"draft: {draft}\nreport: {page}")
         leave(self.accelerator)
 
-    def _proof(self, head: Any, speculative: Mapping[str, Any] | None, served: Path | None) -> EngineProof:
+    def _serve(self, head: Any, speculative: Mapping[str, Any] | None, served: Path | None) -> EngineProof:
         cfg = self.cfg.prove
         if speculative is None:
-            return prove_by_reference(cfg, self.model, head, self.judge.continuations)
+            head = head.to(self.forecaster.device).eval()
+            return prove_by_reference(cfg, self.model, head, self.forecaster.continuations)
         leave_gpu(self.model, head)
         return prove_in_engine(cfg, self.cfg.target, speculative, self.data.prompts, self.run.folder, served)

@@ -1,4 +1,4 @@
-"""The proof of a trained draft: exported, forecast on held-out prompts, served by a real vLLM with and without it."""
+"""The proof of a trained draft: export it, forecast it on held-out prompts, serve it in a real vLLM, and report."""
 
 from __future__ import annotations
 
@@ -10,47 +10,68 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
-from torch import Tensor, nn
+import tyro
+from torch import nn
 
-from distill.label_probe import label_probe
-from distill.loop import LoadedData, Trained
-from distill.run import Run
-from distill.signals import EndpointTarget
-from distill.train import Distillation
-from eval.engine import Lossless, Measurement, compare_lossless, measure, vllm_server
-from eval.forecast import Continuation, Forecast, SignalFunction, cut_continuation, forecast, greedy_continuations
-from eval.kept import kept
-from eval.prompts import Prompt
-from eval.reference import measure_by_reference
-from eval.report import domain_section, engine_section, environment, offline_section, served_on, write_report
-from heads.artifact import fingerprint, publish
-from heads.checkpoint import load_causal_lm, load_tokenizer, model_folder
-from heads.draft import Draft
+from redraft.distill.doctor.label_probe import label_probe
+from redraft.distill.signal.sources import EndpointTarget
+from redraft.distill.train.loop import LoadedData, TrainingCost
+from redraft.distill.train.run import Run
+from redraft.eval.engine.lossless import Lossless, compare_lossless
+from redraft.eval.engine.measure import Measurement, measure
+from redraft.eval.engine.server import vllm_server
+from redraft.eval.forecast.greedy import (
+    Continuation,
+    Forecast,
+    SignalFunction,
+    cut_continuation,
+    forecast,
+    greedy_continuations,
+)
+from redraft.eval.forecast.reference import measure_by_reference
+from redraft.eval.machine import engine_environment, environment
+from redraft.eval.prompts import Prompt
+from redraft.eval.report.page import (
+    domain_section,
+    engine_section,
+    offline_section,
+    write_report,
+)
+from redraft.heads.draft import Draft
+from redraft.heads.files.artifact import fingerprint, publish
+from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
+from redraft.heads.files.folder import model_folder
+from redraft.heads.files.kept import compute_once
 
 MAX_DRAFT_TOKENS = 128
-"""What vLLM's rejection sampler takes of one request in one step."""
+"""Limit of vLLM's rejection sampler on the draft tokens of one request in one step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prove:
+    """Evaluation of the trained draft: a forecast, then a real vLLM with and without it."""
+
     engine: bool = True
-    """Serve the draft in a real vLLM beside its target, and serve the target alone, when training is done."""
+    """After training, serve the target in a real vLLM with the draft and without it, and compare their speed and
+    answers. Without this, the report holds only the forecast."""
     ce_baseline: bool = False
-    """Train the same draft with plain cross-entropy on the text for as many steps, to compare with."""
+    """Also train the same draft by plain cross-entropy on the text, for as many steps, to compare with. Doubles the
+    training time; only `redraft distill` does it."""
     num_speculative_tokens: int = 4
-    """Tokens drafted at a time, in held-out metrics, forecast and engine."""
+    """Draft tokens per step in held-out metrics, forecast and engine. A head cannot draft more than it was trained
+    for."""
     max_tokens: int = 128
-    """Longest answer to a held-out prompt."""
+    """Longest answer to a held-out prompt, in tokens."""
     concurrency: int = 4
-    """Requests the engine serves at a time."""
-    engine_args: tuple[str, ...] = ()
-    """Passed through to vLLM, e.g. --tensor-parallel-size 8."""
+    """Number of requests in flight at once."""
+    engine_args: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Argument for vLLM, after an equals sign: --prove.engine-args=--tensor-parallel-size=8. Once for each argument."""
     reference: Path | None = None
-    """Folder that keeps what depends on target and prompts alone (its answers, the engine's measurement without a
-    draft) for several runs to share; unset: the run's own."""
+    """Folder for several runs to share results that depend only on the target and the prompts: the target's answers,
+    and the engine's speed without a draft. By default, --output."""
 
     def __post_init__(self) -> None:
         for name in ("num_speculative_tokens", "max_tokens", "concurrency"):
@@ -58,14 +79,14 @@ class Prove:
                 raise ValueError(f"--prove.{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
 
 
-class Judge:
-    """Forecasts drafts on held-out prompts, which the target answers once."""
+class Forecaster:
+    """Forecasts the acceptance of drafts on held-out prompts. The target answers the prompts once."""
 
     def __init__(self, cfg: Prove, name: str, target: Any, signal: SignalFunction, data: LoadedData, run: Run) -> None:
-        """`name`: the folder or hub name of `target`; `signal` is what the drafts are forecast with."""
+        """`name` is the folder or hub name of `target`; `signal` gives the target's distribution to most drafts."""
         self.cfg, self.signal = cfg, signal
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.continuations = kept(
+        self.continuations = compute_once(
             cfg.reference or run.folder,
             "answers",
             [fingerprint(model_folder(name)), data.prompts, cfg.max_tokens, cfg.num_speculative_tokens, data.end_ids],
@@ -74,6 +95,7 @@ class Judge:
         )
 
     def _answers(self, target: Any, prompts: Sequence[Prompt], end_ids: Sequence[int]) -> list[Continuation]:
+        # A draft step at the last token of an answer still proposes up to this many tokens after it.
         beyond = self.cfg.num_speculative_tokens - 1
         if isinstance(self.signal, EndpointTarget):  # the target is on the server only
             texts = self.signal.greedy([prompt.token_ids for prompt in prompts], self.cfg.max_tokens + beyond)
@@ -90,7 +112,7 @@ class Judge:
         )
 
     def forecast(self, draft: nn.Module, signal: SignalFunction | None = None) -> Forecast:
-        """`signal`: where the draft reads more of the target than others do."""
+        """The draft's forecast; `signal` replaces the usual one for a draft with further inputs from the target."""
         draft.to(self.device).eval()
         return forecast(
             cast(Draft, draft),
@@ -102,9 +124,9 @@ class Judge:
 
 
 def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
-    """Return where an engine can serve a head of `num_steps` draft steps with so many tokens.
+    """Check the number of draft tokens against a head of `num_steps` draft steps and against vLLM.
 
-    Raises: ValueError.
+    Raises: ValueError if either allows fewer.
     """
     if num_steps > MAX_DRAFT_TOKENS:
         raise ValueError(f"a head of {num_steps} draft steps: vLLM verifies at most {MAX_DRAFT_TOKENS} draft tokens")
@@ -115,30 +137,27 @@ def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
         )
 
 
-Write = Callable[[Mapping[str, Tensor], Path], None]
-"""Writes a draft's weights, whole, into a folder as the engine loads them."""
+def publish_draft(run: Run, data: LoadedData, target: str, write: Callable[[Path], None], name: str = "draft") -> Path:
+    """Publish the files written by `write(folder)`, with a provenance, as the folder `name` of the run.
 
-
-def export_draft(
-    distillation: Distillation, run: Run, data: LoadedData, target: str, write: Write, name: str = "draft"
-) -> Path:
-    """The published folder `name` of the run: what `write` made of the draft's weights, with its provenance."""
+    The main process writes; the others wait for it.
+    """
     folder = run.folder / name
-    weights = distillation.weights()
-    if distillation.accelerator.is_main_process:
+    if run.accelerator.is_main_process:
         provenance = {
             "command": sys.argv,
             "config": run.config,
             "data_hash": data.hash,
             "data": str(data.stats),
+            "date": data.date.isoformat(),
             "target": target,
             "target_fingerprint": fingerprint(model_folder(target)),
             "label_probe": label_probe(load_tokenizer(target)),
             "metrics": run.metrics[-2:],
             "environment": environment(),
         }
-        publish(folder, lambda partial: write(weights, partial), provenance, overwrite=True)
-    distillation.accelerator.wait_for_everyone()
+        publish(folder, write, provenance, overwrite=True)
+    run.accelerator.wait_for_everyone()
     return folder
 
 
@@ -148,11 +167,11 @@ class EngineProof:
     without_draft: Measurement
     lossless: Lossless
     decoder: str = "a real vLLM"
-    """What served the draft."""
+    """Name of the decoder in the report's text."""
 
 
 def leave_gpu(*models: nn.Module) -> None:
-    """Take these to the CPU: the engine wants the GPU for itself. What is on `meta` stays there."""
+    """Move these models to the CPU, because vLLM takes the whole GPU. Tensors on `meta` have no data to move."""
     for tensor in itertools.chain.from_iterable((*model.parameters(), *model.buffers()) for model in models):
         if not tensor.is_meta:
             tensor.data = tensor.data.cpu()
@@ -168,12 +187,12 @@ def prove_in_engine(
     folder: Path,
     served: str | Path | None = None,
 ) -> EngineProof:
-    """The same prompts at temperature 0 through a vLLM with the draft and one without; logs go to `folder`.
+    """Send the same prompts at temperature 0 to a vLLM with the draft and to one without; logs go to `folder`.
 
-    `speculative`: vLLM's speculative config but for the number of tokens. `served`: the folder that is served with the
-    draft where it is not the target's own, because the draft's tensors lie in it.
+    `speculative` is vLLM's speculative config without the number of tokens. `served` is the folder to serve with the
+    draft if the draft's tensors are inside a copy of the target (MTP); by default, the target itself.
 
-    Raises: ChildProcessError with the engine's own message; ConnectionError.
+    Raises: ChildProcessError with the engine's message; ConnectionError.
     """
 
     def measured(name: str, model: str | Path, config: Mapping[str, Any] | None) -> Measurement:
@@ -189,22 +208,29 @@ def prove_in_engine(
     with_draft = measured(
         "with", served or target, {**speculative, "num_speculative_tokens": cfg.num_speculative_tokens}
     )
-    without_draft = kept(
+    without_draft = compute_once(
         cfg.reference or folder,
         "without-draft",
-        [fingerprint(model_folder(target)), prompts, cfg.max_tokens, cfg.concurrency, cfg.engine_args, served_on()],
+        [
+            fingerprint(model_folder(target)),
+            prompts,
+            cfg.max_tokens,
+            cfg.concurrency,
+            cfg.engine_args,
+            engine_environment(),
+        ],
         Measurement,
         lambda: measured("without", target, None),
     )
     return EngineProof(
         with_draft=with_draft,
         without_draft=without_draft,
-        lossless=compare_lossless(with_draft, without_draft, _logits_of(target)),
+        lossless=compare_lossless(with_draft, without_draft, _make_logits(target)),
     )
 
 
 def prove_by_reference(cfg: Prove, model: Any, head: Any, continuations: Sequence[Continuation]) -> EngineProof:
-    """The same in this process, for a head that vLLM has no proposer for."""
+    """`prove_in_engine` in this process, for a head without a proposer in vLLM."""
     with_draft, without_draft = (
         measure_by_reference(model, draft, continuations, cfg.num_speculative_tokens) for draft in (head, None)
     )
@@ -212,12 +238,15 @@ def prove_by_reference(cfg: Prove, model: Any, head: Any, continuations: Sequenc
         with_draft=with_draft,
         without_draft=without_draft,
         lossless=compare_lossless(with_draft, without_draft),
-        decoder="the reference decoder, for vLLM has no proposer for this head,",
+        decoder="the reference decoder (vLLM has no proposer for this head)",
     )
 
 
-def _logits_of(target: str) -> Callable[[Sequence[int]], torch.Tensor]:
-    """The target's next-token logits; loaded only when two outputs differ and a tie has to be told from an error."""
+def _make_logits(target: str) -> Callable[[Sequence[int]], torch.Tensor]:
+    """A function that returns the target's next-token logits, [V].
+
+    It loads the target at the first call: only if two outputs differ, and a tie has to be told from an error.
+    """
     load = functools.cache(lambda: load_causal_lm(target, torch.float32))
 
     @torch.no_grad()
@@ -236,17 +265,17 @@ def report(
     after: Forecast,
     ce_baseline: Forecast | None,
     engine: EngineProof | None,
-    trained: Trained,
+    cost: TrainingCost,
     started: float,
 ) -> Path:
-    """Write report.json and report.html into the run's folder; the path of the latter."""
+    """Write report.json and report.html into the run's folder, and return the path of report.html."""
     sections: dict[str, Any] = {
         "target": target,
         "draft": str(run.folder / "draft"),
         "command": shlex.join(sys.argv),
         "offline": offline_section(before=before, after=after, ce_baseline=ce_baseline),
         "by_domain": domain_section(after, engine.with_draft if engine else None),
-        "train": vars(trained),
+        "train": vars(cost),
         "curves": run.metrics,
         "environment": environment(),
         "duration_s": round(time.perf_counter() - started, 1),

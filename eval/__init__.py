@@ -1,1 +1,1 @@
-"""The only definitions of acceptance, and what is measured with them: forecast, engine, report."""
+"""The definitions of acceptance, and the measurements built on them: forecast, engine, serving, parity, report."""

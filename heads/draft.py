@@ -1,18 +1,27 @@
-"""What every draft family shares: a batch, the target's signal on it, and the draft steps that training sums over.
+"""The interface of all draft families: a batch, the target's signal on it, and the draft steps summed by training.
 
 B = batch, T = tokens, V = target vocabulary, W = draft vocabulary, D = hidden, L = auxiliary layers,
 K = kept top-k ids.
 
-Row t of anything that predicts is what is known after tokens x[0..t]; the target's row t is its distribution of x[t+1].
+Row t always stands for everything known after tokens x[0..t]. The target's row t is its distribution of x[t+1].
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from redraft.heads.target import Target
+
+Tokens = Sequence[int] | NDArray[Any] | Tensor
+"""One value per token of a document."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +31,59 @@ class Batch:
     input_ids_BT: Tensor
     """int64; padding holds any valid id."""
     loss_mask_BT: Tensor
-    """bool; token t is a label (text the assistant wrote), so the row that learns from it is t - 1."""
+    """bool; True if token t is a label, i.e. text of the assistant. Row t - 1 learns from it."""
     document_BT: Tensor
-    """int64, which of the row's documents a token belongs to, ascending from 0; -1 on padding."""
+    """int64, index of the token's document within the row, ascending from 0; -1 on padding."""
     position_ids_BT: Tensor
     """int64, from 0 in every document."""
+
+    @staticmethod
+    def packed(
+        rows: Sequence[Sequence[tuple[Tokens, Tokens]]],
+        *,
+        width: int,
+        pad_id: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> Batch:
+        """The documents of each row, as (token ids, loss mask), laid end to end and padded on the right to `width`."""
+        ids_BT = torch.full((len(rows), width), pad_id)
+        mask_BT = torch.zeros((len(rows), width), dtype=torch.bool)
+        document_BT = torch.full((len(rows), width), -1)
+        position_BT = torch.zeros((len(rows), width), dtype=torch.long)
+        for b, row in enumerate(rows):
+            end = 0
+            for document, (ids_T, mask_T) in enumerate(row):
+                start, end = end, end + len(ids_T)
+                ids_BT[b, start:end] = torch.as_tensor(ids_T)
+                mask_BT[b, start:end] = torch.as_tensor(mask_T)
+                document_BT[b, start:end] = document
+                position_BT[b, start:end] = torch.arange(end - start)
+        return Batch(
+            input_ids_BT=ids_BT.to(device),
+            loss_mask_BT=mask_BT.to(device),
+            document_BT=document_BT.to(device),
+            position_ids_BT=position_BT.to(device),
+        )
+
+    @staticmethod
+    def padded(
+        texts: Sequence[Tokens],
+        num_prompt_tokens: int | Sequence[int] = 0,
+        *,
+        pad_id: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> Batch:
+        """One document per row, padded on the right to the longest; the tokens after the prompt are labels.
+
+        Args:
+            texts: The token ids of each row.
+            num_prompt_tokens: Length of each row's prompt, or one length for all rows.
+        """
+        if isinstance(num_prompt_tokens, int):
+            num_prompt_tokens = [num_prompt_tokens] * len(texts)
+        pairs = zip(texts, num_prompt_tokens, strict=True)
+        rows = [[(text, torch.arange(len(text)) >= num_prompt)] for text, num_prompt in pairs]
+        return Batch.packed(rows, width=max(map(len, texts)), pad_id=pad_id, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,66 +91,154 @@ class ExactTarget:
     """The target's whole distribution at every row: p = softmax(head @ hidden)."""
 
     hidden_BTD: Tensor
-    """After the final norm, exactly what the target's head reads."""
+    """After the final norm, exactly the input of the target's head."""
     head_VD: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopKTarget:
-    """The target's largest probabilities at every row; what is missing from 1 is one tail bucket."""
+    """The target's largest probabilities at every row; the rest of the probability is one tail bucket."""
 
     ids_BTK: Tensor
-    """int64, distinct within a row; a row that was not recorded (it labels nothing) holds -1."""
+    """int64, distinct within a row. -1 in a row without a record, i.e. without a label."""
     log_probs_BTK: Tensor
     """float32, natural logarithms under the full softmax at temperature 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSignal:
-    """What a draft may learn from at each row."""
+    """Everything for a draft to learn from at each row."""
 
     distribution: ExactTarget | TopKTarget
     aux_BTLD: Tensor | None = None
     """Residual stream after the layers the head asked for, ascending (k = after k layers, before any final norm)."""
     hidden_BTD: Tensor | None = None
-    """After the final norm, for heads that read it, where `distribution` is a `TopKTarget` and so does not hold it."""
+    """After the final norm, for heads that read it. Only beside a `TopKTarget`: an `ExactTarget` holds it already."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftStep:
     """One draft step over a batch: row t of `hidden` predicts what the target's row t + shift predicts.
 
-    So a standalone draft has one step of shift 0, the first EAGLE step has shift 1, Medusa's head i has shift i.
+    A standalone draft has one step of shift 0. The first step of a head has shift 1, the second shift 2.
     """
 
     hidden_BTD: Tensor
-    """What the draft's head reads (after the draft's own final norm where it has one)."""
+    """Input of the draft's head, after the draft's final norm if it has one."""
     head_WD: Tensor
     shift: int
     mask_BT: Tensor
-    """bool, draft rows that train: x[t + 1 + shift] is a label, and of the same document as row t."""
+    """bool, the rows to train: x[t + 1 + shift] is a label and belongs to the same document as row t."""
     weight: float = 1.0
     draft_ids_W: Tensor | None = None
-    """int64, the target id of every draft id, ascending, where the draft vocabulary is reduced."""
+    """int64, the target id of every draft id, ascending; None if the draft has the target's whole vocabulary."""
     extra_loss_BT: Tensor | None = None
     """A further unreduced loss per row (EAGLE-1's feature regression); masked and weighted like the divergence."""
 
 
+Drafted = list[tuple[int, Tensor]]
+"""Draft tokens in order, each with the distribution q [V] it was drawn from (one-hot at temperature 0)."""
+
+
 class Draft(Protocol):
-    """A draft family's module, as training and evaluation see it (an `nn.Module` besides)."""
+    """The module of a draft family. Training, forecast, doctor and learner use these members and no others.
+
+    Every draft is also an `nn.Module`, to which the last three methods belong.
+    """
 
     is_autoregressive: bool
-    """True where one step serves for all: the j-th draft token is predicted by the step-0 row j further on."""
+    """One step serves for all: the row of step 0 that is j rows further on predicts the j-th draft token."""
 
-    def draft_steps(self, batch: Batch, signal: TargetSignal) -> list[DraftStep]:
-        """Teacher-forced draft steps, the first draft token's first."""
+    aux_layer_ids: tuple[int, ...]
+    """The target layers whose residual stream it reads, ascending; they become `TargetSignal.aux_BTLD`."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The most tokens it can propose; None for any number."""
         ...
+
+    @property
+    def engine_output(self) -> int:
+        """Which output of vLLM's drafter is `DraftStep.hidden_BTD`, counted from 0."""
+        ...
+
+    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
+        """Teacher-forced draft steps, the first draft token's first.
+
+        Args:
+            batch: Packed documents.
+            signal: The target on this batch, with the streams after `aux_layer_ids`.
+            num_steps: Steps to compute; by default as many as are trained. A draft with fewer returns those it has.
+
+        Raises:
+            ValueError: the signal is incomplete for this draft.
+        """
+        ...
+
+    def feature(self, signal: TargetSignal) -> Tensor | None:
+        """Input from the target in the first pass of an engine, [B, T, D]; None for a draft without one."""
+        ...
+
+    def propose(
+        self,
+        prefix_ids: Sequence[int],
+        signal: TargetSignal,
+        num_tokens: int,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Drafted:
+        """`num_tokens` draft tokens after the prefix, as an engine would draft them.
+
+        The target has sampled the prefix's last token but not read it, so `signal` (B = 1) has one row fewer.
+
+        Raises:
+            ValueError: more than `max_tokens` were asked for, or the signal does not fit the prefix.
+        """
+        ...
+
+    def export(
+        self,
+        folder: Path,
+        dtype: torch.dtype | None = None,
+        *,
+        weights: Mapping[str, Tensor] | None = None,
+        like: Path | None = None,
+    ) -> None:
+        """Write a folder for an engine to load.
+
+        Args:
+            folder: Is made if it does not exist.
+            dtype: Type of the floating-point tensors; by default the module's.
+            weights: Its state dict gathered from all ranks, if the module is sharded.
+            like: An earlier export, whose layout and further files are taken over.
+        """
+        ...
+
+    @staticmethod
+    def load(folder: Path, target: Target) -> Draft:
+        """The draft of an exported folder.
+
+        Raises:
+            ValueError: a tensor is missing, unknown or of another shape.
+        """
+        ...
+
+    def to(self, *args: Any, **kwargs: Any) -> Any: ...
+    def float(self) -> Any: ...
+    def eval(self) -> Any: ...
+
+
+def require_tokens(num_tokens: int, max_tokens: int) -> None:
+    """Raise ValueError if more draft tokens are asked for than a draft can propose."""
+    if num_tokens > max_tokens:
+        raise ValueError(f"{num_tokens} draft tokens asked of a draft that proposes {max_tokens}: ask for fewer")
 
 
 def final_hidden(signal: TargetSignal) -> Tensor:
-    """The target's last hidden state after its final norm, [B, T, D].
+    """The target's last hidden state, after the final norm, [B, T, D].
 
-    Raises: ValueError where the signal holds none.
+    Raises:
+        ValueError: the signal has none.
     """
     if isinstance(signal.distribution, ExactTarget):
         return signal.distribution.hidden_BTD
@@ -103,7 +248,7 @@ def final_hidden(signal: TargetSignal) -> Tensor:
 
 
 def label_rows(batch: Batch, shift: int) -> Tensor:
-    """Rows whose label x[t + 1 + shift] counts: in the loss mask, and of row t's document. bool [B, T]."""
+    """Rows whose label x[t + 1 + shift] is in the loss mask and belongs to row t's document, bool [B, T]."""
     ahead = shift + 1
     mask_BT = torch.zeros_like(batch.loss_mask_BT)
     same_document_BT = batch.document_BT[:, ahead:] == batch.document_BT[:, :-ahead]
@@ -112,7 +257,7 @@ def label_rows(batch: Batch, shift: int) -> Tensor:
 
 
 def attention_mask(batch: Batch) -> Tensor:
-    """Causal within each document, bool [B, 1, T, T], True where a query may look; padding looks at itself only."""
+    """Causal mask within each document, bool [B, 1, T, T]. True lets a query see a key; padding sees itself only."""
     tokens = batch.document_BT.shape[1]
     causal_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=batch.document_BT.device).tril()
     same_BTT = batch.document_BT[:, :, None] == batch.document_BT[:, None, :]
@@ -120,7 +265,7 @@ def attention_mask(batch: Batch) -> Tensor:
 
 
 def draw(logits_V: Tensor, temperature: float, generator: torch.Generator | None = None) -> tuple[int, Tensor]:
-    """A draft token and the distribution q [V] it was drawn from: one-hot at the first maximum for temperature 0."""
+    """A draft token and the distribution q [V] it was drawn from. Temperature 0 takes the first maximum, one-hot."""
     if temperature == 0:
         best = int(logits_V.argmax())
         return best, torch.zeros_like(logits_V).index_fill_(0, torch.tensor([best], device=logits_V.device), 1)

@@ -1,4 +1,4 @@
-"""What a head borrows from its target. V = vocabulary, D = hidden."""
+"""The part of a target borrowed by a head. V = vocabulary, D = hidden."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoConfig
 
-from heads.tensors import read_tensors, tensor_files
+from redraft.heads.files.folder import tensor_files
+from redraft.heads.files.tensors import read_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A target's embeddings and head, which its draft head reads but neither trains nor saves.
+    """The embeddings and the output head of a target. A draft head reads them, and neither trains nor saves them.
 
-    A head keeps the tensors themselves, unregistered: they stay where the target put them and follow its updates.
+    A draft head keeps references to these tensors without registering them, so they follow the target's updates.
     """
 
     config: Any
@@ -25,8 +26,8 @@ class Target:
     head_VD: Tensor
 
     @staticmethod
-    def of(model: Any) -> Target:
-        """From a causal LM of `transformers`."""
+    def from_model(model: Any) -> Target:
+        """Borrow from a causal LM of `transformers`."""
         return Target(
             config=model.config.get_text_config(),
             embed_VD=model.get_input_embeddings().weight.detach(),
@@ -35,9 +36,10 @@ class Target:
 
     @staticmethod
     def from_folder(folder: Path) -> Target:
-        """From a model folder, reading these two tensors alone.
+        """Borrow from a model folder, of which only these two tensors are read.
 
-        Raises: ValueError where the folder holds no embeddings.
+        Raises:
+            ValueError: the folder has no embeddings.
         """
         names = [name for name in tensor_files(folder) if _is_shared(name)]
         tensors = read_tensors(folder, names)
@@ -49,6 +51,6 @@ class Target:
 
 
 def _is_shared(name: str) -> bool:
-    """True for the target's own embeddings and head, not for the copies beside its MTP layers."""
-    own = name.endswith(("embed_tokens.weight", "lm_head.weight"))
-    return own and ".layers." not in name and "mtp" not in name
+    """True for the target's embeddings and head; false for the copies in an MTP layer."""
+    is_named_so = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+    return is_named_so and ".layers." not in name and "mtp" not in name

@@ -1,4 +1,4 @@
-"""The learner's journal: what it did and saw, one line of JSON each, for the page, the metrics and whoever debugs it.
+"""The learner's journal: actions and observations as lines of JSON, for the page, the metrics and debugging.
 
     learner ─ write ─► journal-<offset>.jsonl ─ full ─► next file ─ over budget ─► the oldest is unlinked
                  └───► observers: metrics, the process's log, wandb
@@ -6,16 +6,17 @@
 
 | kind | written |
 |---|---|
-| `acceptance` | for every server (and every domain) at the end of every window of counting |
-| `buffer`, `training` | every few seconds |
-| `gate`, `swap`, `state`, `server` | when it happens, and `state` also when the learner starts |
-| `fault` | when something went wrong that was survived |
+| `acceptance` | for every server, and every domain, at the end of every counting window |
+| `buffer` | at every look at the servers |
+| `training` | at every optimizer step |
+| `gate`, `swap`, `state`, `server` | when it happens; `state` also when the learner starts |
+| `fault` | when something failed and the learner carries on |
 
-No entry can hold a user's text: fields are numbers, identifiers without spaces, and labels that the writer chose; an
-unknown field is refused. Reasons are the learner's own sentences.
+No entry can hold a user's text: fields are numbers, identifiers without spaces, and short labels. An unknown field is
+refused. Reasons are the learner's sentences.
 
-An offset counts bytes from the journal's beginning, those that are unlinked included, so it stays true over rotation
-and restarts. One process writes; a line that it left torn when it was killed is skipped.
+An offset counts bytes from the beginning of the journal, unlinked files included, so it stays valid over rotation and
+restarts. Only one process writes. A line torn by a kill is skipped.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ import msgspec
 logger = logging.getLogger("redraft.journal")
 
 NUM_FILES = 8
-"""A full journal is about this many files: one unlink forgets an eighth of it."""
+"""Number of files of a full journal. Unlinking the oldest forgets an eighth of it."""
 
 MAX_REASON_CHARS = 500
-"""Longer ones are cut: a server's answer may be quoted in them."""
+"""Longer reasons are cut: they may quote a server's answer."""
 
 Identifier = Annotated[str, msgspec.Meta(pattern=r"^\S+$", max_length=200)]
 """An address, a version, a code: no spaces."""
 Label = Annotated[str, msgspec.Meta(max_length=64)]
-"""A domain as its client named it; empty where it named none."""
+"""A domain as named by the client; empty if it named none."""
 Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
 
 Phase = Literal["idle", "training", "judging", "publishing", "canary", "rolling", "halted"]
@@ -52,17 +53,18 @@ SwapOutcome = Literal["swapped", "refused", "unreachable", "rolled_back"]
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
     time_s: float
-    """Seconds since the epoch; the end of the window where there is one."""
+    """Seconds since the epoch; the end of the window if the entry has one."""
 
 
 class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
-    """What was accepted since the entry before of the same server and domain.
+    """Acceptance since the previous entry of the same server and domain.
 
-    With `domain` None: the engine's own counters of all traffic. With a domain: counted on captured records.
+    Without a domain, these are the engine's counters of all traffic. With a domain, they are counted on captured
+    records.
     """
 
     server: Identifier | None = None
-    """None where the records of several servers are counted together."""
+    """None if the records of several servers are counted together."""
     draft_version: Identifier
     domain: Label | None = None
     drafts: float
@@ -77,34 +79,38 @@ class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
 
 class BufferEntry(_Entry, frozen=True, kw_only=True, tag="buffer"):
     records: int
-    """To train on."""
+    """Records to train on."""
     bytes: int
     max_bytes: int | None = None
-    """Where the oldest go."""
+    """Size at which the oldest records are dropped."""
     held_out: int
     """Records to judge by."""
     dropped: dict[Identifier, int] = {}
-    """By reason, since the learner started: duplicate, foreign, corrupt, expired, evicted, queue_full, ..."""
+    """Records since the learner started, by reason: duplicate, foreign, corrupt, expired, evicted, queue_full, ..."""
     oldest_s: float | None = None
-    """Age of the oldest record."""
+    """Age of the oldest record, in seconds."""
     lag_s: float | None = None
-    """Age of the oldest record that was not trained yet; None where it is not known, or all were."""
+    """Age of the oldest untrained record, in seconds; None if there is none."""
     lag_records: int = 0
-    """Records that were not trained yet."""
+    """Records not trained yet."""
 
 
 class TrainingEntry(_Entry, frozen=True, kw_only=True, tag="training"):
     step: int
     """Optimizer steps of this draft."""
     loss: float | None
-    """Nats per position; None where it was not finite."""
+    """Nats per position; None if it was not finite."""
     alpha: float | None = None
     alpha_greedy: float | None = None
+    grad_norm: float | None = None
+    """Norm of the gradient before it was clipped; None if the step was skipped, because it was not finite."""
+    lr: float | None = None
+    """Learning rate of the step."""
     tokens_per_s: float | None = None
     records_seen: int
-    """Fresh ones, since the learner started."""
+    """Fresh records trained since the training of this draft began."""
     skipped: int = 0
-    """Fresh records passed over because training was slower than traffic, since the learner started."""
+    """Fresh records skipped because training was slower than traffic, over the same time."""
 
 
 class DomainGain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,7 +125,7 @@ class GateEntry(_Entry, frozen=True, kw_only=True, tag="gate"):
     candidate: Identifier
     incumbent: Identifier
     gain: float | None = None
-    """tau(candidate) - tau(incumbent) on held-out requests; None, with its bounds, where there were too few."""
+    """tau(candidate) - tau(incumbent) on held-out requests. None, like the bounds, if there were too few."""
     low: float | None = None
     high: float | None = None
     tau_candidate: float | None = None
@@ -134,10 +140,10 @@ class SwapEntry(_Entry, frozen=True, kw_only=True, tag="swap"):
 
     server: Identifier
     version: Identifier
-    """That it was asked to take."""
+    """The version it was asked to serve."""
     from_version: Identifier | None = None
     outcome: SwapOutcome
-    """`rolled_back`: it was brought back to `version`, the one before."""
+    """`rolled_back` means a swap from a newer version back to `version`."""
     duration_ms: float | None = None
     reason: Reason = ""
 
@@ -152,11 +158,12 @@ class FaultEntry(_Entry, frozen=True, kw_only=True, tag="fault"):
     what: Identifier
     """`disk_full`, `loss_not_finite`, `server_unreachable`, `target_changed`, ..."""
     detail: Identifier | None = None
-    """A code or name: an errno, a server, a version."""
+    """Code or name of the cause, e.g. an errno, a server or a version."""
+    reason: Reason = ""
 
 
 class ServerEntry(_Entry, frozen=True, kw_only=True, tag="server"):
-    """A server was found that was not known, or is not there any more where servers are looked for."""
+    """A new server was found, or a known one is no longer listed."""
 
     server: Identifier
     change: Literal["joined", "left"]
@@ -170,11 +177,11 @@ Observer = Callable[[Entry], None]
 class Entries(NamedTuple):
     entries: list[Entry]
     offset: int
-    """Behind the last of them: what to read after next time."""
+    """Offset after the last entry, to read from next time."""
 
 
 class Journal:
-    """One learner's journal in `folder`. Any number of threads may write, any number of processes read."""
+    """The journal of one learner, in `folder`. Several threads of one process may write, and any process may read."""
 
     def __init__(
         self,
@@ -188,96 +195,102 @@ class Journal:
         self.observers = tuple(observers)
         self.max_bytes = max_bytes
         self.num_lost = 0
-        """Entries that could not be written: the disk is full."""
+        """Entries lost because the disk was full."""
         self._clock = clock
         self._lock = threading.Lock()
 
     def write(self, kind: Kind, **fields: Any) -> Entry:
-        """The entry, written with the time. A disk that is full loses it and counts it: learning goes on.
+        """Write an entry with the present time, and return it.
 
-        Numbers that are not finite become None, and long reasons are cut.
+        Non-finite numbers become None, and long reasons are cut. If the disk is full, the entry is lost and
+        counted, and learning goes on; observers get it all the same.
 
-        Raises: ValueError that names the field which is missing, unknown, or neither a number nor an identifier.
+        Raises:
+            ValueError: if a field is missing, unknown, or neither a number nor an identifier; the message names it.
         """
         if "reason" in fields:
             fields["reason"] = " ".join(str(fields["reason"]).split())[:MAX_REASON_CHARS]
         try:
+            # A round trip, because msgspec checks types and patterns only when it decodes.
             entry = _decoder.decode(_encoder.encode({"kind": kind, "time_s": self._clock(), **fields}))
         except msgspec.ValidationError as error:
-            raise ValueError(f"this is no {kind!r} entry of the journal: {error}") from error
+            raise ValueError(f"this is not a {kind!r} entry of the journal: {error}") from error
         with self._lock:
             try:
                 self._append(_encoder.encode(entry) + b"\n")
-            except OSError:
+            except OSError as error:
+                if not self.num_lost:  # once: a full disk would repeat it every second
+                    logger.warning("the journal in %s cannot be written: %s", self.folder, error.strerror)
                 self.num_lost += 1
-        self._tell(entry)
+        self._notify(entry)
         return entry
 
     def read(self, after: int = 0) -> Entries:
-        """All entries behind offset `after`, in the order they were written, and the offset behind them.
+        """All entries after offset `after`, in the order of writing, and the offset after the last.
 
-        What is torn, damaged or of another release is passed over. An offset beyond the end is that of a journal that
-        was removed: reading begins anew.
+        Torn, damaged or unknown lines are skipped. An offset beyond the end belongs to a removed journal, and
+        reading starts from the beginning.
         """
         files = self._files()
         if not files or after > files[-1][0] + files[-1][1].stat().st_size:
             after = 0
         entries: list[Entry] = []
         for begin, path in files:
-            after = max(after, begin)
-            lines = _complete_lines(path, after - begin)
-            entries += [entry for line in lines if (entry := _decoded(line)) is not None]
+            after = max(after, begin)  # what lay before the oldest file is unlinked
+            lines = _read_complete_lines(path, after - begin)
+            entries += [entry for line in lines if (entry := _decode(line)) is not None]
             after += sum(map(len, lines))
         return Entries(entries, after)
 
     def _append(self, line: bytes) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        files = self._files() or [(0, self.folder / _name(0))]
+        files = self._files() or [(0, self.folder / _file_name(0))]
         begin, path = files[-1]
         size = path.stat().st_size if path.exists() else 0
         if size >= self.max_bytes // NUM_FILES:
-            path = self.folder / _name(begin + size)
+            path = self.folder / _file_name(begin + size)
             for _, oldest in files[: max(0, len(files) + 1 - NUM_FILES)]:
                 oldest.unlink(missing_ok=True)
         elif size and not _ends_a_line(path):
-            line = b"\n" + line  # a writer was killed, or found the disk full, within its last line
+            line = b"\n" + line  # the last line is torn: the writer was killed, or found the disk full
+        # Unbuffered, so that a line is one write: a reader never sees a later line before an earlier one.
         with path.open("ab", buffering=0) as file:
             file.write(line)
 
     def _files(self) -> list[tuple[int, Path]]:
-        """Every file with the offset of its first byte, the oldest first."""
+        """Every file with the offset of the first byte, oldest first."""
         return sorted((int(path.stem.split("-")[1]), path) for path in self.folder.glob("journal-*.jsonl"))
 
-    def _tell(self, entry: Entry) -> None:
+    def _notify(self, entry: Entry) -> None:
         for observe in self.observers:
             try:
                 observe(entry)
-            except Exception as error:  # whatever watches must not stop what learns
+            except Exception as error:  # an observer must never stop the learner
                 logger.warning("an observer of the journal failed: %s", type(error).__name__)
 
 
 def to_stderr(entry: Entry) -> None:
-    """The observer that makes the journal the process's log: the same lines, for whoever collects them."""
+    """An observer that makes the journal the log of the process: the same lines, for any log collector."""
     sys.stderr.write(_encoder.encode(entry).decode() + "\n")
 
 
-def _plain(value: object) -> Any:
-    """A numpy number as Python's own."""
+def _to_python(value: object) -> Any:
+    """A numpy number as a Python number."""
     if isinstance(value, numbers.Number) and hasattr(value, "item"):
         return value.item()
     raise ValueError(f"the journal takes numbers and identifiers, not {type(value).__name__}")
 
 
-_encoder = msgspec.json.Encoder(enc_hook=_plain)
+_encoder = msgspec.json.Encoder(enc_hook=_to_python)
 _decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 
 
-def _name(begin: int) -> str:
+def _file_name(begin: int) -> str:
     return f"journal-{begin:016d}.jsonl"
 
 
-def _complete_lines(path: Path, begin: int) -> list[bytes]:
-    """The lines from byte `begin` on, without the last where it does not end yet."""
+def _read_complete_lines(path: Path, begin: int) -> list[bytes]:
+    """The lines from byte `begin`, without the last one if it is incomplete."""
     try:
         with path.open("rb") as file:
             file.seek(begin)
@@ -293,7 +306,7 @@ def _ends_a_line(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _decoded(line: bytes) -> Entry | None:
+def _decode(line: bytes) -> Entry | None:
     try:
         return _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Distil a standalone draft from its target, prove it in a real vLLM, and report.
+"""Train a standalone draft model on its target's predictions, prove it in a real vLLM, and report.
 
 $ accelerate launch recipes/distill_llama3b.py                  # Llama-3.1-70B-Instruct -> Llama-3.2-3B-Instruct
 $ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/distill_llama3b.py --loop.steps 5000
@@ -8,29 +8,27 @@ $ python recipes/distill_llama3b.py --preset demo               # the small targ
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
 
-from distill.loop import Loop, Trained, make_accelerator, train
-from distill.losses import Divergence
-from distill.prove import Judge, Prove, export_draft, leave_gpu, prove_in_engine, report
-from distill.ranks import leave
-from distill.run import Run
-from distill.setup import Data, Signal, live_signal, load_data, load_target, target_signal
-from distill.train import Distillation, Optim
-from heads.standalone import Init, StandaloneDraft, make_draft
-from recipes.cli import run_recipe
+from redraft.distill.inputs import Data, Signal, live_signal, load_data, load_target, target_signal
+from redraft.distill.loss.divergences import Divergence
+from redraft.distill.prove import Forecaster, Prove, leave_gpu, prove_in_engine, publish_draft, report
+from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, train
+from redraft.distill.train.ranks import leave
+from redraft.distill.train.run import Run
+from redraft.distill.train.step import Distillation, Optim
+from redraft.heads.families.standalone import Init, StandaloneDraft, make_draft
+from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     target: str = "meta-llama/Llama-3.1-70B-Instruct"
-    """Folder or hub name of the model whose server is to be sped up."""
+    """Model on your server, for the draft to speed up: a folder or a hub name."""
     draft: Init = field(default_factory=lambda: Init(checkpoint="meta-llama/Llama-3.2-3B-Instruct"))
     data: Data = field(default_factory=Data)
     signal: Signal = field(default_factory=Signal)
@@ -39,17 +37,17 @@ class Config:
     loop: Loop = field(default_factory=Loop)
     prove: Prove = field(default_factory=Prove)
     output: Path = Path("outputs/distill-llama3b")
-    """Folder of the run: config, metrics, checkpoints, the exported draft, the report."""
+    """Folder of the run. It receives the config, metrics, checkpoints, the exported draft and the report."""
     resume: bool = False
-    """Go on with the run in `output`."""
+    """Continue the run in --output from the newest checkpoint."""
     overwrite: bool = False
-    """Replace the run in `output`."""
+    """Delete the run in --output and start again."""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """Unset: what the accelerate config says."""
+    """Precision of training; by default as `accelerate config` says. bf16 keeps the weights in float32."""
     gradient_checkpointing: bool = False
-    """Slower by a third, far less memory."""
+    """Recompute activations in the backward pass: about a third slower, with far less memory."""
     wandb: str | None = None
-    """Project to log to; offline where nobody is logged in."""
+    """Weights & Biases project to log to; by default none. Without a login the log is kept offline."""
 
 
 PRESETS = {
@@ -72,48 +70,50 @@ def main(cfg: Config) -> None:
     accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb)
     run = Run.open(cfg.output, asdict(cfg), accelerator, resume=cfg.resume, overwrite=cfg.overwrite)
 
-    # 1. models
+    # 1. Models.
     target, tokenizer = load_target(cfg.target, cfg.signal, accelerator.device)
     untrained = make_draft(cfg.draft, target, tokenizer, cfg.loop.seed)
     print(f"draft: begins as {cfg.draft}")
 
-    # 2. data, and what the target says about it
-    data = load_data(cfg.data, cfg.target, tokenizer, cfg.loop)
+    # 2. Data, and the source of the target's distribution on it.
+    data = load_data(cfg.data, cfg.target, tokenizer, cfg.loop, run.date)
     signal = target_signal(cfg.signal, target, cfg.target, data, run.folder, accelerator)
-    is_main = accelerator.is_main_process
-    judge = Judge(cfg.prove, cfg.target, target, live_signal(cfg.signal, target), data, run) if is_main else None
-    before = judge.forecast(untrained) if judge else None
+
+    # 3. Forecast of the untrained draft. Only the main process has a forecaster.
+    forecaster, before = None, None
+    if accelerator.is_main_process:
+        forecaster = Forecaster(cfg.prove, cfg.target, target, live_signal(cfg.signal, target), data, run)
+        before = forecaster.forecast(untrained)
     leave_gpu(untrained)
 
-    # 3. and 4. optimizer, `prepare` and the loop
-    def distil(divergence: Divergence, run: Run) -> tuple[Distillation, Trained]:
+    # 4. Optimizer, `prepare` and the loop; for the baseline first, if there is one.
+    def distil(divergence: Divergence, run: Run) -> tuple[dict[str, torch.Tensor], TrainingCost]:
         draft = make_draft(cfg.draft, target, tokenizer, cfg.loop.seed)
         draft.set_gradient_checkpointing(cfg.gradient_checkpointing)
         distillation = Distillation(draft, signal, divergence, cfg.optim, cfg.loop.steps, accelerator)
-        return distillation, train(distillation, data, run, cfg.loop, cfg.prove.num_speculative_tokens)
+        cost = train(distillation, data, run, cfg.loop, cfg.prove.num_speculative_tokens)
+        weights = distillation.weights()
+        distillation.close()
+        return weights, cost
 
     ce_baseline = None
     if cfg.prove.ce_baseline:
-        baseline, _ = distil(Divergence(name="cross_entropy"), run.beside("ce-baseline"))
-        weights = baseline.weights()
-        baseline.close()
-        if judge:
+        weights, _ = distil(Divergence(name="cross_entropy"), run.beside("ce-baseline"))
+        if forecaster:
             draft = make_draft(cfg.draft, target, tokenizer, cfg.loop.seed)
             draft.load_state_dict(weights)
-            ce_baseline = judge.forecast(draft)
+            ce_baseline = forecaster.forecast(draft)
             leave_gpu(draft)
-    distillation, trained = distil(cfg.divergence, run)
+    weights, cost = distil(cfg.divergence, run)
 
-    # 5. proof: what is published is what is judged
-    def write(weights: Mapping[str, Tensor], folder: Path) -> None:
-        lm = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
-        untrained.export(folder, tokenizer, dtype=torch.bfloat16, weights=lm)
+    # 5. The proof: publish the draft, load it back, forecast it, serve it in vLLM, report.
+    def write(folder: Path) -> None:
+        untrained.export(folder, torch.bfloat16, tokenizer=tokenizer, weights=weights)
 
-    folder = export_draft(distillation, run, data, cfg.target, write)
-    distillation.close()
-    if judge and before:
-        published = StandaloneDraft.load(folder, torch.float32)
-        after = judge.forecast(published)
+    folder = publish_draft(run, data, cfg.target, write)
+    if forecaster and before:
+        published = StandaloneDraft.load(folder, dtype=torch.float32)
+        after = forecaster.forecast(published)
         leave_gpu(target, published)
         served = {"method": "draft_model", "model": str(folder.absolute())}
         engine = prove_in_engine(cfg.prove, cfg.target, served, data.prompts, run.folder) if cfg.prove.engine else None
@@ -124,7 +124,7 @@ def main(cfg: Config) -> None:
             after=after,
             ce_baseline=ce_baseline,
             engine=engine,
-            trained=trained,
+            cost=cost,
             started=started,
         )
         print(f"draft: {folder}\nreport: {page}")

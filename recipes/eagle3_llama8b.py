@@ -1,4 +1,5 @@
-"""Train an EAGLE-3 head by training-time test, prove it in a real vLLM, and report.
+"""Train an EAGLE-3 head, prove it in a real vLLM, and report. In training, the head drafts several steps from features
+of the steps before, as it will in the server (training-time test).
 
 $ accelerate launch recipes/eagle3_llama8b.py                   # for Llama-3.1-8B-Instruct
 $ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/eagle3_llama8b.py --loop.steps 20000
@@ -13,78 +14,71 @@ from typing import Literal
 
 import torch
 
-from distill.head_run import HeadConfig, HeadRun, target_config
-from distill.loop import Loop
-from distill.losses import Divergence
-from distill.prove import Prove
-from distill.setup import Data
-from distill.train import Optim
-from distill.vocabulary import frequent_ids, require_smaller
-from heads import eagle3
-from recipes.cli import run_recipe
+from redraft.distill.data.vocabulary import frequent_ids, require_smaller
+from redraft.distill.head_run import DEMO, HeadConfig, HeadRun, target_config
+from redraft.distill.loss.divergences import Divergence
+from redraft.distill.train.loop import Loop
+from redraft.distill.train.step import Optim
+from redraft.heads.families import eagle3
+from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(HeadConfig):
     head: eagle3.Config = field(default_factory=eagle3.Config)
     init: Literal["last_layer", "random"] = "last_layer"
-    """Begin as the target's last layer, or at random."""
+    """Initial weights of the head's layer: a copy of the target's last layer, or random."""
     draft_vocab_size: int = 32000
-    """Ids that the head can propose: those that are labels most often. 0: all of the target's."""
+    """Size of the head's vocabulary: the tokens most frequent as labels. A smaller vocabulary makes a
+    draft step faster; 0 keeps all of the target's."""
     layout: Literal["vllm", "speculators"] = "vllm"
-    """Whose checkpoint layout to write; vLLM serves both."""
+    """Format of the exported checkpoint: vLLM's, or that of the library `speculators`. vLLM serves both."""
     divergence: Divergence = field(default_factory=lambda: Divergence(name="lk_hybrid"))
     optim: Optim = field(default_factory=lambda: Optim(lr=1e-4, max_grad_norm=0.5))
     loop: Loop = field(default_factory=lambda: Loop(steps=20000, sequence_length=2048))
     output: Path = Path("outputs/eagle3-llama8b")
-    """Folder of the run: config, metrics, checkpoints, the exported draft, the report."""
+    """Folder of the run. It receives the config, metrics, checkpoints, the exported draft and the report."""
 
 
 PRESETS = {
     "demo": Config(
-        target="tests/assets/tiny-target",
+        **DEMO,
         head=eagle3.Config(aux_layer_ids=(2, 4, 7), num_steps=3),
         draft_vocab_size=2048,
-        data=Data(source="stdlib", held_out=0.05, max_prompt_tokens=512),
-        divergence=Divergence(name="forward_kl"),
-        optim=Optim(lr=2e-3),
-        loop=Loop(steps=64, batch_size=4, sequence_length=1024, eval_every=16, eval_batches=1, save_every=64),
-        prove=Prove(num_speculative_tokens=3),
         output=Path("outputs/demo-heads/eagle3"),
-        mixed_precision="bf16",
     )
 }
 
 
 def main(cfg: Config) -> None:
-    # 1. what cannot fit the target
+    # 1. Refuse flags that do not fit the target, before any work.
     shape = target_config(cfg.target)
     eagle3.aux_layers(cfg.head.aux_layer_ids, shape.num_hidden_layers)
     require_smaller(cfg.draft_vocab_size, shape.vocab_size)
 
-    # 2. target, data and folder
+    # 2. The target, the data, and the folder of the run.
     run = HeadRun(cfg, "eagle3", cfg.head.num_steps)
     draft_ids_W = frequent_ids(run.data.train.samples, cfg.draft_vocab_size, shape.vocab_size)
 
-    # 3. the head
-    def make() -> eagle3.Eagle3:
+    # 3. The head: new, or continued.
+    if cfg.start_from:
+        head = run.load(cfg.start_from)
+    else:
         head = eagle3.Eagle3(cfg.head, run.target, draft_ids_W)
         if cfg.init == "last_layer":
             head.init_from_layer(*run.last_layer())
-        return head
+    before = run.forecast(head)
 
-    before = run.forecast(run.new(make))
+    # 4. Training: optimizer, `prepare` and the loop (distill/train/).
+    head, cost = run.train(head)
 
-    # 4. optimizer, `prepare` and the loop
-    trained = run.train(make)
-
-    # 5. proof: what is published is what is judged
-    def export(head: eagle3.Eagle3, folder: Path) -> None:
+    # 5. The proof: publish the head, load it back, forecast it, serve it in vLLM, report.
+    def export(folder: Path) -> None:
         tokens = cfg.prove.num_speculative_tokens
         head.export(folder, torch.bfloat16, layout=cfg.layout, target_name=cfg.target, num_speculative_tokens=tokens)
 
-    draft = run.publish(trained, export)
-    run.prove(before, trained, draft, {"method": "eagle3", "model": str(draft.absolute())})
+    draft = run.publish(export)
+    run.prove(before, draft, cost, {"method": "eagle3", "model": str(draft.absolute())})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Train Medusa heads on what their target would say, or on the text, prove them in a real vLLM, and report.
+"""Train Medusa heads, prove them in a real vLLM, and report. Medusa's k-th head guesses the token k places ahead.
 
-$ accelerate launch recipes/medusa_llama8b.py                   # for Llama-3.1-8B-Instruct, self-distilled
-$ accelerate launch recipes/medusa_llama8b.py --divergence.name cross_entropy       # hard labels
+$ accelerate launch recipes/medusa_llama8b.py                   # for Llama-3.1-8B-Instruct, on its predictions
+$ accelerate launch recipes/medusa_llama8b.py --divergence.name cross_entropy       # on the text itself
 $ redraft medusa --preset demo                                  # the small target of tests/assets, on two CPU cores
 """
 
@@ -12,14 +12,11 @@ from pathlib import Path
 
 import torch
 
-from distill.head_run import HeadConfig, HeadRun
-from distill.loop import Loop
-from distill.losses import Divergence
-from distill.prove import Prove
-from distill.setup import Data
-from distill.train import Optim
-from heads import medusa
-from recipes.cli import run_recipe
+from redraft.distill.head_run import DEMO, HeadConfig, HeadRun
+from redraft.distill.train.loop import Loop
+from redraft.distill.train.step import Optim
+from redraft.heads.families import medusa
+from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,40 +25,26 @@ class Config(HeadConfig):
     optim: Optim = field(default_factory=lambda: Optim(lr=5e-4))
     loop: Loop = field(default_factory=lambda: Loop(steps=10000, sequence_length=2048))
     output: Path = Path("outputs/medusa-llama8b")
-    """Folder of the run: config, metrics, checkpoints, the exported draft, the report."""
+    """Folder of the run. It receives the config, metrics, checkpoints, the exported draft and the report."""
 
 
-PRESETS = {
-    "demo": Config(
-        target="tests/assets/tiny-target",
-        head=medusa.Config(num_heads=3),
-        data=Data(source="stdlib", held_out=0.05, max_prompt_tokens=512),
-        divergence=Divergence(name="forward_kl"),
-        optim=Optim(lr=2e-3),
-        loop=Loop(steps=64, batch_size=4, sequence_length=1024, eval_every=16, eval_batches=1, save_every=64),
-        prove=Prove(num_speculative_tokens=3),
-        output=Path("outputs/demo-heads/medusa"),
-        mixed_precision="bf16",
-    )
-}
+PRESETS = {"demo": Config(**DEMO, head=medusa.Config(num_heads=3), output=Path("outputs/demo-heads/medusa"))}
 
 
 def main(cfg: Config) -> None:
-    # 1. target, data and folder
+    # 1. The target, the data, and the folder of the run.
     run = HeadRun(cfg, "medusa", cfg.head.num_heads)
 
-    # 2. the heads
-    def make() -> medusa.Medusa:
-        return medusa.Medusa(cfg.head, run.target)
+    # 2. The heads: new, or continued.
+    head = run.load(cfg.start_from) if cfg.start_from else medusa.Medusa(cfg.head, run.target)
+    before = run.forecast(head)
 
-    before = run.forecast(run.new(make))
+    # 3. Training: optimizer, `prepare` and the loop (distill/train/).
+    head, cost = run.train(head)
 
-    # 3. optimizer, `prepare` and the loop
-    trained = run.train(make)
-
-    # 4. proof: what is published is what is judged
-    draft = run.publish(trained, lambda head, folder: head.export(folder, torch.bfloat16))
-    run.prove(before, trained, draft, {"method": "medusa", "model": str(draft.absolute())})
+    # 4. The proof: publish the heads, load them back, forecast them, serve them in vLLM, report.
+    draft = run.publish(lambda folder: head.export(folder, torch.bfloat16))
+    run.prove(before, draft, cost, {"method": "medusa", "model": str(draft.absolute())})
 
 
 if __name__ == "__main__":

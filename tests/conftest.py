@@ -3,23 +3,89 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import string
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from eval.engine import Server, vllm_server
-from recipes.tiny_target import CHAT_TEMPLATE, SPECIAL_TOKENS
+from redraft.eval.engine.server import VllmServer, vllm_server
+from redraft.recipes.demo.tiny_target import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 # As many threads as a test has cores to itself; more of them slow these small tensors down.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 ASSETS = Path(__file__).parent / "assets"
+
+LONGEST = ("recipes/test_distill.py", "train/test_ranks.py", "train/test_killed_ranks.py", "page/test_page.py")
+"""Files of tests that take half a minute or more without an engine: `make test` begins with them."""
+
+
+def starts_engine(path: str) -> bool:
+    """Whether a file has tests that use a real vLLM."""
+    return "pytest.mark.vllm" in read_text(path)
+
+
+@functools.cache
+def read_text(path: str) -> str:
+    return (Path(__file__).parents[1] / path).read_text()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In one of several pytest workers: begin with what takes longest, so that all workers end together."""
+    if not hasattr(config, "workerinput"):
+        return
+
+    def rank(item: pytest.Item) -> int:
+        path = item.nodeid.split("::")[0]
+        return 0 if starts_engine(path) else 1 if path.endswith(LONGEST) else 2
+
+    items.sort(key=rank)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run the files that use an engine on one worker, one after the other, and each other file on any worker.
+
+    A CPU build of vLLM binds its threads to core 0, so that two engines would share one core; and the tests of these
+    files share engines by session fixtures, of which each worker has its own.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False  # the files with most tests first, which are not the longest
+
+    class OneEngineAtATime(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::")[0]
+            return "engine" if starts_engine(path) else path
+
+    return OneEngineAtATime(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_model_loads_at_a_time() -> Iterator[None]:
+    """Let no two threads load models at once.
+
+    While transformers loads a model, `PreTrainedModel.tie_weights` is replaced. If two threads overlap, it may stay
+    replaced, and no later model of this process has tied weights. The thread of a learner that a test has ended may
+    still be loading when the next test begins.
+    """
+    load, lock = PreTrainedModel.from_pretrained.__func__, threading.RLock()
+
+    def load_alone(cls: type[PreTrainedModel], *args: Any, **options: Any) -> Any:
+        with lock:
+            return load(cls, *args, **options)
+
+    PreTrainedModel.from_pretrained = classmethod(load_alone)
+    yield
+    PreTrainedModel.from_pretrained = classmethod(load)
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +93,7 @@ def tiny_target() -> Path:
     """The trained small target: Llama, 7 layers, vocabulary of 4,096."""
     folder = ASSETS / "tiny-target"
     if not (folder / "model.safetensors").exists():
-        pytest.skip(f"{folder} is not there: python recipes/tiny_target.py --output {folder}")
+        pytest.skip(f"{folder} is not there: python recipes/demo/tiny_target.py --output {folder}")
     return folder
 
 
@@ -101,7 +167,7 @@ def served_pair(
 
 
 @pytest.fixture(scope="session")
-def engine_with_draft(served_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def engine_with_draft(served_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """One real vLLM for all tests that need one: `served_pair` with 3 draft tokens."""
     target, draft = served_pair
     speculative_config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}

@@ -9,17 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.acceptance import (
-    AcceptanceCounts,
-    alpha,
-    alpha_greedy,
-    conditional,
-    cumulative,
-    probabilities,
-    simulate_blocks,
-    tau,
-    tau_independent,
-)
+from redraft.eval.acceptance import alpha, alpha_greedy, probabilities
+from redraft.eval.counts import AcceptanceCounts, conditional, cumulative, simulate_blocks, tau
 
 
 def test_alpha_is_one_minus_total_variation():
@@ -48,8 +39,8 @@ def test_probabilities_are_softmax_at_a_temperature_and_one_hot_at_zero():
 
 def test_tau_of_independent_tokens_is_leviathans_formula():
     for rate, k in ((0.0, 3), (0.5, 1), (0.8, 5)):
-        assert tau_independent(rate, k) == pytest.approx((1 - rate ** (k + 1)) / (1 - rate))
-    assert tau_independent(1.0, 4) == 5.0
+        assert tau(cumulative([rate] * k)) == pytest.approx((1 - rate ** (k + 1)) / (1 - rate))
+    assert tau(cumulative([1.0] * 4)) == 5.0
 
 
 @given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8))
@@ -57,7 +48,7 @@ def test_conditional_and_cumulative_rates_are_inverse(rates: list[float]):
     assert conditional(cumulative(rates)) == pytest.approx(rates)
 
 
-def test_conditional_rate_is_zero_where_nothing_got_that_far():
+def test_the_conditional_rate_is_zero_if_no_draft_got_that_far():
     assert conditional([0.5, 0.0, 0.0]) == [0.5, 0.0, 0.0]
 
 
@@ -66,16 +57,18 @@ def test_tau_of_conditional_rates_by_hand():
 
 
 def test_counts_of_blocks_by_hand():
-    counts = AcceptanceCounts.of_blocks([2, 0, 3, 1], 3)
-    assert counts == AcceptanceCounts(num_drafts=4, num_draft_tokens=12, accepted_per_position=(3, 2, 1))
+    counts = AcceptanceCounts.from_blocks([2, 0, 3, 1], 3)
+    assert counts == AcceptanceCounts(
+        num_drafts=4, num_accepted=6, num_draft_tokens=12, accepted_per_position=(3, 2, 1)
+    )
     assert counts.tau == 1 + 6 / 4
     assert counts.acceptance_per_position == [0.75, 0.5, 0.25]
     assert counts.draft_acceptance_rate == 0.5
 
 
 def test_counts_add_up():
-    total = AcceptanceCounts.of_blocks([2, 0], 3) + AcceptanceCounts.of_blocks([3, 1], 3)
-    assert total == AcceptanceCounts.of_blocks([2, 0, 3, 1], 3)
+    total = AcceptanceCounts.from_blocks([2, 0], 3) + AcceptanceCounts.from_blocks([3, 1], 3)
+    assert total == AcceptanceCounts.from_blocks([2, 0, 3, 1], 3)
     assert total + AcceptanceCounts.zero(3) == total
 
 
@@ -84,19 +77,30 @@ def test_an_output_without_drafts_has_tau_one():
     assert AcceptanceCounts.zero(3).draft_acceptance_rate == 0.0
 
 
+def walk_blocks(match_TK: torch.Tensor, num_output_tokens: int) -> AcceptanceCounts:
+    """The blocks of an engine in order: each begins after the tokens emitted by the one before."""
+    runs = match_TK.long().cumprod(-1).sum(-1).tolist()
+    accepted: list[int] = []
+    emitted = 1
+    while emitted < num_output_tokens:
+        accepted.append(runs[emitted - 1])
+        emitted += accepted[-1] + 1
+    return AcceptanceCounts.from_blocks(accepted, match_TK.shape[1])
+
+
 def test_blocks_are_walked_as_the_engine_walks_them():
     # Prefill gives token 0. After it 2 of 2 match: tokens 1, 2, the target's 3. After 3 none: 4. After 4 one: 5, 6.
     match_TK = torch.tensor([[1, 1], [0, 0], [0, 1], [0, 1], [1, 0], [1, 1]], dtype=torch.bool)
-    assert simulate_blocks(match_TK, 7) == AcceptanceCounts.of_blocks([2, 0, 1], 2)
+    assert simulate_blocks(match_TK, 7) == AcceptanceCounts.from_blocks([2, 0, 1], 2)
 
 
 def test_a_match_after_a_mismatch_does_not_count():
-    assert simulate_blocks(torch.tensor([[False, True, True]]), 2) == AcceptanceCounts.of_blocks([0], 3)
+    assert simulate_blocks(torch.tensor([[False, True, True]]), 2) == AcceptanceCounts.from_blocks([0], 3)
 
 
 def test_the_last_block_counts_beyond_the_end_of_the_output():
     match_TK = torch.ones(3, 4, dtype=torch.bool)
-    assert simulate_blocks(match_TK, 2) == AcceptanceCounts.of_blocks([4], 4)
+    assert simulate_blocks(match_TK, 2) == AcceptanceCounts.from_blocks([4], 4)
 
 
 def test_an_output_of_one_token_has_no_drafts():
@@ -107,6 +111,7 @@ def test_an_output_of_one_token_has_no_drafts():
 def test_blocks_emit_the_whole_output_and_not_a_block_more(seed: int, num_output: int, k: int):
     match_TK = torch.rand(max(num_output - 1, 0), k, generator=torch.Generator().manual_seed(seed)) < 0.7
     counts = simulate_blocks(match_TK, num_output)
+    assert counts == walk_blocks(match_TK, num_output)
     emitted = 1 + counts.num_drafts + counts.num_accepted
     assert num_output <= emitted <= num_output + k
     assert sorted(counts.accepted_per_position, reverse=True) == list(counts.accepted_per_position)

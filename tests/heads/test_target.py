@@ -7,8 +7,9 @@ import torch
 from make_heads import make_target
 from safetensors.torch import save_file
 
-from heads.target import Target
-from heads.tensors import read_tensors, tensor_files
+from redraft.heads.files.folder import tensor_files
+from redraft.heads.files.tensors import read_tensors
+from redraft.heads.target import Target
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -17,7 +18,7 @@ def test_a_folder_gives_the_embeddings_and_the_head_of_its_model(tied: bool, sha
     model = make_target(tie_word_embeddings=tied)
     model.save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (len(set(tensor_files(tmp_path).values())) > 1) is (shard_size == "20KB")
-    target, wanted = Target.from_folder(tmp_path), Target.of(model)
+    target, wanted = Target.from_folder(tmp_path), Target.from_model(model)
     assert torch.equal(target.embed_VD, wanted.embed_VD)
     assert torch.equal(target.head_VD, wanted.head_VD)
     assert torch.equal(target.embed_VD, target.head_VD) is tied
@@ -30,7 +31,7 @@ def test_copies_beside_an_mtp_layer_are_not_the_targets(tmp_path: Path) -> None:
     tensors = read_tensors(tmp_path, tensor_files(tmp_path))
     copies = {f"{prefix}.embed_tokens.weight": torch.zeros(2, 2) for prefix in ("model.layers.5", "mtp")}
     save_file({**tensors, **copies}, tmp_path / "model.safetensors", {"format": "pt"})
-    assert torch.equal(Target.from_folder(tmp_path).embed_VD, Target.of(model).embed_VD)
+    assert torch.equal(Target.from_folder(tmp_path).embed_VD, Target.from_model(model).embed_VD)
 
 
 def test_a_folder_without_embeddings_is_refused(tmp_path: Path) -> None:
@@ -41,5 +42,5 @@ def test_a_folder_without_embeddings_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="it is no model folder"):
+    with pytest.raises(FileNotFoundError, match="it is not a model folder"):
         Target.from_folder(tmp_path)

@@ -1,4 +1,4 @@
-"""One real vLLM server for all tests of this folder: the random target, and drafts of it in a registry."""
+"""One real vLLM server for all tests of this folder, serving the random target, and drafts for it in a registry."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from real_broker import Broker, running_broker
 from real_server import COPY, CORRUPT, FOREIGN, NOISY, RANDOM, TOKEN, WIDER, Server, running_server
 from safetensors.torch import load_file, save_file
 
-from heads.artifact import publish
-from online.spool import spool_files
+from redraft.heads.files.artifact import publish
+from redraft.online.records.spool import spool_files
 
 
 @pytest.fixture(scope="session")
 def registry(random_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Versions of a draft of the target's own shape: random, a copy of it, the copy with noise, and unfit ones."""
+    """Versions of a draft with the target's shape: random, a copy of the target, the copy with noise, and invalid
+    ones."""
     root = tmp_path_factory.mktemp("registry")
     weights = load_file(random_target / "model.safetensors")
     generator = torch.Generator().manual_seed(1)
@@ -53,7 +54,7 @@ def registry(random_target: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="session")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    """One real nats-server for all tests: each uses a fleet of its own name."""
+    """One real nats-server for all tests; each test uses a different fleet name."""
     with running_broker(tmp_path_factory.mktemp("nats") / "store") as broker:
         yield broker
 
@@ -69,9 +70,9 @@ def server(random_target: Path, registry: Path, tmp_path_factory: pytest.TempPat
 def served_world(
     server: Server, random_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[World]:
-    """A learner's surroundings with the real server in the place of a fleet of fakes, and nothing in its spool.
+    """A learner's surroundings with the real server instead of a fleet of fakes, and an empty spool.
 
-    A learner begins with FIRST, a copy of NOISY; afterwards the registry is as it was.
+    A learner starts with FIRST, a copy of NOISY; afterwards the registry is as it was.
     """
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
     before = set(server.registry.iterdir())
@@ -82,7 +83,7 @@ def served_world(
     for path in spool_files(server.spool):
         path.unlink()
     yield World.make(tmp_path, random_target, server.registry / NOISY, servers=0)
-    server.swap(NOISY)  # what is removed must not be the draft that a server would go back to
+    server.swap(NOISY)  # a server must not fall back to a draft removed below
     for path in set(server.registry.iterdir()) - before:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (server.registry / "current").unlink(missing_ok=True)

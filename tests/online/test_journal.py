@@ -1,4 +1,4 @@
-"""The journal: what is written reads back, through kills, full disks and rotation; and nothing else gets in."""
+"""The journal: entries read back as written, through kills, full disks and rotation; nothing else gets in."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from online import journal as journal_module
-from online.journal import FaultEntry, GateEntry, Journal, Phase, TrainingEntry, to_stderr
-from online.state import Phase as LearnerPhase
+from redraft.online import journal as journal_module
+from redraft.online.daemon.state import Phase as LearnerPhase
+from redraft.online.journal import FaultEntry, GateEntry, Journal, Phase, TrainingEntry, to_stderr
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     "acceptance": {"server": "http://a:1", "draft_version": "v000002", "domain": None, "drafts": 10, "accepted": 19,
@@ -60,7 +60,7 @@ def test_the_phases_are_the_learners():
 def test_a_line_is_json_with_kind_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     Journal(tmp_path, [to_stderr], clock=lambda: 1.0).write("fault", what="disk_full")
     (line,) = next(tmp_path.iterdir()).read_text().splitlines()
-    assert json.loads(line) == {"kind": "fault", "time_s": 1.0, "what": "disk_full", "detail": None}
+    assert json.loads(line) == {"kind": "fault", "time_s": 1.0, "what": "disk_full", "detail": None, "reason": ""}
     assert capsys.readouterr().err == line + "\n"
 
 
@@ -120,7 +120,7 @@ def test_a_torn_last_line_waits_and_is_then_passed_over(tmp_path: Path, cut: int
     assert journal.read(offset) == ([], offset)
     restarted = Journal(tmp_path)
     make_fault(restarted, 2)
-    assert details(journal, offset) in ([2], [1, 2])  # cut = 1: only the end of the line was lost
+    assert details(journal, offset) in ([2], [1, 2])  # cut = 1 loses only the end of the line
     assert details(journal) == [0, *details(journal, offset)]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distill.corpus import stdlib_conversations
+from redraft.distill.data.corpus import stdlib_conversations
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,10 @@
 """The command line: reads well, loads little, and turns its user's errors into one line."""
 
 import errno
+import importlib
+import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,7 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from recipes.cli import COMMANDS, dispatch, guarded, help_text, parse, user_error
+from redraft.distill.prove import Prove
+from redraft.recipes.cli import COMMANDS, Group, describe_error, dispatch, format_help, parse, run_guarded
+from redraft.recipes.decide import bench
+from redraft.recipes.demo import heads
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +32,9 @@ class Config:
     steps: int = 10
     """How long."""
     output: Path = Path("outputs")
+    words: tuple[str, ...] = ()
+    """What and how many;
+    a value of each."""
     optim: Optim = field(default_factory=Optim)
 
 
@@ -43,12 +52,19 @@ def run_python(code: str, *args: str, **env: str) -> subprocess.CompletedProcess
 
 
 def test_the_help_names_every_command_in_80_columns():
-    text = help_text()
+    text = format_help()
     for name, command in COMMANDS.items():
         assert f"  {name} " in text
         assert command.summary in text
         assert command.example.startswith(f"redraft {name}")
     assert max(len(line) for line in text.splitlines()) <= 80
+
+
+def test_the_help_groups_its_commands():
+    text = format_help()
+    places = [text.index(f"\n{group.value}:\n") for group in Group]
+    assert places == sorted(places)
+    assert text.index("\n  distill ") < places[1] < text.index("\n  eval ") < places[2] < text.index("\n  learner ")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -75,9 +91,141 @@ def test_the_console_script_starts_without_torch_or_the_engine():
     assert "did you mean 'distill'?" in result.stderr
 
 
+SHOW_ENVIRONMENT = """
+import os, sys
+import recipes.cli
+recipes.cli.dispatch = lambda args: print(os.environ["GOMP_SPINCOUNT"], os.environ["TQDM_MININTERVAL"]) or 0
+recipes.cli.main()
+"""
+
+
+@pytest.mark.parametrize(("given", "shown"), [({}, "0 10"), ({"GOMP_SPINCOUNT": "500"}, "500 10")])
+def test_threads_of_a_command_wait_without_spinning_unless_the_user_says_otherwise(given, shown):
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "TQDM_MININTERVAL")
+    }
+    command = [sys.executable, "-c", SHOW_ENVIRONMENT]
+    result = subprocess.run(command, cwd=ROOT, env=environment | given, capture_output=True, text=True)
+    assert (result.returncode, result.stdout.strip()) == (0, shown), result.stderr
+
+
+@pytest.mark.parametrize("module", ["recipes.cli", "redraft.recipes.cli"])
+def test_the_module_runs_as_the_console_script_does(module):
+    result = subprocess.run([sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.strip() == format_help().strip()
+
+
+HEAVY = ("torch", "transformers", "vllm", "datasets", "accelerate")
+
+PRINT_EVERY_HELP = f"""
+import contextlib, io, json, sys, time
+from redraft.recipes.cli import COMMANDS, dispatch
+
+shown = {{}}
+for name in COMMANDS:
+    started, text = time.process_time(), io.StringIO()
+    with contextlib.redirect_stdout(text):
+        try:
+            status = dispatch([name, "--help"])
+        except SystemExit as end:
+            status = end.code
+    loaded = [library for library in {HEAVY} if library in sys.modules]
+    shown[name] = {{"status": status, "text": text.getvalue(), "loaded": loaded, "s": time.process_time() - started}}
+print(json.dumps(shown))
+"""
+
+
+@pytest.fixture(scope="module")
+def shown():
+    """By command: exit status, text, heavy libraries loaded and CPU seconds of its --help. One process prints all."""
+    result = run_python(PRINT_EVERY_HELP, COLUMNS="80")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_loads_no_heavy_library(name, shown):
+    print(f"redraft {name} --help: {shown[name]['s']:.2f} s of CPU")
+    assert (shown[name]["status"], shown[name]["loaded"]) == (0, [])
+    assert f"usage: redraft {name} " in shown[name]["text"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_without_the_heavy_libraries_is_the_one_with_them(name, shown, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    recipe = importlib.import_module(COMMANDS[name].module)
+    with pytest.raises(SystemExit):
+        parse(recipe.Config, recipe.__doc__, getattr(recipe, "PRESETS", {}), ["--help"], prog=f"redraft {name}")
+    assert capsys.readouterr().out == shown[name]["text"]
+
+
+FLAG = re.compile(r"  (?P<flag>(?:-\w, )?--\w[\w.-]*|\[*(?:STR|INT|FLOAT|PATH)\b).*")
+
+
+def read_flags(text):
+    """{flag: its help in one line}, of what tyro prints in boxes or, for a stream without an encoding, without them."""
+    flags, name = {}, None
+    for line in text.replace("│", " ").splitlines():
+        if not line.startswith("  "):
+            name = None
+        elif found := FLAG.fullmatch(line):
+            name = found["flag"]
+            flags[name] = line.strip().partition("  ")[2]
+        elif name:
+            flags[name] += f" {line}"
+    return {name: " ".join(text.split()) for name, text in flags.items()}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_flag_says_what_it_does(name, shown):
+    flags = read_flags(shown[name]["text"])
+    assert "-h, --help" in flags
+    assert not [flag for flag, text in flags.items() if re.fullmatch(r"(\((default|required|repeatable).*)?", text)]
+    assert "(default: )" not in shown[name]["text"]
+
+
+def test_the_docstring_of_a_field_is_folded_into_whole_lines(capsys):
+    with pytest.raises(SystemExit):
+        parse(Config, "x", {}, ["--help"], prog="redraft x")
+    assert "how many; a value of" in read_flags(capsys.readouterr().out)["--words"]
+
+
+def test_arguments_for_vllm_are_given_one_by_one():
+    args = ["--engine-args=--tensor-parallel-size=8", "--engine-args=--max-model-len=4096"]
+    assert parse(Prove, None, {}, args, prog="x").engine_args == ("--tensor-parallel-size=8", "--max-model-len=4096")
+    args = ["--vllm-args=--tensor-parallel-size=4", "--vllm-args=--enforce-eager"]
+    assert parse(bench.Config, None, {}, args, prog="x").vllm_args == ("--tensor-parallel-size=4", "--enforce-eager")
+    args = ["--flags=--loop.steps", "--flags=2"]
+    assert parse(heads.Config, None, {}, args, prog="x").flags == ("--loop.steps", "2")
+
+
+COMMAND_FILES = [
+    path
+    for path in sorted((ROOT / "recipes").rglob("*.py"))
+    if path.name not in ("__init__.py", "cli.py") and path.parent.name not in ("demo", "bench", "help")
+]
+
+
+@pytest.mark.parametrize("path", COMMAND_FILES, ids=lambda path: path.stem)
+def test_every_file_is_a_command_and_runs(path):
+    module = ".".join(("redraft", *path.relative_to(ROOT).with_suffix("").parts))
+    assert module in {command.module for command in COMMANDS.values()}
+    assert path.read_text().rpartition('\nif __name__ == "__main__":\n')[2].startswith("    run_recipe(main, Config, ")
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, marks=() if p.stem == "swap" else pytest.mark.slow, id=p.stem) for p in COMMAND_FILES]
+)
+def test_a_file_prints_its_help(path):
+    result = subprocess.run([sys.executable, path, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert f"usage: {path} " in " ".join(result.stdout.split())
+
+
 def test_a_command_far_from_all_gets_the_list(capsys):
     assert dispatch(["xyzzy"]) == 2
-    assert "there is doctor, distill" in capsys.readouterr().err
+    assert "there is distill, eagle3" in capsys.readouterr().err
 
 
 def test_flags_change_what_a_preset_sets():
@@ -139,18 +287,18 @@ def disk_full() -> None:
     ],
 )
 def test_what_a_user_can_mend_is_one_line(error, line):
-    assert user_error(error) == line
+    assert describe_error(error) == line
 
 
 def test_a_real_full_disk_is_one_line(capsys):
-    assert guarded(disk_full) == 2
+    assert run_guarded(disk_full) == 2
     assert capsys.readouterr().err == "redraft: No space left on device\n"
 
 
 RECIPE = """
 from dataclasses import dataclass
 from pathlib import Path
-from recipes.cli import run_recipe
+from redraft.recipes.cli import run_recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Config:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
-import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ import kubernetes_validate
 import pytest
 import yaml
 from compose_spec import PyCompose
-from real_broker import EXECUTABLE
 
-from online.config import load_config
-from online.nats_config import StreamLimits
-from online.plugin_config import is_enabled, read_config
-from recipes import probe_log, serve
-from recipes.cli import parse
+from redraft.online.daemon.config import load_config
+from redraft.online.engine.config import is_enabled, read_config
+from redraft.online.records.nats_config import StreamLimits
+from redraft.recipes.cli import parse
+from redraft.recipes.operate import probe_log
+from redraft.recipes.serve import serve
 
 DEPLOY = Path(__file__).parents[2] / "recipes" / "deploy"
 KUBERNETES_VERSION = "1.31"
@@ -39,9 +39,25 @@ def container(kind: str, name: str) -> dict[str, Any]:
 
 
 def compose() -> dict[str, Any]:
-    """As compose reads it: variables replaced, anchors merged."""
+    """As compose reads it: variables replaced by their defaults, anchors merged."""
     text = (DEPLOY / "compose" / "compose.yaml").read_text()
-    return yaml.safe_load(re.sub(r"\$\{MODELS[^}]*\}", "/models", text))
+    return yaml.safe_load(re.sub(r"\$\{\w+_DIGEST:-\}", "", re.sub(r"\$\{MODELS[^}]*\}", "/models", text)))
+
+
+def settings_of_the_learner(where: str, mounted: Path) -> str:
+    """The learner's TOML file, with files of its secrets that exist: made in `mounted`."""
+    text = (DEPLOY / "compose" / "learner.toml").read_text()
+    if where == "kubernetes":
+        text = manifest("ConfigMap", "redraft-learner")["data"]["learner.toml"]
+    for path in re.findall(r'^(?:credentials|ca) = "(.*)"', text, re.MULTILINE):
+        text = text.replace(path, str(make_file(mounted, path)))
+    return text
+
+
+def make_file(mounted: Path, path: str) -> Path:
+    file = mounted / Path(path).name
+    file.write_text("a key or a certificate")
+    return file
 
 
 @pytest.mark.parametrize("manifest", manifests(), ids=lambda m: f"{m['kind']}-{m['metadata']['name']}")
@@ -71,13 +87,15 @@ def test_every_file_that_compose_mounts_is_there():
                 assert (DEPLOY / "compose" / source).resolve().is_file(), source
 
 
-def test_the_learner_of_either_reads_its_settings(tmp_path):
-    toml = manifest("ConfigMap", "redraft-learner")["data"]["learner.toml"]
-    (tmp_path / "learner.toml").write_text(toml)
-    in_kubernetes = load_config(tmp_path / "learner.toml")
-    in_compose = load_config(DEPLOY / "compose" / "learner.toml")
-    assert in_kubernetes.fleet.name == "http://vllm-pods:8000"
-    assert in_compose.fleet.name == "http://vllm:8000"
+@pytest.mark.parametrize(("where", "server"), [("kubernetes", "vllm-pods"), ("compose", "vllm")])
+def test_the_learner_of_either_reads_its_settings(where, server, tmp_path):
+    file = tmp_path / "learner.toml"
+    file.write_text(settings_of_the_learner(where, tmp_path))
+    config = load_config(file)
+    assert config.fleet.name == f"http://{server}:8000"
+    assert config.ingest.startswith("tls://")
+    assert config.nats.credentials is not None
+    assert config.nats.ca is not None
 
 
 def test_the_stream_is_full_before_the_broker_and_the_broker_before_its_disk(tmp_path):
@@ -88,15 +106,9 @@ def test_the_stream_is_full_before_the_broker_and_the_broker_before_its_disk(tmp
     assert StreamLimits().max_bytes < _bytes(_most_stored(in_compose))
 
 
-@pytest.mark.skipif(EXECUTABLE is None, reason="no nats-server here (Debian: apt-get install nats-server)")
-@pytest.mark.parametrize("where", ["compose", "kubernetes"])
-def test_the_broker_reads_its_configuration(tmp_path, where):
-    text = (DEPLOY / "compose" / "nats.conf").read_text()
-    if where == "kubernetes":
-        text = manifest("ConfigMap", "redraft-log")["data"]["nats.conf"]
-    (tmp_path / "nats.conf").write_text(text.replace("/data", str(tmp_path / "data")))
-    done = subprocess.run([EXECUTABLE, "-t", "-c", tmp_path / "nats.conf"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_both_brokers_have_the_same_doors():
+    in_kubernetes = manifest("ConfigMap", "redraft-log")["data"]["nats.conf"]
+    assert in_kubernetes.replace("44GB", "12GB") == (DEPLOY / "compose" / "nats.conf").read_text()
 
 
 def _most_stored(nats_conf):
@@ -116,17 +128,28 @@ def _bytes(quantity):
 def test_the_plugin_reads_the_environment_of_the_deployment(tmp_path):
     environment = {entry["name"]: entry["value"] for entry in container("Deployment", "vllm")["env"]}
     (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
     here = {"REDRAFT_REGISTRY": str(tmp_path), "REDRAFT_TOKEN_FILE": str(tmp_path / "token")}
+    for name in ("REDRAFT_NATS_CREDENTIALS", "REDRAFT_NATS_CA"):
+        here[name] = str(make_file(tmp_path, environment[name]))
     assert set(here) < set(environment)
     config = read_config(environment | here)
     assert is_enabled(environment)
     assert config.allow_remote
     assert config.capture is not None
-    assert (config.capture.ingest, config.capture.nats.fleet) == ("nats://redraft-log:4222", "kubernetes")
+    assert (config.capture.ingest, config.capture.nats.fleet) == ("tls://redraft-log:4222", "kubernetes")
 
 
-def test_the_commands_of_the_files_are_ours():
-    command = compose()["services"]["vllm"]["command"]
+def test_the_commands_of_the_files_are_ours(tmp_path):
+    def mounted(arguments):
+        """With files that exist."""
+        files = [re.fullmatch(r"(--\S+=)?(/etc/nats/\S+|/run/secrets/log-\S+)", text) for text in arguments]
+        return [
+            text if file is None else f"{file[1] or ''}{make_file(tmp_path, file[2])}"
+            for text, file in zip(arguments, files, strict=True)
+        ]
+
+    command = mounted(compose()["services"]["vllm"]["command"])
     assert command[0] == "serve"
     config = parse(serve.Config, serve.__doc__, {}, command[1:], prog="redraft")
     assert config.vllm_args == ("--host=0.0.0.0", "--port=8000", "--gpu-memory-utilization=0.6")
@@ -138,7 +161,13 @@ def test_the_commands_of_the_files_are_ours():
     probes.append(compose()["services"]["log"]["healthcheck"]["test"].partition(" || ")[0].split())
     for redraft, name, *arguments in probes:
         assert (redraft, name) == ("redraft", "probe-log")
-        assert parse(probe_log.Config, None, {}, arguments, prog="redraft").nats.fleet in ("compose", "kubernetes")
+        assert _can_open(parse(probe_log.Config, None, {}, mounted(arguments), prog="redraft"))
+        assert arguments[0] == "tls://127.0.0.1:4222"
+    assert _can_open(config.capture)
+
+
+def _can_open(config):
+    return None not in (config.nats.credentials, config.nats.ca) and config.nats.fleet in ("compose", "kubernetes")
 
 
 def test_no_service_puts_its_address_into_a_pods_environment():
@@ -147,15 +176,32 @@ def test_no_service_puts_its_address_into_a_pods_environment():
         assert workload["spec"]["template"]["spec"]["enableServiceLinks"] is False
 
 
-def test_the_token_goes_into_no_image_package_or_commit():
+def test_no_secret_goes_into_an_image_package_or_commit():
     root = DEPLOY.parents[1]
-    token = "recipes/deploy/compose/token"
+    secrets = [f"recipes/deploy/{where}/{name}" for where in ("compose", "kubernetes") for name in ("token", "keys")]
     for name in (".dockerignore", ".gitignore"):
-        assert token in (root / name).read_text().splitlines()
-    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["recipes"]
+        lines = (root / name).read_text().splitlines()
+        for secret in secrets:
+            assert any(fnmatch.fnmatch(secret, line.rstrip("/")) for line in lines), (name, secret)
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "redraft.recipes"
+    ]
     shipped = {path for pattern in patterns for path in (root / "recipes").glob(pattern)}
-    assert {path for path in DEPLOY.rglob("*") if path.is_file()} - {root / token} <= shipped
-    assert not any(Path(token).match(f"recipes/{pattern}") for pattern in patterns)
+    here = {path for path in DEPLOY.rglob("*") if path.is_file()}
+    hidden = {path for path in here for secret in secrets if path.is_relative_to(root / secret)}
+    assert here - hidden <= shipped
+    for secret in secrets:
+        assert not any(Path(secret).match(f"recipes/{pattern}") for pattern in patterns)
+
+
+def test_the_image_is_built_from_every_folder_that_is_installed():
+    root = DEPLOY.parents[1]
+    copied = {line[1:] for line in (root / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert {
+        "pyproject.toml",
+        "redraft",
+        *(link.name for link in (root / "redraft").iterdir() if link.is_symlink()),
+    } <= copied
 
 
 def test_services_select_the_pods_that_the_settings_name():
@@ -179,7 +225,110 @@ def test_every_claim_and_secret_that_is_mounted_is_declared_or_told_to_create():
         for volume in workload["spec"]["template"]["spec"]["volumes"]:
             if "persistentVolumeClaim" in volume:
                 assert manifest("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
-            if "configMap" in volume:
-                assert manifest("ConfigMap", volume["configMap"]["name"])
-            if "secret" in volume:
-                assert f"secret generic {volume['secret']['secretName']}" in readme
+            sources = volume["projected"]["sources"] if "projected" in volume else [volume]
+            for source in sources:
+                if "configMap" in source:
+                    assert manifest("ConfigMap", source["configMap"]["name"])
+                if "secret" in source:
+                    name = source["secret"].get("secretName") or source["secret"]["name"]
+                    assert f"secret generic {name}" in readme
+
+
+# ------------------------------------------------------------------------------------------------------------- doors
+
+
+def workloads() -> list[dict[str, Any]]:
+    return [m for m in manifests() if m["kind"] in ("Deployment", "StatefulSet")]
+
+
+@pytest.mark.parametrize("workload", workloads(), ids=lambda m: m["metadata"]["name"])
+def test_no_pod_has_more_rights_than_it_needs(workload):
+    pod = workload["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for each in pod["containers"]:
+        assert each["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert {"cpu", "memory"} <= each["resources"]["limits"].keys()
+        assert {"cpu", "memory"} <= each["resources"]["requests"].keys()
+        places = {mount["mountPath"] for mount in each["volumeMounts"]}
+        assert "/tmp" in places, "nothing can be written elsewhere"
+    for volume in pod["volumes"]:
+        for source in (volume.get("secret"), volume.get("projected")):
+            assert source is None or source["defaultMode"] == 0o440, "others could read it"
+
+
+def test_a_policy_of_the_network_selects_every_pod_and_lets_none_at_the_log_but_two():
+    policies = [m["spec"] for m in manifests() if m["kind"] == "NetworkPolicy"]
+    for workload in workloads():
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        (policy,) = [p for p in policies if p["podSelector"]["matchLabels"].items() <= labels.items()]
+        assert policy["policyTypes"] == ["Ingress", "Egress"]
+        assert all(rule["from"] for rule in policy["ingress"]), "an empty list lets everyone in"
+        assert all("to" in rule or {port["port"] for port in rule["ports"]} == {53} for rule in policy["egress"])
+    (rule,) = manifest("NetworkPolicy", "redraft-log")["spec"]["ingress"]
+    assert [source["podSelector"]["matchLabels"]["app"] for source in rule["from"]] == ["vllm", "redraft-learner"]
+
+
+def test_a_drain_takes_one_server_at_a_time():
+    budget = manifest("PodDisruptionBudget", "vllm")["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert selects({"selector": budget["selector"]["matchLabels"]}, manifest("Deployment", "vllm"))
+
+
+def test_images_are_named_by_digest_and_the_readme_puts_them_in():
+    (line,) = re.findall(r'sed -i "(s\|.*\|)" \*\.yaml', (DEPLOY / "kubernetes" / "README.md").read_text())
+    _, pattern, _, _ = line.split("|")
+    for workload in workloads():
+        for each in workload["spec"]["template"]["spec"]["containers"]:
+            name = re.fullmatch(r"registry\.example/([a-z-]+)@sha256:[0-9a-f]{64}", each["image"]).group(1)
+            assert re.fullmatch(pattern.replace("$image", name), each["image"])
+
+
+def test_every_base_of_the_images_has_a_slot_for_its_digest():
+    docker = (DEPLOY / "Dockerfile").read_text()
+    bases = re.findall(r"^FROM (\S+)", docker, re.MULTILINE)
+    assert len(bases) == 3
+    slots = set()
+    for base in bases:
+        slots.add(re.fullmatch(r"[\w./-]+:[\w.-]+\$\{(\w+_DIGEST)\}", base).group(1))
+    text = (DEPLOY / "compose" / "compose.yaml").read_text()
+    for slot in slots:
+        assert f"ARG {slot}=\n" in docker
+        assert f'{slot}: "${{{slot}:-}}"' in text
+    for image in ("prom/prometheus", "grafana/grafana"):
+        slot = f"{image.rpartition('/')[2].upper()}_DIGEST"
+        assert re.search(rf"image: {image}:v?[\d.]+\$\{{{slot}:-\}}\n", text)
+        slots.add(slot)
+    assert all(slot in text.partition("\nname:")[0] for slot in slots), "told at the top"
+
+
+def test_no_image_runs_as_root():
+    for stage in (DEPLOY / "Dockerfile").read_text().split("\nFROM ")[2:]:
+        users = re.findall(r"^USER (\S+)", stage, re.MULTILINE)
+        assert users == ["1000:1000"]
+        assert stage.index("\nUSER") > stage.rindex("\nRUN")
+
+
+def test_compose_publishes_on_this_machine_only_and_grants_nothing():
+    services = compose()["services"]
+    for name, service in services.items():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["mem_limit"]
+        assert "ipc" not in service
+        assert "privileged" not in service
+    on_the_log = {name for name, service in services.items() if "log" in service.get("networks", [])}
+    assert on_the_log == {"vllm", "learner", "log"}
+    assert services["log"]["networks"] == ["log"]
+    assert compose()["networks"]["log"] == {"internal": True}
+    given = {name: service.get("secrets", []) for name, service in services.items()}
+    assert "log-learner" not in given["vllm"]
+    assert "log-servers" not in given["learner"]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from heads.artifact import verify
-from heads.standalone import StandaloneDraft
+from redraft.heads.families.standalone import StandaloneDraft
+from redraft.heads.files.artifact import verify
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,12 +18,13 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from distill.corpus import stdlib_conversations
-from distill.loop import Loop
-from distill.setup import Signal
-from heads.artifact import fingerprint, verify
-from heads.families import family, family_of
-from heads.target import Target
+from redraft.distill.data.corpus import stdlib_conversations
+from redraft.distill.inputs import Signal
+from redraft.distill.train.loop import Loop
+from redraft.distill.train.step import Optim
+from redraft.heads.catalog import detect_family, find_family
+from redraft.heads.files.artifact import fingerprint, verify
+from redraft.heads.target import Target
 
 RECIPES = {
     "eagle3": "eagle3_llama8b",
@@ -102,14 +103,25 @@ def test_a_recipe_publishes_a_head_that_its_family_loads(
     provenance = json.loads((draft / "provenance.json").read_text())
     assert provenance["target_fingerprint"] == fingerprint(random_target)
     assert provenance["label_probe"]["labels"], "what `redraft doctor` compares the served template with"
-    assert family_of(draft) == name
+    assert detect_family(draft).name == name
     served = tmp_path / "run/target" if name == "mtp" else random_target
-    head = family(name).head.load(draft, Target.of(AutoModelForCausalLM.from_pretrained(served)))
+    head = find_family(name).draft_class().load(draft, Target.from_model(AutoModelForCausalLM.from_pretrained(served)))
     for tensor_name, tensor in trained_weights(tmp_path / "run").items():
         assert torch.equal(head.state_dict()[tensor_name], tensor.to(torch.bfloat16).float()), tensor_name
     assert 1 <= report["offline"]["tau_forecast"] <= 4
     assert [entry["step"] for entry in report["curves"] if "held_out_alpha" in entry] == [2]
     assert report["train"]["skipped_steps"] == 0
+
+
+def test_the_metrics_hold_the_gradient_norm_and_the_learning_rate(
+    random_target: Path, data: Path, tmp_path: Path
+) -> None:
+    loop = replace(SMALL, steps=4, log_every=1)
+    report = run("medusa", random_target, data, tmp_path / "run", loop=loop, optim=Optim(lr=1e-3, warmup_fraction=0.5))
+    steps = [entry for entry in report["curves"] if "loss" in entry]
+    assert [entry["lr"] for entry in steps] == pytest.approx([5e-4, 1e-3, 1e-3, 5.5e-4])
+    assert all(0 < entry["grad_norm"] < 100 for entry in steps)
+    assert len({entry["grad_norm"] for entry in steps}) == 4
 
 
 def test_a_head_that_vllm_cannot_serve_is_proven_by_the_reference_decoder(
@@ -126,8 +138,10 @@ def test_the_second_stage_begins_with_the_weights_of_the_first(random_target: Pa
     nothing = replace(SMALL, on_policy=1.0, on_policy_tokens=4)
     recipe, cfg = make_config("mlp_speculator", random_target, data, tmp_path / "run", loop=nothing)
     recipe.main(replace(cfg, optim=replace(cfg.optim, lr=1e-12)))
-    target = Target.of(AutoModelForCausalLM.from_pretrained(random_target))
-    text, answers = (family("mlp_speculator").head.load(tmp_path / "run" / d, target) for d in ("after-text", "draft"))
+    target = Target.from_model(AutoModelForCausalLM.from_pretrained(random_target))
+    text, answers = (
+        find_family("mlp_speculator").draft_class().load(tmp_path / "run" / d, target) for d in ("after-text", "draft")
+    )
     for name, tensor in text.state_dict().items():
         torch.testing.assert_close(answers.state_dict()[name], tensor.to(torch.bfloat16).to(tensor))
 
@@ -136,8 +150,10 @@ def test_eagle3_keeps_the_ids_that_are_labels_most_often(
     random_target: Path, data: Path, small_tokenizer: Any, tmp_path: Path
 ) -> None:
     run("eagle3", random_target, data, tmp_path / "run")
-    head = family("eagle3").head.load(
-        tmp_path / "run/draft", Target.of(AutoModelForCausalLM.from_pretrained(random_target))
+    head = (
+        find_family("eagle3")
+        .draft_class()
+        .load(tmp_path / "run/draft", Target.from_model(AutoModelForCausalLM.from_pretrained(random_target)))
     )
     kept = head._draft_ids_W.tolist()
     assert len(kept) == 300
@@ -226,7 +242,7 @@ def test_two_processes_train_the_head_of_one(random_target: Path, data: Path, tm
 def test_the_demo_of_all_heads_runs_small_and_goes_on_where_it_was(tiny_target: Path, tmp_path: Path) -> None:
     flags = "--loop.steps 6 --loop.sequence-length 256 --loop.eval-every 0 --data.num-prompts 6 --prove.max-tokens 24"
     root = Path(__file__).parents[2]
-    command = [sys.executable, str(root / "recipes/demo_heads.py"), "--output", str(tmp_path / "demo")]
+    command = [sys.executable, str(root / "recipes/demo/heads.py"), "--output", str(tmp_path / "demo")]
     command += ["--heads", "medusa", "mtp", "eagle3", "--divergences", "forward_kl", "cross_entropy"]
     command += [f"--flags={flag}" for flag in flags.split()]
     subprocess.run(command, cwd=root, check=True, timeout=800)
@@ -237,4 +253,4 @@ def test_the_demo_of_all_heads_runs_small_and_goes_on_where_it_was(tiny_target: 
         assert entry["lossless"] is True
         assert entry["forecast_error"] < 0.03
     again = subprocess.run([*command, "--resume"], cwd=root, check=True, timeout=60, capture_output=True, text=True)
-    assert again.stdout.count("is proven already") == 4
+    assert again.stdout.count("is already done") == 4

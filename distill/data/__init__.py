@@ -1,0 +1,1 @@
+"""Data sets read, tokenised, labelled and packed into batches."""

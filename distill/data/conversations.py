@@ -1,0 +1,354 @@
+"""Conversations read from files, folders or the hub, and split into a training and a held-out part."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict, cast
+
+from redraft.distill.data.corpus import stdlib_conversations
+from redraft.distill.data.rows import TABLES, TEXTS, Row, UnusableRowError, find_files, open_plain, read_rows
+
+Message = dict[str, str]
+"""`role` and `content`."""
+
+TOOL_ROLES = ("tool", "function", "function_call", "observation")
+"""Roles of messages holding a tool's call or result."""
+
+TEXT_ROLE = "text"
+"""Role of the only message of a plain document. It goes through no chat template, and every token of it is a label."""
+
+CHAT_ROLES = ("system", "user", "assistant")
+
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of a message's content parts with text, in the chat and the responses API."""
+
+MIN_SHARED_CHARS = 80
+"""An answer longer than this in two conversations is a copy, not chance."""
+
+
+class Conversation(TypedDict):
+    messages: list[Message]
+    domain: str
+    cut: NotRequired[bool]
+    """The last message stopped at a length limit, so no end of turn follows it."""
+    split_key: NotRequired[str]
+    """Hash (hex) that decides whether it is held out, in place of its first user message's."""
+
+
+def conversation_hash(messages: Sequence[Message]) -> str:
+    """SHA-256 (hex) of the roles and contents: the identity of a conversation. Other columns do not count."""
+    canonical = json.dumps([[m["role"], m["content"]] for m in messages], ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def split_held_out(
+    conversations: Iterable[Conversation], fraction: float
+) -> tuple[list[Conversation], list[Conversation]]:
+    """(train, held out): `fraction` of all first questions, with every conversation that begins with one of them.
+
+    Several answers to one question stay on the same side. Only the question's hash decides, so every process, now and
+    later, holds out the same ones.
+    """
+    train: list[Conversation] = []
+    held_out: list[Conversation] = []
+    for conversation in conversations:
+        is_out = int(split_key(conversation)[:16], 16) < fraction * 2**64
+        (held_out if is_out else train).append(conversation)
+    return train, held_out
+
+
+def split_key(conversation: Conversation) -> str:
+    """The hash (hex) that `split_held_out` compares: by default that of the first user message.
+
+    Without a user message, the first message counts: a plain document, or an answer without a question.
+    """
+    if "split_key" in conversation:
+        return conversation["split_key"]
+    messages = conversation["messages"]
+    return conversation_hash([m for m in messages if m["role"] == "user"][:1] or messages[:1])
+
+
+@dataclass(kw_only=True)
+class Overlap:
+    """Text that stood in the training part twice, or in both parts, before it was taken out of training."""
+
+    held_out_answers: int = 0
+    """Different held-out answers of more than MIN_SHARED_CHARS characters."""
+    shared_answers: int = 0
+    """Number of held-out answers found in training word for word."""
+    repeated: int = 0
+    """Training conversations equal to an earlier one, taken out."""
+    sharing: int = 0
+    """Training conversations with a held-out answer, taken out."""
+
+    def __str__(self) -> str:
+        found = f"{self.shared_answers:,} of {self.held_out_answers:,} held-out answers stood in training word for word"
+        return f"{found}; {self.sharing:,} conversations with them and {self.repeated:,} repeated ones taken out"
+
+
+def remove_overlap(
+    train: Sequence[Conversation], held_out: Sequence[Conversation]
+) -> tuple[list[Conversation], Overlap]:
+    """The training conversations without repetitions and without the held-out answers, and their counts.
+
+    Short answers ("Yes.") are shared by chance and stay.
+    """
+    held_out_texts = {text for conversation in held_out for text in _answers(conversation)}
+    overlap = Overlap(held_out_answers=len(held_out_texts))
+    shared: set[str] = set()
+    seen: set[str] = set()
+    kept: list[Conversation] = []
+    for conversation in train:
+        key = conversation_hash(conversation["messages"])
+        common = held_out_texts.intersection(_answers(conversation))
+        if common:
+            shared |= common
+            overlap.sharing += 1
+        elif key in seen:
+            overlap.repeated += 1
+        else:
+            kept.append(conversation)
+        seen.add(key)
+    overlap.shared_answers = len(shared)
+    return kept, overlap
+
+
+def _answers(conversation: Conversation) -> Iterator[str]:
+    for message in conversation["messages"]:
+        text = message["content"].strip()
+        if message["role"] in ("assistant", TEXT_ROLE) and len(text) > MIN_SHARED_CHARS:
+            yield text
+
+
+def load_conversations(
+    source: str, *, split: str = "train", domain_column: str | None = None, strict: bool = False
+) -> list[Conversation]:
+    """Every conversation of `source`, which is one of
+
+    - `stdlib`: made from the Python standard library's sources;
+    - a `.jsonl`, `.json` (a list) or `.parquet` file, the former two also as `.gz` or `.zst`; a folder of such files;
+      or one `split` of a data set on the hub. The columns are `messages` (OpenAI: role, content), `conversations`
+      (ShareGPT: from, value), `prompt` with `completion` or `response`, `instruction` with `input` and `output`
+      (Alpaca), `prompt` alone, or `text`. The domain is read from `domain_column`, or from `domain` if a row has it;
+      otherwise it is the first folder under `source`;
+    - a folder with `.txt` and `.md` files only: one document each.
+
+    Rows that cannot be used are skipped, and printed in one line with the number for each reason.
+
+    Raises:
+        FileNotFoundError: for a missing file.
+        ValueError: if a file is corrupt or no row can be used; with `strict`, for the first row that cannot be used.
+    """
+    path = Path(source)
+    if source == "stdlib":
+        return [_stdlib_conversation(row) for row in stdlib_conversations()]
+    if path.is_dir() and not find_files(path, TABLES):
+        conversations = _text_folder(path)
+        if not conversations:
+            raise ValueError(f"{source} holds no conversation")
+        return conversations
+    return _from_rows(read_rows(source, split), source, domain_column, strict)
+
+
+def _stdlib_conversation(row: dict[str, Any]) -> Conversation:
+    """The small target of the demos was trained on one side of a split by whole conversations, so it stays.
+
+    By first question, it would have learned most of what is held out. The questions of this corpus hardly repeat.
+    """
+    conversation = cast(Conversation, row)
+    return {**conversation, "split_key": conversation_hash(conversation["messages"])}
+
+
+def is_plain_text(conversation: Conversation) -> bool:
+    return [message["role"] for message in conversation["messages"]] == [TEXT_ROLE]
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """A message's content, after the reasoning, which a server's parser moves to another field.
+
+    Raises:
+        UnusableRowError: if the content is not text.
+    """
+    content = _content_text(message.get("content"))
+    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    return f"<think>\n{reasoning.strip()}\n</think>\n\n{content.lstrip()}" if reasoning else content
+
+
+def _content_text(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, list) and content:
+        texts = [part if isinstance(part, str) else _part_text(part) for part in content]
+        content = "\n".join(texts)  # as vLLM joins the parts for a template that reads text
+    if not isinstance(content, str):
+        raise UnusableRowError("content that is not text", f"it is {type(content).__name__}")
+    return content
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+    # A Parquet file gives every part all fields, e.g. an `image_url` of None beside the text.
+    if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+        raise UnusableRowError("content that is not text", f"a part of type {kind}")
+    text: str = part["text"]
+    return text
+
+
+def _text_folder(folder: Path) -> list[Conversation]:
+    conversations: list[Conversation] = []
+    for path in find_files(folder, TEXTS):
+        below = path.relative_to(folder).parts
+        try:
+            with open_plain(path) as file:
+                text = file.read().decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        if text.strip():
+            domain = below[0] if len(below) > 1 else "all"
+            conversations.append({"messages": [{"role": TEXT_ROLE, "content": text}], "domain": domain})
+    return conversations
+
+
+@dataclass
+class Skipped:
+    """Rows that could not be used."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    """Number of rows by reason."""
+    first: dict[str, str] = field(default_factory=dict)
+    """Place and detail of the first row with each reason."""
+
+    def add(self, place: str, error: UnusableRowError) -> None:
+        self.counts[error.reason] += 1
+        self.first.setdefault(error.reason, f"{place}: {error.detail}" if error.detail else place)
+
+    def __str__(self) -> str:
+        parts = [f"{count:,} {reason} (first: {self.first[reason]})" for reason, count in self.counts.most_common()]
+        return ", ".join(parts)
+
+
+def _from_rows(rows: Iterable[Row], source: str, domain_column: str | None, strict: bool) -> list[Conversation]:
+    conversations: list[Conversation] = []
+    skipped = Skipped()
+    for row in rows:
+        try:
+            if isinstance(row.values, UnusableRowError):
+                raise row.values
+            conversations.append(read_conversation(row.values, row.domain, domain_column))
+        except UnusableRowError as error:
+            if strict:
+                raise ValueError(f"{source}, {row.place}: {error}; without --data.strict it is skipped") from None
+            skipped.add(row.place, error)
+    if not conversations and skipped.counts:
+        raise ValueError(f"{source} holds no conversation that can be used: {skipped}")
+    if not conversations:
+        raise ValueError(f"{source} holds no conversation")
+    if skipped.counts:
+        print(f"{source}: {len(conversations):,} conversations; skipped rows: {skipped}")
+    return conversations
+
+
+def read_conversation(row: Mapping[str, Any], domain: str = "all", domain_column: str | None = None) -> Conversation:
+    """The conversation in a row of any of the known shapes.
+
+    Raises:
+        UnusableRowError: if there is none.
+    """
+    if domain_column is not None and row.get(domain_column) is None:
+        columns = ", ".join(sorted(row))
+        raise UnusableRowError(
+            f"without a column {domain_column!r}", f"its columns are {columns}: name the one that holds the domain"
+        )
+    # Left out rather than flattened to text: a draft would learn a form of calls that is never served.
+    if _calls_tools(row):
+        raise UnusableRowError("with tools", "calls would not be rendered")
+    messages = _read_messages(row)
+    if not messages:
+        raise UnusableRowError("without messages")
+    try:
+        "".join(message["content"] for message in messages).encode()
+    except UnicodeEncodeError:  # half of an emoji, cut by a tool that counts UTF-16 units
+        raise UnusableRowError("with half a character", "an unpaired surrogate") from None
+    conversation: Conversation = {"messages": messages, "domain": str(row.get(domain_column or "domain") or domain)}
+    if row.get("cut"):
+        conversation["cut"] = True
+    return conversation
+
+
+def _calls_tools(row: Mapping[str, Any]) -> bool:
+    """Whether a row's conversation uses tools: messages of text hold neither the tools' definitions nor the calls."""
+    for column in ("messages", "conversations"):
+        messages = row.get(column)
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict) and (message.get("tool_calls") or _role(message) in TOOL_ROLES):
+                return True
+    return bool(row.get("tools"))
+
+
+def _read_messages(row: Mapping[str, Any]) -> list[Message]:
+    """Messages from the first shape for which the row has all columns. A column of None counts as missing."""
+    has = {column for column, value in row.items() if value is not None}
+    for column in ("messages", "conversations"):
+        if column in has:
+            return _messages(row[column], "user")
+    for column in ("completion", "response"):
+        if {"prompt", column} <= has:
+            return _messages(row["prompt"], "user") + _messages(row[column], "assistant")
+    if "instruction" in has:
+        return _alpaca_messages(row)
+    for column, role in (("prompt", "user"), ("text", TEXT_ROLE)):
+        if column in has:
+            return _messages(row[column], role)
+    raise UnusableRowError(
+        "without a conversation",
+        f"the columns {', '.join(sorted(row))}: expected `messages`, `conversations`, `prompt` (with `completion` or "
+        "`response`), `instruction` (with `input` and `output`) or `text`",
+    )
+
+
+def _alpaca_messages(row: Mapping[str, Any]) -> list[Message]:
+    question = [_content_text(row[column]) for column in ("instruction", "input") if row.get(column)]
+    messages = [{"role": "user", "content": "\n\n".join(question)}]
+    if row.get("output") is not None:
+        messages.append({"role": "assistant", "content": _content_text(row["output"])})
+    return messages
+
+
+def _messages(value: Any, role: str) -> list[Message]:
+    """Messages from a list in either dialect, or one message of `role` from bare text."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        raise UnusableRowError("with messages that are not a list", f"they are {type(value).__name__}")
+    return [_message(raw) for raw in value]
+
+
+def _message(raw: Any) -> Message:
+    role = _role(raw) if isinstance(raw, dict) else None
+    if not isinstance(role, str) or not role:
+        raise UnusableRowError("with a message that has no role")
+    if raw.get("role"):
+        return {"role": SHAREGPT_ROLES.get(role, role), "content": message_text(raw)}
+    speaker = SHAREGPT_ROLES.get(role.lower(), role.lower())
+    if speaker not in CHAT_ROLES:
+        raise UnusableRowError("with an unknown speaker", repr(role))
+    return {"role": speaker, "content": message_text({"content": raw.get("value")})}
+
+
+def _role(raw: Mapping[str, Any]) -> Any:
+    return raw.get("role") or raw.get("from")

@@ -1,0 +1,114 @@
+"""Conversations made from the Python standard library: text in two domains, available in every Python installation.
+
+`code`   the user asks for a function by its qualified name and signature; the assistant answers with the source
+`prose`  the user asks about an object; the assistant answers with the English documentation
+
+Long answers are cut at the end of a line and continue in further turns, so multi-turn conversations occur too. The
+order and the text depend only on the installed Python version.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_ANSWER_CHARS = 900
+"""About 250 tokens of the small target's tokenizer: short enough for answers to end by themselves, as in a chat."""
+
+MIN_ANSWER_CHARS = 80
+MAX_TURNS = 3
+
+Conversation = dict[str, object]
+
+
+def stdlib_conversations(root: Path | None = None) -> Iterator[Conversation]:
+    """Conversations `{"domain": "code" | "prose", "messages": [...]}` from the standard library's sources."""
+    root = root or Path(sysconfig.get_path("stdlib"))
+    seen: set[str] = set()
+    for domain, question, answer in _questions(root):
+        if len(answer) < MIN_ANSWER_CHARS or answer in seen:
+            continue
+        seen.add(answer)
+        messages = []
+        for turn, part in enumerate(_cut(answer)[:MAX_TURNS]):
+            messages.append({"role": "user", "content": question if turn == 0 else "Go on."})
+            messages.append({"role": "assistant", "content": part})
+        yield {"domain": domain, "messages": messages}
+
+
+def _questions(root: Path) -> Iterator[tuple[str, str, str]]:
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if {"site-packages", "test", "tests", "idle_test", "encodings", "lib2to3"} & set(relative.parts):
+            continue
+        try:
+            source = path.read_text(encoding="utf-8")
+            tree = ast.parse(source)
+        except (SyntaxError, UnicodeDecodeError):  # a few files are broken or Latin-1 on purpose
+            continue
+        module = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+        if module == "pydoc_data.topics":
+            yield from _topics(tree)
+        else:
+            yield from _module_questions(module, tree, source.splitlines())
+
+
+def _module_questions(module: str, tree: ast.Module, lines: list[str]) -> Iterator[tuple[str, str, str]]:
+    for name, node in _definitions(tree, module):
+        docstring = ast.get_docstring(node)
+        if docstring:
+            yield "prose", f"What does `{name}` do?", docstring
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
+            call = f"{name}({ast.unparse(node.args)})"
+            yield "code", f"Write the function `{call}`.", _source_without_docstring(node, lines)
+
+
+def _definitions(
+    node: ast.AST, prefix: str
+) -> Iterator[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
+    if isinstance(node, ast.Module):
+        yield prefix, node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            name = f"{prefix}.{child.name}"
+            yield name, child
+            yield from _definitions(child, name)
+
+
+def _source_without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
+    first, last = node.lineno - 1, node.end_lineno
+    body = lines[first:last]
+    if ast.get_docstring(node) is not None:
+        docstring = node.body[0]
+        assert docstring.end_lineno is not None
+        body = lines[first : docstring.lineno - 1] + lines[docstring.end_lineno : last]
+    return textwrap.dedent("\n".join(body)).strip("\n")
+
+
+def _topics(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
+    """Questions about the topics of the language reference, one per section of a few paragraphs."""
+    assignment = next(node for node in tree.body if isinstance(node, ast.Assign))
+    for topic, text in ast.literal_eval(assignment.value).items():
+        paragraphs = re.split(r"\n\s*\n", inspect.cleandoc(text))
+        step = 6
+        for first in range(0, len(paragraphs), step):
+            section = "" if first == 0 else f", part {first // step + 1}"
+            yield "prose", f"Explain `{topic}`{section}.", "\n\n".join(paragraphs[first : first + step])
+
+
+def _cut(text: str) -> list[str]:
+    """`text` in parts of at most MAX_ANSWER_CHARS characters, cut at line ends. A longer line stays whole."""
+    parts: list[str] = []
+    current = ""
+    for line in text.splitlines():
+        if current and len(current) + len(line) + 1 > MAX_ANSWER_CHARS:
+            parts.append(current)
+            current = line
+        else:
+            current = f"{current}\n{line}" if current else line
+    return [*parts, current]

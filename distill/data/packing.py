@@ -1,0 +1,84 @@
+"""Samples packed into rows of one length. Batches of these rows depend only on (seed, index)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from redraft.distill.data.samples import Sample
+from redraft.heads.draft import Batch
+
+
+def pack(lengths: Sequence[int], capacity: int, seed: int) -> list[list[int]]:
+    """The indices of the samples in each row.
+
+    Best fit: in an order drawn from `seed`, each sample goes into the fullest row with enough room.
+
+    Raises:
+        ValueError: if a sample is longer than `capacity` tokens.
+    """
+    rows: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (free tokens, row) of all rows with free tokens, ascending
+    for index in np.random.default_rng(seed).permutation(len(lengths)).tolist():
+        length = lengths[index]
+        if length > capacity:
+            raise ValueError(f"a sample of {length} tokens does not fit into rows of {capacity}")
+        # -1 sorts before every row, so this finds the smallest room of at least `length`: the fullest row that fits.
+        at = bisect_left(rooms, (length, -1))
+        if at == len(rooms):
+            rows.append([])
+            room, row = capacity, len(rows) - 1
+        else:
+            room, row = rooms.pop(at)
+        rows[row].append(index)
+        if room > length:
+            insort(rooms, (room - length, row))
+    return rows
+
+
+def collate(rows: Sequence[Sequence[Sample]], width: int, pad_id: int) -> Batch:
+    """The samples of each row, laid end to end and padded to `width` tokens."""
+    documents = [[(sample.input_ids, sample.loss_mask) for sample in row] for row in rows]
+    return Batch.packed(documents, width=width, pad_id=pad_id)
+
+
+class PackedDataset:
+    """Rows of `sequence_length` tokens. A run's position in the data is one integer, the index of the next batch."""
+
+    def __init__(self, samples: Sequence[Sample], *, sequence_length: int, pad_id: int = 0, seed: int = 0) -> None:
+        self.samples, self.sequence_length, self.pad_id, self.seed = samples, sequence_length, pad_id, seed
+        self.rows = pack([len(sample.input_ids) for sample in samples], sequence_length, seed)
+
+    def num_batches(self, batch_size: int, num_ranks: int = 1) -> int:
+        """Batches per rank in one epoch. Rows left over may come first in another epoch's order.
+
+        Raises:
+            ValueError: if the rows do not fill one batch.
+        """
+        batches = len(self.rows) // (batch_size * num_ranks)
+        if batches == 0:
+            raise ValueError(
+                f"{len(self.rows)} rows of {self.sequence_length} tokens do not fill one batch of {batch_size} on "
+                f"{num_ranks} process{'es' * (num_ranks > 1)}: give more data, a smaller batch or shorter rows"
+            )
+        return batches
+
+    def batch(self, index: int, *, batch_size: int, rank: int = 0, num_ranks: int = 1) -> Batch:
+        """Batch `index` of this rank, counted from the start of the run across epochs."""
+        # Nothing is remembered between batches: a resumed run or another rank computes the same order from the seed.
+        epoch, index_in_epoch = divmod(index, self.num_batches(batch_size, num_ranks))
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
+        first = (index_in_epoch * num_ranks + rank) * batch_size
+        return self._collate([self.rows[row] for row in order[first : first + batch_size]])
+
+    def in_order(self, batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> Iterator[Batch]:
+        """Every row once, for evaluation. All ranks get the same number of batches and shapes, filled with padding."""
+        for start in range(0, len(self.rows), batch_size * num_ranks):
+            share = self.rows[start : start + batch_size * num_ranks][rank::num_ranks]
+            width = min(batch_size, -(-(len(self.rows) - start) // num_ranks))
+            yield self._collate([*share, *[[]] * (width - len(share))])
+
+    def _collate(self, rows: Sequence[Sequence[int]]) -> Batch:
+        return collate([[self.samples[i] for i in row] for row in rows], self.sequence_length, self.pad_id)

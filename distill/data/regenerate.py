@@ -1,0 +1,216 @@
+"""Conversations with every answer rewritten by the target: a draft must not learn another model's text.
+
+conversations ─► history up to each assistant turn ─► /v1/chat/completions ─► one JSON line per finished conversation
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from redraft.distill.data.conversations import Conversation, Message, conversation_hash, is_plain_text, message_text
+from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
+from redraft.heads.progress import Progress
+
+SKIPPED_STATUS = {400, 413, 422}
+"""HTTP statuses about one conversation only (too long, roles out of order): it is skipped, the others go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Sampling settings of the target's answers."""
+
+    temperature: float | None = None
+    """Sampling temperature. None uses the model's generation config, as served to users."""
+    max_tokens: int = 2048
+    """Maximum length of an answer, in tokens. A conversation ends with an answer cut at this length."""
+    template_options: dict[str, bool | int | str] = field(default_factory=dict)
+    """Options passed to the chat template, e.g. `enable_thinking False`."""
+
+
+@dataclass(kw_only=True)
+class RegenerationStats:
+    """Numbers of conversations, by outcome."""
+
+    done: int = 0
+    """Answered in this run."""
+    already_there: int = 0
+    """Answered by an earlier run with the same output."""
+    cut: int = 0
+    """Answered in this run, with a last answer cut at `max_tokens`."""
+    without_question: int = 0
+    refused: int = 0
+    refusal: str = ""
+    """The reason for the first refusal."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.done:,} conversations regenerated ({self.cut:,} cut at the length limit)"]
+        if self.already_there:
+            parts.append(f"{self.already_there:,} were already there")
+        if self.without_question:
+            parts.append(f"{self.without_question:,} hold no question")
+        if self.refused:
+            parts.append(f"{self.refused:,} refused by the server, first: {self.refusal}")
+        return "; ".join(parts)
+
+
+def prompt_key(conversation: Conversation) -> str:
+    """`conversation_hash` of all but the assistant's messages: the same questions are answered once."""
+    return conversation_hash(_questions(conversation))
+
+
+def regenerate(
+    conversations: Sequence[Conversation], endpoint: Endpoint, output: Path, sampling: Sampling
+) -> RegenerationStats:
+    """Answer every assistant turn again, in order, each on the regenerated history, and append to `output` (JSONL).
+
+    Conversations already in `output` are skipped, so an interrupted run continues where it stopped.
+
+    Raises:
+        ConnectionError: if the server does not answer; it names the URL and how many conversations were finished.
+        ValueError: if `output` was written with other settings or is damaged, or if the server refuses everything.
+    """
+    return asyncio.run(_Regeneration(endpoint, output, sampling).run(conversations))
+
+
+class _Regeneration:
+    """One run: `concurrency` workers take conversations from one queue and append to one file."""
+
+    def __init__(self, endpoint: Endpoint, output: Path, sampling: Sampling) -> None:
+        self.endpoint, self.output, self.sampling = endpoint, output, sampling
+        self.stats = RegenerationStats()
+
+    async def run(self, conversations: Sequence[Conversation]) -> RegenerationStats:
+        wanted = {prompt_key(c): c for c in conversations if _questions(c)}
+        self.stats.without_question = sum(not _questions(c) for c in conversations)
+        async with self.endpoint:
+            settings = {"model": await self.endpoint.model(), **asdict(self.sampling)}
+            there = finished_keys(self.output, settings)
+            pending = {key: conversation for key, conversation in wanted.items() if key not in there}
+            self.stats.already_there = len(wanted) - len(pending)
+            try:
+                await self._answer_all(pending, settings)
+            except ConnectionError as error:
+                raise ConnectionError(
+                    f"{error}; {self._num_kept:,} of {len(wanted):,} conversations are in {self.output}: "
+                    "run the same command again to continue"
+                ) from error
+        if self._num_kept == 0:
+            raise ValueError(f"nothing was regenerated: {self.stats}")
+        return self.stats
+
+    @property
+    def _num_kept(self) -> int:
+        return self.stats.already_there + self.stats.done
+
+    async def _answer_all(self, pending: dict[str, Conversation], settings: dict[str, Any]) -> None:
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        kept = self.stats.already_there
+        with (
+            self.output.open("a", encoding="utf-8") as file,
+            Progress(total=kept + len(pending), initial=kept, desc="regenerating", unit="conv") as bar,
+        ):
+            queue = iter(pending.items())
+            # One iterator for all workers: each takes the next conversation when it is free.
+            workers = [
+                asyncio.create_task(self._work(queue, settings, file, bar)) for _ in range(self.endpoint.concurrency)
+            ]
+            try:
+                await asyncio.gather(*workers)
+            finally:  # the others must not write into a closed file
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _work(
+        self, queue: Iterator[tuple[str, Conversation]], settings: dict[str, Any], file: TextIO, bar: Any
+    ) -> None:
+        for key, conversation in queue:
+            try:
+                messages, cut = await self._answer(conversation["messages"])
+            except RequestRefusedError as error:
+                if error.status not in SKIPPED_STATUS:
+                    raise
+                self._refuse(str(error))
+            else:
+                row = {"key": key, "domain": conversation["domain"], "messages": messages, "cut": cut}
+                if any(message["role"] == "assistant" for message in messages):
+                    self._append({**row, "settings": settings}, file)
+                else:
+                    self._refuse("its answer is empty")
+            bar.update()
+
+    async def _answer(self, messages: Sequence[Message]) -> tuple[list[Message], bool]:
+        """(the conversation with the target's answers, whether the last answer was cut)."""
+        history: list[Message] = []
+        # A last question without an answer gets one too.
+        for message in [*messages, {"role": "assistant", "content": ""}]:
+            if message["role"] != "assistant":
+                history.append(message)
+            elif history and history[-1]["role"] != "assistant":
+                text, cut = await self._ask(history)
+                if not text.strip():
+                    break
+                history.append({"role": "assistant", "content": text})
+                if cut:
+                    return history, True
+        return history, False
+
+    async def _ask(self, history: list[Message]) -> tuple[str, bool]:
+        options: dict[str, Any] = {"max_tokens": self.sampling.max_tokens}
+        if self.sampling.temperature is not None:
+            options["temperature"] = self.sampling.temperature
+        if self.sampling.template_options:
+            options["chat_template_kwargs"] = self.sampling.template_options
+        choice = (await self.endpoint.post("/v1/chat/completions", messages=history, **options))["choices"][0]
+        return message_text(choice["message"]), choice["finish_reason"] == "length"
+
+    def _append(self, row: dict[str, Any], file: TextIO) -> None:
+        """Append one finished conversation and sync it to disk."""
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # an answer costs seconds of a server, a sync milliseconds
+        self.stats.done += 1
+        self.stats.cut += row["cut"]
+
+    def _refuse(self, reason: str) -> None:
+        self.stats.refused += 1
+        self.stats.refusal = self.stats.refusal or reason
+
+
+def finished_keys(output: Path, settings: dict[str, Any]) -> set[str]:
+    """Keys of the conversations in `output`. A torn last line, left by a killed run, is cut off the file.
+
+    Raises:
+        ValueError: if a line is damaged or was answered with other settings.
+    """
+    if not output.exists():
+        return set()
+    whole, newline, torn = output.read_bytes().rpartition(b"\n")
+    if torn:
+        os.truncate(output, len(whole) + len(newline))
+    keys = set()
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            row = json.loads(line)
+            key, used = row["key"], row["settings"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{output}, line {number}: not a regenerated conversation; choose another output"
+            ) from None
+        if used != settings:
+            raise ValueError(f"{output} was answered with {used}, not {settings}: choose another output")
+        keys.add(key)
+    return keys
+
+
+def _questions(conversation: Conversation) -> list[Message]:
+    """All messages but the assistant's; none for a plain document."""
+    if is_plain_text(conversation):
+        return []
+    return [message for message in conversation["messages"] if message["role"] != "assistant"]

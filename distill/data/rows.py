@@ -1,0 +1,164 @@
+"""Rows of data files: JSON Lines, JSON lists and Parquet, plain or compressed, in one file, a folder or the hub.
+
+A damaged row is yielded as an `UnusableRowError` in place of its values, so the caller decides whether to go on.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import datasets
+import zstandard
+
+COMPRESSIONS = (".gz", ".zst")
+TABLES = (".jsonl", ".json", ".parquet")
+TEXTS = (".txt", ".md")
+
+
+class UnusableRowError(ValueError):
+    """A row that is not a conversation to learn from.
+
+    `reason` is short and equal for all rows with the same fault, so they can be counted; `detail` is about one row.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason} ({detail})" if detail else reason)
+        self.reason, self.detail = reason, detail
+
+
+@dataclass(frozen=True)
+class Row:
+    place: str
+    """Place in the source for messages, e.g. `row 7`, or `part.jsonl, line 7` in a folder."""
+    values: dict[str, Any] | UnusableRowError
+    domain: str = "all"
+    """Domain of a row without a domain column: the first folder under the source."""
+
+
+def read_rows(source: str, split: str) -> Iterator[Row]:
+    """All rows of a file, of the data files of a folder, or of one `split` of a data set on the hub.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        ValueError: if a file is corrupt, or there is no such data set.
+    """
+    path = Path(source)
+    if path.is_dir():
+        for file in find_files(path, TABLES):
+            below = file.relative_to(path).parts
+            for row in _file_rows(file):
+                yield Row(f"{'/'.join(below)}, {row.place}", row.values, below[0] if len(below) > 1 else "all")
+    elif table_format(path) is None:
+        yield from _numbered(_hub_rows(source, split))
+    elif not path.exists():
+        raise FileNotFoundError(f"{source}: no such file")
+    else:
+        yield from _file_rows(path)
+
+
+def find_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """The visible files with one of these suffixes anywhere under `folder`, compressed or not, sorted."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if table_format(path, suffixes) and path.is_file() and not _is_hidden(path.relative_to(folder))
+    )
+
+
+def table_format(path: Path, suffixes: tuple[str, ...] = TABLES) -> str | None:
+    """The suffix of a file without its compression, if it is one of `suffixes`."""
+    name = path.with_suffix("") if path.suffix in COMPRESSIONS else path
+    return name.suffix if name.suffix in suffixes else None
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """A file's bytes, decompressed if its name ends in .gz or .zst."""
+    if path.suffix == ".gz":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    if path.suffix == ".zst":
+        stream = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
+        return cast(BinaryIO, io.BufferedReader(stream))
+    return path.open("rb")
+
+
+def _is_hidden(path: Path) -> bool:
+    # A snapshot from the hub holds .cache/huggingface with JSON files of its own.
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _file_rows(path: Path) -> Iterator[Row]:
+    kind = table_format(path)
+    if kind == ".parquet":
+        yield from _numbered(_parquet_rows(path))
+        return
+    try:
+        with open_plain(path) as file:
+            yield from _json_rows(path, file) if kind == ".json" else _json_lines(file)
+    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+        raise ValueError(f"{path} is corrupt or truncated ({error}): fetch it again") from error
+
+
+def _numbered(rows: Iterable[Any]) -> Iterator[Row]:
+    for number, row in enumerate(rows, 1):
+        yield Row(f"row {number}", row if isinstance(row, dict) else UnusableRowError("not a JSON object"))
+
+
+def _json_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
+    """Rows of a JSON list. A single object, and JSON Lines under the name .json, are read too."""
+    content = file.read()
+    try:
+        value = json.loads(content)
+    except ValueError:
+        value = None
+    if isinstance(value, list):
+        yield from _numbered(value)
+    elif value is None and content.lstrip()[:1] == b"[":
+        raise ValueError(f"{path} is a JSON list with an error, or truncated: fetch it again")
+    else:
+        yield from _json_lines(io.BytesIO(content)) if value is None else _numbered([value])
+
+
+def _json_lines(file: Iterable[bytes]) -> Iterator[Row]:
+    """`datasets` would fail on a field missing from the first rows, so the lines are read here."""
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        place = f"line {number}"
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            yield Row(place, UnusableRowError("not JSON", f"{error.msg} at character {error.pos}"))
+        except UnicodeDecodeError as error:
+            yield Row(place, UnusableRowError("not UTF-8", f"{error.reason} at byte {error.start}"))
+        else:
+            yield Row(place, value if isinstance(value, dict) else UnusableRowError("not a JSON object"))
+
+
+def _parquet_rows(path: Path) -> Iterable[dict[str, Any]]:
+    try:
+        table: Iterable[dict[str, Any]] = datasets.load_dataset("parquet", data_files=str(path), split="train")
+        return table
+    except (datasets.exceptions.DatasetsError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as parquet: {_first_line(error)}") from error
+
+
+def _hub_rows(name: str, split: str) -> Iterable[dict[str, Any]]:
+    try:
+        table: Iterable[dict[str, Any]] = datasets.load_dataset(name, split=split)
+        return table
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        raise ValueError(
+            f"{name} is not a .jsonl, .json or .parquet file, not a folder, and cannot be loaded from the hub: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error.__cause__ or error).splitlines()[0]

@@ -1,0 +1,56 @@
+"""The reduced vocabulary of a draft head: the most frequent labels of the data.
+
+V = target vocabulary, W = draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from redraft.distill.data.samples import Sample
+
+
+def require_smaller(size: int, vocab_size: int) -> None:
+    """Raise ValueError unless `size` is from 0 (the whole vocabulary) to `vocab_size`."""
+    if not 0 <= size <= vocab_size:
+        raise ValueError(f"a draft vocabulary of {size:,} ids: the target's has {vocab_size:,}, choose at most that")
+
+
+def frequent_ids(samples: Iterable[Sample], size: int, vocab_size: int) -> Tensor | None:
+    """The `size` most frequent labels, ascending, int64 [W]; None if `size` means the whole vocabulary.
+
+    Raises:
+        ValueError: if the target's vocabulary is smaller.
+    """
+    require_smaller(size, vocab_size)
+    if size in (0, vocab_size):
+        return None
+    counts_V = _count_labels(samples, vocab_size)
+    kept_W = np.sort(np.argsort(-counts_V, kind="stable")[:size])
+    print(
+        f"draft vocabulary: {size:,} of {vocab_size:,} ids, {counts_V[kept_W].sum() / counts_V.sum():.2%} of the labels"
+    )
+    return torch.from_numpy(kept_W)
+
+
+def measure_coverage(
+    train: Iterable[Sample], judged: Iterable[Sample], sizes: Sequence[int], vocab_size: int
+) -> dict[int, float]:
+    """Share of the labels of `judged` among the `size` most frequent labels of `train`, by size."""
+    frequent_first_V = np.argsort(-_count_labels(train, vocab_size), kind="stable")
+    judged_V = _count_labels(judged, vocab_size)
+    covered_V = judged_V[frequent_first_V].cumsum()
+    return {size: float(covered_V[size - 1] / judged_V.sum()) for size in sizes}
+
+
+def _count_labels(samples: Iterable[Sample], vocab_size: int) -> NDArray[np.int64]:
+    """How often each id is a label, [V]."""
+    counts_V = np.zeros(vocab_size, np.int64)
+    for sample in samples:
+        np.add.at(counts_V, sample.input_ids[sample.loss_mask], 1)
+    return counts_V

@@ -1,0 +1,1 @@
+"""The check that serving sees what training saw."""

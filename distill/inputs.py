@@ -1,0 +1,212 @@
+"""Load a recipe's target, data and training signal."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+
+from redraft.distill.data.conversations import load_conversations, remove_overlap, split_held_out
+from redraft.distill.data.packing import PackedDataset
+from redraft.distill.data.samples import Sample, build_samples, data_hash, held_out_prompts
+from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, HiddenDtype, HiddenStates, TopK
+from redraft.distill.signal.endpoint import Endpoint
+from redraft.distill.signal.endpoints import Endpoints
+from redraft.distill.signal.features import EndpointHiddenStates, load_skeleton
+from redraft.distill.signal.shards import Content, is_complete, write_cache
+from redraft.distill.signal.sources import EndpointTarget, InProcessTarget
+from redraft.distill.train.loop import LoadedData, Loop
+from redraft.eval.forecast.greedy import SignalFunction
+from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_tokenizer
+from redraft.heads.files.folder import model_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Text to train on, and held-out text to evaluate on."""
+
+    source: str = "HuggingFaceH4/ultrachat_200k"
+    """Conversations to train on: a hub name, a .jsonl, .json or .parquet file (also .gz or .zst), a folder of such
+    files or of text, or `stdlib` (code and prose from the Python installation). Drafts learn best from answers of the
+    target: see `redraft regenerate`."""
+    split: str = "train_sft"
+    """Split of a hub data set."""
+    held_out: float = 0.01
+    """Share of the conversations, between 0 and 1, to evaluate the draft on and never train on. A hash chooses them, so
+    every run holds out the same ones, with all answers to the same first question on one side."""
+    num_prompts: int = 64
+    """Number of held-out prompts for the forecast and the engine, in equal parts from every domain."""
+    max_prompt_tokens: int = 1024
+    """Longest held-out prompt, in tokens; longer ones are left out."""
+    date: str | None = None
+    """Date, as YYYY-MM-DD, for chat templates that write today's, such as Llama 3.2's. By default the day on which the
+    run began. Runs that share a cache of the target need the same."""
+    strict: bool = False
+    """End the run at the first row that cannot be used, instead of skipping such rows with a count for each reason."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"--data.held-out is {self.held_out}: the share to evaluate on lies between 0 and 1")
+        if self.date is not None:
+            _parse_date(self.date)
+        if self.num_prompts < 1:
+            raise ValueError("--data.num-prompts must be at least 1: the draft is evaluated on them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal:
+    """Source of the target's distribution, which the draft learns to match."""
+
+    kind: Literal["model", "cache", "endpoint"] = "model"
+    """Source of the target's predictions. `model`: run the target in this process; exact. `endpoint`: ask the vLLM
+    servers in --signal.url at each step, without loading the target here. `cache`: compute them once before training,
+    here or on those servers, and read them from disk. From a server or a cache, a standalone draft gets the top k
+    probabilities; a head gets hidden states, which give the exact distribution."""
+    k: int = 32
+    """Number of most probable tokens kept for each position, for a standalone draft with endpoint or cache. The rest of
+    the probability becomes one bucket."""
+    url: tuple[str, ...] = ()
+    """Addresses of the target's vLLM servers, http://HOST:PORT. Each request goes to the least busy one, and a failed
+    server is skipped until it is back. For a head, start them with `redraft serve-features`; for a standalone draft,
+    with --max-logprobs of at least k."""
+    cache: Path | None = None
+    """Folder of the cache, for several runs to share; by default inside --output."""
+    cache_dtype: HiddenDtype = "bfloat16"
+    """Type of cached hidden states. bfloat16 is exact for a target in bfloat16."""
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"--signal.k is {self.k}: a row keeps at least 1 id")
+        if self.kind == "endpoint" and not self.url:
+            raise ValueError("--signal.kind endpoint needs --signal.url, the address of the target's vLLM server")
+        if self.kind == "model" and self.url:
+            raise ValueError("--signal.url is not read with --signal.kind model: choose endpoint or cache")
+
+
+def load_target(target: str, signal: Signal, device: torch.device) -> tuple[Any, Any]:
+    """The target, frozen, and its tokenizer.
+
+    On a CPU the target is in float32, as vLLM serves it there. With an url, only the embeddings, final norm and
+    head are loaded here.
+
+    Raises: FileNotFoundError or ValueError, naming the missing or corrupt file.
+    """
+    tokenizer = load_tokenizer(target)
+    dtype = torch.float32 if device.type == "cpu" else None
+    if signal.url:
+        return load_skeleton(target, dtype, device), tokenizer
+    return load_causal_lm(target, dtype).to(device).requires_grad_(False).eval(), tokenizer
+
+
+def load_data(data: Data, target: str, tokenizer: Any, loop: Loop, started: datetime.date) -> LoadedData:
+    """Training and held-out rows of `loop.sequence_length` tokens, held-out prompts, and the target's end tokens.
+
+    `started` is the first day of the run, for a template that writes today's date.
+
+    Raises: ValueError if the source is empty or nothing in it can be trained on.
+    """
+    conversations = load_conversations(data.source, split=data.split, strict=data.strict)
+    train, held_out = split_held_out(conversations, data.held_out)
+    train, overlap = remove_overlap(train, held_out)
+    if not train or not held_out:
+        raise ValueError(
+            f"{data.source}: {len(train)} conversations to train on and {len(held_out)} held out; "
+            "give more data or change --data.held-out"
+        )
+    day = _parse_date(data.date) if data.date else started
+    length = loop.sequence_length
+    train_samples, stats = build_samples(train, tokenizer, max_length=length, day=day)
+    held_out_samples, _ = build_samples(held_out, tokenizer, max_length=length, day=day, progress=False)
+    prompts = held_out_prompts(
+        held_out, tokenizer, num_prompts=data.num_prompts, max_length=data.max_prompt_tokens, day=day
+    )
+    print(f"data: {stats}; {len(held_out):,} conversations held out; {overlap}")
+    return LoadedData(
+        train=_packed(train_samples, tokenizer, loop),
+        held_out=_packed(held_out_samples, tokenizer, loop),
+        prompts=prompts,
+        stats=stats,
+        hash=data_hash(train_samples),
+        end_ids=end_ids(target, tokenizer),
+        date=day,
+    )
+
+
+def _parse_date(text: str) -> datetime.date:
+    try:
+        return datetime.date.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"--data.date is {text!r}: give a date as YYYY-MM-DD") from None
+
+
+def _packed(samples: list[Sample], tokenizer: Any, loop: Loop) -> PackedDataset:
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return PackedDataset(samples, sequence_length=loop.sequence_length, pad_id=pad_id, seed=loop.seed)
+
+
+def live_signal(
+    signal: Signal, target: Any, aux_layers: Sequence[int] | None = None
+) -> InProcessTarget | EndpointTarget:
+    """A function from any batch to the target's predictions: computed here, or by servers if there is an url.
+
+    `aux_layers` is None for a standalone draft, which reads only the text. For a head, it lists the target layers to
+    read besides the last hidden state; the list may be empty.
+
+    Raises: ValueError if the target, or the model on its server, does not fit.
+    """
+    if not signal.url:
+        return InProcessTarget(target, aux_layers or ())
+    servers = Endpoints([Endpoint(url, attempts=1) for url in signal.url])
+    if aux_layers is None:
+        return EndpointTarget(servers, k=signal.k)
+    states = EndpointHiddenStates(servers, target, aux_layers)
+    states.require_target()
+    return states
+
+
+def target_signal(
+    signal: Signal,
+    target: Any,
+    name: str,
+    data: LoadedData,
+    folder: Path,
+    accelerator: Accelerator,
+    aux_layers: Sequence[int] | None = None,
+) -> SignalFunction:
+    """The source of the training signal: `live_signal`, or a cache, written here if it does not exist.
+
+    Raises: ValueError if the config does not fit; OSError if the disk has no room for the cache.
+    """
+    if signal.kind != "cache":
+        return live_signal(signal, target, aux_layers)
+    samples = [*data.train.samples, *data.held_out.samples]
+    cache, target_print = signal.cache or folder / "target-cache", fingerprint(model_folder(name))
+    if accelerator.is_main_process and not is_complete(cache):
+        write_cache(
+            samples,
+            live_signal(signal, target, aux_layers),
+            cache,
+            _content(signal, target, aux_layers),
+            target=target_print,
+            sequence_length=data.train.sequence_length,
+            batch_size=8,
+            device=accelerator.device,
+        )
+    accelerator.wait_for_everyone()
+    if aux_layers is None:
+        return CachedTarget(cache, target=target_print, data=data_hash(samples))
+    head_VD = target.get_output_embeddings().weight.detach()
+    return CachedHiddenStates(cache, target=target_print, data=data_hash(samples), layers=aux_layers, head_VD=head_VD)
+
+
+def _content(signal: Signal, target: Any, aux_layers: Sequence[int] | None) -> Content:
+    if aux_layers is None:
+        return TopK(signal.k)
+    hidden_size = target.config.get_text_config().hidden_size
+    return HiddenStates(layers=tuple(sorted(aux_layers)), hidden_size=hidden_size, dtype=signal.cache_dtype)

@@ -1,0 +1,1 @@
+"""Divergences between target and draft: definitions, gradients in closed form, and the fused loss of training."""

@@ -1,0 +1,215 @@
+"""Divergences between the target p and the draft q: one value per row, with the maths visible and no reduction.
+
+B = batch, T = tokens, M = rows, V = target vocabulary, W = draft vocabulary, K = kept top-k ids, X = outcomes compared.
+
+Every divergence takes log-probabilities over the same X outcomes, prepared by one of two functions:
+
+`exact_log_probs`   the whole vocabulary, or the ids kept by a reduced draft vocabulary
+`top_k_log_probs`   the target's top-k ids and one tail bucket for all others
+
+p may sum to less than one over these outcomes. The rest of p is on ids outside the draft vocabulary, where
+q = 0: alpha counts it as certain rejection, and p is never renormalised.
+
+These are the definitions, written to be read. Training never calls them: it computes the same values in
+`distill.loss.fused`, with the gradients of `distill.loss.gradients`. Outside the benchmarks, `exact_log_probs`,
+`top_k_log_probs`, the functions of each divergence and `Divergence.__call__` are the oracle of the tests, which compare
+the fused loss and gradients with them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from redraft.eval.acceptance import alpha
+
+LOG_ZERO = -1e4
+"""Replaces log 0, e.g. for a logit of -inf. exp(LOG_ZERO) is 0 in every dtype, and so is 0 * LOG_ZERO, while 0 * -inf
+is NaN."""
+
+
+# ---------------------------------------------------------------------------------------------------- log-probabilities
+
+
+def log_probs(logits_MV: Tensor, temperature: float = 1.0) -> Tensor:
+    """log softmax(logits / temperature), in nats, float32 or wider, [M, V]."""
+    wide_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+    return (wide_MV / temperature).log_softmax(-1).clamp_min(LOG_ZERO)
+
+
+def exact_log_probs(
+    p_logits_MV: Tensor, q_logits_MW: Tensor, temperature: float = 1.0, draft_ids_W: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(log p, log q) over the draft's vocabulary, [M, W] each. p is the full softmax, not renormalised."""
+    log_p_MV = log_probs(p_logits_MV, temperature)
+    log_p_MW = log_p_MV if draft_ids_W is None else log_p_MV[:, draft_ids_W]
+    return log_p_MW, log_probs(q_logits_MW, temperature)
+
+
+def top_k_log_probs(
+    ids_MK: Tensor, log_p_MK: Tensor, q_logits_MW: Tensor, draft_ids_W: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(log p, log q) over the K kept ids and the tail, [M, K + 1] each, at temperature 1.
+
+    Merging the tail into one outcome loses information: every divergence is a lower bound of the exact one, and alpha
+    an upper bound.
+    """
+    columns_MK, reachable_MK = draft_columns(ids_MK, draft_ids_W, q_logits_MW.shape[-1])
+    log_q_MW = log_probs(q_logits_MW)
+    # The tail is summed from all ids outside the top k: 1 - (sum of the kept) would cancel for a nearly certain draft.
+    kept_MW = torch.zeros_like(log_q_MW).scatter_add(1, columns_MK, reachable_MK.to(log_q_MW.dtype)) > 0
+    log_q_tail_M1 = log_q_MW.masked_fill(kept_MW, LOG_ZERO).logsumexp(-1, keepdim=True)
+    log_q_MK = log_q_MW.gather(1, columns_MK).masked_fill(~reachable_MK, LOG_ZERO)
+    return top_k_buckets(log_p_MK, reachable_MK, kept_MW.shape[-1]), torch.cat([log_q_MK, log_q_tail_M1], -1)
+
+
+def top_k_buckets(log_p_MK: Tensor, reachable_MK: Tensor, draft_vocabulary: int) -> Tensor:
+    """log p over the kept ids within the draft vocabulary and the tail, [M, K + 1].
+
+    The tail is empty (LOG_ZERO) if the kept ids are the whole draft vocabulary.
+    """
+    # The log-probabilities are rounded by this much, so a smaller tail cannot be told from none.
+    rounding = torch.finfo(log_p_MK.dtype).eps
+    log_p_tail_M1 = (1 - log_p_MK.exp().sum(-1, keepdim=True)).clamp_min(rounding).log()
+    no_tail_M1 = reachable_MK.sum(-1, keepdim=True) == draft_vocabulary
+    return torch.cat(
+        [log_p_MK.masked_fill(~reachable_MK, LOG_ZERO), log_p_tail_M1.masked_fill(no_tail_M1, LOG_ZERO)], -1
+    ).clamp_min(LOG_ZERO)
+
+
+def draft_columns(ids: Tensor, draft_ids_W: Tensor | None, draft_vocabulary: int) -> tuple[Tensor, Tensor]:
+    """(column of each target id in the draft's logits, whether it has one). An id without a column gets column 0."""
+    if draft_ids_W is None:
+        reachable = (ids >= 0) & (ids < draft_vocabulary)
+        return ids * reachable, reachable
+    columns = torch.searchsorted(draft_ids_W, ids).clamp(max=draft_vocabulary - 1)
+    reachable = draft_ids_W[columns] == ids
+    return columns * reachable, reachable
+
+
+# ---------------------------------------------------------------------------------------------------------- divergences
+
+
+def forward_kl(log_p_MX: Tensor, log_q_MX: Tensor) -> Tensor:
+    """KL(p || q) = sum_v p (log p - log q), in nats, [M]. Mass-covering.
+
+    If p sums to P < 1, KL itself is infinite for every draft. Then this is the part a draft can change, minus the
+    smallest value of this part: P KL(p / P || q) = sum_v p (log p - log q) - P log P.
+    """
+    p_MX = log_p_MX.exp()
+    mass_M = p_MX.sum(-1)
+    return (p_MX * (log_p_MX - log_q_MX)).sum(-1) - torch.xlogy(mass_M, mass_M)
+
+
+def reverse_kl(log_p_MX: Tensor, log_q_MX: Tensor) -> Tensor:
+    """KL(q || p) = sum_v q (log q - log p), in nats, [M]. Mode-seeking. At least -log P if p sums to P < 1."""
+    return (log_q_MX.exp() * (log_q_MX - log_p_MX)).sum(-1)
+
+
+def jensen_shannon(log_p_MX: Tensor, log_q_MX: Tensor, beta: float) -> Tensor:
+    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, in nats, [M].
+
+    The generalised form of GKD (arXiv 2306.13649): after scaling, close to KL(p || q) for small beta and to KL(q || p)
+    for large beta. Outside the draft vocabulary m = beta p, so p's mass there contributes -log beta per unit.
+    """
+    p_MX, q_MX = log_p_MX.exp(), log_q_MX.exp()
+    log_m_MX = mixture(p_MX, q_MX, beta).log()
+    kl_pm_M = (p_MX * (log_p_MX - log_m_MX)).sum(-1) - (1 - p_MX.sum(-1)) * math.log(beta)
+    kl_qm_M = (q_MX * (log_q_MX - log_m_MX)).sum(-1)
+    return beta * kl_pm_M + (1 - beta) * kl_qm_M
+
+
+def mixture(p_MX: Tensor, q_MX: Tensor, beta: float) -> Tensor:
+    """beta p + (1 - beta) q, clamped above zero to keep the log finite for outcomes of probability zero."""
+    return (beta * p_MX + (1 - beta) * q_MX).clamp_min(torch.finfo(p_MX.dtype).tiny)
+
+
+def total_variation(log_p_MX: Tensor, log_q_MX: Tensor) -> Tensor:
+    """TV(p, q) = sum_v |p - q| / 2 = 1 - alpha, [M]: the rate of rejection itself."""
+    return 1 - alpha(log_p_MX.exp(), log_q_MX.exp())
+
+
+def neg_log_alpha(log_p_MX: Tensor, log_q_MX: Tensor) -> Tensor:
+    """-log alpha = -log sum_v min(p, q), in nats, [M]. Same optimum as TV, no vanishing gradient (arXiv 2602.23881)."""
+    alpha_M = alpha(log_p_MX.exp(), log_q_MX.exp())
+    return -alpha_M.clamp_min(torch.finfo(alpha_M.dtype).tiny).log()
+
+
+def lk_hybrid(log_p_MX: Tensor, log_q_MX: Tensor, eta: float) -> Tensor:
+    """w KL(p || q) + (1 - w) TV(p, q), [M], where w = exp(-eta alpha) is held constant (arXiv 2602.23881).
+
+    KL leads while the draft is poor, TV once it is good.
+    """
+    tv_M = total_variation(log_p_MX, log_q_MX)
+    kl_weight_M = torch.exp(-eta * (1 - tv_M)).detach()
+    return kl_weight_M * forward_kl(log_p_MX, log_q_MX) + (1 - kl_weight_M) * tv_M
+
+
+def cross_entropy(log_q_MW: Tensor, columns_M: Tensor, reachable_M: Tensor) -> Tensor:
+    """-log q(label), in nats, [M]; 0 for a label outside the draft vocabulary, which still counts as a row."""
+    return -log_q_MW.gather(1, columns_M[:, None]).squeeze(1) * reachable_M
+
+
+# --------------------------------------------------------------------------------------------------------------- choice
+
+DIVERGENCES = (
+    "forward_kl",
+    "reverse_kl",
+    "jensen_shannon",
+    "total_variation",
+    "neg_log_alpha",
+    "lk_hybrid",
+    "cross_entropy",
+)
+"""cross_entropy learns from the text, all others from the target's distribution."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """The training loss."""
+
+    name: str = "forward_kl"
+    """Divergence between target and draft: forward_kl, reverse_kl, jensen_shannon, total_variation, neg_log_alpha or
+    lk_hybrid, which learn from the target's distribution, or cross_entropy, which learns from the text."""
+    temperature: float = 1.0
+    """Temperature of both distributions: logits are divided by it. Must be 1 if the signal is top-k."""
+    beta: float = 0.5
+    """Weight of the target in the mixture of jensen_shannon, between 0 and 1."""
+    eta: float = 3.0
+    """How fast lk_hybrid moves from KL to total variation as alpha grows: KL has the weight exp(-eta * alpha)."""
+
+    def __post_init__(self) -> None:
+        if self.name not in DIVERGENCES:
+            raise ValueError(f"unknown divergence {self.name!r}; known: {', '.join(DIVERGENCES)}")
+        if not self.temperature > 0:
+            raise ValueError(f"the divergence's temperature must be positive, not {self.temperature}")
+        if not 0 < self.beta < 1:
+            raise ValueError(
+                f"beta must lie between 0 and 1, not be {self.beta}; for 0 or 1 use forward_kl or reverse_kl"
+            )
+        if not self.eta >= 0:
+            raise ValueError(f"eta must be at least 0, not {self.eta}")
+
+    def __call__(self, log_p_MX: Tensor, log_q_MX: Tensor) -> Tensor:
+        """The divergence of every row, [M].
+
+        Raises:
+            ValueError: for cross_entropy, which needs labels instead of p.
+        """
+        match self.name:
+            case "forward_kl":
+                return forward_kl(log_p_MX, log_q_MX)
+            case "reverse_kl":
+                return reverse_kl(log_p_MX, log_q_MX)
+            case "jensen_shannon":
+                return jensen_shannon(log_p_MX, log_q_MX, self.beta)
+            case "total_variation":
+                return total_variation(log_p_MX, log_q_MX)
+            case "neg_log_alpha":
+                return neg_log_alpha(log_p_MX, log_q_MX)
+            case "lk_hybrid":
+                return lk_hybrid(log_p_MX, log_q_MX, self.eta)
+        raise ValueError(f"{self.name} needs labels: call the function of that name")

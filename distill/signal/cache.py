@@ -1,0 +1,175 @@
+"""Target signals read from disk in every epoch, without the target.
+
+                 one row per       holds                                                        distribution
+TopK             labelled token    k ids and log-probabilities, 8 k bytes                       top k and a tail
+HiddenStates     token             last hidden state and L streams, 2 (L + 1) D bytes in bf16   exact
+
+A head needs the streams of every token anyway. The last hidden state makes the distribution exact, by one matmul with
+the target's head, and takes 8 KB per token at D = 4096; a row of logits takes 256 KB at a vocabulary of 128k.
+
+B = batch, T = tokens, N = rows, D = hidden, K = kept top-k ids, L = auxiliary layers, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from redraft.distill.data.samples import Sample
+from redraft.distill.signal.shards import Shards, keyed_rows
+from redraft.distill.signal.sources import recorded, top_k
+from redraft.heads.draft import Batch, ExactTarget, TargetSignal, final_hidden, label_rows
+
+HiddenDtype = Literal["bfloat16", "float32"]
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Content of a cache: the target's k largest probabilities at every row predicting a label."""
+
+    k: int
+
+    def __str__(self) -> str:
+        return f"the top {self.k}"
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "top k", "k": self.k}
+
+    @property
+    def bytes_per_row(self) -> int:
+        return 8 * self.k
+
+    def rows(self, batch: Batch) -> Tensor:
+        return label_rows(batch, 0)
+
+    def num_rows(self, sample: Sample) -> int:
+        return int(sample.loss_mask.sum())
+
+    def select(self, signal: TargetSignal, rows_N: Tensor) -> dict[str, Tensor]:
+        if isinstance(signal.distribution, ExactTarget):
+            ids_NK, log_probs_NK = top_k(signal.distribution, rows_N, self.k)
+        else:
+            known = signal.distribution
+            ids_NK = known.ids_BTK.flatten(0, 1)[rows_N, : self.k]
+            log_probs_NK = known.log_probs_BTK.flatten(0, 1)[rows_N, : self.k]
+        return {"ids": ids_NK.to("cpu", torch.int32), "log_probs": log_probs_NK.to("cpu", torch.float32)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenStates:
+    """Content of a cache: every token's last hidden state and residual stream after each of `layers`."""
+
+    layers: tuple[int, ...]
+    """Ascending."""
+    hidden_size: int
+    dtype: HiddenDtype = "bfloat16"
+
+    def __str__(self) -> str:
+        return f"target layers {list(self.layers)} and the last hidden state"
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        return {
+            "kind": "hidden states",
+            "layers": list(self.layers),
+            "hidden_size": self.hidden_size,
+            "dtype": self.dtype,
+        }
+
+    @property
+    def bytes_per_row(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return (len(self.layers) + 1) * self.hidden_size * dtype.itemsize
+
+    def rows(self, batch: Batch) -> Tensor:
+        return batch.document_BT >= 0
+
+    def num_rows(self, sample: Sample) -> int:
+        return len(sample.input_ids)
+
+    def select(self, signal: TargetSignal, rows_N: Tensor) -> dict[str, Tensor]:
+        states = {"hidden": final_hidden(signal)}
+        if self.layers:
+            assert signal.aux_BTLD is not None
+            states["aux"] = signal.aux_BTLD
+        return {name: x.flatten(0, 1)[rows_N].to("cpu", getattr(torch, self.dtype)) for name, x in states.items()}
+
+
+class CachedTarget:
+    """The signal read from a cache of `TopK`."""
+
+    def __init__(self, folder: Path, *, target: str, data: str) -> None:
+        """Raises ValueError if the cache is incomplete or was written for another target or other data."""
+        self._shards = Shards(folder, target=target, data=data)
+        self.k = int(_content(self._shards, "top k")["k"])
+
+    def __call__(self, batch: Batch) -> TargetSignal:
+        """Raises ValueError if a document of the batch was not cached."""
+        ids_NK, log_probs_NK = [torch.empty(0, self.k, dtype=torch.int32)], [torch.empty(0, self.k)]
+        rows_N = [torch.empty(0, dtype=torch.int64)]
+        for key, rows in keyed_rows(batch, label_rows(batch, 0)):
+            kept = self._shards.document(key)
+            rows_N.append(rows)
+            ids_NK.append(kept["ids"])
+            log_probs_NK.append(kept["log_probs"])
+        return recorded(batch, torch.cat(rows_N), torch.cat(ids_NK), torch.cat(log_probs_NK))
+
+
+class CachedHiddenStates:
+    """The signal read from a cache of `HiddenStates`: exact, except for rounding to the cache's dtype."""
+
+    def __init__(self, folder: Path, *, target: str, data: str, layers: Sequence[int], head_VD: Tensor) -> None:
+        """Open the cache.
+
+        Args:
+            folder: The cache.
+            target: Fingerprint of the target's folder.
+            data: `data_hash` of the samples.
+            layers: The layers read by the head; the cache may hold more.
+            head_VD: The target's head, in the target's dtype.
+
+        Raises:
+            ValueError: if the cache is incomplete, was written for another target or other data, or has not all layers.
+        """
+        self._shards, self.head_VD = Shards(folder, target=target, data=data), head_VD
+        content = _content(self._shards, "hidden states")
+        if missing := sorted(set(layers) - set(content["layers"])):
+            raise ValueError(
+                f"{folder} holds target layers {content['layers']}, but this head reads {sorted(layers)}: layers "
+                f"{missing} are missing; write a cache for this head"
+            )
+        self._places = [content["layers"].index(layer) for layer in sorted(layers)]
+
+    def __call__(self, batch: Batch) -> TargetSignal:
+        """Raises ValueError if a document of the batch was not cached or is corrupt."""
+        shape, hidden_size = batch.input_ids_BT.shape, self.head_VD.shape[1]
+        hidden_BTD = torch.zeros(*shape, hidden_size, dtype=self.head_VD.dtype)
+        aux_BTLD = torch.zeros(*shape, len(self._places), hidden_size, dtype=self.head_VD.dtype)
+        hidden_ND, aux_NLD = hidden_BTD.flatten(0, 1), aux_BTLD.flatten(0, 1)
+        for key, rows_N in keyed_rows(batch, batch.document_BT >= 0):
+            kept = self._shards.document(key)
+            rows = slice(int(rows_N[0]), int(rows_N[-1]) + 1)  # a document's rows are consecutive
+            # `copy_` converts the dtype while it reads from the mapped file: no second copy in memory.
+            hidden_ND[rows].copy_(kept["hidden"])
+            for own, place in enumerate(self._places):
+                aux_NLD[rows, own].copy_(kept["aux"][:, place])
+        device = self.head_VD.device
+        return TargetSignal(
+            distribution=ExactTarget(hidden_BTD=hidden_BTD.to(device), head_VD=self.head_VD),
+            aux_BTLD=aux_BTLD.to(device) if self._places else None,
+        )
+
+
+def _content(shards: Shards, kind: str) -> dict[str, Any]:
+    content = shards.header.content
+    if content.get("kind") != kind:
+        raise ValueError(
+            f"{shards.folder} is a cache of the target's {content.get('kind')}, a cache of its {kind} is needed"
+        )
+    return content

@@ -1,0 +1,121 @@
+"""A client of one OpenAI-compatible server, with limited concurrency and with retries."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+RETRIED_STATUS = {408, 429, 500, 502, 503, 504}
+"""HTTP statuses of an overloaded or restarting server. For any other status a retry would not help."""
+
+
+class RequestRefusedError(ValueError):
+    """The server refused this request, so a retry would not help."""
+
+    def __init__(self, url: str, status: int, reason: str) -> None:
+        super().__init__(f"{url} answers HTTP {status}: {reason}")
+        self.status, self.reason = status, reason
+
+
+class Endpoint:
+    """Requests to one server, from one event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        concurrency: int = 32,
+        attempts: int = 8,
+        backoff_s: float = 0.5,
+        timeout_s: float = 600.0,
+        api_key: str | None = None,
+    ) -> None:
+        """Open no connection yet.
+
+        Args:
+            url: With or without `/v1`.
+            model: Name of the model in requests; by default the first in the server's list.
+            concurrency: Requests in flight at most.
+            attempts: Tries per request before the server counts as unreachable.
+            backoff_s: Pause before the second try; it doubles with every further one.
+            timeout_s: Time limit of one try.
+            api_key: Sent as a bearer token.
+
+        Raises:
+            ValueError: if `url` is not an HTTP address or `concurrency` is less than 1.
+        """
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} is not the address of a server: give it as http://HOST:PORT")
+        if concurrency < 1:
+            raise ValueError(f"a concurrency of {concurrency} allows no request: give at least 1")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.attempts, self.backoff_s, self.concurrency = attempts, backoff_s, concurrency
+        self._model = model
+        self._slots = asyncio.Semaphore(concurrency)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=concurrency)
+        self._client = httpx.AsyncClient(headers=headers, timeout=timeout_s, limits=limits)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        await self._client.aclose()
+
+    async def model(self) -> str:
+        """The model's name in requests."""
+        if self._model is None:
+            self._model = str((await self._request("GET", "/v1/models"))["data"][0]["id"])
+        return self._model
+
+    async def is_back(self, timeout_s: float) -> bool:
+        """Whether the server answers within `timeout_s` and still lists the model of earlier requests."""
+        try:
+            listed = await asyncio.wait_for(self._request("GET", "/v1/models"), timeout_s)
+            return self._model in {None, *(model["id"] for model in listed["data"])}
+        # While a server starts, a proxy may answer instead: with an error, with no model, or not in JSON.
+        except (OSError, ValueError, LookupError, TypeError):
+            return False
+
+    async def post(self, path: str, **body: Any) -> dict[str, Any]:
+        """The server's answer to a request about the model.
+
+        Raises:
+            RequestRefusedError: if the server refuses it.
+            ConnectionError: after `attempts` tries without an answer; it names the URL.
+        """
+        return await self._request("POST", path, {"model": await self.model(), **body})
+
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        url, failure = self.url + path, ""
+        for attempt in range(self.attempts):
+            if attempt:
+                await asyncio.sleep(self.backoff_s * 2 ** (attempt - 1))
+            try:
+                async with self._slots:
+                    response = await self._client.request(method, url, json=body)
+            except (httpx.TransportError, httpx.InvalidURL) as error:
+                failure = str(error) or type(error).__name__
+                continue
+            if response.is_success:
+                answer: dict[str, Any] = response.json()
+                return answer
+            if response.status_code not in RETRIED_STATUS:
+                raise RequestRefusedError(url, response.status_code, _reason(response))
+            failure = f"HTTP {response.status_code}: {_reason(response)}"
+        tries = f" in {self.attempts} tries" if self.attempts > 1 else ""
+        raise ConnectionError(f"{url} did not answer{tries} ({failure})")
+
+
+def _reason(response: httpx.Response) -> str:
+    """The first line of the server's error message."""
+    try:
+        said = response.json()
+        text = str(said.get("error", said).get("message") or said)
+    except (ValueError, AttributeError):
+        text = response.text
+    return (text.strip().splitlines() or [response.reason_phrase])[0][:300]

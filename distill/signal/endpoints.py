@@ -1,0 +1,173 @@
+"""Several servers of one target, used as if they were one.
+
+request ──► the live server with the fewest tokens in flight, as soon as one has a free slot
+                no answer? ──► another server; the silent one gets no requests until it answers a probe again
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from redraft.distill.signal.endpoint import Endpoint
+from redraft.heads.progress import Progress
+
+MAX_DOUBLINGS = 16
+"""Limits the exponent of the pause between two probes of a dead server, which would overflow after a long outage."""
+
+PROBE_TIMEOUT_S = 10.0
+"""Time limit of a probe. A server taking longer to list its models is still as good as dead."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One server and the load on it."""
+
+    endpoint: Endpoint
+    requests: int = 0
+    """Requests in flight."""
+    tokens: int = 0
+    """Prompt tokens in flight."""
+    is_dead: bool = False
+    failures: int = 0
+    """Probes since the server's last answer."""
+
+    @property
+    def is_free(self) -> bool:
+        return not self.is_dead and self.requests < self.endpoint.concurrency
+
+    @contextmanager
+    def busy(self, tokens: int) -> Iterator[None]:
+        """Count one request of `tokens` prompt tokens as in flight."""
+        self.requests, self.tokens = self.requests + 1, self.tokens + tokens
+        try:
+            yield
+        finally:
+            self.requests, self.tokens = self.requests - 1, self.tokens - tokens
+
+
+class Endpoints:
+    """Requests to whichever server has the least to do, from one event loop.
+
+    A request waits here, not at a server, until a server has a free slot. So a fast server gets more requests.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        *,
+        attempts: int = 8,
+        pause_s: float = 1.0,
+        longest_pause_s: float = 30.0,
+        patience_s: float = 120.0,
+    ) -> None:
+        """Open no connection yet.
+
+        Args:
+            endpoints: The servers.
+            attempts: Tries per request, each at a live server.
+            pause_s: Pause before a dead server is probed; it doubles with every probe, up to `longest_pause_s`.
+            longest_pause_s: Longest pause between two probes.
+            patience_s: How long requests wait while all servers are dead.
+        """
+        self.members = [Member(endpoint) for endpoint in endpoints]
+        self.attempts, self.pause_s, self.longest_pause_s = attempts, pause_s, longest_pause_s
+        self.patience_s = patience_s
+        self._check: Callable[[Endpoint], Awaitable[None]] | None = None
+        self._changed = asyncio.Condition()
+        self._all_dead_since_s: float | None = None
+        self._probes: set[asyncio.Task[None]] = set()
+
+    @property
+    def url(self) -> str:
+        return ", ".join(member.endpoint.url for member in self.members)
+
+    async def require(self, check: Callable[[Endpoint], Awaitable[None]]) -> None:
+        """Run `check` on every server. A dead server is checked when it is back.
+
+        Raises:
+            ConnectionError: if no server answers.
+            Exception: whatever `check` raises about a live server.
+        """
+        self._check = check
+        failure: ConnectionError | None = None
+        for member in self.members:
+            try:
+                await check(member.endpoint)
+            except ConnectionError as error:
+                failure = error
+                self._bury(member, str(error))
+        if failure is not None and all(member.is_dead for member in self.members):
+            raise failure
+
+    async def post(self, path: str, **body: Any) -> dict[str, Any]:
+        """One server's answer to a request about the model.
+
+        Raises:
+            RequestRefusedError: if the server refuses it.
+            ConnectionError: after `attempts` tries, or if all servers stay dead.
+        """
+        tokens, failure = len(body.get("prompt", "")), ""
+        for _ in range(self.attempts):
+            member = await self._free_member()
+            try:
+                with member.busy(tokens):
+                    answer = await member.endpoint.post(path, **body)
+                member.failures = 0
+                return answer
+            except ConnectionError as error:
+                failure = str(error)
+                self._bury(member, failure)
+            finally:
+                async with self._changed:
+                    self._changed.notify()
+        raise ConnectionError(f"a request got no answer in {self.attempts} tries; the last failure: {failure}")
+
+    async def _free_member(self) -> Member:
+        async with self._changed:
+            while not (free := [member for member in self.members if member.is_free]):
+                self._require_patience()
+                # With a timeout, because `patience_s` may pass without any change.
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), self.patience_s)
+            return min(free, key=lambda member: (member.tokens, member.requests))
+
+    def _require_patience(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if self._all_dead_since_s is not None and now_s - self._all_dead_since_s >= self.patience_s:
+            raise ConnectionError(f"no server has answered for {self.patience_s:g} s: {self.url}")
+
+    def _bury(self, member: Member, failure: str) -> None:
+        """Send the server no more requests until a probe finds it alive."""
+        if member.is_dead:
+            return
+        member.is_dead = True
+        if all(member.is_dead for member in self.members):
+            self._all_dead_since_s = asyncio.get_running_loop().time()
+        Progress.write(f"no more requests to this server until it is back: {failure}")
+        probe = asyncio.create_task(self._probe(member))
+        self._probes.add(probe)  # an event loop holds tasks weakly
+        probe.add_done_callback(self._probes.discard)
+
+    async def _probe(self, member: Member) -> None:
+        """Probe a dead server until it is back, and wake the waiting requests after every probe."""
+        while member.is_dead:
+            await asyncio.sleep(min(self.pause_s * 2 ** min(member.failures, MAX_DOUBLINGS), self.longest_pause_s))
+            member.failures += 1
+            if await member.endpoint.is_back(PROBE_TIMEOUT_S) and await self._passes(member.endpoint):
+                member.is_dead, self._all_dead_since_s = False, None
+                Progress.write(f"{member.endpoint.url} is back")
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _passes(self, endpoint: Endpoint) -> bool:
+        try:
+            if self._check is not None:
+                await self._check(endpoint)
+        except (ConnectionError, ValueError) as error:
+            Progress.write(f"still no requests to this server: {error}")
+            return False
+        return True

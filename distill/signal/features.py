@@ -1,0 +1,204 @@
+"""Hidden states of a target loaded only by a vLLM server, through vLLM's `extract_hidden_states` method.
+
+    here                                      the server, or one of several
+    document's tokens       ── HTTP ───────►  one pass; residual stream after the layers it was started with
+    read in blocks, removed ◄─ storage ─────  [T, L, D], the layer numbers, CRC-32 (`features_store`)
+    last stream ─► final norm ─► head         the target's exact distribution, from three of the target's tensors
+
+B = batch, T = tokens, D = hidden, L = auxiliary layers, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from redraft.distill.signal.endpoint import Endpoint
+from redraft.distill.signal.endpoints import Endpoints
+from redraft.distill.signal.features_store import StatesLostError, absolute, take_states
+from redraft.distill.signal.sources import EndpointTarget, documents
+from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
+from redraft.heads.files.checkpoint import register_models
+from redraft.heads.files.folder import model_folder, tensor_files
+from redraft.heads.files.tensors import read_tensors
+
+SERVER_COMMAND = "redraft serve-features"
+
+ATTEMPTS = 3
+"""Tries per document whose states are lost between the server and this process."""
+
+
+def server_args(layers: Sequence[int], num_layers: int, storage: str) -> list[str]:
+    """vLLM server arguments for writing the streams after `layers`, and the last stream, to `storage`.
+
+    Raises:
+        ValueError: for a layer the target does not have.
+    """
+    if wrong := [layer for layer in layers if not 0 <= layer <= num_layers]:
+        raise ValueError(f"auxiliary layers {wrong} of a target that has {num_layers} layers")
+    ids = {"eagle_aux_hidden_state_layer_ids": sorted({*layers, num_layers})}
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": ids},
+    }
+    connector = {
+        "kv_connector": "Connector",
+        "kv_connector_module_path": "redraft.distill.signal.features_connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {
+            "storage": absolute(storage),
+            "shared_storage_path": ".",  # unused, but vLLM's connector creates this folder; object storage has none
+            "use_synchronization_lock": False,
+        },
+    }
+    return ["--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(connector)]
+
+
+def load_skeleton(target: str, dtype: torch.dtype | None, device: torch.device) -> Any:
+    """The target with real embeddings, final norm and head only. The layers' weights stay on `meta`.
+
+    Raises:
+        FileNotFoundError: for a missing folder.
+        ValueError: if one of these tensors is missing.
+    """
+    folder = model_folder(target)
+    config = AutoConfig.from_pretrained(folder)
+    register_models()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
+    wanted = {name for name in model.state_dict() if ".layers." not in name}
+    if config.get_text_config().tie_word_embeddings:
+        wanted.discard("lm_head.weight")
+    there = tensor_files(folder).keys()
+    # A model of text and images stores the language model one level deeper.
+    stored = {name if name in there else name.replace("model.", "model.language_model.", 1): name for name in wanted}
+    if missing := sorted(stored.keys() - there):
+        raise ValueError(f"{folder} has no tensor {stored[missing[0]]}: give the folder of the target model")
+    tensors = {stored[name]: tensor.to(device, model.dtype) for name, tensor in read_tensors(folder, stored).items()}
+    model.load_state_dict(tensors, strict=False, assign=True)
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
+
+
+class EndpointHiddenStates(EndpointTarget):
+    """The exact signal of a target on servers started with `server_args`. One request per document."""
+
+    def __init__(self, endpoint: Endpoint | Endpoints, target: Any, layers: Sequence[int]) -> None:
+        """Only the final norm and the head of `target` are used: `load_skeleton` is enough."""
+        super().__init__(endpoint)
+        self.head_VD: Tensor = target.get_output_embeddings().weight.detach()
+        self.layers = sorted(layers)
+        self._norm = target.base_model.norm
+        self._last_layer = target.config.get_text_config().num_hidden_layers
+
+    def require_target(self) -> None:
+        """Raise ValueError unless every server serves this target.
+
+        The log-probabilities computed here from a server's hidden states must match the server's. A dead server
+        among several is checked when it comes back, and gets no requests if it fails.
+
+        Raises:
+            ValueError: if the log-probabilities differ or a layer is missing.
+            ConnectionError: if the server, or all of several, does not answer; it names the URL.
+        """
+        if isinstance(self.endpoint, Endpoints):
+            self._runner.run(self.endpoint.require(self._require_target))
+        else:
+            self._runner.run(self._require_target(self.endpoint))
+
+    @torch.no_grad()
+    async def _require_target(self, endpoint: Endpoint | Endpoints) -> None:
+        vocabulary, hidden = self.head_VD.shape
+        prompt = [token * 7919 % vocabulary for token in range(1, 17)]
+        hidden_TD = self.head_VD.new_zeros(len(prompt), hidden)
+        aux_TLD = self.head_VD.new_zeros(len(prompt), len(self.layers), hidden)
+        answer = await self._read(endpoint, hidden_TD, aux_TLD, prompt=prompt, prompt_logprobs=1)
+        entries = answer["choices"][0]["prompt_logprobs"][1:]
+        theirs_T = torch.tensor(
+            [entry[str(token)]["logprob"] for entry, token in zip(entries, prompt[1:], strict=True)]
+        )
+        log_p_TV = F.linear(hidden_TD[:-1], self.head_VD).float().log_softmax(-1)
+        ours_T = log_p_TV.gather(1, torch.tensor(prompt[1:], device=log_p_TV.device)[:, None]).squeeze(1).cpu()
+        difference = float((ours_T - theirs_T).abs().mean())
+        # 16 bits round logits to about 1/16; another target differs by whole nats.
+        if difference > (1e-2 if self.head_VD.dtype == torch.float32 else 0.25):
+            raise ValueError(
+                f"{endpoint.url} does not serve this target: its log-probabilities are {difference:.2g} nats from "
+                "those that the target's norm and head give for its hidden states"
+            )
+
+    async def _signal(self, batch: Batch) -> TargetSignal:
+        shape, hidden_size = batch.input_ids_BT.shape, self.head_VD.shape[1]
+        hidden_BTD = self.head_VD.new_zeros(*shape, hidden_size)
+        aux_BTLD = self.head_VD.new_zeros(*shape, len(self.layers), hidden_size)
+        hidden_ND, aux_NLD = hidden_BTD.flatten(0, 1), aux_BTLD.flatten(0, 1)
+        is_label_row_N, ids_N = label_rows(batch, 0).flatten(), batch.input_ids_BT.flatten()
+
+        async def fill(tokens: Tensor) -> None:
+            # The last token is left out: no label follows it, and a document of the server's full length then leaves
+            # room for the one token generated by the server.
+            rows = slice(int(tokens[0]), int(tokens[-1]))
+            await self._read(self.endpoint, hidden_ND[rows], aux_NLD[rows], prompt=ids_N[tokens[:-1]].tolist())
+
+        wanted = [tokens for tokens in documents(batch) if is_label_row_N[tokens].any()]
+        with torch.no_grad():
+            await asyncio.gather(*(fill(tokens) for tokens in sorted(wanted, key=len, reverse=True)))
+        distribution = ExactTarget(hidden_BTD=hidden_BTD, head_VD=self.head_VD)
+        return TargetSignal(distribution=distribution, aux_BTLD=aux_BTLD if self.layers else None)
+
+    async def _complete(self, **body: Any) -> dict[str, Any]:
+        answer = await self.endpoint.post("/v1/completions", **body)
+        # This request is not about states, but the server writes them for every request: remove them.
+        await asyncio.to_thread(take_states, self._read_url(answer, self.endpoint), lambda *_: None)
+        return answer
+
+    async def _read(
+        self, endpoint: Endpoint | Endpoints, hidden_TD: Tensor, aux_TLD: Tensor, **body: Any
+    ) -> dict[str, Any]:
+        """The answer to a request. The states are written into the two tensors.
+
+        Raises:
+            ValueError: if a layer is missing or the states do not arrive.
+        """
+        lost: StatesLostError | None = None
+        for _ in range(ATTEMPTS):
+            answer = await endpoint.post("/v1/completions", max_tokens=1, **body)
+
+            def put(first: int, states_tLD: Tensor, held: Sequence[int]) -> None:
+                rows = slice(first, first + len(states_tLD))
+                hidden_TD[rows], aux_TLD[rows] = self._split(states_tLD, list(held), endpoint.url)
+
+            try:
+                await asyncio.to_thread(take_states, self._read_url(answer, endpoint), put)
+                return answer
+            except StatesLostError as error:
+                lost = error
+        raise ValueError(
+            f"the states that {endpoint.url} sends do not arrive: {lost}; start it with a --storage that is seen here"
+        )
+
+    def _read_url(self, answer: dict[str, Any], endpoint: Endpoint | Endpoints) -> str:
+        url: str | None = (answer.get("kv_transfer_params") or {}).get("hidden_states")
+        if url is None:
+            raise ValueError(f"{endpoint.url} sends no hidden states: start it with `{SERVER_COMMAND}`")
+        return url
+
+    @torch.no_grad()  # gradient mode is per thread, and this runs in a reading thread
+    def _split(self, states_TLD: Tensor, held: list[int], url: str) -> tuple[Tensor, Tensor]:
+        """(last hidden state after the final norm [T, D], streams after `self.layers` [T, L, D])."""
+        if missing := sorted({*self.layers, self._last_layer} - set(held)):
+            raise ValueError(
+                f"{url} sends target layers {held} and not {missing}: start it with `{SERVER_COMMAND} "
+                f"TARGET --layers {' '.join(map(str, self.layers))}`"
+            )
+        states_TLD = states_TLD.to(self.head_VD)
+        hidden_TD = self._norm(states_TLD[:, held.index(self._last_layer)])
+        return hidden_TD, states_TLD[:, [held.index(layer) for layer in self.layers]]

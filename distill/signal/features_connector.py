@@ -1,0 +1,87 @@
+"""Runs inside vLLM: writes the hidden states collected by `extract_hidden_states` to the trainers' storage.
+
+vLLM's connector writes to a local disk, in a format without the layers' numbers, and copies with CUDA streams only.
+vLLM loads this module by name (`features.server_args`); nothing else imports it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from concurrent.futures import Future
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+    extract_from_kv_cache,
+)
+from vllm.v1.request import RequestStatus
+
+from redraft.distill.signal.features_store import WAIT_S, remove_states, write_states
+
+KEPT_S = 10 * WAIT_S
+"""Age at which leftover states are removed: their trainer was killed or gave up."""
+
+
+class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
+    """vLLM's connector, with another destination, and a copy for the CPU as well."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._written: deque[tuple[float, str]] = deque()
+
+    def _url(self, filename: str) -> str:
+        """URL of the states. vLLM derives `filename` from the request's id."""
+        storage: str = self._kv_transfer_config.get_from_extra_config("storage", "")
+        return f"{storage.rstrip('/')}/{PurePath(filename).stem}"
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if request.status == RequestStatus.FINISHED_ABORTED:  # nobody waits for the states any more
+            self._request_filenames.pop(request.request_id, None)
+            self._pending_saves.pop(request.request_id, None)
+            return False, None
+        delays, answer = super().request_finished(request, block_ids)
+        return delays, answer and {"hidden_states": self._url(answer["hidden_states_path"])}
+
+    def _write_tensors(self, tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: None) -> None:
+        event.synchronize()
+        config = self._vllm_config.speculative_config.draft_model_config.hf_config
+        write_states(self._url(filename), tensors["hidden_states"], config.eagle_aux_hidden_state_layer_ids)
+
+    def _submit_async_write(self, pending: Any) -> None:
+        self._remove_stale_states(self._url(pending.filename))
+        if self._kv_cache.device.type != "cpu":
+            super()._submit_async_write(pending)
+            return
+        blocks = torch.tensor(pending.block_ids)[:, None] * self._block_size
+        slots = (blocks + torch.arange(self._block_size)).flatten()
+        # A copy, because vLLM may reuse the blocks while the thread writes.
+        states_TLD = extract_from_kv_cache(self._kv_cache, slots, len(pending.token_ids)).contiguous()
+        written: Future[None] = self._executor.submit(
+            self._write_tensors, {"hidden_states": states_TLD}, _COPIED, pending.filename, None
+        )
+        self._req_copy_events[pending.req_id] = _COPIED
+        self._req_futures[pending.req_id] = written
+        written.add_done_callback(lambda future: self._on_write_done(pending.req_id, future))
+
+    def _remove_stale_states(self, next_url: str) -> None:
+        """Remove states older than KEPT_S, and note the time of `next_url`."""
+        now_s = time.monotonic()
+        self._written.append((now_s, next_url))
+        while self._written[0][0] < now_s - KEPT_S:
+            self._executor.submit(remove_states, self._written.popleft()[1])
+
+
+class _Copied:
+    """Stands in for a CUDA event whose copy is done."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+_COPIED = _Copied()

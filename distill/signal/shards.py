@@ -1,0 +1,311 @@
+"""Tensors of documents on disk: written once, looked up by the document's tokens, memory-mapped and not read whole.
+
+    FOLDER/cache.json                 target, data, content, and how the shards are cut; written first
+    FOLDER/shard-000000.safetensors   keys, num_rows, crcs: one entry per document; then one tensor per name, the
+                                      documents' rows end to end
+
+The key of a document is a hash of tokens and mask, so training may pack and shuffle the rows differently.
+A shard is renamed into place when it is complete, so an interrupted writer continues after the last one. Each document
+has a CRC-32, checked when it is first read: training can start without reading terabytes first.
+
+B = batch, T = tokens, N = rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from redraft.distill.data.packing import PackedDataset
+from redraft.distill.data.samples import Sample, data_hash
+from redraft.distill.signal.sources import documents
+from redraft.heads.draft import Batch, TargetSignal, label_rows
+from redraft.heads.files.artifact import require_space, sync, write_whole
+from redraft.heads.progress import Progress
+
+SHARD_BYTES = 256 << 20
+"""Size of a shard: how much is in memory while writing, and how much work a killed writer loses."""
+
+KEY_BYTES = 16
+
+HEADER = "cache.json"
+
+
+class Content(Protocol):
+    """The part of a signal kept in a cache, e.g. the top k."""
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """JSON for the header. Two contents with equal specs keep the same."""
+        ...
+
+    @property
+    def bytes_per_row(self) -> int: ...
+
+    def rows(self, batch: Batch) -> Tensor:
+        """Mask of the rows to keep, bool [B, T]."""
+        ...
+
+    def num_rows(self, sample: Sample) -> int:
+        """Upper bound of the rows kept of a document."""
+        ...
+
+    def select(self, signal: TargetSignal, rows_N: Tensor) -> dict[str, Tensor]:
+        """The tensors to keep for these rows of the flattened batch, by name, [N, ...] each, on the CPU."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheHeader:
+    """Identity and layout of a cache. Two caches with equal headers are interchangeable."""
+
+    target: str
+    """Fingerprint of the target's folder."""
+    data: str
+    """`data_hash` of the samples."""
+    content: dict[str, Any]
+    bytes_per_row: int
+    batch_size: int
+    sequence_length: int
+    batches_per_shard: int
+    num_shards: int
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+
+def write_cache(
+    samples: Sequence[Sample],
+    source: Callable[[Batch], TargetSignal],
+    folder: Path,
+    content: Content,
+    *,
+    target: str,
+    sequence_length: int,
+    batch_size: int,
+    device: torch.device | str = "cpu",
+) -> CacheHeader:
+    """Write `content` of the signal from `source` for all samples, after printing how large it will be.
+
+    Existing shards are kept, so an interrupted run continues where it stopped.
+
+    Raises:
+        OSError: if the disk has too little space.
+        ValueError: if `folder` holds a different cache.
+    """
+    data = PackedDataset(samples, sequence_length=sequence_length)
+    num_batches = -(-len(data.rows) // batch_size)
+    batches_per_shard = max(1, SHARD_BYTES // (content.bytes_per_row * batch_size * sequence_length))
+    header = CacheHeader(
+        target=target,
+        data=data_hash(samples),
+        content=content.spec,
+        bytes_per_row=content.bytes_per_row,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        batches_per_shard=batches_per_shard,
+        num_shards=-(-num_batches // batches_per_shard),
+    )
+    _claim(folder, header)
+    _announce(samples, folder, content)
+    with Progress(total=num_batches, desc="caching the target", unit="batch") as bar:
+        batches = data.in_order(batch_size)
+        for shard in range(header.num_shards):
+            shard_batches = list(islice(batches, batches_per_shard))
+            if (folder / _shard_name(shard)).exists():
+                bar.update(len(shard_batches))
+            else:
+                counted = _count_on(bar, shard_batches)
+                _write_shard(folder / _shard_name(shard), counted, source, content, device)
+    return header
+
+
+def _count_on(bar: Progress, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The batches; `bar` moves when the next one is asked for, not only after a whole shard."""
+    for batch in batches:
+        yield batch
+        bar.update()
+
+
+def _claim(folder: Path, header: CacheHeader) -> None:
+    """Write the header into `folder`.
+
+    Raises:
+        ValueError: if `folder` already has a different one.
+    """
+    if (folder / HEADER).exists():
+        there, wanted = asdict(read_header(folder)), asdict(header)
+        differing = next((name for name in wanted if there[name] != wanted[name]), None)
+        if differing:
+            was, is_now = there[differing], wanted[differing]
+            raise ValueError(f"{folder} holds a cache with {differing} {was}, not {is_now}: choose another folder")
+        return
+    write_whole(folder / HEADER, json.dumps(asdict(header), indent=2) + "\n")
+
+
+def _announce(samples: Sequence[Sample], folder: Path, content: Content) -> None:
+    """Print how much will be written.
+
+    Raises:
+        OSError: if the disk has too little space for it.
+    """
+    rows = sum(map(content.num_rows, samples))
+    num_bytes = rows * content.bytes_per_row
+    written = sum(path.stat().st_size for path in folder.glob("shard-*.safetensors"))
+    Progress.write(
+        f"caching {content} of {rows:,} tokens: {content.bytes_per_row:,} bytes per token, {num_bytes:,} bytes "
+        f"({num_bytes / 1e6:,.1f} MB) in {folder}"
+        + (f", {written / 1e6:,.1f} MB of it there already" if written else "")
+    )
+    require_space(folder, max(0, num_bytes - written))
+
+
+def _write_shard(
+    path: Path,
+    batches: Iterable[Batch],
+    source: Callable[[Batch], TargetSignal],
+    content: Content,
+    device: torch.device | str,
+) -> None:
+    keys: list[bytes] = []
+    crcs: list[int] = []
+    kept: list[dict[str, Tensor]] = []
+    num_rows: list[int] = []
+    for batch in batches:
+        keyed = list(keyed_rows(batch, content.rows(batch)))
+        if not keyed:
+            continue
+        signal = source(Batch(**{name: tensor.to(device) for name, tensor in vars(batch).items()}))
+        for key, rows_N in keyed:
+            keys.append(key)
+            num_rows.append(len(rows_N))
+            kept.append(content.select(signal, rows_N.to(device)))
+            crcs.append(_crc(kept[-1]))
+    tensors = {
+        "keys": torch.from_numpy(np.frombuffer(b"".join(keys), np.uint8).copy()).view(-1, KEY_BYTES),
+        "num_rows": torch.tensor(num_rows, dtype=torch.int64),
+        "crcs": torch.tensor(crcs, dtype=torch.int64),
+    }
+    names = list(kept[0]) if kept else []
+    # A shard under its final name is complete: a killed writer leaves only a .partial file, which is overwritten.
+    partial = path.with_suffix(".partial")
+    save_file(tensors | {name: torch.cat([tensors[name] for tensors in kept]) for name in names}, partial)
+    sync(partial)
+    partial.replace(path)
+
+
+def keyed_rows(batch: Batch, wanted_BT: Tensor) -> Iterator[tuple[bytes, Tensor]]:
+    """(key, wanted rows of the flattened batch) of every document with a label; the others teach nothing."""
+    is_label_row_N, is_wanted_N = label_rows(batch, 0).flatten(), wanted_BT.flatten()
+    ids_N, mask_N = batch.input_ids_BT.flatten(), batch.loss_mask_BT.flatten()
+    for tokens in documents(batch):
+        if is_label_row_N[tokens].any():
+            digest = hashlib.blake2b(ids_N[tokens].cpu().numpy().astype("<i4").tobytes(), digest_size=KEY_BYTES)
+            digest.update(mask_N[tokens].cpu().numpy().tobytes())
+            yield digest.digest(), tokens[is_wanted_N[tokens]]
+
+
+def _crc(tensors: Mapping[str, Tensor]) -> int:
+    crc = 0
+    for name in sorted(tensors):
+        crc = zlib.crc32(tensors[name].contiguous().view(torch.uint8).numpy().data, crc)
+    return crc
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+class Shards:
+    """A complete cache, mapped into memory."""
+
+    def __init__(self, folder: Path, *, target: str, data: str) -> None:
+        """Raises ValueError if the cache is incomplete or corrupt, or was written for another target or other data."""
+        self.folder, self.header = folder, read_header(folder)
+        for name, wanted in (("target", target), ("data", data)):
+            found = getattr(self.header, name)
+            if found != wanted:
+                raise ValueError(
+                    f"{folder} is a cache for another {name} ({found[:12]}, wanted {wanted[:12]}): "
+                    "write a cache into another folder"
+                )
+        if num_missing := _count_missing(folder, self.header):
+            raise ValueError(
+                f"{folder} is incomplete ({num_missing} of {self.header.num_shards} shards are missing): "
+                "run the command that writes it again"
+            )
+        self._tensors = [_map_file(folder / _shard_name(shard)) for shard in range(self.header.num_shards)]
+        self._places: dict[bytes, tuple[int, int, slice]] = {}
+        self._checked: set[bytes] = set()
+        for shard, tensors in enumerate(self._tensors):
+            keys, ends = tensors.pop("keys").numpy(), tensors["num_rows"].cumsum(0)
+            bounds = zip((ends - tensors.pop("num_rows")).tolist(), ends.tolist(), strict=True)
+            for index, (key, (start, end)) in enumerate(zip(keys, bounds, strict=True)):
+                self._places[key.tobytes()] = shard, index, slice(start, end)
+
+    def document(self, key: bytes) -> dict[str, Tensor]:
+        """The cached tensors of a document, by name: views into the file.
+
+        Raises:
+            ValueError: if the document was not cached or is corrupt.
+        """
+        if key not in self._places:
+            raise ValueError(f"{self.folder} does not hold this text: train on the data that the cache was written for")
+        shard, index, rows = self._places[key]
+        tensors = self._tensors[shard]
+        kept = {name: tensor[rows] for name, tensor in tensors.items() if name != "crcs"}
+        if key not in self._checked:
+            if _crc(kept) != int(tensors["crcs"][index]):
+                path = self.folder / _shard_name(shard)
+                raise ValueError(f"{path} is corrupt (a CRC-32 differs): delete it and write the cache again")
+            self._checked.add(key)
+        return kept
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether `folder` holds a cache with all shards."""
+    return (folder / HEADER).exists() and not _count_missing(folder, read_header(folder))
+
+
+def read_header(folder: Path) -> CacheHeader:
+    """The header of the cache in `folder`.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: if it cannot be read.
+    """
+    path = folder / HEADER
+    if not path.exists():
+        raise FileNotFoundError(f"{folder} holds no cache of target signals (no {HEADER})")
+    try:
+        return CacheHeader(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is corrupt ({error}): write the cache again") from error
+
+
+def _count_missing(folder: Path, header: CacheHeader) -> int:
+    return sum(not (folder / _shard_name(shard)).exists() for shard in range(header.num_shards))
+
+
+def _shard_name(shard: int) -> str:
+    return f"shard-{shard:06d}.safetensors"
+
+
+def _map_file(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, mapped: the kernel reads a page when it is first used."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is corrupt or truncated ({error}): delete it and write the cache again") from error

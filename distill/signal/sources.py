@@ -1,0 +1,245 @@
+"""Target signals: the target's distribution and hidden states at the rows of a batch: `signal = source(batch)`.
+
+                       read from                                distribution   hidden states after
+InProcessTarget        a `transformers` model in this process   exact          any layers
+EndpointTarget         a vLLM server's `prompt_logprobs`        top-k          none
+EndpointHiddenStates   a vLLM server's hidden states            exact          the layers it was started with
+CachedTarget           disk, written from any of the others     top-k          none
+CachedHiddenStates     disk, written from one with states       exact          the layers written
+
+The last three are in `distill.signal.features` and `distill.signal.cache`.
+B = batch, T = tokens, N = rows, D = hidden, V = vocabulary, K = kept top-k ids, L = auxiliary layers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
+from redraft.distill.signal.endpoints import Endpoints
+from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget, label_rows
+from redraft.heads.families.standalone import find_logit_change
+
+CHUNK = 256
+"""Rows whose logits are in memory at once: 128 MiB in float32 for a vocabulary of 128k."""
+
+UNRECORDED = -1e4
+"""Log-probability beside the id -1. exp of it is 0, and it is finite: a masked row cannot turn a sum into NaN."""
+
+
+class InProcessTarget:
+    """The exact signal of a causal LM of `transformers`.
+
+    The head must be linear, and packed documents must not see each other; both are checked.
+    """
+
+    def __init__(self, model: Any, aux_layers: Sequence[int] = ()) -> None:
+        """Check the model.
+
+        Args:
+            model: A causal LM.
+            aux_layers: k is the residual stream after k layers, from 0 (the embeddings) to the number of layers.
+
+        Raises:
+            ValueError: if a layer does not exist, or the model cannot be used exactly.
+        """
+        self.model, self.aux_layers = model.eval(), sorted(aux_layers)
+        num_layers = model.config.get_text_config().num_hidden_layers
+        if self.aux_layers and not 0 <= self.aux_layers[0] <= self.aux_layers[-1] <= num_layers:
+            raise ValueError(f"auxiliary layers {self.aux_layers} of a target that has {num_layers} layers")
+        self._require_exact()
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> TargetSignal:
+        with self._streams() as streams:
+            hidden_BTD = self._hidden(batch.input_ids_BT, batch.position_ids_BT)
+        aux_BTLD = torch.stack([streams[k] for k in self.aux_layers], dim=2) if self.aux_layers else None
+        return TargetSignal(distribution=ExactTarget(hidden_BTD=hidden_BTD, head_VD=self._head()), aux_BTLD=aux_BTLD)
+
+    def _head(self) -> Tensor:
+        weight_VD: Tensor = self.model.get_output_embeddings().weight
+        return weight_VD.detach()
+
+    def _hidden(self, ids_BT: Tensor, position_ids_BT: Tensor) -> Tensor:
+        # No mask: `transformers` separates documents where positions restart at 0. A mask from here would replace the
+        # masks of the layers (a sliding window).
+        output = self.model.base_model(input_ids=ids_BT, position_ids=position_ids_BT, use_cache=False)
+        hidden_BTD: Tensor = output.last_hidden_state
+        return hidden_BTD
+
+    @contextmanager
+    def _streams(self) -> Iterator[dict[int, Tensor]]:
+        """A dict, filled while the model runs, with the residual stream after each of `aux_layers`.
+
+        `output_hidden_states` would keep the streams of all layers, and give the last one after the final norm.
+        """
+        streams: dict[int, Tensor] = {}
+
+        def keep(k: int, hidden: Any) -> None:
+            streams[k] = hidden[0] if isinstance(hidden, tuple) else hidden
+
+        handles = []
+        for k in self.aux_layers:
+            if k == 0:  # the first layer's input, because a model may scale the embeddings first
+                layer = self.model.base_model.layers[0]
+                handles.append(layer.register_forward_pre_hook(lambda _, args: keep(0, args)))
+            else:
+                layer = self.model.base_model.layers[k - 1]
+                handles.append(layer.register_forward_hook(lambda _, __, output, k=k: keep(k, output)))
+        try:
+            yield streams
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def _require_exact(self) -> None:
+        """Run a few tokens both ways. A list of bad architectures would silently let the next new one through.
+
+        Raises:
+            ValueError: if the logits are not head @ hidden, or a document sees the one packed before it.
+        """
+        name, half = type(self.model).__name__, 8
+        ids_BT = torch.arange(4 * half, device=self.model.device).view(2, -1) * 7 % self._head().shape[0]
+        positions_BT = torch.arange(half, device=ids_BT.device).repeat(2, 2)
+        alone_BTD = self._hidden(ids_BT[:, half:], positions_BT[:, half:])
+        logits_BTV = self.model(input_ids=ids_BT[:, half:], use_cache=False).logits
+        # A tight tolerance, because both sides are the same product: in 16 bits, a softcap may change the logits less
+        # than packing does.
+        if _differ(F.linear(alone_BTD, self._head()), logits_BTV, half_tolerance=1e-2) or find_logit_change(self.model):
+            raise ValueError(
+                f"the logits of {name} are not head @ hidden (a bias, scaling or softcapping), so its exact signal "
+                "would be wrong: read the target from a vLLM server instead"
+            )
+        if _differ(self._hidden(ids_BT, positions_BT)[:, half:], alone_BTD):
+            attention = self.model.config._attn_implementation
+            raise ValueError(
+                f"packed documents see each other in {name} ({attention} attention): load it with "
+                'attn_implementation="sdpa", or if it is recurrent, read it from a vLLM server instead'
+            )
+
+
+def _differ(one: Tensor, other: Tensor, half_tolerance: float = 0.05) -> bool:
+    """Whether two tensors differ by more than rounding."""
+    tolerance = 1e-3 if one.dtype in (torch.float32, torch.float64) else half_tolerance
+    return bool((one.float() - other.float()).norm() > tolerance * other.float().norm())
+
+
+@torch.no_grad()
+def top_k(exact: ExactTarget, rows_N: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(ids, float32 log-probabilities) of the given rows of the flattened batch, [N, K] each, descending.
+
+    Raises:
+        ValueError: if k exceeds the vocabulary.
+    """
+    if k > len(exact.head_VD):
+        raise ValueError(f"the top {k} of a vocabulary of {len(exact.head_VD)}: choose a smaller k")
+    hidden_ND = exact.hidden_BTD.flatten(0, 1)[rows_N]
+    ids, log_probs = [], []
+    for hidden_CD in torch.split(hidden_ND, CHUNK):
+        top = F.linear(hidden_CD, exact.head_VD).float().log_softmax(-1).topk(k)
+        ids.append(top.indices)
+        log_probs.append(top.values)
+    return torch.cat(ids), torch.cat(log_probs)
+
+
+def recorded(batch: Batch, rows_N: Tensor, ids_NK: Tensor, log_probs_NK: Tensor) -> TargetSignal:
+    """A top-k signal known on `rows_N` of the flattened batch. The other rows hold the id -1."""
+    shape, k = batch.input_ids_BT.shape, ids_NK.shape[1]
+    device = batch.input_ids_BT.device
+    ids_BTK = torch.full((*shape, k), -1, device=device)
+    log_probs_BTK = torch.full((*shape, k), UNRECORDED, device=device)
+    ids_BTK.view(-1, k)[rows_N] = ids_NK.to(device, torch.int64)
+    log_probs_BTK.view(-1, k)[rows_N] = log_probs_NK.to(device, torch.float32)
+    return TargetSignal(distribution=TopKTarget(ids_BTK=ids_BTK, log_probs_BTK=log_probs_BTK))
+
+
+def documents(batch: Batch) -> Iterator[Tensor]:
+    """Indices into the flattened batch of each document's tokens, in order."""
+    tokens = batch.document_BT.shape[1]
+    for b, document_T in enumerate(batch.document_BT):
+        for document in range(int(document_T.max()) + 1):
+            yield (document_T == document).nonzero().squeeze(1) + b * tokens
+
+
+class EndpointTarget:
+    """The top-k signal of one or several vLLM servers. One request per document.
+
+    The servers must be started with `--max-logprobs` of at least k.
+    """
+
+    def __init__(self, endpoint: Endpoint | Endpoints, k: int = 20) -> None:
+        """The endpoint must not be shared: the connections belong to this source's event loop."""
+        self.endpoint, self.k = endpoint, k
+        self._runner = asyncio.Runner()
+
+    def __call__(self, batch: Batch) -> TargetSignal:
+        """The signal of a batch.
+
+        Raises:
+            ValueError: if the server refuses k or a document.
+            ConnectionError: if it does not answer; the message names the URL.
+        """
+        return self._runner.run(self._signal(batch))
+
+    def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+        """`num_tokens` greedy tokens of the server after each prompt; end tokens do not stop it.
+
+        Raises: as `__call__`.
+        """
+
+        async def one(prompt: Sequence[int]) -> list[int]:
+            answer = await self._complete(
+                prompt=list(prompt),
+                max_tokens=num_tokens,
+                temperature=0,
+                ignore_eos=True,
+                return_token_ids=True,
+            )
+            token_ids: list[int] = answer["choices"][0]["token_ids"]
+            return token_ids
+
+        async def every() -> list[list[int]]:
+            return await asyncio.gather(*map(one, prompts))
+
+        return self._runner.run(every())
+
+    async def _complete(self, **body: Any) -> dict[str, Any]:
+        return await self.endpoint.post("/v1/completions", **body)
+
+    async def _signal(self, batch: Batch) -> TargetSignal:
+        is_label_row = label_rows(batch, 0).flatten()
+        wanted = [(tokens, tokens[is_label_row[tokens]]) for tokens in documents(batch)]
+        # The longest first: several servers then finish at about the same time.
+        wanted = sorted(((t, rows) for t, rows in wanted if len(rows)), key=lambda pair: len(pair[0]), reverse=True)
+        ids_T = batch.input_ids_BT.flatten()
+        answers = await asyncio.gather(*(self._score(ids_T[tokens], rows - tokens[0]) for tokens, rows in wanted))
+        ids_NK = torch.cat([ids for ids, _ in answers]) if answers else torch.empty(0, self.k)
+        log_probs_NK = torch.cat([log_probs for _, log_probs in answers]) if answers else torch.empty(0, self.k)
+        rows_N = torch.cat([rows for _, rows in wanted]) if wanted else torch.empty(0, dtype=torch.int64)
+        return recorded(batch, rows_N, ids_NK, log_probs_NK)
+
+    async def _score(self, ids_T: Tensor, rows_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(ids, log-probabilities), [N, K] each, of the given rows of one document."""
+        prompt = ids_T[: int(rows_N[-1]) + 2].tolist()
+        try:
+            answer = await self._complete(prompt=prompt, prompt_logprobs=self.k, max_tokens=1)
+        except RequestRefusedError as error:
+            if "logprobs" in error.reason:
+                raise ValueError(f"{error}: start the server with --max-logprobs {self.k}") from error
+            raise
+        # Entry t + 1 is about token t + 1, so it is the distribution of row t. Token t + 1 is always in it: as an entry
+        # k + 1 if it is not among the k largest.
+        entries = [answer["choices"][0]["prompt_logprobs"][row + 1] for row in rows_N.tolist()]
+        largest = [
+            sorted(((e["logprob"], int(token)) for token, e in entry.items()), reverse=True) for entry in entries
+        ]
+        ids_NK = torch.tensor([[token for _, token in row[: self.k]] for row in largest])
+        return ids_NK, torch.tensor([[log_prob for log_prob, _ in row[: self.k]] for row in largest])

@@ -1,0 +1,266 @@
+"""The training loop of every recipe: step, log, evaluate on held-out text, checkpoint; resume after a kill."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import resource
+import time
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    send_to_device,
+)
+
+from redraft.distill.data.on_policy import draft_written, is_on_policy
+from redraft.distill.data.packing import PackedDataset
+from redraft.distill.data.samples import SampleStats
+from redraft.distill.train.ranks import (
+    LONGEST_WAIT,
+    die_with_launcher,
+    join_on_cpu,
+    keep_models_whole,
+    shards_parameters,
+    uses_deepspeed,
+)
+from redraft.distill.train.run import Run
+from redraft.distill.train.step import Distillation, StepStats
+from redraft.eval.prompts import Prompt
+from redraft.heads.draft import Batch
+from redraft.heads.families.standalone import StandaloneDraft
+from redraft.heads.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """Length and rhythm of training."""
+
+    steps: int = 2000
+    """Number of optimizer steps."""
+    batch_size: int = 8
+    """Rows of --loop.sequence-length tokens per process and micro-batch."""
+    sequence_length: int = 4096
+    """Tokens per row. Train at the length you serve: a draft is poor beyond the positions it was trained on."""
+    on_policy: float = 0.0
+    """Share of the steps, from 0 to 1, on generated text instead of the data's answers (lambda in GKD). A standalone
+    draft writes the text itself; for a head, the target does. The target labels it either way."""
+    on_policy_tokens: int | None = None
+    """Longest generated text, in tokens; by default the longest answer in the batch."""
+    log_every: int = 10
+    """Steps between two lines of metrics; the last step always has one."""
+    eval_every: int = 200
+    """Steps between two evaluations on held-out text (alpha and tau), and one at the end; 0 turns them off."""
+    eval_batches: int = 8
+    """Batches of held-out text per evaluation, the same ones each time."""
+    save_every: int = 500
+    """Steps between two checkpoints, and one at the end; 0 turns them off."""
+    seed: int = 0
+    """Seed of the order of the data, of random initial weights, and of generated text."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "log_every", "eval_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--loop.{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
+        if self.sequence_length < 2:
+            raise ValueError("--loop.sequence-length must be at least 2: a label and a token before it")
+        if not 0 <= self.on_policy <= 1:
+            raise ValueError(f"--loop.on-policy is {self.on_policy}: a share of the steps lies between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedData:
+    """Text to train on, and held-out text and prompts to evaluate on."""
+
+    train: PackedDataset
+    held_out: PackedDataset
+    prompts: list[Prompt]
+    stats: SampleStats
+    hash: str
+    end_ids: tuple[int, ...]
+    """Token ids that end an answer."""
+    date: datetime.date = field(default_factory=datetime.date.today)
+    """Date written by a chat template that writes today's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCost:
+    """Speed and memory of a training, for the report."""
+
+    tokens_per_s: float
+    peak_rss_mib: float
+    skipped_steps: int
+
+
+def write_offline_unless_logged_in() -> None:
+    """Keep wandb from asking for a login in the middle of a run."""
+    if not (os.environ.get("WANDB_API_KEY") or os.path.exists(os.path.expanduser("~/.netrc"))):
+        os.environ.setdefault("WANDB_MODE", "offline")
+
+
+def computes_bfloat16() -> bool:
+    """Whether this machine multiplies bfloat16 matrices as fast as float32. A CPU without the instructions for it is a
+    hundred times slower."""
+    return torch.cuda.is_available() or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def make_accelerator(accumulation: int, mixed_precision: str | None, wandb_project: str | None) -> Accelerator:
+    """The accelerator of this launch; wandb writes offline unless somebody is logged in."""
+    if wandb_project:
+        write_offline_unless_logged_in()
+    die_with_launcher()
+    if not torch.cuda.is_available():
+        join_on_cpu()
+    accelerator = Accelerator(
+        # the plain argument `gradient_accumulation_steps` would give way to the launcher's config
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation),
+        mixed_precision=mixed_precision,
+        log_with="wandb" if wandb_project else None,
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=LONGEST_WAIT),
+        ],
+    )
+    if accelerator.mixed_precision == "bf16" and not computes_bfloat16() and accelerator.is_main_process:
+        print("mixed precision bf16: this CPU has no bfloat16 of its own, float32 is a hundred times as fast (no)")
+    if uses_deepspeed():
+        keep_models_whole()
+    if wandb_project:
+        accelerator.init_trackers(wandb_project)
+    return accelerator
+
+
+def train(
+    distillation: Distillation,
+    data: LoadedData,
+    run: Run,
+    loop: Loop,
+    num_speculative_tokens: int,
+    writer: StandaloneDraft | None = None,
+) -> TrainingCost:
+    """Train from the newest checkpoint of `run` until `loop.steps`; losses and held-out acceptance go to the metrics.
+
+    `writer` writes the on-policy text; by default the draft itself.
+
+    Raises: ValueError if the draft is to write text and no rank holds it whole; see also `Run.restore`.
+    """
+    accelerator = distillation.accelerator
+    if loop.on_policy and writer is None and shards_parameters(accelerator):
+        raise ValueError(
+            "a draft that is sharded over the ranks cannot write text: --loop.on-policy 0, or DDP or ZeRO-2"
+        )
+    run.restore(distillation.resume)
+    held_out = _take_held_out(data.held_out, loop, accelerator)
+    meter = _Meter()
+    steps = range(distillation.step_index, loop.steps)
+    bar = Progress(
+        steps,
+        desc=distillation.divergence.name,
+        unit="step",
+        initial=steps.start,
+        total=loop.steps,
+        disable=not accelerator.is_main_process,
+    )
+    for step in bar:
+        batches = _batches(distillation, data, loop, step, writer)
+        stats = distillation.step(batches)
+        meter.add(stats)
+        done = step + 1
+        if done % loop.log_every == 0 or done == loop.steps:
+            run.log(
+                done,
+                loss=stats.loss,
+                alpha=stats.alpha,
+                alpha_greedy=stats.alpha_greedy,
+                grad_norm=stats.grad_norm,
+                lr=stats.lr,
+                tokens_per_s=meter.rate(),
+            )
+            bar.set_postfix(loss=f"{stats.loss:.3f}", alpha=f"{stats.alpha[0]:.3f}", tok_s=f"{meter.rate():,.0f}")
+        if loop.eval_every and (done % loop.eval_every == 0 or done == loop.steps):
+            with meter.paused():
+                metrics = distillation.evaluate(held_out, num_speculative_tokens)
+            run.log(
+                done,
+                held_out_alpha=metrics.alpha,
+                held_out_alpha_greedy=metrics.alpha_greedy,
+                held_out_tau=metrics.tau,
+            )
+        if loop.save_every and (done % loop.save_every == 0 or done == loop.steps):
+            with meter.paused():
+                run.save(done, distillation.save)
+    # From the metrics, because a run resumed after the last step trains nothing, and measures no speed.
+    tokens_per_s = next(entry["tokens_per_s"] for entry in reversed(run.metrics) if "tokens_per_s" in entry)
+    return TrainingCost(tokens_per_s=tokens_per_s, peak_rss_mib=peak_rss_mib(), skipped_steps=distillation.skipped)
+
+
+def _batches(
+    distillation: Distillation, data: LoadedData, loop: Loop, step: int, writer: StandaloneDraft | None
+) -> list[Batch]:
+    """This rank's micro-batches of `step`.
+
+    They depend only on the step (and the writer), so a resumed run sees the batches of an unbroken one.
+    """
+    accelerator, accumulation = distillation.accelerator, distillation.optim.accumulation
+    batches = [
+        data.train.batch(
+            step * accumulation + micro,
+            batch_size=loop.batch_size,
+            rank=accelerator.process_index,
+            num_ranks=accelerator.num_processes,
+        )
+        for micro in range(accumulation)
+    ]
+    batches = [to_device(batch, accelerator.device) for batch in batches]
+    if not is_on_policy(step, loop.on_policy, loop.seed):
+        return batches
+    seed = (loop.seed * 1_000_003 + step) * accelerator.num_processes + accelerator.process_index
+    writer = writer or cast(StandaloneDraft, distillation.draft)
+    return [
+        draft_written(
+            writer, b, pad_id=data.train.pad_id, end_ids=data.end_ids, seed=seed, max_tokens=loop.on_policy_tokens
+        )
+        for b in batches
+    ]
+
+
+def _take_held_out(held_out: PackedDataset, loop: Loop, accelerator: Accelerator) -> list[Batch]:
+    """This rank's batches of held-out text."""
+    batches = held_out.in_order(loop.batch_size, rank=accelerator.process_index, num_ranks=accelerator.num_processes)
+    return [to_device(batch, accelerator.device) for batch, _ in zip(batches, range(loop.eval_batches), strict=False)]
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return Batch(**send_to_device(vars(batch), device))
+
+
+def peak_rss_mib() -> float:
+    """Largest resident memory of this process so far, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+class _Meter:
+    """Tokens per second of the training steps: the clock stops for evaluations and checkpoints."""
+
+    def __init__(self) -> None:
+        self.tokens, self.started = 0, time.perf_counter()
+
+    def add(self, stats: StepStats) -> None:
+        self.tokens += stats.tokens
+
+    def rate(self) -> float:
+        return self.tokens / (time.perf_counter() - self.started)
+
+    def paused(self) -> _Meter:
+        return self
+
+    def __enter__(self) -> None:
+        self.paused_at = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.started += time.perf_counter() - self.paused_at

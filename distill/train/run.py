@@ -1,0 +1,161 @@
+"""The folder of one training run: config, metrics, checkpoints, and the exported draft.
+
+outputs/NAME/
+  run.json                  resolved config and the date of the start, written first
+  metrics.jsonl             one line per logged step
+  checkpoints/step-000100/  published with a manifest; the newest two are kept
+  draft/                    the exported draft
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from redraft.heads.files.artifact import publish, verify, write_whole
+
+KEPT_CHECKPOINTS = 2
+MAY_CHANGE = {"resume", "overwrite", "output", "wandb", "prove"}
+"""Config keys that may differ when a run is resumed: they do not change the training."""
+
+
+def _lasting(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config on which a resumed run must agree. The target's servers may move."""
+    kept = {key: value for key, value in config.items() if key not in MAY_CHANGE}
+    if "signal" in kept:
+        kept["signal"] = {**kept["signal"], "url": bool(kept["signal"]["url"])}
+    return kept
+
+
+class Run:
+    """A run's folder, opened once by every rank; only the main process writes."""
+
+    def __init__(self, folder: Path, accelerator: Accelerator) -> None:
+        self.folder, self.accelerator = folder, accelerator
+        self.config: dict[str, Any] = {}
+        self.date = datetime.date.today()
+        """Date of the run's first start, also after a resume: chat templates that write today's date write this one."""
+        self.metrics: list[dict[str, Any]] = []
+
+    @classmethod
+    def open(
+        cls, folder: Path, config: dict[str, Any], accelerator: Accelerator, *, resume: bool, overwrite: bool
+    ) -> Run:
+        """The run in `folder`, new or resumed.
+
+        Raises: ValueError if the folder holds another run and neither `resume` nor `overwrite` is set, if the config
+        differs from the resumed run's, or if not all ranks see the folder.
+        """
+        run = cls(folder, accelerator)
+        run.config = json.loads(json.dumps(config, default=str))
+        run._on_main(lambda: run._claim(resume, overwrite))
+        if not (folder / "run.json").exists():
+            raise ValueError(f"{folder} is not seen by every machine of this launch: choose a shared one as --output")
+        # Read by all ranks: midnight may pass between two of them. A run of an older redraft has no date.
+        if recorded := json.loads((folder / "run.json").read_text()).get("date"):
+            run.date = datetime.date.fromisoformat(recorded)
+        return run
+
+    def beside(self, name: str) -> Run:
+        """A run in a subfolder of this one, with separate checkpoints and metrics."""
+        run = Run(self.folder / name, self.accelerator)
+        run.config, run.date = self.config, self.date
+        run.folder.mkdir(exist_ok=True)
+        return run
+
+    def _on_main(self, work: Callable[[], object]) -> None:
+        """Call `work` on the main process while the others wait. If it fails, all of them raise the error."""
+        wrong: list[str | None] = [None]  # a list, because broadcast_object_list fills it in place
+        if self.accelerator.is_main_process:
+            try:
+                work()
+            except (ValueError, OSError) as error:
+                wrong = [str(error)]
+                raise
+            finally:
+                broadcast_object_list(wrong, from_process=0)
+        elif broadcast_object_list(wrong, from_process=0) and wrong[0] is not None:
+            raise ValueError(wrong[0])
+
+    def _claim(self, resume: bool, overwrite: bool) -> None:
+        started = self.folder / "run.json"
+        # A run that failed on a wrong flag left only run.json: nothing is lost.
+        holds_work = self.folder.exists() and any(path != started for path in self.folder.iterdir())
+        if holds_work and not (resume or overwrite):
+            raise ValueError(
+                f"{self.folder} holds another run: continue it with --resume or replace it with --overwrite"
+            )
+        if overwrite and self.folder.exists():
+            if not started.exists() and any(self.folder.iterdir()):
+                raise ValueError(f"{self.folder} is not a run of ours (no run.json): refusing to overwrite it")
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if resume and started.exists():
+            before, now = _lasting(json.loads(started.read_text())["config"]), _lasting(self.config)
+            changed = [key for key in now if before.get(key) != now[key]]
+            if changed:
+                key = changed[0]
+                raise ValueError(f"cannot resume {self.folder}: {key} was {before.get(key)!r} and is now {now[key]!r}")
+        else:
+            about = {"command": sys.argv, "date": self.date.isoformat(), "config": self.config}
+            write_whole(started, json.dumps(about, indent=2) + "\n")
+
+    def log(self, step: int, **values: float | int | bool | list[float]) -> None:
+        """Append one line of metrics for `step`."""
+        entry = {"step": step, **values}
+        self.metrics.append(entry)
+        self.accelerator.log(values, step=step)
+        if self.accelerator.is_main_process:
+            with (self.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def save(self, step: int, write: Callable[[Path], None]) -> None:
+        """Publish a checkpoint of `step`: all ranks write into a temporary folder, then the main process renames it."""
+        if self.accelerator.is_main_process:
+            final = self.folder / "checkpoints" / f"step-{step:06d}"
+            publish(final, lambda partial: self._write_together(partial, write), {"step": step}, overwrite=True)
+            for old in self._checkpoints()[:-KEPT_CHECKPOINTS]:
+                shutil.rmtree(old)
+        else:
+            self._write_together(None, write)
+        self.accelerator.wait_for_everyone()
+
+    def _write_together(self, partial: Path | None, write: Callable[[Path], None]) -> None:
+        told = [str(partial)]
+        broadcast_object_list(told, from_process=0)
+        write(Path(told[0]))
+        self.accelerator.wait_for_everyone()
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted((self.folder / "checkpoints").glob("step-*"))
+
+    def restore(self, read: Callable[[Path], None]) -> int:
+        """Read the newest checkpoint, drop later metrics, and return the checkpoint's step; 0 if there is none.
+
+        Raises: ValueError if a checkpoint is corrupt or truncated, naming the file.
+        """
+        checkpoints = self._checkpoints()
+        step = 0
+        if checkpoints:
+            self._on_main(lambda: verify(checkpoints[-1]))
+            read(checkpoints[-1])
+            step = int(checkpoints[-1].name.removeprefix("step-"))
+        self._cut_metrics(step)
+        return step
+
+    def _cut_metrics(self, step: int) -> None:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        whole = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may have cut the last line
+        self.metrics = [entry for entry in whole if entry["step"] <= step]
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            write_whole(path, "".join(json.dumps(entry) + "\n" for entry in self.metrics))

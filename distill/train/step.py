@@ -1,0 +1,336 @@
+"""The training step of every draft: target signal -> draft steps -> divergence -> optimizer.
+
+B = batch, T = tokens, D = hidden, V = target vocabulary, M = labelled draft rows, N = target rows they point at.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.fused import DraftRows, ExactRows, TopKRows, fused_linear_divergence
+from redraft.distill.train.ranks import describe_layout, fit_deepspeed, fit_fsdp, uses_deepspeed
+from redraft.eval.forecast.greedy import QuickMetrics, metric_sums, quick_metrics
+from redraft.heads.draft import Batch, Draft, DraftStep, ExactTarget, TargetSignal, label_rows
+
+PROGRESS = "progress.json"
+"""File of a checkpoint: the number of steps done, and the layout of the ranks."""
+
+MAX_SKIPPED_IN_A_ROW = 20
+"""A run whose gradients stay non-finite this long will not recover, so it stops instead of running all night."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    """AdamW and its learning rate."""
+
+    lr: float = 1e-4
+    """Peak learning rate of AdamW, reached after the warm-up."""
+    weight_decay: float = 0.0
+    """AdamW weight decay: each step shrinks the weights by the learning rate times this."""
+    beta1: float = 0.9
+    """AdamW's decay rate for the running mean of the gradient."""
+    beta2: float = 0.95
+    """AdamW's decay rate for the running mean of the squared gradient."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Learning rate after the warm-up: down a cosine to `min_lr_fraction` of `lr`, or constant."""
+    warmup_fraction: float = 0.03
+    """Share of the steps in which the learning rate rises linearly from zero, e.g. 0.03 for 3%."""
+    min_lr_fraction: float = 0.1
+    """Learning rate at the end of the cosine, as a share of `lr`."""
+    max_grad_norm: float = 1.0
+    """Gradients with a larger norm are scaled down to this norm before the optimizer's step."""
+    accumulation: int = 1
+    """Micro-batches per optimizer step. Raise it to train with larger batches than memory holds."""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"the learning rate is {self.lr}: it must be above 0")
+        if self.accumulation < 1:
+            raise ValueError(f"accumulation is {self.accumulation}: a step takes at least 1 micro-batch")
+
+    def rate(self, step: int, num_steps: int) -> float:
+        """Learning rate at `step` as a share of `lr`."""
+        warmup = max(1, round(self.warmup_fraction * num_steps))
+        if step < warmup:
+            return (step + 1) / warmup
+        if self.schedule == "constant":
+            return 1.0
+        progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+        return self.min_lr_fraction + (1 - self.min_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2
+
+
+@dataclass
+class StepStats:
+    """One step's results over the labelled rows of all ranks and micro-batches; lists have an entry per draft step."""
+
+    loss: float = 0.0
+    tokens: int = 0
+    """Tokens read, padding excluded."""
+    labels: int = 0
+    alpha: list[float] = field(default_factory=list)
+    alpha_greedy: list[float] = field(default_factory=list)
+    grad_norm: float = 0.0
+    """Norm of the gradient before it is clipped; 0 for a skipped step."""
+    lr: float = 0.0
+    """Learning rate of the step."""
+    skipped: bool = False
+    """The loss or the gradient was not finite, so the weights stayed as they were."""
+
+
+class DistillStep(nn.Module):
+    """All reads of the draft's parameters, in one `forward`: outside it, FSDP2 and ZeRO-3 hold only shards.
+
+    It returns plain tensors, because those wrappers follow the gradient through nothing else.
+    """
+
+    def __init__(self, draft: nn.Module, divergence: Divergence) -> None:
+        super().__init__()
+        self.draft = draft
+        self.divergence = divergence
+        names = getattr(getattr(draft, "model", None), "_no_split_modules", None) or ()
+        # FSDP2 gathers the layers of a model one by one. A head has a layer or two, shared by all
+        # draft steps, and is gathered whole.
+        self._no_split_modules = sorted({type(module).__name__ for module in draft.modules()}.intersection(names))
+
+    def forward(
+        self, batch: Batch, signal: TargetSignal, *, scale: float = 1.0, num_speculative_tokens: int | None = None
+    ) -> tuple[Tensor, ...]:
+        """(loss times `scale`, sums by draft step); with `num_speculative_tokens`, (`metric_sums`,) to evaluate it."""
+        draft = cast(Draft, self.draft)
+        if num_speculative_tokens is not None:
+            return (metric_sums(draft, batch, signal, num_speculative_tokens),)
+        result = distill_loss(draft.draft_steps(batch, signal), batch, signal, self.divergence, scale)
+        return result.loss, result.sums_S3
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: Tensor
+    """Scalar with gradient: scale * sum over draft steps of weight * sum over labelled rows of the divergence."""
+    sums_S3: Tensor
+    """For each draft step: sum of alpha, sum of alpha_greedy, labelled rows. Detached."""
+
+
+def distill_loss(
+    steps: Sequence[DraftStep], batch: Batch, signal: TargetSignal, divergence: Divergence, scale: float
+) -> StepResult:
+    """scale * sum_k weight_k * sum_rows D(target, draft).
+
+    Never holds [rows, V] of both target and draft: `fused_linear_divergence` computes it in blocks.
+    """
+    rows = [step.mask_BT.flatten().nonzero().squeeze(1) for step in steps]
+    target_rows = [row + step.shift for row, step in zip(rows, steps, strict=True)]
+    # Several draft steps compare with the same target rows. Each needed row is selected once: new_index maps a flat row
+    # to a place among the kept ones. E.g. rows 1 and 3 of 4: needed = 0101, kept = [1, 3], new_index = [-1, 0, 0, 1].
+    needed = torch.zeros(batch.input_ids_BT.numel(), dtype=torch.bool, device=batch.input_ids_BT.device)
+    for target_row in target_rows:
+        needed[target_row] = True
+    kept = needed.nonzero().squeeze(1)
+    new_index = needed.cumsum(0) - 1
+    drafts = [
+        DraftRows(
+            hidden_MD=step.hidden_BTD.flatten(0, 1)[row],
+            head_WD=step.head_WD,
+            target_row_M=new_index[target_row],
+            weight_M=torch.full((len(row),), step.weight * scale, device=row.device),
+            draft_ids_W=step.draft_ids_W,
+        )
+        for step, row, target_row in zip(steps, rows, target_rows, strict=True)
+    ]
+    labels_N = batch.input_ids_BT.flatten()[(kept + 1).clamp(max=needed.numel() - 1)]
+    result = fused_linear_divergence(drafts, select_rows(signal, kept), divergence, labels_N=labels_N, normaliser=1.0)
+    loss = result.loss
+    for step, row in zip(steps, rows, strict=True):
+        if step.extra_loss_BT is not None:
+            loss = loss + scale * step.weight * step.extra_loss_BT.flatten()[row].sum()
+    sums = torch.stack([result.alpha_S, result.alpha_greedy_S, result.count_S.to(result.alpha_S.dtype)], dim=1)
+    return StepResult(loss=loss, sums_S3=sums)
+
+
+def select_rows(signal: TargetSignal, kept_N: Tensor) -> ExactRows | TopKRows:
+    """The target's distribution on the given flat rows."""
+    distribution = signal.distribution
+    if isinstance(distribution, ExactTarget):
+        return ExactRows(hidden_ND=distribution.hidden_BTD.flatten(0, 1)[kept_N], head_VD=distribution.head_VD)
+    return TopKRows(
+        ids_NK=distribution.ids_BTK.flatten(0, 1)[kept_N], log_probs_NK=distribution.log_probs_BTK.flatten(0, 1)[kept_N]
+    )
+
+
+def fits_ranks(checkpoint: Path, accelerator: Accelerator) -> bool:
+    """Whether the checkpoint was written by ranks of this layout."""
+    return bool(json.loads((checkpoint / PROGRESS).read_text())["ranks"] == describe_layout(accelerator))
+
+
+class Distillation:
+    """A draft in training: the module, its optimizer and learning rate schedule, and the number of steps done."""
+
+    def __init__(
+        self,
+        draft: nn.Module,
+        target: Callable[[Batch], TargetSignal],
+        divergence: Divergence,
+        optim: Optim,
+        num_steps: int,
+        accelerator: Accelerator,
+    ) -> None:
+        if optim.accumulation != accelerator.gradient_accumulation_steps:
+            raise ValueError(f"accumulation {optim.accumulation} differs from the accelerator's own; pass it to both")
+        self.target, self.divergence, self.optim, self.accelerator = target, divergence, optim, accelerator
+        self.draft = draft  # the parameters are whole unless the ranks shard them (`shards_parameters`)
+        module = DistillStep(draft, divergence)
+        if uses_deepspeed():
+            fit_deepspeed(accelerator, optim.max_grad_norm)
+        if accelerator.distributed_type == DistributedType.FSDP:
+            fit_fsdp(accelerator, module)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trained,
+            lr=optim.lr,
+            betas=(optim.beta1, optim.beta2),
+            weight_decay=optim.weight_decay,
+            fused=True,  # one pass over each parameter instead of a dozen, on a CPU too
+        )
+        # The main process may come hours later, from caching the target: wait here, where the timeout is a day.
+        # Inside `prepare`, the wait of a sharded module would end after minutes.
+        accelerator.wait_for_everyone()
+        self.module, self.optimizer = accelerator.prepare(module, optimizer)
+        self.num_steps, self.step_index, self.skipped, self.skipped_in_a_row = num_steps, 0, 0, 0
+
+    def weights(self) -> dict[str, Tensor]:
+        """The draft's state dict, whole on the main process even if the ranks shard it. All ranks must call this."""
+        state = self.accelerator.get_state_dict(self.module)
+        return {name.removeprefix("draft."): tensor for name, tensor in (state or {}).items()}
+
+    def step(self, batches: Sequence[Batch]) -> StepStats:
+        """Do one optimizer step over this rank's micro-batches. A non-finite loss or gradient skips it, and is counted.
+
+        Raises: RuntimeError after MAX_SKIPPED_IN_A_ROW skipped steps, or if DeepSpeed cannot skip one.
+        """
+        # Set here, without a scheduler: accelerate would step a prepared one once per process, and DeepSpeed would step
+        # it too late.
+        lr = self.optim.lr * self.optim.rate(self.step_index, self.num_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        stats = self._count(batches)
+        stats.lr = lr
+        # accelerate averages over ranks and micro-batches. We want the sum over all rows, divided by the labels of all
+        # ranks: otherwise the labels of a rank with few would weigh more.
+        scale = self.accelerator.num_processes * len(batches) / max(1, stats.labels)
+        sums, finite = None, True
+        self.module.train()
+        for batch in batches:
+            with self.accelerator.accumulate(self.module):
+                loss, batch_sums_S3 = self.module(batch, self.target(batch), scale=scale)
+                finite = finite and self._all_finite(loss)
+                if finite:
+                    self.accelerator.backward(loss)
+                    stats.loss += loss.item() / (self.accelerator.num_processes * len(batches))
+                if self.accelerator.sync_gradients and finite:
+                    finite = self._update(stats)
+                elif self.accelerator.sync_gradients:
+                    self._drop(len(batches))
+            sums = batch_sums_S3 if sums is None else sums + batch_sums_S3
+        self._finish(stats, sums, finite)
+        return stats
+
+    def _count(self, batches: Sequence[Batch]) -> StepStats:
+        counts = torch.stack([torch.stack([(b.document_BT >= 0).sum(), label_rows(b, 0).sum()]) for b in batches]).sum(
+            0
+        )
+        tokens, labels = self._sum_over_ranks(counts).tolist()
+        return StepStats(tokens=int(tokens), labels=int(labels))
+
+    def _update(self, stats: StepStats) -> bool:
+        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.optim.max_grad_norm)
+        finite = norm is None or bool(torch.isfinite(torch.as_tensor(norm)))
+        if uses_deepspeed():  # `backward` has made the step already
+            finite = finite and not self.optimizer.step_was_skipped
+            if not finite and not self.optimizer.step_was_skipped:
+                raise RuntimeError("DeepSpeed took a step with a gradient that is not finite; resume at a lower rate")
+        if finite:
+            stats.grad_norm = 0.0 if norm is None else float(norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return finite
+
+    def _drop(self, num_batches: int) -> None:
+        """Forget the gradients accumulated so far."""
+        if uses_deepspeed() and num_batches > 1:
+            raise RuntimeError(
+                "a loss is not finite, and DeepSpeed cannot drop a step once begun: resume at a lower rate, or with "
+                "--optim.accumulation 1"
+            )
+        self.optimizer.zero_grad()
+
+    def _finish(self, stats: StepStats, sums_S3: Tensor | None, finite: bool) -> None:
+        assert sums_S3 is not None
+        alpha, alpha_greedy, rows = self._sum_over_ranks(sums_S3).double().unbind(1)
+        stats.alpha, stats.alpha_greedy = (
+            (alpha / rows.clamp(min=1)).tolist(),
+            (alpha_greedy / rows.clamp(min=1)).tolist(),
+        )
+        stats.loss = float(self._sum_over_ranks(torch.tensor(stats.loss, device=self.accelerator.device)))
+        stats.skipped = not finite
+        self.skipped += stats.skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if stats.skipped else 0
+        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise RuntimeError(
+                f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a non-finite loss or gradient; lower the rate"
+            )
+        self.step_index += 1
+
+    def _sum_over_ranks(self, values: Tensor) -> Tensor:
+        return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum"))
+
+    def _all_finite(self, loss: Tensor) -> bool:
+        return int(self._sum_over_ranks((~torch.isfinite(loss.detach())).long())) == 0
+
+    def evaluate(self, batches: Sequence[Batch], num_speculative_tokens: int) -> QuickMetrics:
+        """Held-out acceptance over the batches of all ranks, by the definitions of `redraft.eval.forecast`."""
+        self.module.eval()
+        sums = torch.zeros(4 + num_speculative_tokens, dtype=torch.float64)
+        with torch.no_grad():
+            for batch in batches:
+                sums += self.module(batch, self.target(batch), num_speculative_tokens=num_speculative_tokens)[0]
+        return quick_metrics(self._sum_over_ranks(sums))
+
+    def close(self) -> None:
+        """Release the weights and the optimizer, and remove them from the accelerator: it would save them into the
+        checkpoints of the next distillation."""
+        del self.draft, self.module, self.optimizer
+        self.accelerator.free_memory()
+
+    def save(self, folder: Path) -> None:
+        """Write the state for an exact resume into `folder`. All ranks must call this."""
+        self.accelerator.save_state(str(folder))
+        if self.accelerator.is_main_process:
+            progress = {
+                "step_index": self.step_index,
+                "skipped": self.skipped,
+                "ranks": describe_layout(self.accelerator),
+            }
+            (folder / PROGRESS).write_text(json.dumps(progress))
+
+    def resume(self, folder: Path) -> None:
+        """Continue from a folder written by `save`.
+
+        Raises: ValueError if ranks of another layout wrote it: they saw other batches and hold other shards.
+        """
+        progress = json.loads((folder / PROGRESS).read_text())
+        if not fits_ranks(folder, self.accelerator):
+            here = describe_layout(self.accelerator)
+            raise ValueError(f"{folder} was written by {progress['ranks']}: resume with the same, not {here}")
+        self.accelerator.load_state(str(folder))
+        self.step_index, self.skipped = progress["step_index"], progress["skipped"]

@@ -1,0 +1,173 @@
+"""Counts of drafts and accepted tokens, measured or expected, and the rates derived from them. Imports no torch.
+
+T = output tokens, K = num_speculative_tokens.
+
+`c_j`   acceptance per position: share of drafts whose tokens 1..j were all accepted
+`tau`   tokens emitted per target step, including the target's ("bonus") token: 1 + accepted / drafts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Count = int | float
+"""An int if it was counted, a float if it is an expectation. JSON keeps the difference."""
+
+
+def cumulative(conditional: Sequence[float]) -> list[float]:
+    """Acceptance per position c_j = prod_{i<=j} a_i from a_j = P(token j accepted | the earlier ones were)."""
+    products, product = [], 1.0
+    for rate in conditional:
+        product *= rate
+        products.append(product)
+    return products
+
+
+def conditional(acceptance_per_position: Sequence[float]) -> list[float]:
+    """a_j = c_j / c_{j-1}, the inverse of `cumulative`; 0 if no draft reached position j - 1."""
+    before = [1.0, *acceptance_per_position[:-1]]
+    return [now / earlier if earlier else 0.0 for now, earlier in zip(acceptance_per_position, before, strict=True)]
+
+
+def tau(acceptance_per_position: Sequence[float]) -> float:
+    """1 + sum_j c_j, in tokens per target step."""
+    return 1.0 + sum(acceptance_per_position)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptanceCounts:
+    """Drafts and accepted tokens over some requests; all rates follow from these."""
+
+    num_drafts: Count
+    """Target steps with a draft to verify."""
+    num_accepted: Count
+    """Draft tokens accepted."""
+    num_draft_tokens: Count = 0
+    """Draft tokens proposed; 0 if they were not counted."""
+    accepted_per_position: tuple[Count, ...] = ()
+    """Drafts whose j-th token was accepted, for j = 0..K-1; empty if positions were not counted."""
+
+    @staticmethod
+    def zero(num_speculative_tokens: int = 0) -> AcceptanceCounts:
+        return AcceptanceCounts(num_drafts=0, num_accepted=0, accepted_per_position=(0,) * num_speculative_tokens)
+
+    @staticmethod
+    def from_blocks(accepted: Sequence[int], num_speculative_tokens: int) -> AcceptanceCounts:
+        """Counts of full blocks of `num_speculative_tokens`, given the number of accepted tokens of each."""
+        return AcceptanceCounts(
+            num_drafts=len(accepted),
+            num_accepted=sum(accepted),
+            num_draft_tokens=len(accepted) * num_speculative_tokens,
+            accepted_per_position=tuple(sum(a > j for a in accepted) for j in range(num_speculative_tokens)),
+        )
+
+    def __add__(self, other: AcceptanceCounts) -> AcceptanceCounts:
+        return _combine(self, other, 1)
+
+    def since(self, earlier: AcceptanceCounts) -> AcceptanceCounts | None:
+        """The counts added after `earlier`; None if a counter fell, because the engine restarted in between."""
+        difference = _combine(self, earlier, -1)
+        counts = (difference.num_drafts, difference.num_accepted, difference.num_draft_tokens)
+        return difference if min(*counts, *difference.accepted_per_position) >= 0 else None
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """c_j for j = 1..K."""
+        return [accepted / max(self.num_drafts, 1) for accepted in self.accepted_per_position]
+
+    @property
+    def tau(self) -> float:
+        """1 + accepted / drafts, in tokens per target step; 1.0 if nothing was drafted."""
+        return 1.0 + self.num_accepted / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted over drafted tokens, which is neither alpha nor tau."""
+        return self.num_accepted / max(self.num_draft_tokens, 1)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_drafts": self.num_drafts,
+            "tau": self.tau,
+            "acceptance_per_position": self.acceptance_per_position,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+        }
+
+
+def _combine(a: AcceptanceCounts, b: AcceptanceCounts, sign: int) -> AcceptanceCounts:
+    """a + sign * b. Counts of fewer positions have 0 at the others."""
+    positions = max(len(a.accepted_per_position), len(b.accepted_per_position))
+    first, second = ((*c.accepted_per_position, *(0,) * (positions - len(c.accepted_per_position))) for c in (a, b))
+    return AcceptanceCounts(
+        num_drafts=a.num_drafts + sign * b.num_drafts,
+        num_accepted=a.num_accepted + sign * b.num_accepted,
+        num_draft_tokens=a.num_draft_tokens + sign * b.num_draft_tokens,
+        accepted_per_position=tuple(x + sign * y for x, y in zip(first, second, strict=True)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedCounts(AcceptanceCounts):
+    """Counts in expectation over proposals and verification, given the text."""
+
+    num_steps: float
+    """Target steps after the prefill. Above `num_drafts` if some have no draft to verify (n-grams)."""
+
+
+def expected_blocks(
+    accept_TK: NDArray[np.float64], num_output_tokens: int, drafted_T: NDArray[np.float64] | None = None
+) -> ExpectedCounts:
+    """Expected counts of the blocks of speculative decoding over one output, at any temperature.
+
+    `accept_TK[t, j]` is the probability of drafting and accepting the text's token at j + 1 after output token t, given
+    that the earlier tokens of the block were accepted. `drafted_T[t]` is the probability of any draft after token t;
+    None means 1.
+
+    The prefill gives output token 0; then every step emits the accepted tokens and one more. Verification leaves the
+    target's distribution of texts as it is, so over texts of the target this is the engine's expectation exactly.
+    An engine counts accepted tokens *before* it cuts the output (end token or length), so the last block
+    counts in full: rows must be right for tokens beyond the end too, and there must be `num_output_tokens - 1`.
+    """
+    assert len(accept_TK) >= num_output_tokens - 1, "a row for every output token but the last"
+    num_rows, k = max(num_output_tokens - 1, 0), accept_TK.shape[1]
+    reach_TK = np.cumprod(accept_TK[:num_rows], axis=1)
+    # Given the text, blocks are a Markov chain: one that begins at t accepts exactly n tokens with probability
+    # ends[t, n] = reach[t, n] - reach[t, n + 1] (reach = 1 for n = 0), and the next one begins at t + n + 1.
+    edges = np.concatenate([np.ones((num_rows, 1)), reach_TK, np.zeros((num_rows, 1))], axis=1)
+    ends_TN = edges[:, :-1] - edges[:, 1:]
+    begins_T = np.zeros(num_rows + k + 1)
+    begins_T[:1] = 1.0
+    for row in range(num_rows):
+        # The prefill gives token 0, so the first block begins at row 0. Rows only feed later rows: one sweep is enough.
+        begins_T[row + 1 : row + k + 2] += begins_T[row] * ends_TN[row]
+    begins_T = begins_T[:num_rows]
+    num_steps = float(begins_T.sum())
+    accepted_per_position = tuple((begins_T @ reach_TK).tolist())
+    return ExpectedCounts(
+        num_steps=num_steps,
+        num_drafts=num_steps if drafted_T is None else float(begins_T @ drafted_T[:num_rows]),
+        num_accepted=sum(accepted_per_position),
+        accepted_per_position=accepted_per_position,
+    )
+
+
+def simulate_blocks(match_TK: ArrayLike, num_output_tokens: int) -> AcceptanceCounts:
+    """Counts of the blocks of greedy speculative decoding over one output.
+
+    `match_TK[t, j]` is true if the j-th token drafted after output token t is the target's greedy token, given a
+    match of the earlier ones. This is `expected_blocks` with probabilities 0 and 1, whose counts are whole numbers.
+    """
+    accept_TK = np.asarray(match_TK, np.float64)
+    walked = expected_blocks(accept_TK, num_output_tokens)
+    num_drafts = round(walked.num_drafts)
+    return AcceptanceCounts(
+        num_drafts=num_drafts,
+        num_accepted=round(walked.num_accepted),
+        num_draft_tokens=num_drafts * accept_TK.shape[1],
+        accepted_per_position=tuple(round(count) for count in walked.accepted_per_position),
+    )

@@ -1,0 +1,1 @@
+"""A real vLLM server: command, start, measurement and counters."""

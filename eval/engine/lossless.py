@@ -1,0 +1,83 @@
+"""Outputs with a draft beside those without: greedy speculative decoding must not change a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from redraft.eval.engine.measure import Measurement
+from redraft.eval.forecast.sampler import NextLogits
+from redraft.eval.prompts import Prompt
+
+TIE_LOGIT_GAP = 1e-3
+"""Two tokens whose logits differ by less are a tie in a float32 engine: batching alone moves logits by about 1e-5."""
+
+TIE_LOGIT_GAP_HALF = 0.25
+"""The same for a 16-bit engine: bfloat16 rounds logits between 16 and 32 to steps of 1/8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first difference between two outputs of one prompt."""
+
+    prompt: int
+    domain: str
+    position: int
+    """Index of the first different output token."""
+    token_with: int | None
+    """None if this output had ended."""
+    token_without: int | None
+    logit_gap: float | None
+    """Distance of the worse token's logit from the target's best logit; None if unknown."""
+    is_tie: bool
+    """The gap is within floating-point error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lossless:
+    """The result of comparing all outputs."""
+
+    num_prompts: int
+    differences: list[Difference]
+
+    @property
+    def lossless(self) -> bool:
+        """Every output is equal, except for ties, which floating point decides either way."""
+        return all(difference.is_tie for difference in self.differences)
+
+
+def compare_lossless(
+    with_draft: Measurement, without_draft: Measurement, target_logits: NextLogits | None = None
+) -> Lossless:
+    """The first difference of each prompt's greedy outputs. `target_logits` tells ties from errors."""
+    # A draft changes the shapes of the target's matrix products, and so the rounding of logits.
+    tie_gap = TIE_LOGIT_GAP if with_draft.dtype == "float32" else TIE_LOGIT_GAP_HALF
+    assert [p.token_ids for p in with_draft.prompts] == [p.token_ids for p in without_draft.prompts]
+    rows = zip(with_draft.prompts, with_draft.outputs, without_draft.outputs, strict=True)
+    differences = [
+        _difference(index, prompt, mine.token_ids, other.token_ids, target_logits, tie_gap)
+        for index, (prompt, mine, other) in enumerate(rows)
+        if mine.token_ids != other.token_ids
+    ]
+    return Lossless(num_prompts=len(with_draft.prompts), differences=differences)
+
+
+def _difference(
+    index: int, prompt: Prompt, mine: list[int], other: list[int], target_logits: NextLogits | None, tie_gap: float
+) -> Difference:
+    pairs = enumerate(zip(mine, other, strict=False))
+    position = next((i for i, (a, b) in pairs if a != b), min(len(mine), len(other)))
+    pair = [ids[position] if position < len(ids) else None for ids in (mine, other)]
+    gap = None
+    if target_logits is not None and None not in pair:
+        # Both outputs have the same prefix here, so one pass gives the logits of both tokens.
+        logits_V = target_logits([*prompt.token_ids, *mine[:position]])
+        gap = float(logits_V.max() - logits_V[pair].min())
+    return Difference(
+        prompt=index,
+        domain=prompt.domain,
+        position=position,
+        token_with=pair[0],
+        token_without=pair[1],
+        logit_gap=gap,
+        is_tie=gap is not None and gap <= tie_gap,
+    )

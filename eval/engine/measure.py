@@ -1,0 +1,180 @@
+"""Acceptance and speed of a running vLLM server, from answers and counters.
+
+warm-up ──► counters ──► prompts, `concurrency` at a time ──► counters ──► Measurement
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.counters import find_counts
+from redraft.eval.engine.server import VllmServer
+from redraft.eval.prompts import Prompt, domains
+from redraft.heads.progress import Progress
+
+WARM_UP_TOKENS = 16
+
+STATISTICS_TIMEOUT_S = 5
+"""The statistics of the last step reach /metrics shortly after the tokens reach the client."""
+
+PURE_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Temperature alone. Unset, a server takes these from the target's generation_config.json and samples another p."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """The server's answer to one prompt."""
+
+    token_ids: list[int]
+    counts: AcceptanceCounts | None
+    """Counts of this request; None if nothing is drafted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The answers to all prompts, with time and counts."""
+
+    prompts: Sequence[Prompt]
+    outputs: list[Output]
+    duration_s: float
+    dtype: str
+    counts: AcceptanceCounts | None
+    """Counts over the whole run, by the engine's counters; equal to the sum over the requests."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_output_tokens / self.duration_s
+
+    @property
+    def counts_by_domain(self) -> dict[str, AcceptanceCounts]:
+        by_domain: dict[str, list[Output]] = {name: [] for name in domains(self.prompts)}
+        for prompt, output in zip(self.prompts, self.outputs, strict=True):
+            by_domain[prompt.domain].append(output)
+        return {name: _total(outputs) for name, outputs in by_domain.items()}
+
+
+def _total(outputs: Sequence[Output]) -> AcceptanceCounts:
+    return sum((output.counts for output in outputs if output.counts is not None), AcceptanceCounts.zero())
+
+
+def measure(
+    server: VllmServer,
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    concurrency: int = 4,
+) -> Measurement:
+    """Send every prompt after a warm-up; return outputs, duration and the engine's counts.
+
+    Raises:
+        ValueError: there are no prompts; the engine refused one; another client used the server meanwhile.
+        ConnectionError: the server went away; the message says how far it got.
+    """
+    if not prompts:
+        raise ValueError("there is no prompt to measure: every one was filtered out, or the data set is empty")
+    asyncio.run(complete_all(server, prompts[:concurrency], WARM_UP_TOKENS, temperature, concurrency, "warm-up"))
+    # Counters include the warm-up and whatever came before: only differences count.
+    before = read_counters(server)
+    started = time.perf_counter()
+    outputs = asyncio.run(complete_all(server, prompts, max_tokens, temperature, concurrency, "prompts"))
+    duration_s = time.perf_counter() - started
+    counts = None
+    if server.num_speculative_tokens:
+        counts = _total(outputs)
+        _require_equal_counters(server, before, counts)
+    return Measurement(prompts=prompts, outputs=outputs, duration_s=duration_s, dtype=server.dtype, counts=counts)
+
+
+async def complete_all(
+    server: VllmServer, prompts: Sequence[Prompt], max_tokens: int, temperature: float, concurrency: int, label: str
+) -> list[Output]:
+    """The output of every prompt, in order, `concurrency` requests at a time; `label` is for the progress bar.
+
+    Raises: ValueError, ConnectionError as `measure`.
+    """
+    slots = asyncio.Semaphore(concurrency)
+    async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=concurrency)) as client:
+        with Progress(total=len(prompts), desc=label, unit="prompt") as bar:
+
+            async def one(prompt: Prompt) -> Output:
+                async with slots:
+                    output = await _complete(client, server, prompt, max_tokens, temperature)
+                bar.update()
+                return output
+
+            try:
+                return list(await asyncio.gather(*map(one, prompts)))
+            except httpx.TransportError as error:
+                raise ConnectionError(
+                    f"{server.url} went away after {bar.n} of {len(prompts)} prompts: {error!r}"
+                ) from error
+
+
+async def _complete(
+    client: httpx.AsyncClient, server: VllmServer, prompt: Prompt, max_tokens: int, temperature: float
+) -> Output:
+    request = {
+        "model": server.model,
+        "prompt": prompt.token_ids,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "return_token_ids": True,
+        **PURE_SAMPLING,
+    }
+    response = await client.post(f"{server.url}/v1/completions", json=request)
+    if response.is_error:
+        raise ValueError(f"the engine refused a prompt of {len(prompt.token_ids)} tokens: {_error_message(response)}")
+    answer = response.json()
+    metrics = (answer.get("metrics") or {}).get("speculative_decoding")
+    return Output(
+        token_ids=answer["choices"][0]["token_ids"],
+        counts=_request_counts(metrics, server.num_speculative_tokens) if server.num_speculative_tokens else None,
+    )
+
+
+def _error_message(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {response.status_code}"
+
+
+def _request_counts(metrics: dict[str, Any] | None, num_speculative_tokens: int) -> AcceptanceCounts:
+    if metrics is None:  # an answer of one token comes from the prefill, so nothing was drafted
+        return AcceptanceCounts.zero(num_speculative_tokens)
+    counts = AcceptanceCounts.from_blocks(metrics.get("per_step_accepted") or [], num_speculative_tokens)
+    # Blocks are not all full: n-grams propose fewer tokens if less text follows the occurrence.
+    return replace(counts, num_draft_tokens=metrics["num_draft_tokens"])
+
+
+def read_counters(server: VllmServer) -> AcceptanceCounts:
+    """The engine's speculation counters since it started, over all ranks; all 0 if it does not speculate."""
+    counted = find_counts(httpx.get(f"{server.url}/metrics", timeout=30).text)
+    return AcceptanceCounts.zero(server.num_speculative_tokens) + (counted or AcceptanceCounts.zero())
+
+
+def _require_equal_counters(server: VllmServer, before: AcceptanceCounts, requests: AcceptanceCounts) -> None:
+    """Raise ValueError unless the engine's counters moved by exactly the requests' counts.
+
+    If they moved further, they include the requests of another client.
+    """
+    deadline = time.monotonic() + STATISTICS_TIMEOUT_S
+    while (now := read_counters(server)) != before + requests:
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"{server.url} counted {now.num_drafts - before.num_drafts} drafts but the prompts' own metrics say "
+                f"{requests.num_drafts}: another client uses this server, measure on one of your own"
+            )
+        time.sleep(0.1)

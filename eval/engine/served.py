@@ -1,0 +1,92 @@
+"""Counts of a draft in a real vLLM: every prompt at every temperature, from one server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.measure import Output, measure
+from redraft.eval.engine.server import forget_requests, vllm_server
+from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft
+from redraft.eval.forecast.teacher_forced import Protocol
+from redraft.eval.machine import engine_environment
+from redraft.eval.prompts import Prompt
+from redraft.heads.doctor.checks import first_cure
+from redraft.heads.files.kept import compute_once
+
+EngineCounts = list[list[AcceptanceCounts]]
+"""The engine's counts of every prompt, by temperature and in the order of the prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How the engine is run."""
+
+    concurrency: int = 4
+    """Requests sent at a time."""
+    args: tuple[str, ...] = ()
+    """Further arguments of vLLM, e.g. --tensor-parallel-size 8."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Further environment variables of the server."""
+
+
+def serve_and_count(
+    target: LoadedTarget,
+    draft: NamedDraft,
+    num_speculative_tokens: int,
+    prompts: Sequence[Prompt],
+    protocol: Protocol,
+    options: EngineOptions,
+    folder: Path,
+) -> EngineCounts:
+    """The engine's counts of every prompt. They are cached in `folder`, so a killed run does not serve it again.
+
+    Raises:
+        ChildProcessError: the engine died; the message is the engine's, with the cure if the draft's folder shows one.
+        ConnectionError: the server went away.
+    """
+    assert draft.speculative is not None, "vLLM can serve it"
+    config = {**forget_requests(draft.speculative), "num_speculative_tokens": num_speculative_tokens}
+
+    def counted() -> EngineCounts:
+        with vllm_server(
+            draft.served or target.name,
+            log=folder / f"vllm-{draft.name}-{num_speculative_tokens}.log",
+            speculative_config=config,
+            max_model_len=max(len(p.token_ids) for p in prompts) + protocol.max_tokens + num_speculative_tokens,
+            extra_args=options.args,
+            extra_env=options.env,
+        ) as server:
+            runs = [
+                measure(
+                    server,
+                    prompts,
+                    max_tokens=protocol.max_tokens,
+                    temperature=temperature,
+                    concurrency=options.concurrency,
+                )
+                for temperature in protocol.temperatures
+            ]
+        return [[_counts(output, by_step=draft.forecast is None) for output in run.outputs] for run in runs]
+
+    key = [target.fingerprint, draft.fingerprint, config, prompts, protocol.temperatures, protocol.max_tokens]
+    key += [options.args, options.concurrency, engine_environment()]
+    try:
+        return compute_once(folder, f"engine-{draft.name}-{num_speculative_tokens}", key, EngineCounts, counted)
+    except ChildProcessError as error:
+        cure = first_cure(target.folder, draft.folder, num_speculative_tokens) if draft.folder else ""
+        raise ChildProcessError(f"{draft.name}: {error}{cure}") from error
+
+
+def _counts(output: Output, *, by_step: bool) -> AcceptanceCounts:
+    """The counts of one request. `by_step` adds an empty draft for each target step without one.
+
+    vLLM does not count such steps. Drafts with a forecast are compared with it draft by draft, so they go without.
+    """
+    counts = output.counts
+    assert counts is not None, "the server speculates"
+    # The prefill gives one token, and every step its accepted tokens and one more.
+    num_steps = len(output.token_ids) - 1 - sum(counts.accepted_per_position)
+    return replace(counts, num_drafts=max(counts.num_drafts, num_steps)) if by_step else counts

@@ -1,0 +1,152 @@
+"""A vLLM server for measurements, started and stopped by this process. Imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import re
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from redraft.eval.engine import wait as engine_wait
+from redraft.eval.engine.command import vllm_command
+from redraft.eval.engine.process import free_port, process_group
+from redraft.heads.progress import Progress
+
+START_TIMEOUT_S = 600
+"""Time for a server to become healthy. A 70B target on network storage takes minutes; a dead engine is noticed at once.
+"""
+
+ONE_SPEED = "--no-async-scheduling"
+"""vLLM's CPU build has two speeds, one a third of the other. With this flag it is at the slow one less often."""
+
+IDLE_S = 1.2
+"""A worker of vLLM spins for a second after the last step. Wait this long before measuring on that core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmServer:
+    """A running server, as a client sees it."""
+
+    url: str
+    model: str
+    dtype: str
+    num_speculative_tokens: int
+    """0 if nothing is drafted."""
+
+
+@contextlib.contextmanager
+def vllm_server(
+    model: str | Path,
+    *,
+    log: Path,
+    speculative_config: Mapping[str, Any] | None = None,
+    max_model_len: int = 1024,
+    max_num_seqs: int = 16,
+    dtype: str | None = None,
+    kv_cache_bytes: int = 256 << 20,
+    cpu_cores: str | None = None,
+    extra_args: Sequence[str] = (),
+    extra_env: Mapping[str, str] | None = None,
+) -> Iterator[VllmServer]:
+    """A vLLM server of `model` on a free loopback port: healthy on entry, always stopped on exit.
+
+    The default dtype is float32 on a CPU, to compare greedy outputs token for token, and the model's on a
+    GPU. `cpu_cores` ("0-3") keeps two servers of one machine off each other's cores: by default, vLLM starts both at
+    core 0.
+
+    Raises:
+        ChildProcessError: the engine died; the message is the engine's.
+        TimeoutError: the server did not become healthy.
+    """
+    port = free_port()
+    on_cpu = engine_is_cpu()
+    dtype = dtype or ("float32" if on_cpu else "auto")
+    arguments = ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
+    arguments += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
+    # A cached prompt skips its prefill, and vLLM counts the first step after a full hit as a failed draft.
+    arguments += ["--no-enable-prefix-caching"]
+    if on_cpu:
+        arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(kv_cache_bytes), ONE_SPEED]
+    if speculative_config is not None:
+        arguments += ["--speculative-config", json.dumps(speculative_config)]
+        arguments += ["--per-request-spec-decode-metrics", "detailed"]
+    env = {"VLLM_NO_USAGE_STATS": "1", engine_wait.ENABLED: "1", **lookup_env(speculative_config), **(extra_env or {})}
+    if cpu_cores:
+        env["VLLM_CPU_OMP_THREADS_BIND"] = cpu_cores
+    with process_group(vllm_command(model, [*arguments, *extra_args]), log=log, env=env) as process:
+        server = VllmServer(
+            url=f"http://127.0.0.1:{port}",
+            model=str(model),
+            dtype=dtype,
+            num_speculative_tokens=int((speculative_config or {}).get("num_speculative_tokens", 0)),
+        )
+        wait_until_healthy(server.url, process, log)
+        yield server
+
+
+def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same configuration, with a draft without memory of other requests.
+
+    A suffix draft caches answers, and a measurement may repeat a prompt.
+    """
+    if speculative_config.get("method") != "suffix":
+        return dict(speculative_config)
+    return {**speculative_config, "suffix_decoding_max_cached_requests": 0}
+
+
+def lookup_env(speculative_config: Mapping[str, Any] | None) -> dict[str, str]:
+    """Environment variables with which vLLM looks up n-grams as the forecast does.
+
+    vLLM's second model runner takes the last occurrence instead of the first, and drafts even if there is none.
+    """
+    is_lookup = (speculative_config or {}).get("method") == "ngram"
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if is_lookup else {}
+
+
+def engine_is_cpu() -> bool:
+    """True if the installed engine is vLLM's CPU build. Reads metadata, because importing vllm takes seconds."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("vllm-cpu")
+        return True
+    return False
+
+
+def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path, *, name: str = "vLLM") -> None:
+    """Return when `GET {url}/health` succeeds.
+
+    Raises:
+        ChildProcessError: the process ended; the message is from the log.
+        TimeoutError: the server did not become healthy.
+    """
+    started = time.monotonic()
+    with Progress(desc=f"{name} starts", bar_format="{desc}: {elapsed}", leave=False, disable=None) as bar:
+        while time.monotonic() - started < START_TIMEOUT_S:
+            if process.poll() is not None:
+                raise ChildProcessError(f"{name} did not start: {last_error(log)} (whole log: {log})")
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health", timeout=5).is_success:
+                    return
+            time.sleep(0.25)
+            bar.refresh()
+    raise TimeoutError(f"{name} was not ready after {START_TIMEOUT_S} s: see {log}")
+
+
+def last_error(log: Path) -> str:
+    """The line of an engine's log with the cause of death: the last error, unless it only refers to an earlier one."""
+    lines = log.read_text(errors="replace").splitlines()
+    # pydantic appends the whole input to the message, after " [type=value_error, "
+    pattern = r"\b((?:[A-Z]\w*(?:Error|Exception)|error|Value error)[:,] .+?)(?: \[type=.*)?$"
+    errors = (re.search(pattern, line) for line in lines)
+    # The API server reports the death of its engine core after the core has reported the cause.
+    causes = [found[1] for found in errors if found and "Engine core initialization failed" not in found[1]]
+    if causes:
+        return causes[-1].strip()
+    return lines[-1].strip() if lines else "it wrote nothing"

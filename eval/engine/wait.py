@@ -1,0 +1,60 @@
+"""A patch of vLLM's CPU build, to take requests while it computes.
+
+The engine core waits for the worker by calling `sched_yield` in a loop. Each call gives up the interpreter for less
+than a microsecond, but a thread waiting for it takes fifty to wake up. So the thread for new requests may not
+run until the engine is out of work, and requests are then served one after the other, at a third of the speed, for
+seconds or minutes. A short sleep now and then lets the thread in and costs 1% of a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+ENABLED = "REDRAFT_ENGINE_WAIT"
+"""Set to 1 for servers started for measurements. `redraft serve` applies the patch by itself."""
+
+YIELDS_PER_SLEEP = 128
+"""One sleep per 128 calls, which is about every 0.3 ms of waiting."""
+
+SLEEP_S = 20e-6
+
+
+def register() -> None:
+    """Entry point of vLLM's general plugins. Does nothing unless ENABLED is set."""
+    if os.environ.get(ENABLED) == "1":
+        patch_engine_wait()
+
+
+def patch_engine_wait() -> None:
+    """Make the engine core sleep now and then while it waits. Does nothing on platforms other than the CPU."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.v1.engine.core import EngineCoreProc
+
+    run = EngineCoreProc.run_busy_loop
+
+    def run_busy_loop(self: Any) -> None:  # runs in the engine core's process only; workers wait as before
+        shm_broadcast.sched_yield = with_sleeps(shm_broadcast.sched_yield)
+        run(self)
+
+    EngineCoreProc.run_busy_loop = run_busy_loop
+
+
+def with_sleeps(sched_yield: Callable[[], None]) -> Callable[[], None]:
+    """`sched_yield`, with every YIELDS_PER_SLEEP-th call replaced by a sleep."""
+    calls = itertools.count(1)
+
+    def wait() -> None:
+        if next(calls) % YIELDS_PER_SLEEP:
+            sched_yield()
+        else:
+            time.sleep(SLEEP_S)
+
+    return wait

@@ -1,0 +1,1 @@
+"""Expected acceptance, computed from target and draft without an engine."""

@@ -1,0 +1,330 @@
+"""A forecast of the acceptance in an engine, from teacher-forced passes over the target's greedy text.
+
+B = batch, T = tokens, N = rows, K = num_speculative_tokens.
+
+Under greedy decoding every emitted token is the target's greedy token. So one pass of target and draft over the
+target's continuation shows which draft tokens would match after every prefix. Walking the blocks over this table gives
+the engine's counts without the engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redraft.eval.acceptance import probabilities
+from redraft.eval.counts import AcceptanceCounts, simulate_blocks, tau
+from redraft.eval.forecast.rows import block_matches, compare_rows, take_draft_steps
+from redraft.eval.prompts import Prompt
+from redraft.heads.draft import Batch, Draft, TargetSignal
+from redraft.heads.progress import Progress
+
+SignalFunction = Callable[[Batch], TargetSignal]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """A prompt and the target's answer to it, greedy or sampled."""
+
+    prompt: Prompt
+    output_ids: list[int]
+    """As the engine returns it: up to the end token (included) or to `max_tokens`."""
+    beyond_ids: list[int]
+    """The target's tokens after the end. The engine's last block reaches past the end and counts in full."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptForecast:
+    """The forecast on one answer; sums run over the rows of the answer."""
+
+    domain: str
+    num_output_tokens: int
+    alpha_sum: float
+    alpha_greedy_sum: float
+    num_rows: int
+    counts: AcceptanceCounts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastSummary:
+    """The forecast over several answers."""
+
+    num_prompts: int
+    num_output_tokens: int
+    alpha: float
+    """Mean over the answers' rows, at temperature 1."""
+    alpha_greedy: float
+    """Mean over the answers' rows, at temperature 1."""
+    tau: float
+    """Tokens per target step at temperature 0."""
+    acceptance_per_position: list[float]
+    """Share of drafts whose first j + 1 tokens are accepted, at temperature 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """One draft on all prompts."""
+
+    per_prompt: list[PromptForecast]
+
+    @property
+    def overall(self) -> ForecastSummary:
+        return _summary(self.per_prompt)
+
+    @property
+    def by_domain(self) -> dict[str, ForecastSummary]:
+        names = sorted({prompt.domain for prompt in self.per_prompt})
+        return {name: _summary([p for p in self.per_prompt if p.domain == name]) for name in names}
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self.overall), "by_domain": {name: asdict(row) for name, row in self.by_domain.items()}}
+
+
+def _summary(forecasts: Sequence[PromptForecast]) -> ForecastSummary:
+    num_rows = sum(f.num_rows for f in forecasts)
+    counts = sum((f.counts for f in forecasts[1:]), forecasts[0].counts)
+    return ForecastSummary(
+        num_prompts=len(forecasts),
+        num_output_tokens=sum(f.num_output_tokens for f in forecasts),
+        alpha=sum(f.alpha_sum for f in forecasts) / num_rows,
+        alpha_greedy=sum(f.alpha_greedy_sum for f in forecasts) / num_rows,
+        tau=counts.tau,
+        acceptance_per_position=counts.acceptance_per_position,
+    )
+
+
+def greedy_continuations(
+    target: Any,
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: int,
+    num_speculative_tokens: int,
+    end_ids: Collection[int],
+    batch_size: int = 16,
+) -> list[Continuation]:
+    """The greedy answer of a `transformers` causal LM to every prompt, and the K - 1 tokens after it.
+
+    Raises:
+        ValueError: a prompt with its answer exceeds the target's window.
+    """
+    require_window(target, prompts, max_tokens + num_speculative_tokens - 1)
+    # Prompts of similar length share a batch, so there is little padding.
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
+    results: dict[int, Continuation] = {}
+    with Progress(total=len(prompts), desc="target's greedy answers", unit="prompt") as bar:
+        for first in range(0, len(order), batch_size):
+            chosen = order[first : first + batch_size]
+            texts = generate_answers(
+                target,
+                [prompts[i] for i in chosen],
+                max_tokens=max_tokens,
+                num_speculative_tokens=num_speculative_tokens,
+                end_ids=end_ids,
+            )
+            results |= dict(zip(chosen, texts, strict=True))
+            bar.update(len(chosen))
+    return [results[i] for i in range(len(prompts))]
+
+
+@torch.no_grad()
+def generate_answers(
+    target: Any,
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: int,
+    num_speculative_tokens: int,
+    end_ids: Collection[int],
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[Continuation]:
+    """The answers to one batch of prompts.
+
+    The random numbers of an answer depend on `seed`, temperature and prompt only, so batching does not change it.
+    """
+    beyond = num_speculative_tokens - 1
+    uniform_BT = torch.stack([_uniform(prompt, max_tokens + beyond, temperature, seed) for prompt in prompts])
+
+    def choose(logits_BV: Tensor, step: int) -> Tensor:
+        if temperature == 0:
+            return logits_BV.argmax(-1)
+        # Inverse of the cumulative distribution; float64, because the rounding of float32 sums over a
+        # large vocabulary would change how often rare tokens are drawn.
+        cumulative_BV = probabilities(logits_BV.double(), temperature).cumsum(-1)
+        drawn_B1 = uniform_BT[:, step, None].to(cumulative_BV) * cumulative_BV[:, -1:]
+        return torch.searchsorted(cumulative_BV, drawn_B1, right=True).squeeze(-1)
+
+    texts = _generate(target, [prompt.token_ids for prompt in prompts], max_tokens, beyond, end_ids, choose)
+    return [cut_continuation(p, text, max_tokens, beyond, end_ids) for p, text in zip(prompts, texts, strict=True)]
+
+
+def _uniform(prompt: Prompt, num_tokens: int, temperature: float, seed: int) -> Tensor:
+    """Random numbers in [0, 1), one per token of an answer."""
+    # A seed per prompt: an answer must not depend on the batch that it is generated in.
+    digest = hashlib.sha256(repr((seed, temperature, prompt.token_ids)).encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.rand(num_tokens, dtype=torch.float64, generator=generator)
+
+
+def cut_continuation(
+    prompt: Prompt, text: Sequence[int], max_tokens: int, num_beyond: int, end_ids: Collection[int]
+) -> Continuation:
+    """Split generated tokens into the answer and the `num_beyond` tokens after it."""
+    end = _output_length(text, max_tokens, end_ids)
+    return Continuation(prompt=prompt, output_ids=list(text[:end]), beyond_ids=list(text[end : end + num_beyond]))
+
+
+def require_window(target: Any, prompts: Sequence[Prompt], num_new_tokens: int) -> None:
+    """Raise ValueError unless every prompt fits the target's window together with `num_new_tokens`."""
+    window = target.config.max_position_embeddings
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    if longest + num_new_tokens > window:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {num_new_tokens} new ones exceed the target's window of {window}: "
+            "leave longer prompts out or lower max_tokens"
+        )
+
+
+def _output_length(text: Sequence[int], max_tokens: int, end_ids: Collection[int]) -> int:
+    ends = (position + 1 for position, token in enumerate(text[:max_tokens]) if token in end_ids)
+    return next(ends, max_tokens)
+
+
+def _generate(
+    target: Any,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    beyond: int,
+    end_ids: Collection[int],
+    choose: Callable[[Tensor, int], Tensor],
+) -> list[list[int]]:
+    """Tokens after each prompt, picked by `choose(logits [B, V], step)`: the output and at least `beyond` more."""
+    # Padding is on the left, so that the last column is the next token of every prompt.
+    device = target.device
+    width = max(map(len, prompts))
+    ids_BT = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts], device=device)
+    mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
+    ends = torch.tensor(sorted(end_ids), device=device)
+    needed_B = torch.full((len(prompts),), max_tokens + beyond, device=device)
+    tokens: list[Tensor] = []
+    cache = None
+    while len(tokens) < int(needed_B.max()):
+        position_ids_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
+        output = target(
+            input_ids=ids_BT,
+            attention_mask=mask_BT,
+            position_ids=position_ids_BT,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        tokens.append(choose(output.logits[:, -1], len(tokens)))
+        # A text that has ended only needs the tokens beyond; the batch stops when no text needs more.
+        after_end = torch.full_like(needed_B, len(tokens) + beyond)
+        needed_B = torch.where(torch.isin(tokens[-1], ends), torch.minimum(needed_B, after_end), needed_B)
+        ids_BT, cache = tokens[-1][:, None], output.past_key_values
+        mask_BT = torch.nn.functional.pad(mask_BT, (0, 1), value=1)
+    return [row.tolist() for row in torch.stack(tokens, dim=1)]
+
+
+@torch.no_grad()
+def forecast(
+    draft: Draft,
+    target_signal: SignalFunction,
+    continuations: Sequence[Continuation],
+    num_speculative_tokens: int,
+    device: torch.device | str = "cpu",
+) -> Forecast:
+    """Acceptance of `draft` at temperature 0 on the target's greedy text, in one teacher-forced pass per prompt.
+
+    Raises:
+        ValueError: the draft has fewer draft steps than `num_speculative_tokens`.
+    """
+    return Forecast(
+        per_prompt=[
+            _prompt_forecast(draft, target_signal, continuation, num_speculative_tokens, device)
+            for continuation in Progress(continuations, desc="forecast", unit="prompt")
+        ]
+    )
+
+
+def _prompt_forecast(
+    draft: Draft,
+    target_signal: SignalFunction,
+    continuation: Continuation,
+    num_speculative_tokens: int,
+    device: torch.device | str,
+) -> PromptForecast:
+    first, num_output = len(continuation.prompt.token_ids), len(continuation.output_ids)
+    text = [*continuation.prompt.token_ids, *continuation.output_ids, *continuation.beyond_ids]
+    batch = Batch.padded([text], num_prompt_tokens=first, device=device)
+    signal = target_signal(batch)
+    steps = take_draft_steps(draft, batch, signal, num_speculative_tokens)
+    compared = [compare_rows(step, signal.distribution) for step in steps]
+    match_BTK, _ = block_matches(compared, num_speculative_tokens, draft.is_autoregressive)
+    # Row `start` is the first to draft, because output token 0 comes from the prefill.
+    start = first - steps[0].shift
+    rows = slice(max(start - 1, 0), start - 1 + num_output)
+    return PromptForecast(
+        domain=continuation.prompt.domain,
+        num_output_tokens=num_output,
+        alpha_sum=float(compared[0].alpha_BT[0, rows].sum()),
+        alpha_greedy_sum=float(compared[0].alpha_greedy_BT[0, rows].sum()),
+        num_rows=int(compared[0].mask_BT[0, rows].sum()),
+        counts=simulate_blocks(match_BTK[0, start : start + num_output - 1].cpu(), num_output),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickMetrics:
+    """Acceptance on held-out text, cheap enough to compute every few hundred training steps."""
+
+    num_rows: int
+    alpha: float
+    alpha_greedy: float
+    tau: float
+    """1 + sum_j c_j with the positions below. Every row starts a block here, so it only comes near the forecast."""
+    acceptance_per_position: list[float]
+    """Share of rows whose first j + 1 draft tokens are the target's most probable ones, given the text."""
+
+
+def quick_metrics(sums: Tensor) -> QuickMetrics:
+    """Rates from the `metric_sums` of any number of batches, added up.
+
+    Raises:
+        ValueError: no row of the batches has a label.
+    """
+    if sums[0] == 0:
+        raise ValueError("the held-out batches have no row with a label: check the loss mask and the held-out split")
+    num_rows, alpha_sum, alpha_greedy_sum, num_blocks, *accepted = sums.tolist()
+    per_position = [count / max(num_blocks, 1) for count in accepted]
+    return QuickMetrics(
+        num_rows=int(num_rows),
+        alpha=alpha_sum / num_rows,
+        alpha_greedy=alpha_greedy_sum / num_rows,
+        tau=tau(per_position),
+        acceptance_per_position=per_position,
+    )
+
+
+@torch.no_grad()
+def metric_sums(draft: Draft, batch: Batch, signal: TargetSignal, num_speculative_tokens: int) -> Tensor:
+    """Rows, alpha, alpha_greedy, blocks, accepted per position; float64 on the CPU, [4 + K].
+
+    Raises:
+        ValueError: the draft has too few draft steps.
+    """
+    steps = take_draft_steps(draft, batch, signal, num_speculative_tokens)
+    # the draft may run in bf16, but its metrics may not
+    with torch.autocast(batch.input_ids_BT.device.type, enabled=False):
+        compared = [compare_rows(step, signal.distribution) for step in steps]
+    match_BTK, labelled_BTK = block_matches(compared, num_speculative_tokens, draft.is_autoregressive)
+    blocks_NK = match_BTK[labelled_BTK.all(-1)]
+    first = compared[0]
+    rates = [first.mask_BT.sum(), first.alpha_BT.double().sum(), first.alpha_greedy_BT.double().sum()]
+    accepted_K = blocks_NK.long().cumprod(-1).sum(0)
+    return torch.tensor([*map(float, rates), len(blocks_NK), *accepted_K.tolist()], dtype=torch.float64)

@@ -1,0 +1,49 @@
+"""Prompt lookup (Saxena, prompt-lookup-decoding): the text's last tokens occurred before; propose what followed them.
+
+Like vLLM's `ngram` method, this takes the longest n-gram of `min` to `max` tokens with an earlier occurrence, and
+its earliest occurrence. K = num_speculative_tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ngram:
+    """The lengths of n-grams to look up."""
+
+    min: int = 2
+    """Shortest run of tokens to look up."""
+    max: int = 4
+    """Longest run of tokens to look up; tried first."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min <= self.max:
+            raise ValueError(f"n-grams of {self.min} to {self.max} tokens: give 1 <= --ngram.min <= --ngram.max")
+
+    @property
+    def speculative_config(self) -> dict[str, Any]:
+        """vLLM's speculative config, without num_speculative_tokens."""
+        return {"method": "ngram", "prompt_lookup_min": self.min, "prompt_lookup_max": self.max}
+
+
+def propose_ngrams(
+    ids: Sequence[int], first: int, num_prefixes: int, ngram: Ngram, num_speculative_tokens: int
+) -> Iterator[list[int]]:
+    """For each prefix ids[:first], ids[:first + 1], ...: at most K tokens, none if no n-gram occurred before."""
+    follows: dict[tuple[int, ...], int] = {}
+    known = 0
+    for end in range(first, first + num_prefixes):
+        # an n-gram at the very end of the prefix is not followed by anything to propose
+        for last in range(known, end - 1):
+            for n in range(ngram.min, min(ngram.max, last + 1) + 1):
+                # setdefault keeps the earliest occurrence
+                follows.setdefault(tuple(ids[last + 1 - n : last + 1]), last + 1)
+        known = max(known, end - 1)
+        # longest first
+        suffixes = (tuple(ids[end - n : end]) for n in range(min(ngram.max, end), ngram.min - 1, -1))
+        start = next((follows[suffix] for suffix in suffixes if suffix in follows), end)
+        yield list(ids[start : min(start + num_speculative_tokens, end)])

@@ -1,0 +1,182 @@
+"""Acceptance of one draft step, row by row: training metrics, the forecast, `redraft eval` and the gate all use this.
+
+B = batch, T = tokens, N = rows, V = target vocabulary, W = draft vocabulary, D = hidden, M = tokens of interest,
+K = num_speculative_tokens. p = target, q = draft.
+
+    draft step ── hidden @ head ──► q [N, W] ─┐
+                                              ├─► StepRates: alpha, alpha_greedy, accept, agree
+    target ─────────────────────► p [N, M] ───┘   (M = V, or the top-k ids kept)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from redraft.eval.acceptance import alpha, probabilities
+from redraft.heads.draft import Batch, Draft, DraftStep, ExactTarget, TargetSignal, TopKTarget
+
+ROWS_A_CHUNK = 256
+"""Rows whose distributions over the vocabulary are held at once; larger is no faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetRows:
+    """The target's distribution in N rows."""
+
+    p_NM: Tensor
+    ids_NM: Tensor | None = None
+    """Token id of each column, distinct within a row. None: column v is token v, for the whole vocabulary."""
+
+    def probability(self, token_N: Tensor) -> Tensor:
+        """p(token), [N]; 0 if the token was not kept."""
+        if self.ids_NM is None:
+            return self.p_NM.gather(-1, token_N[:, None]).squeeze(-1)
+        return torch.where(self.ids_NM == token_N[:, None], self.p_NM, 0).sum(-1)
+
+    @property
+    def best(self) -> Tensor:
+        """argmax p as a token id, [N]; the lowest one on a tie."""
+        if self.ids_NM is None:
+            return self.p_NM.argmax(-1)
+        # argmax over columns would break ties by their order; over a vocabulary, ties go to the lowest token.
+        is_best_NM = self.p_NM == self.p_NM.amax(-1, keepdim=True)
+        return self.ids_NM.masked_fill(~is_best_NM, torch.iinfo(self.ids_NM.dtype).max).amin(-1)
+
+
+def target_rows(distribution: ExactTarget | TopKTarget, rows_N: Tensor, temperature: float) -> TargetRows:
+    """The target in `rows_N` of the flattened batch. Top-k log-probabilities are of temperature 1 and stay so."""
+    if isinstance(distribution, TopKTarget):
+        assert temperature == 1, "the tail of a top-k target at another temperature is unknown"
+        log_probs_NM = distribution.log_probs_BTK.flatten(0, 1)[rows_N]
+        return TargetRows(p_NM=log_probs_NM.exp(), ids_NM=distribution.ids_BTK.flatten(0, 1)[rows_N])
+    logits_NV = distribution.hidden_BTD.flatten(0, 1)[rows_N] @ distribution.head_VD.T
+    return TargetRows(p_NM=probabilities(logits_NV, temperature))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRates:
+    """A draft step beside the target in N rows. Each rate is computed when asked for.
+
+    A reduced draft vocabulary is mapped here: other tokens have q = 0 and are never drafted. If the target
+    is known in its top-k ids only, alpha and alpha_greedy are lower bounds, because p of the tail is taken as 0.
+    """
+
+    target: TargetRows
+    q_NW: Tensor
+    draft_ids_W: Tensor | None
+    """int64, the token id of every draft id, ascending; None: they are equal."""
+
+    @functools.cached_property
+    def token(self) -> Tensor:
+        """argmax q as a token id, [N]."""
+        best_N = self.q_NW.argmax(-1)
+        return best_N if self.draft_ids_W is None else self.draft_ids_W[best_N]
+
+    @property
+    def alpha(self) -> Tensor:
+        """sum_v min(p, q), [N]: acceptance of a token drawn from q."""
+        target = self.target
+        if target.ids_NM is not None:
+            return alpha(target.p_NM, self._q_of(target.ids_NM))
+        p_NW = target.p_NM if self.draft_ids_W is None else target.p_NM[:, self.draft_ids_W]
+        return alpha(p_NW, self.q_NW)
+
+    @property
+    def alpha_greedy(self) -> Tensor:
+        """p(argmax q), [N]: acceptance of the draft's most probable token."""
+        return self.target.probability(self.token)
+
+    @property
+    def agree(self) -> Tensor:
+        """argmax q = argmax p, bool [N]."""
+        return self.token == self.target.best
+
+    def accept(self, label_N: Tensor, *, is_sampled: bool) -> Tensor:
+        """P(the label was drafted and accepted), given the text, [N].
+
+        `eval.forecast.verification` derives it.
+        """
+        if not is_sampled:
+            return (self.token == label_N).float()
+        q_N = self._q_of(label_N[:, None]).squeeze(-1)
+        # 0 / 0: a label that neither draft nor target can produce at this temperature
+        return (q_N / self.target.probability(label_N)).nan_to_num(0).clamp(max=1)
+
+    def _q_of(self, ids_NM: Tensor) -> Tensor:
+        """q of token ids, [N, M]."""
+        if self.draft_ids_W is None:
+            return self.q_NW.gather(-1, ids_NM)
+        at_NM = torch.searchsorted(self.draft_ids_W, ids_NM).clamp(max=len(self.draft_ids_W) - 1)
+        return self.q_NW.gather(-1, at_NM) * (self.draft_ids_W[at_NM] == ids_NM)
+
+
+def step_rates(step: DraftStep, rows_N: Tensor, target: TargetRows, temperature: float) -> StepRates:
+    """The rates of a draft step in `rows_N` of the flattened batch. `target` holds the rows predicted by these."""
+    # The dtypes may differ: autocast narrows hidden states, and a frozen head may be narrower than a trained layer.
+    hidden_ND = step.hidden_BTD.flatten(0, 1)[rows_N].to(step.head_WD.dtype)
+    q_NW = probabilities(hidden_ND @ step.head_WD.T, temperature)
+    return StepRates(target=target, q_NW=q_NW, draft_ids_W=step.draft_ids_W)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRows:
+    """A draft step beside the target, in the draft's rows; 0 and False outside the step's mask."""
+
+    mask_BT: Tensor
+    alpha_BT: Tensor
+    alpha_greedy_BT: Tensor
+    agree_BT: Tensor
+    """bool, argmax q = argmax p."""
+
+
+def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> ComparedRows:
+    """alpha, alpha_greedy and agreement of one draft step in every row of the mask, at temperature 1."""
+    rows_N = step.mask_BT.flatten().nonzero().squeeze(-1)
+    results_3N = torch.zeros(3, step.mask_BT.numel(), device=rows_N.device)
+    for chunk_N in torch.split(rows_N, ROWS_A_CHUNK):
+        rates = step_rates(step, chunk_N, target_rows(distribution, chunk_N + step.shift, 1.0), 1.0)
+        results_3N[:, chunk_N] = torch.stack([rates.alpha, rates.alpha_greedy, rates.agree.float()])
+    alpha_BT, alpha_greedy_BT, agree_BT = results_3N.view(3, *step.mask_BT.shape)
+    return ComparedRows(
+        mask_BT=step.mask_BT, alpha_BT=alpha_BT, alpha_greedy_BT=alpha_greedy_BT, agree_BT=agree_BT.bool()
+    )
+
+
+def take_draft_steps(draft: Draft, batch: Batch, signal: TargetSignal, num_speculative_tokens: int) -> list[DraftStep]:
+    """The draft steps needed for `num_speculative_tokens`: one if the draft is autoregressive, otherwise K.
+
+    Raises:
+        ValueError: the draft has fewer.
+    """
+    steps = draft.draft_steps(batch, signal)
+    needed = 1 if draft.is_autoregressive else num_speculative_tokens
+    if len(steps) < needed:
+        raise ValueError(
+            f"the draft has {len(steps)} draft steps, so num_speculative_tokens can be at most that, "
+            f"not {num_speculative_tokens}"
+        )
+    return steps[:needed]
+
+
+def block_matches(
+    compared: Sequence[ComparedRows], num_speculative_tokens: int, is_autoregressive: bool
+) -> tuple[Tensor, Tensor]:
+    """(the j-th token drafted in a row is the target's greedy one, it has a label), each bool [B, T, K].
+
+    The rows are teacher-forced, so entry j is conditional on a match of the earlier tokens.
+    """
+    if not is_autoregressive:
+        return (
+            torch.stack([rows.agree_BT for rows in compared], dim=-1),
+            torch.stack([rows.mask_BT for rows in compared], dim=-1),
+        )
+    # The j-th token of a block that begins at row t is the same draft's proposal at row t + j.
+    ahead = (0, num_speculative_tokens - 1)
+    agree_BT = torch.nn.functional.pad(compared[0].agree_BT, ahead)
+    mask_BT = torch.nn.functional.pad(compared[0].mask_BT, ahead)
+    return agree_BT.unfold(1, num_speculative_tokens, 1), mask_BT.unfold(1, num_speculative_tokens, 1)

@@ -1,0 +1,280 @@
+"""The forecast of many drafts at once: one pass of the target per batch serves all of them, at any temperature.
+
+    prompts ─► the target's answers at a temperature ─► one pass of the target ─► every draft's steps ─► PromptRows
+               cached on disk                           hidden states, no [T, V]                          cached on disk
+
+A killed run continues with the unfinished batch.
+
+B = batch, T = tokens, N = labels, K = num_speculative_tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from redraft.eval.counts import ExpectedCounts, expected_blocks
+from redraft.eval.forecast.greedy import Continuation, SignalFunction, generate_answers, require_window
+from redraft.eval.forecast.ngram import Ngram, propose_ngrams
+from redraft.eval.forecast.verification import NOTHING, Labels, Proposals, VerifiedLabels, verify_labels
+from redraft.eval.prompts import Prompt
+from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal
+from redraft.heads.files.kept import compute_once
+from redraft.heads.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecastable:
+    """A draft with a forecast: a module with draft steps, or n-grams."""
+
+    fingerprint: str
+    """Identifies the draft in cached results, e.g. the fingerprint of a folder."""
+    steps: Callable[[Batch, TargetSignal], list[DraftStep]] | Ngram
+    is_autoregressive: bool = False
+    aux_layer_ids: tuple[int, ...] = ()
+    is_sampled: bool = False
+    """Above temperature 0, serving draws tokens from q instead of taking the most probable one."""
+    max_tokens: int | None = None
+    """Largest number of draft tokens; None if there is no limit."""
+    module: Any = None
+    """The module that computes `steps`, for a caller that moves it to another device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRows:
+    """One draft on the answer to one prompt, at one temperature."""
+
+    num_output_tokens: int
+    num_rows: int
+    alpha_sum: float
+    """alpha of the first token of a block, summed over the answer's rows, at the temperature of the answer."""
+    alpha_greedy_sum: float
+    counts: dict[int, ExpectedCounts]
+    """Counts by number of draft tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """The settings of the forecast, the same for every draft."""
+
+    temperatures: tuple[float, ...]
+    num_speculative_tokens: tuple[int, ...]
+    max_tokens: int
+    end_ids: tuple[int, ...]
+    seed: int
+    batch_size: int
+
+    @property
+    def most_tokens(self) -> int:
+        return max(self.num_speculative_tokens)
+
+
+Rows = dict[float, list[dict[str, PromptRows]]]
+"""Results by temperature, in the order of the prompts, by name of the draft."""
+
+
+def forecast_drafts(
+    target: Any,
+    target_fingerprint: str,
+    signal: SignalFunction,
+    drafts: Mapping[str, Forecastable],
+    prompts: Sequence[Prompt],
+    protocol: Protocol,
+    folder: Path,
+) -> Rows:
+    """Every draft on the target's answer to every prompt; finished batches are cached in `folder`.
+
+    `signal` must give the last hidden state and the ascending union of the layers read by the drafts.
+
+    Raises: ValueError if a prompt plus answer exceeds the target's window.
+    """
+    require_window(target, prompts, protocol.max_tokens + protocol.most_tokens - 1)
+    # Prompts of similar length share a batch, so there is little padding.
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
+    starts = range(0, len(order), protocol.batch_size)
+    rows: Rows = {t: [{} for _ in prompts] for t in protocol.temperatures}
+    with Progress(total=len(prompts) * len(rows), desc="forecast", unit="answer") as bar:
+        for temperature in protocol.temperatures:
+            for start in starts:
+                chosen = order[start : start + protocol.batch_size]
+                batch = _Batch([prompts[i] for i in chosen], temperature, protocol, target_fingerprint, folder)
+                for i, result in zip(chosen, batch.rows(target, signal, drafts), strict=True):
+                    rows[temperature][i] = result
+                bar.update(len(chosen))
+    return rows
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Prompts answered and evaluated together."""
+
+    prompts: list[Prompt]
+    temperature: float
+    protocol: Protocol
+    target_fingerprint: str
+    folder: Path
+
+    @property
+    def key(self) -> list[object]:
+        protocol = self.protocol
+        return [
+            *(self.target_fingerprint, self.prompts, self.temperature, protocol.max_tokens, protocol.most_tokens),
+            *(protocol.end_ids, protocol.seed),
+        ]
+
+    def rows(
+        self, target: Any, signal: SignalFunction, drafts: Mapping[str, Forecastable]
+    ) -> list[dict[str, PromptRows]]:
+        """Results in the order of the prompts, by name of the draft."""
+        fingerprints = [(name, d.fingerprint, d.is_sampled) for name, d in drafts.items()]
+        return compute_once(
+            self.folder,
+            f"rows-t{self.temperature:g}",
+            [*self.key, self.protocol.num_speculative_tokens, fingerprints],
+            list[dict[str, PromptRows]],
+            lambda: evaluate_batch(self.texts(target), signal, drafts, self.temperature, self.protocol, target.device),
+        )
+
+    def texts(self, target: Any) -> list[Continuation]:
+        """The target's answers, which do not depend on the drafts."""
+        protocol = self.protocol
+        return compute_once(
+            self.folder,
+            f"answers-t{self.temperature:g}",
+            self.key,
+            list[Continuation],
+            lambda: generate_answers(
+                target,
+                self.prompts,
+                max_tokens=protocol.max_tokens,
+                num_speculative_tokens=protocol.most_tokens,
+                end_ids=protocol.end_ids,
+                temperature=self.temperature,
+                seed=protocol.seed,
+            ),
+        )
+
+
+@torch.no_grad()
+def evaluate_batch(
+    texts: Sequence[Continuation],
+    signal: SignalFunction,
+    drafts: Mapping[str, Forecastable],
+    temperature: float,
+    protocol: Protocol,
+    device: torch.device | str = "cpu",
+) -> list[dict[str, PromptRows]]:
+    """Every draft on every text, after one pass of the target over all of them."""
+    ids = [[*text.prompt.token_ids, *text.output_ids, *text.beyond_ids] for text in texts]
+    batch = Batch.padded(ids, [len(text.prompt.token_ids) for text in texts], device=device)
+    known = signal(batch)
+    assert isinstance(known.distribution, ExactTarget), "the target's whole distribution"
+    union = sorted({layer for draft in drafts.values() for layer in draft.aux_layer_ids})
+    labels, proposed = _labels(texts, batch), {}
+    for name, draft in drafts.items():
+        most = min(protocol.most_tokens, draft.max_tokens or protocol.most_tokens)
+        proposed[name] = _propose(draft, batch, _select_layers(known, union, draft), texts, most)
+    # All drafts go through the labels together, so the target's logits are computed once.
+    flat = [(each, drafts[name].is_sampled) for name, steps in proposed.items() for each in steps]
+    verified = iter(verify_labels(flat, known.distribution, labels, temperature))
+    by_draft = {
+        name: _by_prompt(drafts[name], steps, [next(verified) for _ in steps], texts, protocol)
+        for name, steps in proposed.items()
+    }
+    return [{name: rows[i] for name, rows in by_draft.items()} for i in range(len(texts))]
+
+
+def _labels(texts: Sequence[Continuation], batch: Batch) -> Labels:
+    """The tokens of the answers and beyond, text after text."""
+    width = batch.input_ids_BT.shape[1]
+    # The row of the prompt's last token predicts the first label.
+    rows = [row * width + len(t.prompt.token_ids) - 1 + i for row, t in enumerate(texts) for i in range(_num_labels(t))]
+    target_rows_N = torch.tensor(rows, device=batch.input_ids_BT.device)
+    return Labels(target_rows_N=target_rows_N, ids_N=batch.input_ids_BT.flatten()[target_rows_N + 1], length=width)
+
+
+def _num_labels(text: Continuation) -> int:
+    return len(text.output_ids) + len(text.beyond_ids)
+
+
+def _select_layers(signal: TargetSignal, union: Sequence[int], draft: Forecastable) -> TargetSignal:
+    """The signal with only the layers read by this draft."""
+    if not draft.aux_layer_ids or signal.aux_BTLD is None:
+        return replace(signal, aux_BTLD=None)
+    return replace(signal, aux_BTLD=signal.aux_BTLD[:, :, [union.index(layer) for layer in draft.aux_layer_ids]])
+
+
+def _propose(
+    draft: Forecastable, batch: Batch, signal: TargetSignal, texts: Sequence[Continuation], most_tokens: int
+) -> list[Proposals]:
+    """The proposals for `most_tokens`: one step of an autoregressive draft, K steps of others, K looked-up tokens."""
+    if isinstance(draft.steps, Ngram):
+        return list(_looked_up(draft.steps, texts, most_tokens).to(batch.input_ids_BT.device))
+    return list(draft.steps(batch, signal)[: 1 if draft.is_autoregressive else most_tokens])
+
+
+def _looked_up(ngram: Ngram, texts: Sequence[Continuation], most_tokens: int) -> Tensor:
+    """For each label, the j-th token of the block that would have it there, int64 [K, N]."""
+    columns = []
+    for text in texts:
+        ids = [*text.prompt.token_ids, *text.output_ids, *text.beyond_ids]
+        first, num_labels = len(text.prompt.token_ids), _num_labels(text)
+        proposed_KN = torch.full((most_tokens, num_labels), NOTHING)
+        for start, tokens in enumerate(propose_ngrams(ids, first, num_labels, ngram, most_tokens)):
+            for j, token in enumerate(tokens[: num_labels - start]):
+                proposed_KN[j, start + j] = token
+        columns.append(proposed_KN)
+    return torch.cat(columns, dim=1)
+
+
+def _by_prompt(
+    draft: Forecastable,
+    proposed: Sequence[Proposals],
+    verified: Sequence[VerifiedLabels],
+    texts: Sequence[Continuation],
+    protocol: Protocol,
+) -> list[PromptRows]:
+    first, rates = proposed[0], verified[0]
+    drafted_N = first.cpu() != NOTHING if isinstance(first, Tensor) else torch.ones_like(rates.alpha_N)
+    columns = {"alpha": rates.alpha_N, "alpha_greedy": rates.alpha_greedy_N, "drafted": drafted_N}
+    accept_SN = torch.stack([each.accept_N for each in verified])
+    rows, start = [], 0
+    for text in texts:
+        at = slice(start, start + _num_labels(text))
+        start = at.stop
+        rows.append(_prompt_rows(draft, text, accept_SN[:, at], {n: c[at] for n, c in columns.items()}, protocol))
+    return rows
+
+
+def _prompt_rows(
+    draft: Forecastable, text: Continuation, accept_SN: Tensor, columns: Mapping[str, Tensor], protocol: Protocol
+) -> PromptRows:
+    num_output = len(text.output_ids)
+    # a head reads the target's state of the token before the last one, and a prompt of one token has none
+    answer = slice(0 if draft.is_autoregressive or len(text.prompt.token_ids) > 1 else 1, num_output)
+    accept_TK = _block_table(accept_SN, num_output, draft.is_autoregressive, protocol.most_tokens)
+    # Label 0 comes from the prefill, so the first block begins at label 1.
+    drafted_T = columns["drafted"][1:num_output].double().numpy()
+    served = [k for k in protocol.num_speculative_tokens if draft.max_tokens is None or k <= draft.max_tokens]
+    return PromptRows(
+        num_output_tokens=num_output,
+        num_rows=answer.stop - answer.start,
+        alpha_sum=float(columns["alpha"][answer].double().sum()),
+        alpha_greedy_sum=float(columns["alpha_greedy"][answer].double().sum()),
+        counts={k: expected_blocks(accept_TK[:, :k], num_output, drafted_T) for k in served},
+    )
+
+
+def _block_table(accept_SN: Tensor, num_output: int, is_autoregressive: bool, most_tokens: int) -> NDArray[np.float64]:
+    """P(accepted) of the j-th token of a block begun after output token t, [T, K]."""
+    num_rows = max(num_output - 1, 0)
+    steps = accept_SN[:1].expand(most_tokens, -1) if is_autoregressive else accept_SN
+    columns = [step_N[1 + j : 1 + j + num_rows].double().numpy() for j, step_N in enumerate(steps)]
+    return np.stack(columns, axis=1)

@@ -1,0 +1,103 @@
+"""Acceptance at every token of a text by the target: the basis of the forecast.
+
+N = labels, V = target vocabulary. p = target, q = draft, x = the text's token.
+
+Speculative sampling (Leviathan et al., arXiv 2211.17192) draws v from the proposal r and accepts it with probability
+min(1, p(v) / r(v)). So the drafted token is x *and* accepted with probability min(p(x), r(x)), and the text has x
+there with probability p(x). Given the text,
+
+    P(x was drafted and accepted) = min(1, r(x) / p(x))
+
+r is the distribution of the engine's draws:
+
+    q at the request's temperature    drafts are sampled (vLLM's `draft_sample_method: probabilistic`)
+    all mass on argmax q              drafts are greedy (vLLM's default, and always at temperature 0)
+    all mass on the token looked up   n-grams
+
+The expected counts of whole answers follow from these rows: `eval.counts.expected_blocks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from redraft.eval.forecast.rows import ROWS_A_CHUNK, TargetRows, step_rates, target_rows
+from redraft.heads.draft import DraftStep, ExactTarget
+
+NOTHING = -1
+"""Stands for a proposed token if there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labels:
+    """Tokens of a text, and the rows of a flattened [B, T] batch in which the target predicts them."""
+
+    target_rows_N: Tensor
+    ids_N: Tensor
+    length: int
+    """T, the number of rows of one sequence of the batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifiedLabels:
+    """One draft step at every label, float32 on the CPU, [N] each."""
+
+    accept_N: Tensor
+    """P(the label was drafted and accepted), given the text."""
+    alpha_N: Tensor
+    """sum_v min(p, q), at the temperature of the text."""
+    alpha_greedy_N: Tensor
+    """p(argmax q), at the temperature of the text."""
+
+
+Proposals = DraftStep | Tensor
+"""A draft step, or the token looked up for each label (`NOTHING` if there is none), int64 [N]."""
+
+
+def verify_labels(
+    proposals: Sequence[tuple[Proposals, bool]], distribution: ExactTarget, labels: Labels, temperature: float
+) -> list[VerifiedLabels]:
+    """Every proposal at every label. The flag beside each says whether the engine samples it from q.
+
+    The target's logits are computed once per row, whatever the number of proposals. At most ROWS_A_CHUNK rows of the
+    vocabulary are held at once.
+    """
+    results_S3N = torch.zeros(len(proposals), 3, len(labels.ids_N))
+    for chunk_N in torch.split(torch.arange(len(labels.ids_N), device=labels.ids_N.device), ROWS_A_CHUNK):
+        rows_N, ids_N = labels.target_rows_N[chunk_N], labels.ids_N[chunk_N]
+        target = target_rows(distribution, rows_N, temperature)
+        for number, (proposed, is_sampled) in enumerate(proposals):
+            # A looked-up token is a draft with all its mass on one token: alpha = alpha_greedy = p(token).
+            if isinstance(proposed, Tensor):
+                rates_3N = _verify_lookup(proposed[chunk_N], target, ids_N)
+            else:
+                is_drawn = is_sampled and temperature > 0
+                rates_3N = _verify_step(proposed, is_drawn, target, rows_N, ids_N, labels.length, temperature)
+            results_S3N[number][:, chunk_N.cpu()] = rates_3N.cpu()
+    return [VerifiedLabels(accept_N=a, alpha_N=b, alpha_greedy_N=c) for a, b, c in results_S3N]
+
+
+def _verify_lookup(token_N: Tensor, target: TargetRows, ids_N: Tensor) -> Tensor:
+    """accept, alpha and alpha_greedy of one proposed token per row, [3, N]."""
+    rate_N = target.probability(token_N.clamp(min=0)).masked_fill(token_N == NOTHING, 0)
+    return torch.stack([(token_N == ids_N).float(), rate_N, rate_N])
+
+
+def _verify_step(
+    step: DraftStep,
+    is_sampled: bool,
+    target: TargetRows,
+    rows_N: Tensor,
+    ids_N: Tensor,
+    length: int,
+    temperature: float,
+) -> Tensor:
+    """accept, alpha and alpha_greedy of a draft step, [3, N]; 0 for a label whose draft row is before the text."""
+    has_row_N = rows_N % length >= step.shift
+    rates = step_rates(step, rows_N - step.shift * has_row_N, target, temperature)
+    accept_N = rates.accept(ids_N, is_sampled=is_sampled)
+    return torch.stack([accept_N, rates.alpha, rates.alpha_greedy]) * has_row_N

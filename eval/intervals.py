@@ -1,0 +1,141 @@
+"""Confidence intervals over prompts, because rows of one prompt are correlated: the jackknife with Student's t.
+
+Leaving out each prompt in turn gives the standard error of a ratio of sums (Quenouille 1956; Tukey 1958). A few long
+prompts may carry most of a sum, so the degrees of freedom count prompts by their weight, after Kish (1965): with plain
+N - 1, as with the percentile bootstrap, intervals over 16 prompts of unequal length hold the truth in 88% to 92% of
+cases instead of 95%. `redraft bench-decisions` measures the coverage.
+
+N = prompts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+CONFIDENCE = 0.95
+
+UNBOUNDED = (-math.inf, math.inf)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A ratio of sums over prompts, or a difference of two."""
+
+    value: float
+    error: float
+    """Standard error; infinite if only one prompt counts, which shows no spread."""
+    freedom: float
+    """Degrees of freedom of the error, at least 1."""
+
+    def interval(self, confidence: float = CONFIDENCE, bounds: tuple[float, float] = UNBOUNDED) -> tuple[float, float]:
+        """The two-sided interval, cut at `bounds`, the range of possible values."""
+        margin = student_t_quantile((1 + confidence) / 2, self.freedom) * self.error
+        low, high = bounds
+        return max(low, self.value - margin), min(high, self.value + margin)
+
+
+def estimate_ratio(over_N: Array, under_N: Array) -> Estimate:
+    """sum(over) / sum(under); 0 if the denominator is 0.
+
+    Raises: ValueError if the arrays differ in length or are empty.
+    """
+    value, left_out_N, freedom = _leave_one_out(over_N, under_N)
+    return Estimate(value, _error(left_out_N - value, under_N), freedom)
+
+
+def estimate_gain(over_N2: Array, under_N2: Array) -> Estimate:
+    """Ratio of column 0 minus ratio of column 1, both over the same prompts: how hard a prompt is cancels out.
+
+    Raises: ValueError if the arrays differ in shape or are empty.
+    """
+    (ours, ours_N, freedom), (theirs, theirs_N, other_freedom) = (
+        _leave_one_out(over_N2[:, column], under_N2[:, column]) for column in (0, 1)
+    )
+    gain_N = (ours_N - ours) - (theirs_N - theirs)
+    return Estimate(ours - theirs, _error(gain_N, under_N2.max(1)), min(freedom, other_freedom))
+
+
+def subtract_independent(one: Estimate, other: Estimate) -> Estimate:
+    """`one` - `other`, measured on different prompts (Welch 1947)."""
+    error = math.hypot(one.error, other.error)
+    value = one.value - other.value
+    if not 0 < error < math.inf:
+        return Estimate(value, error, 1.0)
+    shares = (one.error / error) ** 4 / one.freedom + (other.error / error) ** 4 / other.freedom
+    return Estimate(value, error, 1 / shares)
+
+
+def paired_interval(
+    ours: Sequence[float], theirs: Sequence[float], rows: Sequence[int], *, confidence: float = CONFIDENCE
+) -> tuple[float, float]:
+    """The interval of (sum(ours) - sum(theirs)) / sum(rows), a difference of two rates between 0 and 1.
+
+    `ours` and `theirs` [N] hold the sums of two drafts over the rows of each prompt, `rows` [N] the number of rows.
+
+    Raises: ValueError if the sequences differ in length or are empty.
+    """
+    if not 0 < len(rows) == len(ours) == len(theirs):
+        raise ValueError(f"the prompts must pair up, got {len(ours)}, {len(theirs)} and {len(rows)}")
+    gain_N = np.subtract(ours, theirs).astype(np.float64)
+    return estimate_ratio(gain_N, np.asarray(rows, np.float64)).interval(confidence, (-1.0, 1.0))
+
+
+def _leave_one_out(over_N: Array, under_N: Array) -> tuple[float, Array, float]:
+    """(ratio, the ratio without each of the prompts [N], degrees of freedom)."""
+    if not len(over_N) or over_N.shape != under_N.shape:
+        raise ValueError(f"the sums must pair up, got {over_N.shape} and {under_N.shape}")
+    over, under = over_N.sum(), under_N.sum()
+    value = float(over / under) if under > 0 else 0.0
+    rest_N = under - under_N
+    left_out_N = np.divide(over - over_N, rest_N, out=np.full(len(over_N), value), where=rest_N > 0)
+    num_effective = under**2 / np.square(under_N).sum() if under > 0 else 0.0
+    return value, left_out_N, max(1.0, float(num_effective) - 1)
+
+
+def _error(deviation_N: Array, under_N: Array) -> float:
+    """The jackknife's standard error. Prompts without any rows say nothing and do not count."""
+    num_prompts = np.count_nonzero(under_N)
+    if num_prompts == 0:
+        return 0.0
+    if num_prompts == 1:
+        return math.inf
+    return math.sqrt((num_prompts - 1) / num_prompts * float(np.square(deviation_N).sum()))
+
+
+@functools.lru_cache(maxsize=4096)  # a report asks hundreds of times for the same prompts
+def student_t_quantile(probability: float, freedom: float) -> float:
+    """The value below which Student's t with `freedom` (>= 1) degrees of freedom lies with `probability` (> 0.5).
+
+    Hill (1970), Algorithm 396. scipy has the exact one, but is not among the dependencies.
+    """
+    two_sided = 2 * (1 - probability)
+    if freedom < 2:  # Hill's series does not converge there: rounded down to 1, where the quantile is larger
+        return math.tan(math.pi / 2 * (1 - two_sided))
+    if freedom == 2:
+        return math.sqrt(2 / (two_sided * (2 - two_sided)) - 2)
+    a = 1 / (freedom - 0.5)
+    b = 48 / a**2
+    c = ((20700 * a / b - 98) * a - 16) * a + 96.36
+    d = ((94.5 / (b + c) - 3) / b + 1) * math.sqrt(a * math.pi / 2) * freedom
+    y = (d * two_sided) ** (2 / freedom)
+    if y > 0.05 + a:
+        x = NormalDist().inv_cdf(two_sided / 2)
+        y = x * x
+        if freedom < 5:
+            c += 0.3 * (freedom - 4.5) * (x + 0.6)
+        c += (((0.05 * d * x - 5) * x - 7) * x - 2) * x + b
+        y = (((((0.4 * y + 6.3) * y + 36) * y + 94.5) / c - y - 3) / b + 1) * x
+        y = math.expm1(a * y * y)
+    else:
+        series = 1 / (((freedom + 6) / (freedom * y) - 0.089 * d - 0.822) * (freedom + 2) * 3) + 0.5 / (freedom + 4)
+        y = (series * y - 1) * (freedom + 1) / (freedom + 2) + 1 / y
+    return math.sqrt(freedom * y)

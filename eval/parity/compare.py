@@ -1,0 +1,263 @@
+"""Train/serve parity: the engine's drafter beside the draft's training steps, pass by pass.
+
+    training   text = prefix + drafted ──► target signal ──► draft_steps ──► for every pass: fed, computed, proposed
+    serving    Dump: inputs, outputs and proposals of vLLM's drafter               │
+                                                                                   ▼
+    compare    the first difference of each kind: ids, positions, feature, first step, later steps, tokens
+
+Both are forced to the engine's draft tokens, so a difference does not cause others after it.
+B = batch, T = tokens, N = rows of a pass, D = hidden, W = draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.lossless import TIE_LOGIT_GAP, TIE_LOGIT_GAP_HALF
+from redraft.eval.forecast.greedy import SignalFunction
+from redraft.eval.parity.run import Block, Dump, relative_difference
+from redraft.heads.catalog import Parity, find_family
+from redraft.heads.doctor.pair import Finding
+from redraft.heads.draft import Batch, DraftStep
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+"""Largest difference relative to a row's largest entry. Two kernels of the same function differ by less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One forward pass of a drafter over the rows at `positions_N`."""
+
+    ids_N: Tensor | None
+    """None if the head reads no tokens."""
+    positions_N: Tensor
+    feature_ND: Tensor | None
+    """The target's hidden state, as fed in; None in a pass on the draft's hidden state."""
+    hidden_ND: Tensor
+    """The input of the draft's head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """One block as training computes it."""
+
+    passes: list[Pass]
+    logits: list[Tensor]
+    """Logits of every drafted token, [W] each."""
+    draft_ids_W: Tensor | None
+
+
+def compare(draft: Any, family: str, signal: SignalFunction | None, dump: Dump, device: str = "cpu") -> list[Finding]:
+    """The first difference of each kind, in the order in which one causes the next; none if serving equals training.
+
+    Args:
+        draft: The module, loaded from the served folder.
+        family: Name of the family.
+        signal: The target's signal; None if the draft reads nothing of the target.
+        dump: The engine's outputs and drafted blocks.
+        device: Device of the draft and the target.
+
+    Raises:
+        ValueError: it is not known how the engine computes this family.
+    """
+    parity, tolerance = find_family(family).parity, TOLERANCE[dump.run.dtype]
+    if parity is None:
+        raise ValueError(f"the passes of {family} in the engine cannot be compared with training")
+    found: dict[str, Finding] = {}
+    for block in dump.recorded():
+        trained = _trained(draft, parity, signal, dump.prefix(block), block.drafted, device)
+        served = _served(block, parity, draft, trained.passes)
+        # later blocks also have rows of rejected tokens, batched as the engine likes
+        kinds = _pass_differences(trained.passes, served, tolerance) if block.num_output == 1 else iter(())
+        first = next(kinds, None) or next(_token_differences(trained, block, dump.run.dtype), None)
+        if first is not None:
+            kind, difference = first
+            place = f"prompt {block.request}, after {block.num_output} tokens of its answer"
+            found.setdefault(kind, Finding(f"{difference} ({place})", CURES[kind]))
+    return list(found.values())
+
+
+CURES = {
+    "ids": "the engine shifts tokens differently from training: serve with the method of this family",
+    "positions": "the engine counts positions differently from training: serve with the method of this family",
+    "feature": "check the aux layer ids and which side of the final norm the head reads",
+    "step 1": "a norm, bias or rotary parameter differs in serving: compare config.json with an export from training",
+    "later": "the hidden state fed back differs: check norm_output and on which side of the norm the head feeds back",
+    "tokens": "check d2t and the head's rows (lm_head) in the checkpoint",
+}
+
+
+def _pass_differences(trained: Sequence[Pass], served: Sequence[Pass], tolerance: float) -> Iterator[tuple[str, str]]:
+    """(kind, sentence) of every difference between the passes of a block."""
+    if len(trained) != len(served):
+        yield "ids", f"the drafter makes {len(served)} passes for a block, training {len(trained)}"
+        return
+    for k, (mine, other) in enumerate(zip(trained, served, strict=True)):
+        rows = len(mine.positions_N)
+        for kind, wanted, given in (
+            ("ids", mine.ids_N, other.ids_N),
+            ("positions", mine.positions_N, other.positions_N),
+        ):
+            if wanted is not None and given is not None and not torch.equal(given[:rows].long(), wanted):
+                row = int((given[:rows].long() != wanted).nonzero()[0])
+                yield kind, f"draft step {k + 1}, row {row}: fed {kind} {int(given[row])}, trained {int(wanted[row])}"
+        if mine.feature_ND is not None and other.feature_ND is not None:
+            yield from _rows_apart("feature", f"draft step {k + 1}: the target's feature", mine.feature_ND,
+                                   other.feature_ND, mine, tolerance)  # fmt: skip
+        kind = "step 1" if k == 0 else "later"
+        yield from _rows_apart(kind, f"draft step {k + 1}: the head's input", mine.hidden_ND, other.hidden_ND, mine,
+                               tolerance)  # fmt: skip
+
+
+def _rows_apart(
+    kind: str, name: str, mine_ND: Tensor, other_ND: Tensor, at: Pass, tolerance: float
+) -> Iterator[tuple[str, str]]:
+    if other_ND.shape[-1] != mine_ND.shape[-1]:
+        yield kind, f"{name} is {other_ND.shape[-1]} wide in serving, {mine_ND.shape[-1]} in training"
+        return
+    apart_N = relative_difference(other_ND[: len(mine_ND)], mine_ND)
+    if bool((apart_N > tolerance).any()):
+        row = int((apart_N > tolerance).nonzero()[0])
+        largest = float(apart_N.max())
+        yield kind, f"{name} differs at position {int(at.positions_N[row])}, by up to {largest:.2g} of its size"
+
+
+def _token_differences(trained: Trained, block: Block, dtype: str) -> Iterator[tuple[str, str]]:
+    """Drafted tokens other than training would propose, ties excepted."""
+    tie = TIE_LOGIT_GAP if dtype == "float32" else TIE_LOGIT_GAP_HALF
+    for k, (logits_W, token) in enumerate(zip(trained.logits, block.drafted, strict=True)):
+        best = int(logits_W.argmax())
+        # logits are over the draft vocabulary, drafted tokens are target ids
+        ours = best if trained.draft_ids_W is None else int(trained.draft_ids_W[best])
+        index = token if trained.draft_ids_W is None else int(torch.searchsorted(trained.draft_ids_W, token))
+        known = index < len(logits_W) and (trained.draft_ids_W is None or int(trained.draft_ids_W[index]) == token)
+        if ours != token and not (known and float(logits_W[best] - logits_W[index]) <= tie):
+            yield "tokens", f"draft step {k + 1} proposes token {token}, training would propose {ours}"
+
+
+@torch.no_grad()
+def _trained(
+    draft: Any,
+    parity: Parity,
+    signal: SignalFunction | None,
+    prefix: Sequence[int],
+    drafted: Sequence[int],
+    device: str,
+) -> Trained:
+    """Training's computation on the engine's text."""
+    batch = Batch.padded([[*prefix, *drafted]], device=device)
+    target = None if signal is None else signal(batch)
+    steps = draft.draft_steps(batch, target, len(drafted))
+    feature_BTD = None if target is None else draft.feature(target)
+    passes, rows = EXPECT[parity](steps, batch, feature_BTD, len(drafted))
+    logits = [(step.head_WD.float() @ hidden_D.float()).cpu() for step, hidden_D in rows]
+    ids_W = steps[0].draft_ids_W
+    return Trained(passes=passes, logits=logits, draft_ids_W=None if ids_W is None else ids_W.cpu())
+
+
+Expected = tuple[list[Pass], list[tuple[DraftStep, Tensor]]]
+"""The passes, and the draft step and the hidden state under the logits of every drafted token."""
+
+
+def _recurrent(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
+    """EAGLE and MTP: the prefix with tokens shifted by one, then one row per further token."""
+    assert feature_BTD is not None
+    ids_T, num_rows = batch.input_ids_BT[0].cpu(), batch.input_ids_BT.shape[1] - num_drafted - 1
+    first = Pass(
+        ids_N=ids_T[1 : num_rows + 1],
+        positions_N=torch.arange(num_rows),
+        feature_ND=feature_BTD[0, :num_rows].cpu(),
+        hidden_ND=steps[0].hidden_BTD[0, :num_rows].cpu(),
+    )
+    last = [step.hidden_BTD[0, num_rows - 1] for step in steps[:num_drafted]]
+    later = [
+        Pass(
+            ids_N=ids_T[num_rows + k : num_rows + k + 1],
+            positions_N=torch.tensor([num_rows - 1 + k]),
+            feature_ND=None,
+            hidden_ND=last[k][None].cpu(),
+        )
+        for k in range(1, num_drafted)
+    ]
+    return [first, *later], list(zip(steps, last, strict=False))
+
+
+def _parallel(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
+    """Medusa: every head reads the target's last hidden state; each head counts as a pass."""
+    assert feature_BTD is not None
+    row = batch.input_ids_BT.shape[1] - num_drafted - 2
+    last = [step.hidden_BTD[0, row] for step in steps[:num_drafted]]
+    at, feature_1D = torch.tensor([row]), feature_BTD[0, row : row + 1].cpu()
+    passes = [Pass(ids_N=None, positions_N=at, feature_ND=feature_1D, hidden_ND=h[None].cpu()) for h in last]
+    return passes, list(zip(steps, last, strict=False))
+
+
+def _autoregressive(steps: list[DraftStep], batch: Batch, _: Tensor | None, num_drafted: int) -> Expected:
+    """A standalone draft: the whole prefix, then every drafted token."""
+    ids_T, hidden_TD = batch.input_ids_BT[0].cpu(), steps[0].hidden_BTD[0]
+    length = len(ids_T) - num_drafted
+    bounds = [(0, length), *((length + k, length + k + 1) for k in range(num_drafted - 1))]
+    passes = [
+        Pass(ids_N=ids_T[a:b], positions_N=torch.arange(a, b), feature_ND=None, hidden_ND=hidden_TD[a:b].cpu())
+        for a, b in bounds
+    ]
+    return passes, [(steps[0], hidden_TD[length - 1 + k]) for k in range(num_drafted)]
+
+
+EXPECT = {"recurrent": _recurrent, "parallel": _parallel, "autoregressive": _autoregressive}
+"""The passes expected of an engine, by `Family.parity`."""
+
+
+def _served(block: Block, parity: Parity, draft: Any, trained: Sequence[Pass]) -> list[Pass]:
+    """The engine's passes of a block."""
+    if parity == "parallel":  # one row, whose position the engine does not give
+        (only,) = block.passes
+        at, feature_ND = trained[0].positions_N, only["args"][0]
+        return [Pass(ids_N=None, positions_N=at, feature_ND=feature_ND, hidden_ND=out) for out in only["out"]]
+    return [
+        Pass(
+            ids_N=each["input_ids"],
+            positions_N=each["positions"],
+            feature_ND=each.get("hidden_states"),
+            hidden_ND=each["out"][draft.engine_output],
+        )
+        for each in block.passes
+    ]
+
+
+MIN_SHARE = 0.75
+"""Smallest acceptable share of the trained acceptance. Text of another kind costs some, a wrong input far more."""
+
+NUM_SIGMAS = 3.0
+"""Number of standard errors allowed for chance."""
+
+
+def find_lost_acceptance(counts: AcceptanceCounts, trained_tau: float) -> Finding | None:
+    """A finding if serving accepts clearly less than training measured on held-out text of the same data.
+
+    Usually the served tau is above the trained one, because greedy answers are more predictable than a data set.
+    """
+    served, expected = counts.tau - 1, trained_tau - 1
+    if served + NUM_SIGMAS * _standard_error(counts) >= MIN_SHARE * expected:
+        return None
+    return Finding(
+        f"training said tau {trained_tau:.2f}, serving sees {counts.tau:.2f} ({counts.num_drafts} drafts): "
+        f"{served / expected:.0%} of the accepted tokens",
+        "the draft is fed other inputs than in training: check aux layer ids, norms, chat template and loss mask",
+    )
+
+
+def _standard_error(counts: AcceptanceCounts) -> float:
+    """Standard error of the mean number of accepted tokens per draft."""
+    c = counts.acceptance_per_position
+    mean = sum(c)
+    # E[n^2] = sum_j (2j + 1) c_j for n the accepted tokens of a block
+    variance = sum((2 * j + 1) * share for j, share in enumerate(c)) - mean**2
+    return math.sqrt(max(variance, 0.0) / max(counts.num_drafts, 1))

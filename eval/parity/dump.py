@@ -1,0 +1,137 @@
+"""Generate with a real vLLM in this process, and save the inputs, outputs and proposals of the drafter.
+
+    python -m eval.parity.dump runs.json
+
+The file holds a list of `eval.parity.run.EngineRun` as JSON objects. The result of each is saved to the file `out` with
+torch: `outputs` (token ids by prompt) and `blocks`, one per drafted block. A block has `request`, `num_output`
+(tokens emitted before it), `drafted` (token ids) and, for the first blocks of a prompt, `passes`: the drafter's forward
+passes with inputs by name and outputs as a list. Requests run one after the other, so the rows and the
+request of every pass are known.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+# in this process, to reach the drafter; and the V1 runner, because the other one has different names
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+import torch
+
+
+class Recorder:
+    """Wraps the calls between an engine's model runner and drafter, and keeps copies of inputs and outputs."""
+
+    def __init__(self, runner: Any, prompts: int, blocks_a_prompt: int) -> None:
+        self._runner, self._prompts, self._blocks_a_prompt = runner, prompts, blocks_a_prompt
+        self._model = runner.drafter.model
+        self._forward, self._propose = self._model.forward, runner.propose_draft_token_ids
+        self._passes: list[dict[str, Any]] | None = None
+        self._num_output: dict[str, int] = {}
+        self._order: list[str] = []
+        self.blocks: list[dict[str, Any]] = []
+        self._model.forward, runner.propose_draft_token_ids = self.forward, self.propose
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._passes is None:
+            return self._forward(*args, **kwargs)
+        given = {"args": copied(args), **{name: copied(value) for name, value in kwargs.items()}}
+        out = self._forward(*args, **kwargs)
+        self._passes.append({**given, "out": copied(out if isinstance(out, list | tuple) else [out])})
+        return out
+
+    def propose(self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        request = self._runner.input_batch.req_ids[0]
+        if request not in self._num_output:
+            self._order.append(request)
+        index = self._order.index(request)
+        # rejected places of the block hold -1
+        emitted = sum(int(token) >= 0 for token in sampled_token_ids[0])
+        self._num_output[request] = self._num_output.get(request, 0) + emitted
+        before = sum(block["request"] == index for block in self.blocks)
+        self._passes = [] if index < self._prompts and before < self._blocks_a_prompt else None
+        drafted = self._propose(scheduler_output, sampled_token_ids, *args, **kwargs)
+        self.blocks.append(
+            {
+                "request": index,
+                "num_output": self._num_output[request],
+                "drafted": [int(token) for token in drafted[0]],
+                "passes": self._passes or [],
+            }
+        )
+        return drafted
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [copied(v) for v in value]
+    return value.detach().cpu().clone() if torch.is_tensor(value) else None
+
+
+def dump(run: dict[str, Any]) -> dict[str, Any]:
+    """Run one engine; return outputs and drafted blocks."""
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    longest = max(map(len, run["prompts"]))
+    max_model_len = longest + run["max_tokens"] + run["speculative_config"]["num_speculative_tokens"]
+    llm = LLM(
+        model=run["target"],
+        speculative_config=run["speculative_config"],
+        dtype=run["dtype"],
+        max_model_len=max_model_len,
+        max_num_seqs=1,
+        max_num_batched_tokens=max(2048, max_model_len),  # no prompt is prefilled in pieces
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=run["kv_cache_bytes"],
+        **run["engine"],
+    )
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    recorder = Recorder(runner, run["recorded_prompts"], run["blocks_a_prompt"])
+    sampling = SamplingParams(temperature=0, max_tokens=run["max_tokens"], ignore_eos=True, detokenize=False)
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in run["prompts"]], sampling, use_tqdm=False)
+    return {"outputs": [list(o.outputs[0].token_ids) for o in outputs], "blocks": recorder.blocks}
+
+
+def rotate_in_pytorch() -> None:
+    """Make vLLM rotate in PyTorch instead of in the CPU kernel."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
+
+
+def keep_imports_frozen() -> None:
+    """Keep all objects loaded so far out of garbage collection, for good.
+
+    An engine collects garbage ten times from start to end. Each collection goes over the million objects that
+    importing vLLM leaves behind, which takes three of an engine's four seconds on a CPU.
+    """
+    gc.collect()
+    gc.freeze()
+    # vLLM freezes its heap at the start of an engine and thaws everything at the end, these objects included.
+    gc.freeze = gc.unfreeze = lambda: None
+
+
+def main(runs: list[dict[str, Any]]) -> None:
+    import vllm.entrypoints.llm  # noqa: F401
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    keep_imports_frozen()
+    for run in runs:
+        if run["native_rotary"]:
+            rotate_in_pytorch()
+        torch.save(dump(run), run["out"])
+        cleanup_dist_env_and_memory()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

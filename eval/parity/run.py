@@ -1,0 +1,121 @@
+"""Run drafts in a real vLLM in a separate process, and read back the inputs and outputs of the drafter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.process import process_group
+from redraft.eval.engine.server import engine_is_cpu, last_error
+from redraft.heads.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRun:
+    """One engine and the requests to it."""
+
+    target: str
+    speculative_config: Mapping[str, Any]
+    prompts: Sequence[Sequence[int]]
+    max_tokens: int = 12
+    dtype: str = "float32"
+    blocks_a_prompt: int = 4
+    """Number of blocks per prompt to record with passes; later blocks keep only the drafted tokens."""
+    recorded_prompts: int = 4
+    """Number of prompts to record, from the first."""
+    kv_cache_bytes: int = 64 << 20
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of `LLM`."""
+    native_rotary: bool = False
+    """Rotate in PyTorch instead of in vLLM's CPU kernel."""
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        return int(self.speculative_config["num_speculative_tokens"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One block of draft tokens."""
+
+    request: int
+    """Index of the prompt."""
+    num_output: int
+    """Tokens emitted before it."""
+    drafted: list[int]
+    passes: list[dict[str, Any]]
+    """The drafter's forward passes: `args` and keyword arguments by name, `out` as a list; empty if not recorded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dump:
+    """The outputs and drafted blocks of one engine."""
+
+    run: EngineRun
+    outputs: list[list[int]]
+    blocks: list[Block]
+
+    def prefix(self, block: Block) -> list[int]:
+        """The tokens before the block."""
+        return [*self.run.prompts[block.request], *self.outputs[block.request][: block.num_output]]
+
+    def recorded(self) -> list[Block]:
+        """Blocks with passes, drafted while the request still ran."""
+        return [b for b in self.blocks if b.passes and b.num_output <= len(self.outputs[b.request])]
+
+    def counts(self) -> AcceptanceCounts:
+        """The engine's acceptance, without the last block of each request, which the end may have cut."""
+        pairs = zip(self.blocks, self.blocks[1:], strict=False)
+        # Between two blocks a request emits the accepted tokens of the first and one of the target.
+        accepted = [after.num_output - b.num_output - 1 for b, after in pairs if b.request == after.request]
+        return AcceptanceCounts.from_blocks(accepted, self.run.num_speculative_tokens)
+
+
+def run_engine(runs: Sequence[EngineRun], folder: Path) -> list[Dump]:
+    """Run the engines one after the other in one process; files and log go to `folder`.
+
+    Raises: ChildProcessError with the engine's message.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    outs = [folder / f"dump-{i}.pt" for i in range(len(runs))]
+    jobs = [{**asdict(run), "out": str(out)} for run, out in zip(runs, outs, strict=True)]
+    spec, log = folder / "runs.json", folder / "vllm.log"
+    spec.write_text(json.dumps(jobs))
+    # torch and vLLM in one process share OpenMP on a CPU, and several threads wait for each other
+    env = {"OMP_NUM_THREADS": "1"} if engine_is_cpu() else {}
+    env |= {"VLLM_NO_USAGE_STATS": "1"}
+    with process_group([sys.executable, "-m", "redraft.eval.parity.dump", str(spec)], log=log, env=env) as process:
+        _wait(process)
+        if process.returncode:
+            raise ChildProcessError(f"vLLM did not run the draft: {last_error(log)} (whole log: {log})")
+    return [_read(run, out) for run, out in zip(runs, outs, strict=True)]
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    with Progress(desc="vLLM runs the draft", bar_format="{desc}: {elapsed}", leave=False, disable=None) as bar:
+        while True:
+            try:
+                process.wait(0.5)
+                return
+            except subprocess.TimeoutExpired:
+                bar.refresh()
+
+
+def _read(run: EngineRun, path: Path) -> Dump:
+    saved = torch.load(path, weights_only=True)
+    return Dump(run=run, outputs=saved["outputs"], blocks=[Block(**block) for block in saved["blocks"]])
+
+
+def relative_difference(mine_ND: Tensor, other_ND: Tensor) -> Tensor:
+    """max_D |mine - other| / max_D |other|, [N]; infinite if not a number."""
+    apart_N = (mine_ND.float() - other_ND.float()).abs().amax(-1) / other_ND.float().abs().amax(-1).clamp(min=1e-12)
+    return apart_N.nan_to_num(nan=torch.inf)

@@ -1,0 +1,1 @@
+"""Reports: pages, charts, tables, model cards."""

@@ -1,0 +1,155 @@
+"""The acceptance report: report.json by a schema, report.html for people, report.md for a pull request.
+
+The same measurements and seed give the same bytes, so a report says neither when nor how fast it was made.
+`acceptance.schema.json` beside this file describes report.json.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from redraft.eval.forecast.drafts import NamedDraft
+from redraft.eval.intervals import CONFIDENCE
+from redraft.eval.machine import environment
+from redraft.eval.prompts import Prompt, domains
+from redraft.eval.report.answer import compose_answer, join_words
+from redraft.eval.report.page import TEMPLATES, render_text, write_page
+from redraft.eval.report.results import DIGITS, Measured, build_results, list_prompt_counts
+from redraft.eval.serving.cost import StepCosts, advise
+from redraft.heads.files.artifact import write_whole
+from redraft.heads.files.kept import hash_key
+
+SCHEMA_VERSION = 2
+"""2: the engine's `diverges`, which was called `parts`."""
+
+FEW_PROMPTS = 20
+"""Below this number of prompts in a domain, intervals say little."""
+
+
+def build_acceptance_report(
+    measured: Measured,
+    *,
+    target: Mapping[str, Any],
+    drafts: Sequence[NamedDraft],
+    settings: Mapping[str, Any],
+    costs: Mapping[str, StepCosts] | None = None,
+) -> dict[str, Any]:
+    """The content of report.json.
+
+    `target` has `name` and `fingerprint`. `settings` are the settings of the measurement. `costs` are the step costs
+    by name of the draft. The section `baseline` is None; `eval.report.regression.compare_reports` makes one.
+    """
+    rows = build_results(measured)
+    report: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "target": dict(target),
+        "drafts": [_describe_draft(draft) for draft in drafts],
+        "domains": domains(measured.prompts),
+        "settings": {
+            **settings,
+            "temperatures": list(measured.temperatures),
+            "num_speculative_tokens": list(measured.num_speculative_tokens),
+            "num_prompts": len(measured.prompts),
+            "confidence": CONFIDENCE,
+            "seed": measured.seed,
+        },
+        "results": rows,
+        "advice": _advise_drafts(rows, drafts, costs or {}),
+        "baseline": None,
+        "notes": _list_notes(measured, drafts),
+        "prompts": [{"id": hash_prompt(prompt), "domain": prompt.domain} for prompt in measured.prompts],
+        "per_prompt": list(list_prompt_counts(measured)),
+        # without the date: equal measurements must give equal bytes
+        "environment": {name: value for name, value in environment().items() if name != "date"},
+    }
+    return {**report, "answer": compose_answer(measured, report)}
+
+
+def hash_prompt(prompt: Prompt) -> str:
+    """The id of a prompt: the same in every report, and different for every domain and text."""
+    return hash_key([prompt.domain, prompt.token_ids])[:16]
+
+
+def write_acceptance_report(folder: Path, report: Mapping[str, Any]) -> Path:
+    """Write report.json, report.html and report.md into `folder`.
+
+    Returns the path of report.html, or of report.json if the page could not be drawn.
+    """
+    page = write_page(folder, report, TEMPLATES / "acceptance.html.j2", _draw_charts)
+    write_whole(folder / "report.md", render_markdown(report))
+    return page
+
+
+def _draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
+    from redraft.eval.report.acceptance_charts import build_charts  # altair is in the `report` extra
+
+    return build_charts(report)
+
+
+def render_markdown(report: Mapping[str, Any]) -> str:
+    """The report as Markdown, for a pull request."""
+    return render_text(TEMPLATES / "acceptance.md.j2", **report)
+
+
+def _describe_draft(draft: NamedDraft) -> dict[str, Any]:
+    return {
+        "name": draft.name,
+        "source": draft.source,
+        "family": draft.family,
+        "fingerprint": draft.fingerprint,
+        "method": draft.speculative["method"] if draft.speculative else None,
+        "is_sampled": bool(draft.forecast and draft.forecast.is_sampled),
+        "notes": list(draft.notes),
+    }
+
+
+def _list_notes(measured: Measured, drafts: Sequence[NamedDraft]) -> list[str]:
+    notes = [f"{draft.name}: {note}." for draft in drafts for note in draft.notes]
+    for draft in drafts:
+        beyond = [k for k in measured.num_speculative_tokens if not draft.serves(k)]
+        if beyond and draft.forecast:
+            left_out = join_words([f"k = {k}" for k in beyond])
+            verb = "are" if len(beyond) > 1 else "is"
+            notes.append(
+                f"{draft.name} was trained to draft {draft.forecast.max_tokens} tokens: {left_out} {verb} left out."
+            )
+    sizes = Counter(prompt.domain for prompt in measured.prompts)
+    few = [f"{name} ({sizes[name]})" for name in domains(measured.prompts) if sizes[name] < FEW_PROMPTS]
+    if few:
+        notes.append(f"Few prompts of {join_words(few)}: with fewer than {FEW_PROMPTS}, intervals are rough.")
+    return notes
+
+
+def _advise_drafts(
+    rows: Sequence[Mapping[str, Any]], drafts: Sequence[NamedDraft], costs: Mapping[str, StepCosts]
+) -> list[dict[str, Any]]:
+    """The number of tokens to draft, for every draft with step costs and every temperature, over all domains."""
+    configs = {draft.name: draft.speculative for draft in drafts}
+    advised = []
+    for row in rows:
+        entry = next(reversed(row["by_num_speculative_tokens"]), None)
+        if row["domain"] is not None or not entry or not entry["forecast"] or row["draft"] not in costs:
+            continue
+        rates = [rate["value"] for rate in entry["forecast"]["acceptance_per_position"]]
+        advice = advise(rates, costs[row["draft"]])
+        config = configs[row["draft"]]
+        advised.append(
+            {
+                "draft": row["draft"],
+                "temperature": row["temperature"],
+                "speculative_config": advice.speculative_config(config) if config else None,
+                **_rounded(advice.to_json()),
+            }
+        )
+    return advised
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, DIGITS)
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,145 @@
+"""The conclusions of an acceptance report, in sentences. k = num_speculative_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from redraft.eval.report.results import (
+    MAX_DIFFERENCE,
+    Measured,
+    choose_common_k,
+    compare_taus,
+    find_entry,
+    read_tau,
+)
+from redraft.heads.catalog import find_method
+
+Report = Mapping[str, Any]
+
+
+def compose_answer(measured: Measured, report: Report) -> list[str]:
+    """The report's `answer`, one sentence per item; the first is the page's title.
+
+    All of them are about the draft with the highest tau over all domains at the first temperature.
+    """
+    first, k = measured.temperatures[0], choose_common_k(report["results"])
+    taus = {}
+    for row in report["results"]:
+        entry = find_entry(row, k)
+        if row["domain"] is None and row["temperature"] == first and entry:
+            taus[row["draft"]] = read_tau(entry)
+    best, *others = sorted(taus, key=lambda name: -taus[name])
+    sentences = [_headline(report, best, first, k)]
+    if others:
+        sentences.append(_compare_with_next(measured, best, others[0], taus, first, k))
+    sentences += _at_other_temperatures(report, best, measured.temperatures[1:], k)
+    sentences.append(_compare_with_engine(report))
+    sentences += _last_token(report, best, first)
+    sentences += _other_sampling(report, best)
+    sentences += _how_many_tokens(report, best, first)
+    return sentences
+
+
+def _headline(report: Report, best: str, temperature: float, k: int) -> str:
+    rows = [r for r in report["results"] if (r["draft"], r["temperature"]) == (best, temperature)]
+    shown = [row for row in rows if row["domain"] is not None] or rows
+    taus = []
+    for row in shown:
+        if entry := find_entry(row, k):
+            taus.append((read_tau(entry), row["domain"]))
+    (tau, domain), *others = sorted(taus, reverse=True)
+    parts = [f"{tau:.2f} tokens per target step{_on(domain)}"]
+    parts += [f"{tau:.2f}{_on(domain)}" for tau, domain in others]
+    return f"{best} emits {', '.join(parts)} (k = {k} draft token{'s' if k > 1 else ''}, temperature {temperature:g})."
+
+
+def _compare_with_next(
+    measured: Measured, best: str, second: str, taus: Mapping[str, float], temperature: float, k: int
+) -> str:
+    numbers = f"{taus[best]:.2f} against {taus[second]:.2f} over all domains"
+    lead = compare_taus(measured, best, second, temperature, k)
+    if lead is None:
+        return f"Second is {second}: {numbers}."
+    value, low, high = lead
+    interval = f"difference {value:+.2f}, 95% interval {low:+.2f} to {high:+.2f}"
+    if low > 0:
+        return f"Second is {second}: {numbers} ({interval})."
+    return f"It cannot be told apart from {second}: {numbers} ({interval})."
+
+
+def _at_other_temperatures(report: Report, best: str, temperatures: Sequence[float], k: int) -> Iterator[str]:
+    taus = {}
+    for row in report["results"]:
+        entry = find_entry(row, k)
+        if row["draft"] == best and row["domain"] is None and entry:
+            taus[row["temperature"]] = read_tau(entry)
+    if parts := [f"{taus[t]:.2f} at temperature {t:g}" for t in temperatures if t in taus]:
+        yield f"Over all domains, its tokens per target step are {join_words(parts)}."
+
+
+def _compare_with_engine(report: Report) -> str:
+    errors, diverging, is_served = [], [], False
+    for row in report["results"]:
+        for entry in row["by_num_speculative_tokens"]:
+            engine = entry["engine"]
+            is_served = is_served or engine is not None
+            if row["domain"] is not None or engine is None or entry["forecast"] is None:
+                continue
+            errors.append(abs(engine["forecast_error"]))
+            if engine["diverges"]:
+                k, temperature = entry["num_speculative_tokens"], row["temperature"]
+                diverging.append(f"{row['draft']} (k = {k}, temperature {temperature:g})")
+    if diverging:
+        return (
+            f"Forecast and engine differ by more than {MAX_DIFFERENCE:.0%} for {join_words(diverging)}: "
+            "trust neither number there."
+        )
+    if errors:
+        off = "the forecast was" if len(errors) == 1 else f"none of {len(errors)} forecasts was more than"
+        return f"A real vLLM agrees: {off} {max(errors):.1%} off."
+    if is_served:
+        return "These numbers were counted by a real vLLM; there is no forecast to compare them with."
+    return "These numbers are forecasts: no engine was run."
+
+
+def _last_token(report: Report, best: str, temperature: float) -> Iterator[str]:
+    row = next(r for r in report["results"] if (r["draft"], r["temperature"], r["domain"]) == (best, temperature, None))
+    entry = row["by_num_speculative_tokens"][-1]
+    if entry["forecast"] and entry["num_speculative_tokens"] > 1:
+        rate = entry["forecast"]["acceptance_per_position"][-1]["value"]
+        yield f"Draft token {entry['num_speculative_tokens']} is accepted in {rate:.0%} of the steps."
+
+
+def _other_sampling(report: Report, best: str) -> Iterator[str]:
+    """Name the server's other way to draft above temperature 0, if it would have a higher acceptance."""
+    draft = next(draft for draft in report["drafts"] if draft["name"] == best)
+    rows = [r for r in report["results"] if (r["draft"], r["domain"]) == (best, None) and r["temperature"] > 0]
+    family = find_method(draft["method"])
+    if not rows or rows[0]["alpha"] is None or family is None or not family.can_sample:
+        return
+    row = rows[0]
+    served, other = ("greedy", row["alpha_greedy"]["value"]), ("probabilistic", row["alpha"]["value"])
+    if draft["is_sampled"]:
+        served, other = other, served
+    if other[1] > served[1]:
+        yield (
+            f"At temperature {row['temperature']:g}, a draft token is accepted with probability {served[1]:.2f}; "
+            f"with draft_sample_method {other[0]} instead of {served[0]} it would be {other[1]:.2f}."
+        )
+
+
+def _how_many_tokens(report: Report, best: str, temperature: float) -> Iterator[str]:
+    for advice in report["advice"]:
+        if (advice["draft"], advice["temperature"]) == (best, temperature):
+            yield f"By the measured step times: {advice['sentence']}."
+
+
+def _on(domain: str | None) -> str:
+    return "" if domain is None else f" on {domain}"
+
+
+def join_words(parts: Sequence[object]) -> str:
+    """Join as in a sentence: "a, b and c"."""
+    *head, last = map(str, parts)
+    return f"{', '.join(head)} and {last}" if head else last

@@ -1,0 +1,170 @@
+"""The charts of a training report as Vega-Lite specifications. Colours and fonts come from the page, dark or light."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+Spec = dict[str, Any]
+Rows = Sequence[Mapping[str, Any]]
+
+BAR_HEIGHT = 34
+"""Height of one horizontal bar and the gap below, in pixels."""
+
+PANEL_HEIGHT = 220
+"""Height of the plot of every other chart, in pixels."""
+
+HEADROOM = 1.15
+"""Ratio of a bar chart's scale to the highest bar: leaves room for the number above the bar."""
+
+
+def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
+    """Specifications by element id on the page. A chart without numbers is left out."""
+    charts = {
+        "loss": _curve(report["curves"], {"loss": "loss"}, "nats per token"),
+        "alpha": _curve(
+            report["curves"],
+            {"held_out_alpha": "alpha", "held_out_alpha_greedy": "alpha greedy"},
+            "acceptance on held-out text",
+        ),
+        "positions": _positions(report),
+        "gain": _gain(report["offline"]),
+        "speed": _speed(report["engine"]) if "engine" in report else None,
+        "domains": _domains(report["by_domain"]) if len(report["by_domain"]) > 1 else None,
+    }
+    return {name: to_spec(chart) for name, chart in charts.items() if chart is not None}
+
+
+def to_spec(chart: alt.TopLevelMixin) -> Spec:
+    """The specification of a chart, without the parts set by the page."""
+    spec: Spec = chart.to_dict()
+    # `$schema` is a URL, which the page must not have; `config` holds colours, which are the page's
+    del spec["$schema"], spec["config"]
+    return spec
+
+
+def _curve(entries: Rows, names: Mapping[str, str], title: str) -> alt.Chart | None:
+    """A line per key of `names`, over the logged steps; None if fewer than two steps were logged."""
+    rows = []
+    for entry in entries:
+        for key, name in names.items():
+            if key in entry:
+                rows.append({"step": entry["step"], "value": entry[key], "series": name})
+    if len({row["step"] for row in rows}) < 2:
+        return None
+    return (
+        alt.Chart(alt.Data(values=rows), width="container", height=PANEL_HEIGHT)
+        .mark_line(strokeWidth=2.5, interpolate="monotone")
+        .encode(
+            x=alt.X("step:Q", title="optimizer step", axis=alt.Axis(grid=False, tickCount=6)),
+            y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=False, nice=5), axis=alt.Axis(tickCount=5)),
+            color=_color("series", list(names.values()), legend=len(names) > 1),
+            tooltip=[
+                alt.Tooltip("step:Q", title="optimizer step"),
+                alt.Tooltip("series:N", title="curve"),
+                alt.Tooltip("value:Q", title=title, format=".4f"),
+            ],
+        )
+    )
+
+
+def _color(field: str, domain: Sequence[str], *, legend: bool) -> alt.Color:
+    """The page's colours for the values in `domain`, in this order."""
+    return alt.Color(
+        f"{field}:N",
+        scale=alt.Scale(domain=list(domain)),
+        legend=alt.Legend(title=None, orient="top", direction="horizontal") if legend else None,
+    )
+
+
+def bars_with_forecast(rows: Rows, x: alt.X, title: str, *, highest: float | None = None) -> alt.LayerChart:
+    """A bar for every value with series `engine`, and a diamond for every value with series `forecast`.
+
+    Rows have `label`, `value` and `series`. The y axis ends above `highest`, by default the highest value.
+    """
+    top = HEADROOM * (max(row["value"] for row in rows) if highest is None else highest)
+    series = [name for name in ("engine", "forecast") if any(row["series"] == name for row in rows)]
+    base = alt.Chart(alt.Data(values=list(rows)), width="container", height=PANEL_HEIGHT).encode(
+        x=x,
+        y=alt.Y("value:Q", title=title, scale=alt.Scale(domain=[0, top]), axis=alt.Axis(tickCount=5)),
+        color=alt.Color(
+            "series:N",
+            scale=alt.Scale(domain=["engine", "forecast"]),  # both, so that each keeps its colour without the other
+            legend=alt.Legend(title=None, orient="top", direction="horizontal", values=series),
+        ),
+        tooltip=[
+            alt.Tooltip("label:N", title="bar"),
+            alt.Tooltip("series:N", title="source"),
+            alt.Tooltip("value:Q", title=title, format=".3f"),
+        ],
+    )
+    bars = base.transform_filter("datum.series == 'engine'").mark_bar(width={"band": 0.55}, cornerRadiusEnd=4)
+    labels = bars.mark_text(baseline="bottom", dy=-9, fontWeight=600).encode(
+        text=alt.Text("value:Q", format=".2f"), color=alt.value("currentColor")
+    )
+    points = base.transform_filter("datum.series == 'forecast'").mark_point(
+        shape="diamond", size=130, filled=True, opacity=1
+    )
+    return bars + labels + points
+
+
+def _positions(report: Mapping[str, Any]) -> alt.LayerChart:
+    sources = {"forecast": report["offline"]["forecast_per_position"]}
+    if "engine" in report:
+        sources["engine"] = report["engine"]["acceptance_per_position"]
+    rows = []
+    for source, rates in sources.items():
+        for position, rate in enumerate(rates, 1):
+            rows.append({"label": str(position), "value": rate, "series": source})
+    x = alt.X("label:O", title="draft token", axis=alt.Axis(labelAngle=0))
+    return bars_with_forecast(rows, x, "share of drafts accepted this far", highest=1)
+
+
+def _domains(by_domain: Mapping[str, Mapping[str, Any]]) -> alt.LayerChart:
+    rows = []
+    for name, row in by_domain.items():
+        for key, source in (("tau", "engine"), ("tau_forecast", "forecast")):
+            if row[key] is not None:
+                rows.append({"label": name, "value": row[key], "series": source})
+    x = alt.X("label:N", title=None, axis=alt.Axis(labelAngle=0))
+    return bars_with_forecast(rows, x, "tokens per target step")
+
+
+def _gain(offline: Mapping[str, Any]) -> alt.LayerChart:
+    names = {"before": "before training", "ce_baseline": "cross-entropy on the text", "after": "distilled"}
+    rows = []
+    for key, name in names.items():
+        if f"alpha_greedy_{key}" in offline:
+            rows.append({"label": name, "value": offline[f"alpha_greedy_{key}"]})
+    return _bars(rows, ours=names["after"], title="alpha greedy on held-out prompts", number=".3f")
+
+
+def _speed(engine: Mapping[str, Any]) -> alt.LayerChart:
+    rows = [
+        {"label": "without a draft", "value": engine["tokens_per_s_without_draft"]},
+        {"label": "with the draft", "value": engine["tokens_per_s"]},
+    ]
+    return _bars(rows, ours="with the draft", title="output tokens per second", number=",.0f")
+
+
+def _bars(rows: Rows, *, ours: str, title: str, number: str) -> alt.LayerChart:
+    """Horizontal bars in the order of `rows`, with the value at the end of each; the bar `ours` is highlighted."""
+    highest = max(row["value"] for row in rows)
+    base = alt.Chart(alt.Data(values=list(rows)), width="container", height=BAR_HEIGHT * len(rows)).encode(
+        x=alt.X(
+            "value:Q",
+            title=title,
+            scale=alt.Scale(domain=[0, highest * 1.2 or 1], nice=False),  # all bars may be 0
+            axis=alt.Axis(grid=False, labels=False, ticks=False, domain=False),
+        ),
+        y=alt.Y("label:N", title=None, sort=None, axis=alt.Axis(domain=False, ticks=False, labelPadding=10)),
+        color=alt.condition(alt.datum.label == ours, alt.value("var(--ours)"), alt.value("var(--plain)")),
+        tooltip=[alt.Tooltip("label:N", title="draft"), alt.Tooltip("value:Q", title=title, format=number)],
+    )
+    bars = base.mark_bar(height={"band": 0.66}, cornerRadiusEnd=4)
+    labels = base.mark_text(align="left", dx=8, fontWeight=600).encode(
+        text=alt.Text("value:Q", format=number), color=alt.value("currentColor")
+    )
+    return bars + labels

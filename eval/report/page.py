@@ -1,0 +1,207 @@
+"""A training report: report.json for programs, and report.html for people, a single file that needs no network.
+
+| key | content |
+|---|---|
+| `target`, `draft`, `command` | names of the two models, and the command line |
+| `offline` | `offline_section`: acceptance before and after training and of the cross-entropy baseline; the forecast |
+| `engine` | `engine_section`: the same quantities measured in a real vLLM; missing if no engine was run |
+| `by_domain` | `domain_section`: forecast and engine for every domain |
+| `train` | `tokens_per_s`, `peak_rss_mib` (MiB), and other counts of the training run |
+| `curves` | one entry per logged step: `step` and any of `loss`, `held_out_alpha`, `held_out_alpha_greedy` |
+| `environment` | `environment()`: hardware, versions, date |
+| `duration_s` | duration of the whole run, in seconds |
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from redraft.eval.engine.lossless import Lossless
+from redraft.eval.engine.measure import Measurement
+from redraft.eval.forecast.greedy import Forecast
+from redraft.eval.intervals import paired_interval
+from redraft.eval.machine import environment
+from redraft.heads.files.artifact import write_whole
+
+REQUIRED = {
+    "": ("target", "draft", "command", "offline", "by_domain", "train", "curves", "environment", "duration_s"),
+    "offline": ("alpha_greedy_before", "alpha_greedy_after", "tau_forecast", "forecast_per_position"),
+    "engine": (
+        "tau",
+        "acceptance_per_position",
+        "forecast_error",
+        "lossless",
+        "ties",
+        "tokens_per_s",
+        "tokens_per_s_without_draft",
+        "num_prompts",
+    ),
+    "train": ("tokens_per_s", "peak_rss_mib"),
+}
+"""Required keys of a report and of each section; the section `engine` may be missing."""
+
+TEMPLATES = Path(__file__).parent / "templates"
+"""Folder of our templates. Templates in other folders also extend `page.html.j2` from here."""
+
+Charts = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""A function from a report to Vega-Lite specifications by element id. Calling it imports altair (`report` extra)."""
+
+
+def offline_section(*, before: Forecast, after: Forecast, ce_baseline: Forecast | None = None) -> dict[str, Any]:
+    """The forecasts on held-out prompts: before training, distilled, and trained with cross-entropy on the text.
+
+    The gain of distillation over cross-entropy has a 95% interval over prompts in pairs.
+    """
+    section: dict[str, Any] = {}
+    for name, forecast in (("before", before), ("after", after), ("ce_baseline", ce_baseline)):
+        if forecast is not None:
+            section[f"alpha_{name}"] = forecast.overall.alpha
+            section[f"alpha_greedy_{name}"] = forecast.overall.alpha_greedy
+            section[f"tau_{name}"] = forecast.overall.tau
+    section["tau_forecast"] = section.pop("tau_after")
+    section["forecast_per_position"] = after.overall.acceptance_per_position
+    if ce_baseline is not None:
+        section["alpha_greedy_gain_over_ce"] = section["alpha_greedy_after"] - section["alpha_greedy_ce_baseline"]
+        section["alpha_greedy_gain_over_ce_interval"] = paired_interval(
+            [prompt.alpha_greedy_sum for prompt in after.per_prompt],
+            [prompt.alpha_greedy_sum for prompt in ce_baseline.per_prompt],
+            [prompt.num_rows for prompt in after.per_prompt],
+        )
+    return section
+
+
+def engine_section(
+    with_draft: Measurement, without_draft: Measurement, lossless: Lossless, forecast: Forecast
+) -> dict[str, Any]:
+    """The measurements of a real engine, and the error of the forecast: |tau_forecast - tau| / tau."""
+    counts = with_draft.counts
+    assert counts is not None, "measured with a draft"
+    return {
+        "tau": counts.tau,
+        "acceptance_per_position": counts.acceptance_per_position,
+        "draft_acceptance_rate": counts.draft_acceptance_rate,
+        "num_drafts": counts.num_drafts,
+        "num_speculative_tokens": len(counts.accepted_per_position),
+        "forecast_error": abs(forecast.overall.tau - counts.tau) / counts.tau,
+        "lossless": lossless.lossless,
+        "ties": [asdict(difference) for difference in lossless.differences if difference.is_tie],
+        "differences": [asdict(difference) for difference in lossless.differences if not difference.is_tie],
+        "dtype": with_draft.dtype,
+        "num_prompts": len(with_draft.prompts),
+        "num_output_tokens": with_draft.num_output_tokens,
+        "tokens_per_s": with_draft.tokens_per_s,
+        "tokens_per_s_without_draft": without_draft.tokens_per_s,
+        "speedup": with_draft.tokens_per_s / without_draft.tokens_per_s,
+    }
+
+
+def domain_section(forecast: Forecast, with_draft: Measurement | None = None) -> dict[str, dict[str, Any]]:
+    """The forecast of every domain, and the engine's tau; None if the engine did not measure the domain."""
+    measured = with_draft.counts_by_domain if with_draft else {}
+    return {
+        name: {
+            "num_prompts": summary.num_prompts,
+            "alpha": summary.alpha,
+            "alpha_greedy": summary.alpha_greedy,
+            "tau_forecast": summary.tau,
+            "tau": measured[name].tau if name in measured else None,
+        }
+        for name, summary in forecast.by_domain.items()
+    }
+
+
+def write_report(folder: Path, report: Mapping[str, Any]) -> Path:
+    """Write a draft's report.json and report.html into `folder` and return the path of the page.
+
+    Raises: ValueError if a key is missing, or a number is not finite.
+    """
+    _require_keys(report)
+    return write_page(folder, report, TEMPLATES / "report.html.j2", _draw_charts)
+
+
+def _draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
+    from redraft.eval.report.charts import build_charts  # altair is in the `report` extra
+
+    return build_charts(report)
+
+
+def write_results(output: Path, results: Mapping[str, Any]) -> None:
+    """Write a benchmark's results with the environment they were measured in, as one JSON file."""
+    write_whole(output, json.dumps({"environment": environment(), **results}, indent=2, default=str) + "\n")
+    print(f"written to {output}")
+
+
+def write_page(
+    folder: Path,
+    report: Mapping[str, Any],
+    template: Path,
+    charts: Charts,
+    *,
+    stem: str = "report",
+    extras: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write `report` as <stem>.json, and as the page <stem>.html from `template` with the charts of `charts`.
+
+    `extras` are further values for the template. Equal reports give equal bytes.
+
+    Returns the path of the page. Without the `report` extra (altair, vl-convert) no page is written, and the path is
+    <stem>.json.
+
+    Raises: ValueError if a number is not finite.
+    """
+    text = json.dumps(report, indent=2, sort_keys=True, allow_nan=False)
+    write_whole(folder / f"{stem}.json", text + "\n")
+    if not all(importlib.util.find_spec(package) for package in ("altair", "vl_convert")):
+        print(f"{stem}.html was not written: its charts need `pip install 'redraft[report]'`")
+        return folder / f"{stem}.json"
+    html = folder / f"{stem}.html"
+    write_whole(html, _render(json.loads(text), template, charts, extras or {}))
+    return html
+
+
+def _require_keys(report: Mapping[str, Any]) -> None:
+    for section, keys in REQUIRED.items():
+        values = report.get(section, {}) if section else report
+        missing = [key for key in keys if key not in values]
+        if missing and (section in report or not section):
+            raise ValueError(f"the report has no {section + '.' if section else ''}{missing[0]}")
+
+
+def render_text(template: Path, **values: Any) -> str:
+    """Render a text template, without HTML escaping."""
+    templates = _templates(template, autoescape=False, keep_trailing_newline=True)
+    return templates.get_template(template.name).render(**values)
+
+
+def _templates(template: Path, **options: Any) -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader([template.parent, TEMPLATES]),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        **options,
+    )
+
+
+def _render(report: dict[str, Any], template: Path, charts: Charts, extras: Mapping[str, Any]) -> str:
+    # templates ask `if engine`, and a missing name would be an error there
+    values = {"engine": None, **report, **extras, "charts": charts(report), "vega": _vega_javascript()}
+    return _templates(template, autoescape=True).get_template(template.name).render(**values)
+
+
+@functools.cache
+def _vega_javascript() -> str:
+    """Vega, Vega-Lite and vega-embed in one script of 0.9 MB that sets `window.vegaEmbed`."""
+    import vl_convert  # takes a second to import, and is in the `report` extra
+
+    javascript: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    assert "</script" not in javascript, "the script would end early in a page"
+    return javascript

@@ -1,0 +1,223 @@
+"""Compare a report with an earlier one: losses of tau by draft, temperature, domain and number of draft tokens.
+
+Prompts in both reports are compared in pairs, which cancels out how hard a prompt is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from redraft.eval.intervals import CONFIDENCE, Estimate, estimate_gain, estimate_ratio, subtract_independent
+from redraft.eval.report.results import DIGITS
+from redraft.heads.catalog import list_lookups
+
+FALSE_ALARMS = 0.02
+"""Probability that a report names any fall of a draft that is equal to the baseline's, over all its comparisons."""
+
+MIN_PAIRED_SHARE = 0.5
+"""Smallest share of the baseline's prompts in both reports for a paired comparison; below it, they are two samples."""
+
+REQUIRED_KEYS = ("drafts", "per_prompt", "prompts", "settings")
+"""Keys of a baseline needed by a comparison, besides `schema_version` and `target`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """The forecast tau in both reports."""
+
+    draft: str
+    temperature: float
+    domain: str | None
+    num_speculative_tokens: int
+    before: float
+    after: float
+    loss: float
+    """(before - after) / before; negative if tau rose."""
+    low: float
+    """Lower end of the 95% interval of before - after, in tokens per target step."""
+    high: float
+    """Upper end of the same interval."""
+    is_paired: bool
+    """Both taus are from the same prompts."""
+    num_prompts: int
+    """Number of prompts compared."""
+
+
+def read_baseline(path: Path, target_fingerprint: str, schema_version: int) -> dict[str, Any]:
+    """Read an earlier report of the same target; one of an older schema is converted to this one.
+
+    Raises: FileNotFoundError; ValueError if it is not such a report, is newer than this redraft, or has another target.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"the baseline {path} does not exist: give an earlier report.json of `redraft eval`")
+    try:
+        baseline: dict[str, Any] = json.loads(path.read_bytes())
+        version, target = baseline["schema_version"], baseline["target"]
+        fingerprint, name = target["fingerprint"], target["name"]
+        missing = [key for key in REQUIRED_KEYS if key not in baseline]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not an acceptance report of `redraft eval` ({error!r})") from None
+    if missing:
+        raise ValueError(f"{path} is not an acceptance report of `redraft eval`: it has no {', '.join(missing)}")
+    if version not in range(1, schema_version + 1):
+        raise ValueError(f"{path} has schema version {version}; this redraft reads versions 1 to {schema_version}")
+    if fingerprint != target_fingerprint:
+        raise ValueError(f"{path} is a baseline of another target ({name}): measure one with this target first")
+    return _convert_version_1(baseline) if version == 1 else baseline
+
+
+def _convert_version_1(report: dict[str, Any]) -> dict[str, Any]:
+    """Version 2 renamed the engine's `parts` to `diverges`."""
+    for row in report.get("results", ()):
+        for entry in row["by_num_speculative_tokens"]:
+            if entry["engine"]:
+                entry["engine"]["diverges"] = entry["engine"].pop("parts")
+    return {**report, "schema_version": 2}
+
+
+SAME_SETTINGS = ("max_tokens", "draft_sample_method", "ngram")
+"""Settings that influence drafting: both reports must have the same."""
+
+
+def match_drafts(
+    drafts: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], baseline: Mapping[str, Any]
+) -> dict[str, str]:
+    """Name of each draft -> name of the draft in the baseline to compare it with.
+
+    Drafts of the same name are compared. If one draft on each side is left over, these two are compared as well.
+    `drafts` are mappings with `name` and `family`.
+
+    Raises: ValueError if a draft has no counterpart, or the baseline was measured with other settings.
+    """
+    for name in SAME_SETTINGS:
+        now, was = settings.get(name), baseline["settings"].get(name)
+        if now != was:
+            raise ValueError(f"the baseline was measured with {name} {was}, not {now}: measure both with the same")
+    families = {draft["name"]: draft["family"] for draft in drafts}
+    baseline_families = {draft["name"]: draft["family"] for draft in baseline["drafts"]}
+    pairs = {name: name for name in families if name in baseline_families}
+    new = [name for name in families if name not in pairs]
+    old = [name for name in baseline_families if name not in pairs]
+    if len(new) == 1 and len(old) > 1:
+        # either report may leave out n-grams, the yardstick: pair a model with a model, a lookup with a lookup
+        lookups = list_lookups()
+        is_lookup = families[new[0]] in lookups
+        old = [name for name in old if (baseline_families[name] in lookups) == is_lookup]
+    if len(new) == len(old) == 1:
+        return {**pairs, new[0]: old[0]}
+    if new:
+        raise ValueError(
+            f"cannot tell which draft of the baseline ({', '.join(baseline_families)}) to compare with "
+            f"{', '.join(new)}: give both the same name (--draft NAME=FOLDER)"
+        )
+    return pairs
+
+
+def compare_reports(report: Mapping[str, Any], baseline: Mapping[str, Any], max_loss: float) -> dict[str, Any]:
+    """The `baseline` section of a report: every change, the falls first, and the number of falls.
+
+    Raises: ValueError if a draft has no measurement in common with its counterpart.
+    """
+    changes = list(_list_changes(report, baseline))
+    forecast = {row["draft"] for row in report["per_prompt"]}
+    if missing := sorted(forecast - {change.draft for change, _ in changes}):
+        raise ValueError(
+            f"the baseline has no measurement of {', '.join(missing)} to compare with: measure at temperatures "
+            "and numbers of draft tokens that it has"
+        )
+    # Every comparison could fall by chance, so each gets an equal share of the false alarms (Bonferroni).
+    confidence = 1 - 2 * FALSE_ALARMS / len(changes) if changes else CONFIDENCE
+    entries = []
+    for change, loss in changes:
+        is_proven = loss.interval(confidence)[0] > 0
+        entries.append({**asdict(change), "fell": change.loss > max_loss and is_proven})
+    return {
+        "max_loss": max_loss,
+        "num_fell": sum(entry["fell"] for entry in entries),
+        "changes": sorted(entries, key=lambda entry: (not entry["fell"], -entry["loss"])),
+    }
+
+
+def describe_change(change: Mapping[str, Any]) -> str:
+    """One change on one line."""
+    domain = f" on {change['domain']}" if change["domain"] else ""
+    return (
+        f"{change['draft']}{domain}, k = {change['num_speculative_tokens']}, temperature {change['temperature']:g}: "
+        f"tau {change['before']:.3f} -> {change['after']:.3f} ({-change['loss']:+.1%}; 95% interval of the loss "
+        f"{change['low']:+.3f} to {change['high']:+.3f})"
+    )
+
+
+def _list_changes(report: Mapping[str, Any], baseline: Mapping[str, Any]) -> Iterator[tuple[Change, Estimate]]:
+    """Every comparison, and its loss of tau in tokens per target step."""
+    before, after = _read_sums(baseline), _read_sums(report)
+    baseline_names = match_drafts(report["drafts"], report["settings"], baseline)
+    domains = [None, *report["domains"]] if len(report["domains"]) > 1 else [None]
+    for (draft, temperature, k), now in after.items():
+        was = before.get((baseline_names[draft], temperature, k), {})
+        for domain in domains:
+            old, new = _select(was, domain), _select(now, domain)
+            if old and new:
+                yield _measure_change(old, new, draft=draft, temperature=temperature, domain=domain, k=k)
+
+
+Sums = dict[tuple[str, str], tuple[float, float]]
+"""(accepted tokens, target steps) of every prompt, by (domain, id)."""
+
+
+def _read_sums(report: Mapping[str, Any]) -> dict[tuple[str, float, int], Sums]:
+    """The sums of a report by (draft, temperature, num_speculative_tokens)."""
+    ids = [(prompt["domain"], prompt["id"]) for prompt in report["prompts"]]
+    sums = {}
+    for row in report["per_prompt"]:
+        counts = zip(row["accepted"], row["steps"], strict=True)
+        sums[row["draft"], row["temperature"], row["num_speculative_tokens"]] = dict(zip(ids, counts, strict=True))
+    return sums
+
+
+def _select(sums: Sums, domain: str | None) -> Sums:
+    """The sums of a domain's prompts; of all prompts if `domain` is None."""
+    return {prompt: counts for prompt, counts in sums.items() if domain in (None, prompt[0])}
+
+
+def _measure_change(
+    before: Sums, after: Sums, *, draft: str, temperature: float, domain: str | None, k: int
+) -> tuple[Change, Estimate]:
+    common = [prompt for prompt in before if prompt in after]
+    is_paired = len(common) >= MIN_PAIRED_SHARE * len(before)
+    if is_paired:
+        before, after = ({prompt: sums[prompt] for prompt in common} for sums in (before, after))
+    was, now = _estimate_accepted(before), _estimate_accepted(after)
+    if is_paired:
+        paired_N22 = np.array([(before[prompt], after[prompt]) for prompt in common], float)
+        loss = estimate_gain(paired_N22[:, :, 0], paired_N22[:, :, 1])
+    else:
+        loss = subtract_independent(was, now)
+    low, high = loss.interval(bounds=(-float(k), float(k)))
+    tau_was, tau_now = 1 + was.value, 1 + now.value
+    change = Change(
+        draft=draft,
+        temperature=temperature,
+        domain=domain,
+        num_speculative_tokens=k,
+        before=round(tau_was, DIGITS),
+        after=round(tau_now, DIGITS),
+        loss=round((tau_was - tau_now) / tau_was, DIGITS),
+        low=round(low, DIGITS),
+        high=round(high, DIGITS),
+        is_paired=is_paired,
+        num_prompts=len(after),
+    )
+    return change, loss
+
+
+def _estimate_accepted(sums: Sums) -> Estimate:
+    """Accepted tokens per target step: tau - 1."""
+    sums_N2 = np.array(list(sums.values()), float)
+    return estimate_ratio(sums_N2[:, 0], sums_N2[:, 1])

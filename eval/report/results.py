@@ -1,0 +1,234 @@
+"""The numbers of an acceptance report by draft, temperature, domain and number of draft tokens, with 95% intervals.
+
+N = prompts, M = quantities, K = num_speculative_tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.forecast.teacher_forced import PromptRows, Rows
+from redraft.eval.intervals import estimate_gain, estimate_ratio
+from redraft.eval.prompts import Prompt, domains
+
+Array = NDArray[np.float64]
+
+MAX_DIFFERENCE = 0.03
+"""Forecast and engine diverge if their taus differ by more than this share of the engine's tau."""
+
+DIGITS = 6
+"""Decimal places of every number in a report: few enough to hide the rounding of sums added in another order."""
+
+EngineCounts = Mapping[tuple[str, float, int], Sequence[AcceptanceCounts]]
+"""The engine's counts per prompt, in the order of the prompts, by (draft, temperature, num_speculative_tokens)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """All measurements of a report, prompt by prompt."""
+
+    prompts: Sequence[Prompt]
+    drafts: Sequence[str]
+    temperatures: Sequence[float]
+    num_speculative_tokens: Sequence[int]
+    forecast: Rows
+    engine: EngineCounts = field(default_factory=dict)
+    seed: int = 0
+    """Seed of the sampled answers."""
+
+    def rows(self, draft: str, temperature: float) -> list[PromptRows] | None:
+        """The forecast of a draft, one entry per prompt; None if nothing forecasts this draft."""
+        by_prompt = self.forecast.get(temperature) or [{}]
+        return [row[draft] for row in by_prompt] if draft in by_prompt[0] else None
+
+
+def build_results(measured: Measured) -> list[dict[str, Any]]:
+    """The report's `results`: a row for every draft, temperature and domain.
+
+    The row of all prompts together (domain None) comes first, and is the only one if there is a single domain.
+    """
+    names = domains(measured.prompts)
+    shown = [None, *names] if len(names) > 1 else [None]
+    results = []
+    for draft in measured.drafts:
+        for temperature in measured.temperatures:
+            rows = measured.rows(draft, temperature)
+            for domain in shown:
+                chosen = [i for i, prompt in enumerate(measured.prompts) if domain in (None, prompt.domain)]
+                identity = {"draft": draft, "temperature": temperature, "domain": domain, "num_prompts": len(chosen)}
+                forecast = [rows[i] for i in chosen] if rows else None
+                entries = _build_entries(measured, draft, temperature, forecast, chosen)
+                rates = _summarise_rates(forecast)
+                results.append({**identity, **rates, "by_num_speculative_tokens": entries})
+    return results
+
+
+def _summarise_rates(rows: Sequence[PromptRows] | None) -> dict[str, Any]:
+    """The numbers independent of the number of draft tokens."""
+    if rows is None:
+        return {"num_output_tokens": None, "alpha": None, "alpha_greedy": None}
+    over_N2 = np.array([(row.alpha_sum, row.alpha_greedy_sum) for row in rows])
+    labels_N = np.array([row.num_rows for row in rows], float)
+    alpha, alpha_greedy = _with_intervals(over_N2, np.column_stack([labels_N, labels_N]), [1.0, 1.0])
+    num_tokens = sum(row.num_output_tokens for row in rows)
+    return {"num_output_tokens": num_tokens, "alpha": alpha, "alpha_greedy": alpha_greedy}
+
+
+def _build_entries(
+    measured: Measured, draft: str, temperature: float, rows: Sequence[PromptRows] | None, chosen: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Forecast and engine for every number of draft tokens that at least one of them covers."""
+    entries = []
+    for k in measured.num_speculative_tokens:
+        forecast = rows if rows and k in rows[0].counts else None
+        counted = measured.engine.get((draft, temperature, k))
+        engine = [counted[i] for i in chosen] if counted else None
+        if forecast or engine:
+            entries.append(
+                {
+                    "num_speculative_tokens": k,
+                    "forecast": _summarise_forecast(forecast, k) if forecast else None,
+                    "engine": _summarise_engine(engine, forecast, k, temperature) if engine else None,
+                }
+            )
+    return entries
+
+
+def _summarise_forecast(rows: Sequence[PromptRows], k: int) -> dict[str, Any]:
+    accepted_NK, steps_N, drafts_N = _stack_counts(rows, k)
+    over_NM = np.column_stack([accepted_NK.sum(1), accepted_NK])
+    most = [float(k)] + [1.0] * k
+    accepted, *per_position = _with_intervals(over_NM, np.column_stack([steps_N] * (k + 1)), most)
+    return {
+        "num_steps": _rounded(steps_N.sum()),
+        "tau": {name: _rounded(1 + value) for name, value in accepted.items()},
+        "acceptance_per_position": per_position,
+        "drafted_share": _rounded(_ratio(drafts_N.sum(), steps_N.sum())),
+        "tau_per_draft": _rounded(1 + _ratio(accepted_NK.sum(), drafts_N.sum())),
+    }
+
+
+def _stack_counts(rows: Sequence[PromptRows], k: int) -> tuple[Array, Array, Array]:
+    """Expected counts per prompt: accepted tokens by position [N, K], target steps [N], drafts [N]."""
+    counts = [row.counts[k] for row in rows]
+    accepted_NK = np.array([c.accepted_per_position for c in counts], float)
+    return accepted_NK, np.array([c.num_steps for c in counts]), np.array([c.num_drafts for c in counts])
+
+
+def _with_intervals(over_NM: Array, under_NM: Array, most: Sequence[float]) -> list[dict[str, float]]:
+    """sum_N over / sum_N under for each of the M quantities, with the 95% interval over prompts.
+
+    `most` is the largest possible value of each; the smallest is 0.
+    """
+    summaries = []
+    for over_N, under_N, highest in zip(over_NM.T, under_NM.T, most, strict=True):
+        estimate = estimate_ratio(over_N, under_N)
+        low, high = estimate.interval(bounds=(0.0, highest))
+        summaries.append({"value": _rounded(estimate.value), "low": _rounded(low), "high": _rounded(high)})
+    return summaries
+
+
+def _summarise_engine(
+    counts: Sequence[AcceptanceCounts], rows: Sequence[PromptRows] | None, k: int, temperature: float
+) -> dict[str, Any]:
+    """The engine's rates per draft and, if there is a forecast, the difference between the two."""
+    total = sum(counts[1:], counts[0])
+    section: dict[str, Any] = {
+        "num_drafts": total.num_drafts,
+        "tau": _rounded(total.tau),
+        "acceptance_per_position": [_rounded(rate) for rate in total.acceptance_per_position],
+        "forecast_error": None,
+        "difference": None,
+        "diverges": None,
+    }
+    if rows is not None:
+        section |= _compare_with_engine(counts, rows, k, temperature)
+    return section
+
+
+def _compare_with_engine(
+    counts: Sequence[AcceptanceCounts], rows: Sequence[PromptRows], k: int, temperature: float
+) -> dict[str, Any]:
+    """Forecast minus engine, in tau per draft.
+
+    Above temperature 0 the engine samples other answers than the forecast did, so the two diverge only if the
+    interval of the difference excludes 0. At temperature 0 the answers are the same and the error alone decides.
+    """
+    accepted_NK, _, forecast_drafts_N = _stack_counts(rows, k)
+    over_N2 = np.column_stack([accepted_NK.sum(1), [c.num_accepted for c in counts]]).astype(float)
+    under_N2 = np.column_stack([forecast_drafts_N, [c.num_drafts for c in counts]]).astype(float)
+    forecast, engine = over_N2.sum(0) / np.maximum(under_N2.sum(0), 1)
+    low, high = estimate_gain(over_N2, under_N2).interval(bounds=(-float(k), float(k)))
+    error = (forecast - engine) / (1 + engine)
+    by_chance = temperature > 0 and low <= 0 <= high
+    return {
+        "forecast_error": _rounded(error),
+        "difference": {"value": _rounded(forecast - engine), "low": _rounded(low), "high": _rounded(high)},
+        "diverges": bool(abs(error) > MAX_DIFFERENCE and not by_chance),
+    }
+
+
+def list_prompt_counts(measured: Measured) -> Iterator[dict[str, Any]]:
+    """The report's `per_prompt`: target steps and accepted tokens of every prompt, for later paired comparisons."""
+    for draft in measured.drafts:
+        for temperature in measured.temperatures:
+            rows = measured.rows(draft, temperature)
+            if rows is None:
+                continue
+            for k in measured.num_speculative_tokens:
+                if k in rows[0].counts:
+                    counts = [row.counts[k] for row in rows]
+                    yield {
+                        "draft": draft,
+                        "temperature": temperature,
+                        "num_speculative_tokens": k,
+                        "steps": [_rounded(c.num_steps) for c in counts],
+                        "accepted": [_rounded(c.num_accepted) for c in counts],
+                    }
+
+
+def compare_taus(
+    measured: Measured, one: str, other: str, temperature: float, k: int
+) -> tuple[float, float, float] | None:
+    """(tau of `one` - tau of `other`, low, high) with the 95% interval over prompts; None if either has no forecast."""
+    columns = []
+    for draft in (one, other):
+        rows = measured.rows(draft, temperature)
+        if rows is None or k not in rows[0].counts:
+            return None
+        accepted_NK, steps_N, _ = _stack_counts(rows, k)
+        columns.append((accepted_NK.sum(1), steps_N))
+    over_N2, under_N2 = (np.column_stack(column) for column in zip(*columns, strict=True))
+    gain = estimate_gain(over_N2, under_N2)
+    return (gain.value, *gain.interval(bounds=(-float(k), float(k))))
+
+
+def read_tau(entry: Mapping[str, Any]) -> float:
+    """Tokens per target step in an entry of `by_num_speculative_tokens`: the forecast, or else the engine's count."""
+    return float(entry["forecast"]["tau"]["value"] if entry["forecast"] else entry["engine"]["tau"])
+
+
+def find_entry(row: Mapping[str, Any], num_speculative_tokens: int) -> Mapping[str, Any] | None:
+    """A row's entry for this number of draft tokens; None if it was not measured."""
+    entries: Sequence[Mapping[str, Any]] = row["by_num_speculative_tokens"]
+    return next((entry for entry in entries if entry["num_speculative_tokens"] == num_speculative_tokens), None)
+
+
+def choose_common_k(rows: Sequence[Mapping[str, Any]]) -> int:
+    """The number of draft tokens to compare drafts at: the largest in all rows, or else the largest in any row."""
+    sets = [{entry["num_speculative_tokens"] for entry in row["by_num_speculative_tokens"]} for row in rows]
+    return int(max(set.intersection(*sets) or set.union(*sets)))
+
+
+def _ratio(over: float, under: float) -> float:
+    return float(over / under) if under > 0 else 0.0
+
+
+def _rounded(value: float) -> float:
+    return round(float(value), DIGITS)

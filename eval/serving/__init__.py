@@ -1,0 +1,1 @@
+"""The serving benchmark, and the advice on how many tokens to draft."""

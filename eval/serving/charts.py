@@ -1,0 +1,176 @@
+"""The charts of a serving benchmark as Vega-Lite specifications, in the colours of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, to_spec
+from redraft.eval.serving.report import shorten_name
+
+WITH, WITHOUT, IDEAL = "with the draft", "no draft", "every token accepted"
+
+
+def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
+    """Specifications by element id on the page. A chart without numbers is left out."""
+    tables = report["tables"]
+    first = report["settings"]["draft"]
+    grid = [row for row in tables.get("tokens", ()) if row["draft"] in (None, first)]
+    advice = report["drafts"][first]["advice"]
+    charts = {
+        "by-draft": _speedups(tables.get("draft", ()), _draft_label),
+        "by-tokens": _by_concurrency(grid),
+        "ideal": _ideal(grid),
+        "by-rate": _latencies(tables.get("request_rate", ())),
+        "by-input": _speedups(tables.get("input_tokens", ()), lambda row: f"{row['input_tokens']} tokens"),
+        "by-data": _speedups(tables.get("data", ()), lambda row: row["data"].rsplit("/", 1)[-1]),
+        "by-quantization": _speedups(tables.get("quantization", ()), _draft_label),
+        "advice": _advice(advice) if advice else None,
+    }
+    return {name: to_spec(chart) for name, chart in charts.items() if chart is not None}
+
+
+def _draft_label(row: Mapping[str, Any]) -> str:
+    name = shorten_name(row["draft"])
+    return f"{name} ({row['quantization']})" if row["quantization"] else name
+
+
+def _speedups(entries: Rows, label: Callable[[Mapping[str, Any]], str]) -> alt.LayerChart | None:
+    """A bar for the speed-up of each row with a draft, and a diamond for the speed-up if every token were accepted."""
+    drafted = [row for row in entries if row["draft"] and row["speedup"] is not None]
+    if not drafted:
+        return None
+    rows = [{"label": label(r), "value": r["speedup"], "series": "measured"} for r in drafted]
+    rows += [{"label": label(r), "value": r["speedup_ideal"], "series": IDEAL} for r in drafted if r["speedup_ideal"]]
+    base = _base(rows).encode(
+        x=alt.X("label:N", title=None, sort=None, axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("value:Q", title="speed-up", scale=alt.Scale(domainMin=0), axis=alt.Axis(tickCount=5)),
+        color=_colors(["measured", IDEAL]),
+        tooltip=[
+            alt.Tooltip("label:N", title="bar"),
+            alt.Tooltip("series:N", title="source"),
+            alt.Tooltip("value:Q", title="speed-up", format=".2f"),
+        ],
+    )
+    bars = base.transform_filter("datum.series == 'measured'").mark_bar(width={"band": 0.5}, cornerRadiusEnd=4)
+    labels = bars.mark_text(baseline="bottom", dy=-6, fontWeight=600).encode(
+        text=alt.Text("value:Q", format=".2f"), color=alt.value("currentColor")
+    )
+    points = base.transform_filter(f"datum.series == '{IDEAL}'").mark_point(
+        shape="diamond", size=130, filled=True, opacity=1
+    )
+    return bars + labels + points + _break_even()
+
+
+def _break_even() -> alt.Chart:
+    """A dashed line at speed-up 1."""
+    return (
+        alt.Chart(alt.Data(values=[{"value": 1.0}]))
+        .mark_rule(strokeDash=[4, 4], color="var(--faint)")
+        .encode(y=alt.Y("value:Q"))
+    )
+
+
+def _by_concurrency(entries: Rows) -> alt.LayerChart | None:
+    """Speed-up over concurrency, with a line for each k."""
+    rows = []
+    for row in entries:
+        if row["draft"] and row["speedup"] is not None:
+            series = f"k = {row['num_speculative_tokens']}"
+            rows.append({"x": row["concurrency"], "value": row["speedup"], "series": series})
+    if len({row["x"] for row in rows}) < 2:
+        return None
+    return _lines(rows, "speed-up", ".2f") + _break_even()
+
+
+def _ideal(entries: Rows) -> alt.LayerChart | None:
+    """Output speed over concurrency: without a draft, with the best k, and with the best k if all were accepted."""
+    by_concurrency: dict[int, dict[str, float]] = {}
+    for row in entries:
+        speed = row["measured"]["tokens_per_s"]
+        speeds = by_concurrency.setdefault(row["concurrency"], {})
+        if row["draft"] is None:
+            speeds[WITHOUT] = speed
+            continue
+        speeds[WITH] = max(speeds.get(WITH, 0.0), speed)
+        if row["speedup"] and row["speedup_ideal"]:
+            speeds[IDEAL] = max(speeds.get(IDEAL, 0.0), speed / row["speedup"] * row["speedup_ideal"])
+    if len(by_concurrency) < 2:
+        return None
+    rows = []
+    for concurrency, speeds in by_concurrency.items():
+        for series in (WITH, IDEAL, WITHOUT):
+            if series in speeds:
+                rows.append({"x": concurrency, "value": speeds[series], "series": series})
+    return _lines(rows, "output tokens per second", ",.0f", [WITH, IDEAL, WITHOUT])
+
+
+def _latencies(entries: Rows) -> alt.LayerChart | None:
+    """Mean end-to-end latency over the request rate, with the draft and without."""
+    if len({row["request_rate"] for row in entries}) < 2:
+        return None
+    rows = []
+    for row in entries:
+        latency_ms = row["measured"]["e2e_ms"]["mean"]
+        rows.append({"x": row["request_rate"], "value": latency_ms, "series": WITH if row["draft"] else WITHOUT})
+    return _lines(rows, "end-to-end latency, ms", ",.0f", [WITH, WITHOUT], x_title="requests per second")
+
+
+def _lines(
+    rows: Rows, y_title: str, number: str, order: Sequence[str] | None = None, x_title: str = "concurrent requests"
+) -> alt.LayerChart:
+    order = order or list(dict.fromkeys(row["series"] for row in rows))
+    line = _base(rows).encode(
+        x=alt.X("x:O", title=x_title, axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("value:Q", title=y_title, scale=alt.Scale(domainMin=0), axis=alt.Axis(tickCount=5)),
+        color=_colors(order),
+        tooltip=[
+            alt.Tooltip("series:N", title="line"),
+            alt.Tooltip("x:O", title=x_title),
+            alt.Tooltip("value:Q", title=y_title, format=number),
+        ],
+    )
+    return alt.layer(line.mark_line(strokeWidth=2.5), line.mark_point(filled=True, size=70, opacity=1))
+
+
+def _advice(advice: Mapping[str, Any]) -> alt.LayerChart:
+    """Expected speed-up over batch size and k; the best k of each batch size is highlighted if it pays."""
+    rows = [row for row in advice["table"] if row["num_speculative_tokens"]]
+    best: dict[int, Mapping[str, Any]] = {}
+    for row in rows:
+        batch_size = row["batch_size"]
+        if batch_size not in best or row["speedup"] > best[batch_size]["speedup"]:
+            best[batch_size] = row
+    values = []
+    for row in rows:
+        is_best = row is best[row["batch_size"]] and row["speedup"] > 1
+        k, speedup = row["num_speculative_tokens"], row["speedup"]
+        values.append({"batch": row["batch_size"], "k": k, "value": speedup, "best": is_best})
+    base = _base(values).encode(
+        x=alt.X("batch:O", title="batch size (requests in a step)", axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("k:O", title="draft tokens", sort="descending"),
+        tooltip=[
+            alt.Tooltip("batch:O", title="batch size"),
+            alt.Tooltip("k:O", title="draft tokens"),
+            alt.Tooltip("value:Q", title="expected speed-up", format=".2f"),
+        ],
+    )
+    cells = base.mark_rect(cornerRadius=4, stroke="var(--card)", strokeWidth=3).encode(
+        color=alt.condition(alt.datum.value > 1, alt.value("var(--ours)"), alt.value("var(--plain)")),
+        opacity=alt.condition(alt.datum.best, alt.value(0.9), alt.value(0.3)),
+    )
+    labels = base.mark_text(fontWeight=600).encode(
+        text=alt.Text("value:Q", format=".2f"), color=alt.value("currentColor")
+    )
+    return cells + labels
+
+
+def _base(rows: Rows) -> alt.Chart:
+    return alt.Chart(alt.Data(values=list(rows)), width="container", height=PANEL_HEIGHT)
+
+
+def _colors(order: Sequence[str]) -> alt.Color:
+    legend = alt.Legend(title=None, orient="top", direction="horizontal", columns=3)
+    return alt.Color("series:N", scale=alt.Scale(domain=list(order)), legend=legend)

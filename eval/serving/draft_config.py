@@ -1,0 +1,43 @@
+"""vLLM's config to serve a draft, and the likely cure if vLLM refuses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from redraft.eval.forecast.drafts import draft_folder
+from redraft.eval.forecast.ngram import Ngram
+from redraft.heads.catalog import FAMILIES, detect_family_by_tensors
+from redraft.heads.doctor.checks import first_cure
+from redraft.heads.files.folder import tensor_files
+
+
+def list_without_model() -> list[str]:
+    """Names of the drafts without a folder: lookups in the text, and layers of the target."""
+    return [family.name for family in FAMILIES if family.is_lookup or family.is_in_target]
+
+
+def draft_config(draft: str) -> dict[str, Any]:
+    """vLLM's --speculative-config of a draft, without the number of tokens. A hub name is downloaded.
+
+    Raises:
+        FileNotFoundError: there is no such draft.
+        ValueError: vLLM cannot serve it next to a target.
+    """
+    if draft == "ngram":
+        return Ngram().speculative_config
+    if draft in list_without_model():
+        return {"method": draft}
+    folder = draft_folder(draft, list_without_model())
+    family = detect_family_by_tensors(tensor_files(folder), folder)
+    if family.is_in_target:
+        raise ValueError(
+            f"{draft} is a target with its {family.title} layer in it: give --target {draft} --draft {family.name}"
+        )
+    if family.method is None:
+        raise ValueError(f"vLLM has no proposer for {draft}, a draft of the family {family.name}")
+    return {"method": family.method, "model": draft}
+
+
+def cure(target: str, draft: str, num_speculative_tokens: int) -> str:
+    """The doctor's first finding in a refused draft, with the cure; empty if there is none."""
+    return "" if draft in list_without_model() else first_cure(target, draft, num_speculative_tokens)

@@ -1,0 +1,211 @@
+"""The report of a serving benchmark: serving.json for programs, serving.md for a pull request, serving.html for people.
+
+| key | content |
+|---|---|
+| `version` | version of this format, which serving.schema.json describes |
+| `target`, `command`, `environment`, `duration_s` | served model, command line, machine, duration in seconds |
+| `settings` | settings common to all tables: the first values of the sweep, and the number of repeats |
+| `drafts` | by name: title, the engine's configuration, acceptance by position, step costs, and the advice from both |
+| `tables` | rows by question, as `eval.serving.sweep.build_row` makes them |
+| `refused` | variants refused by the engine, with the reason |
+| `ideal_source` | `engine` if `speedup_ideal` was measured, `cost model` if it was computed from the measured steps |
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from redraft.eval.report.page import TEMPLATES, write_page
+from redraft.eval.serving.cost import advise
+from redraft.eval.serving.sweep import QUESTIONS, fit_step_costs, pool_acceptance
+from redraft.heads.files.artifact import write_whole
+
+VERSION = 1
+
+GRID = "tokens"
+"""The question that varies two settings, so its table is two-dimensional."""
+
+Row = Mapping[str, Any]
+
+
+def build_serving_report(
+    tables: Mapping[str, Sequence[Row]], draft_configs: Mapping[str, Mapping[str, Any]], **facts: Any
+) -> dict[str, Any]:
+    """The content of serving.json.
+
+    `draft_configs` has vLLM's --speculative-config of every draft, without a number of tokens. `facts` are the keys
+    that are not computed here: target, command, settings, refused, ideal_source, environment, duration_s.
+    """
+    drafts = {name: _summarise_draft(name, config, tables) for name, config in draft_configs.items()}
+    return {**facts, "version": VERSION, "drafts": drafts, "tables": dict(tables)}
+
+
+def _summarise_draft(name: str, config: Mapping[str, Any], tables: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
+    timed = tables.get(GRID, ())
+    # acceptance depends on the load: prefer the load whose steps were timed
+    rows: Sequence[Row] = [row for row in timed if row["draft"] == name] or tables.get("draft", ())
+    if not rows:
+        rows = list(itertools.chain.from_iterable(tables.values()))
+    rates, costs = pool_acceptance(rows, name), fit_step_costs(timed, name)
+    advice = advise(rates, costs) if rates and costs else None
+    return {
+        "title": shorten_name(name),
+        "config": dict(config),
+        "acceptance_per_position": rates,
+        "costs": costs.to_json() if costs else None,
+        "advice": advice.to_json() if advice else None,
+        "speculative_config": advice.speculative_config(config) if advice else None,
+    }
+
+
+def shorten_name(draft: str) -> str:
+    """A draft's name in tables: the last part of the path or hub name, or the one before it if the last is `draft`."""
+    path = Path(draft)
+    return path.parent.name if path.name == "draft" and path.parent.name else path.name or draft
+
+
+def read_serving(path: Path) -> dict[str, Any]:
+    """Read a serving.json.
+
+    Raises: FileNotFoundError; ValueError if it is not a serving.json of this version.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: `redraft bench` measures one")
+    try:
+        report: dict[str, Any] = json.loads(path.read_text())
+        version, has_tables = report.get("version"), "tables" in report
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is not a serving.json: {error}") from error
+    if version != VERSION or not has_tables:
+        raise ValueError(f"{path} is not a serving.json of version {VERSION}: measure again with `redraft bench`")
+    return report
+
+
+def find_best_row(report: Mapping[str, Any]) -> Row | None:
+    """The row of the draft with the highest speed-up on the base load; None if no draft was measured."""
+    rows = [row for row in report["tables"].get("draft", ()) if row["draft"] and row["speedup"] is not None]
+    return max(rows, key=lambda row: row["speedup"], default=None)
+
+
+def write_serving(folder: Path, report: Mapping[str, Any]) -> Path:
+    """Write serving.json, serving.md and serving.html into `folder`.
+
+    Returns the path of serving.html, or of serving.json if the page could not be drawn.
+    """
+    extras = {
+        "questions": QUESTIONS,
+        "header": HEADER,
+        "speedup_column": HEADER.index("speed-up"),
+        "format_row": format_row,
+        "grid": build_grid(report["tables"][GRID]) if GRID in report["tables"] else None,
+        "shorten_name": shorten_name,
+        "best": find_best_row(report),
+    }
+    page = write_page(folder, report, TEMPLATES / "serving.html.j2", _draw_charts, stem="serving", extras=extras)
+    write_whole(folder / "serving.md", render_markdown(report))
+    return page
+
+
+def _draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
+    from redraft.eval.serving.charts import build_charts  # altair is in the `report` extra
+
+    return build_charts(report)
+
+
+def render_markdown(report: Mapping[str, Any]) -> str:
+    """The answer, a table for every question, and the expected speed-ups of every draft."""
+    lines = [f"# Serving {report['target']}", "", *compose_answer(report), ""]
+    for question, rows in report["tables"].items():
+        header, body = build_grid(rows) if question == GRID else (HEADER, [format_row(row) for row in rows])
+        lines += [f"## {QUESTIONS[question]}", "", *_markdown_table(header, body), ""]
+    for name, draft in report["drafts"].items():
+        if draft["advice"]:
+            lines += [f"## How many tokens to draft: {shorten_name(name)}", "", f"{draft['advice']['sentence']}", ""]
+            lines += ["Expected speed-up:", "", *_markdown_table(*build_speedup_grid(draft["advice"])), ""]
+    lines += [f"Not measured: {entry['what']}: {entry['reason']}" for entry in report["refused"]]
+    environment = ", ".join(f"{name} {value}" for name, value in report["environment"].items())
+    return "\n".join([*lines, "", f"`{report['command']}`; {environment}", ""])
+
+
+def compose_answer(report: Mapping[str, Any]) -> Iterator[str]:
+    """The conclusions of the benchmark, a sentence each."""
+    if row := find_best_row(report):
+        k, concurrency = row["num_speculative_tokens"], row["concurrency"]
+        yield (
+            f"With {shorten_name(row['draft'])} and {k} draft token{'s' if k > 1 else ''}, output is "
+            f"{row['speedup']:.2f}x as fast with {concurrency} concurrent request{'s' if concurrency > 1 else ''}, "
+            f"at {row['measured']['tau']:.2f} tokens per target step."
+        )
+    for name, draft in report["drafts"].items():
+        if draft["advice"]:
+            yield f"{shorten_name(name)}: {draft['advice']['sentence']}."
+
+
+HEADER = (
+    *("draft", "k", "speed-up", "E2E speed-up", "ideal", "tau", "tokens/s", "TTFT ms", "TPOT ms", "E2E ms"),
+    *("concurrency", "req/s", "input", "data"),
+)
+
+
+def format_row(row: Row) -> list[str]:
+    """A row as text, in the order of `HEADER`."""
+    measured = row["measured"]
+    quantized = f" ({row['quantization']})" if row["quantization"] else ""
+    return [
+        f"{shorten_name(row['draft'])}{quantized}" if row["draft"] else "none",
+        str(row["num_speculative_tokens"] or "–"),
+        *(_format_ratio(row[key] if row["draft"] else None) for key in ("speedup", "speedup_e2e", "speedup_ideal")),
+        f"{measured['tau']:.2f}" if row["draft"] else "–",
+        f"{measured['tokens_per_s']:,.0f}",
+        *(f"{measured[key]['mean']:,.1f}" for key in ("ttft_ms", "tpot_ms", "e2e_ms")),
+        str(row["concurrency"] or "–"),
+        f"{row['request_rate']:g}" if row["request_rate"] else "–",
+        f"{measured['mean_input_tokens']:.0f}",
+        Path(row["data"]).name if ":" in row["data"] else row["data"],
+    ]
+
+
+def build_grid(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """(header, rows) of speed-up and tokens/s by concurrency and number of draft tokens, from the rows of one draft."""
+    ks = sorted({row["num_speculative_tokens"] for row in rows} - {0})
+    cells = {(row["concurrency"], row["num_speculative_tokens"]): row for row in rows}
+    concurrency = sorted({b for b, _ in cells})
+    body = []
+    for b in concurrency:
+        speedups = [_format_speedup(cells.get((b, k))) for k in ks]
+        body.append([str(b), _format_speed(cells.get((b, 0))), *speedups])
+    return ["concurrent requests", "no draft, tokens/s", *(f"k = {k}" for k in ks)], body
+
+
+def _format_speed(row: Row | None) -> str:
+    return "–" if row is None else f"{row['measured']['tokens_per_s']:,.0f}"
+
+
+def _format_speedup(row: Row | None) -> str:
+    """Speed-up, and tokens/s in brackets."""
+    return "–" if row is None else f"{_format_ratio(row['speedup'])} ({_format_speed(row)})"
+
+
+def _format_ratio(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}x"
+
+
+def build_speedup_grid(advice: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """(header, rows) of the expected speed-up by batch size and k."""
+    ks = sorted({row["num_speculative_tokens"] for row in advice["table"]} - {0})
+    by_batch: dict[int, dict[int, float]] = {}
+    for row in advice["table"]:
+        by_batch.setdefault(row["batch_size"], {})[row["num_speculative_tokens"]] = row["speedup"]
+    rows = [[str(b), *(f"{speedups[k]:.2f}x" for k in ks)] for b, speedups in by_batch.items()]
+    return ["batch size", *(f"k = {k}" for k in ks)], rows
+
+
+def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(header) + " |"
+    yield "|" + "---|" * len(header)
+    for cells in rows:
+        yield "| " + " | ".join(cells) + " |"

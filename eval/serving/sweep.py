@@ -1,0 +1,246 @@
+"""The plan of a serving benchmark: its questions, the cells that answer them, and the tables of the results.
+
+Sweep ──► plan: question -> cells ──► (a server for every variant, a load for every cell) ──► Results ──► tables
+
+A question varies one setting and leaves the others at the first values of the sweep, so one cell often answers several
+questions. Each finished cell is written to a separate file, so an interrupted run continues with the missing cells.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from redraft.eval.serving.cost import StepCosts
+from redraft.eval.serving.load import Load, LoadResult, median_run
+from redraft.heads.files.artifact import write_whole
+from redraft.heads.files.kept import fingerprint_path, hash_key
+
+QUESTIONS = {
+    "draft": "By draft",
+    "tokens": "By number of draft tokens and concurrency",
+    "request_rate": "By request rate",
+    "input_tokens": "By input length",
+    "data": "By data",
+    "quantization": "With a quantised draft",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to serve the target: alone, or with a draft."""
+
+    draft: str | None = None
+    num_speculative_tokens: int = 0
+    quantization: str | None = None
+    """Quantization of the draft, as vLLM calls it (`fp8`)."""
+    is_ideal: bool = False
+    """The engine is told to accept every draft token: the upper limit for any draft of this speed."""
+
+
+ALONE = Variant()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    variant: Variant
+    load: Load
+
+    def alone(self) -> Cell:
+        """The same load without a draft."""
+        return replace(self, variant=ALONE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The values to measure. The first of each is the base, used when another setting is varied."""
+
+    drafts: tuple[str, ...]
+    num_speculative_tokens: tuple[int, ...]
+    concurrency: tuple[int, ...]
+    request_rates: tuple[float, ...]
+    """Requests per second; if empty, this question is left out."""
+    input_tokens: tuple[int, ...]
+    data: tuple[str, ...]
+    quantizations: tuple[str, ...]
+    output_tokens: int
+    prompts_per_client: int
+    engine_has_ideal: bool
+    """The engine can be told to accept every draft token."""
+
+    def __post_init__(self) -> None:
+        for name in ("drafts", "num_speculative_tokens", "concurrency", "input_tokens", "data"):
+            if not getattr(self, name):
+                flag = {"drafts": "--draft"}.get(name, f"--{name.replace('_', '-')}")
+                raise ValueError(f"there is nothing to measure: give at least one {flag}")
+        if min(self.num_speculative_tokens) < 1 or min(self.concurrency) < 1 or self.prompts_per_client < 1:
+            raise ValueError("draft tokens, concurrency and prompts per client must be at least 1")
+        if min(self.request_rates, default=1) <= 0 or min(self.input_tokens) < 1 or self.output_tokens < 2:
+            raise ValueError("request rates must be above 0, inputs at least 1 token, outputs at least 2")
+
+    def load(self, **changes: Any) -> Load:
+        """The base load with some settings changed."""
+        concurrency = changes.get("concurrency", self.concurrency[0])
+        load = Load(
+            data=changes.get("data", self.data[0]),
+            input_tokens=changes.get("input_tokens", self.input_tokens[0]),
+            output_tokens=self.output_tokens,
+            num_prompts=self.prompts_per_client * (concurrency or self.concurrency[0]),
+            concurrency=concurrency,
+            request_rate=changes.get("request_rate"),
+        )
+        return replace(load, input_tokens=None) if load.has_fixed_lengths else load
+
+    def variant(self, **changes: Any) -> Variant:
+        first = Variant(draft=self.drafts[0], num_speculative_tokens=self.num_speculative_tokens[0])
+        return replace(first, **changes)
+
+
+def plan(sweep: Sweep) -> dict[str, list[Cell]]:
+    """The cells of every question with something to vary, in the order of `QUESTIONS`; cells without a draft first."""
+    base, variant = sweep.load(), sweep.variant()
+    ideal = [variant, replace(variant, is_ideal=True)] if sweep.engine_has_ideal else [variant]
+    by_k = [replace(v, num_speculative_tokens=k) for k in sorted(sweep.num_speculative_tokens) for v in ideal]
+    drafts = [sweep.variant(draft=draft) for draft in sweep.drafts]
+    quantized = [sweep.variant(quantization=name) for name in sweep.quantizations]
+    # no limit on concurrency here: requests arrive at their rate, however many are still running
+    rates = [sweep.load(request_rate=rate, concurrency=None) for rate in sorted(sweep.request_rates)]
+    lengths: list[Load] = []
+    if not base.has_fixed_lengths:
+        lengths = [sweep.load(input_tokens=length) for length in sorted(sweep.input_tokens)]
+    questions = {
+        "draft": _cross([ALONE, *drafts, *ideal[1:]], [base]),
+        "tokens": _cross([ALONE, *by_k], [sweep.load(concurrency=c) for c in sorted(sweep.concurrency)]),
+        "request_rate": _cross([ALONE, variant], rates),
+        "input_tokens": _cross([ALONE, *ideal], lengths) if len(lengths) > 1 else [],
+        "data": _cross([ALONE, variant], [sweep.load(data=data) for data in sweep.data]) if sweep.data[1:] else [],
+        "quantization": _cross([ALONE, variant, *quantized], [base]) if quantized else [],
+    }
+    return {question: questions[question] for question in QUESTIONS if questions[question]}
+
+
+def _cross(variants: Sequence[Variant], loads: Sequence[Load]) -> list[Cell]:
+    return [Cell(variant=variant, load=load) for variant in variants for load in loads]
+
+
+def group_by_variant(cells: Iterable[Cell]) -> dict[Variant, list[Cell]]:
+    """Every cell once, grouped by variant: each server then starts only once."""
+    groups: dict[Variant, list[Cell]] = {}
+    for cell in dict.fromkeys(cells):
+        groups.setdefault(cell.variant, []).append(cell)
+    return groups
+
+
+class Results:
+    """The finished cells of a folder, one file each: cells/<hash>.json."""
+
+    def __init__(self, folder: Path, served: Mapping[str, object]) -> None:
+        """`served` are the settings common to all cells (target, engine). Cells measured with others are ignored."""
+        self.folder, self._served = folder / "cells", dict(served)
+
+    def path(self, cell: Cell, repeat: int) -> Path:
+        files = [fingerprint_path(name) for name in (cell.variant.draft, cell.load.file) if name]
+        named = {"cell": asdict(cell), "served": self._served, "files": files, "repeat": repeat}
+        return self.folder / f"{hash_key(named)[:16]}.json"
+
+    def has(self, cell: Cell, repeat: int) -> bool:
+        return self.path(cell, repeat).is_file()
+
+    def add(self, cell: Cell, repeat: int, result: LoadResult) -> None:
+        """Write a finished cell atomically: a killed process leaves no broken file."""
+        text = json.dumps({"cell": asdict(cell), "repeat": repeat, "served": result.to_json()}, indent=1)
+        write_whole(self.path(cell, repeat), text)
+
+    def median(self, cell: Cell, num_repeats: int) -> LoadResult | None:
+        """The run of a cell with the median speed; None if no run is finished."""
+        runs = [json.loads(self.path(cell, r).read_text()) for r in range(num_repeats) if self.has(cell, r)]
+        return median_run([LoadResult.from_json(run["served"]) for run in runs]) if runs else None
+
+
+def build_tables(
+    questions: Mapping[str, Sequence[Cell]], measured: Mapping[Cell, LoadResult]
+) -> dict[str, list[dict[str, Any]]]:
+    """The rows of every question, one for each measured cell. Questions without rows are left out.
+
+    The table of quantised drafts is left out if the engine refused all of them.
+    """
+    tables = {}
+    for question, cells in questions.items():
+        if rows := list(_build_rows(cells, measured)):
+            tables[question] = rows
+    if not any(row["quantization"] for row in tables.get("quantization", ())):
+        tables.pop("quantization", None)
+    return tables
+
+
+def _build_rows(cells: Sequence[Cell], measured: Mapping[Cell, LoadResult]) -> Iterator[dict[str, Any]]:
+    for cell in cells:
+        if cell in measured and not cell.variant.is_ideal:
+            ideal = replace(cell, variant=replace(cell.variant, is_ideal=True))
+            yield build_row(cell, measured[cell], measured.get(cell.alone()), measured.get(ideal))
+
+
+def build_row(
+    cell: Cell, result: LoadResult, alone: LoadResult | None, ideal: LoadResult | None = None
+) -> dict[str, Any]:
+    """The settings of a cell, its result, and three ratios to `alone`, the same load without a draft.
+
+    `speedup`           ratio of output tokens/s
+    `speedup_e2e`       ratio of mean end-to-end latencies; the one to read if clients, not the server, set the pace
+    `speedup_ideal`     ratio of output tokens/s if every draft token were accepted: measured (`ideal`), or computed as
+                        k + 1 tokens in each of the measured steps
+    """
+    k = cell.variant.num_speculative_tokens
+    speedup_ideal = None
+    if alone and k and result.step_s:
+        computed = (k + 1) * alone.step_s / result.step_s
+        speedup_ideal = ideal.tokens_per_s / alone.tokens_per_s if ideal else computed
+    return {
+        "draft": cell.variant.draft,
+        "num_speculative_tokens": k,
+        "quantization": cell.variant.quantization,
+        **asdict(cell.load),
+        "measured": result.to_json(),
+        "speedup": result.tokens_per_s / alone.tokens_per_s if alone else None,
+        "speedup_e2e": alone.e2e_ms.mean / result.e2e_ms.mean if alone else None,
+        "speedup_ideal": speedup_ideal,
+    }
+
+
+def fit_step_costs(rows: Iterable[Mapping[str, Any]], draft: str) -> StepCosts | None:
+    """The costs of a draft's steps, from rows by number of draft tokens and concurrency.
+
+    The batch size is the concurrency: each client sends its next request at once, so every step has that many requests.
+    None unless some concurrency was measured with and without the draft.
+    """
+    steps: dict[int, dict[int, float]] = {}
+    for entry in rows:
+        if entry["draft"] in (None, draft) and entry["concurrency"] and entry["measured"]["step_s"] > 0:
+            by_k = steps.setdefault(entry["concurrency"], {})
+            by_k[entry["num_speculative_tokens"]] = entry["measured"]["step_s"]
+    whole = {b: by_k for b, by_k in steps.items() if 0 in by_k and len(by_k) > 1}
+    return StepCosts.from_steps(whole) if whole else None
+
+
+def pool_acceptance(rows: Iterable[Mapping[str, Any]], draft: str) -> list[float]:
+    """Acceptance by position over all rows of a draft, as a share of the steps with enough draft tokens.
+
+    Later positions come from fewer rows, so by chance one may have a larger share than the position before it, which
+    is impossible in one sample. Such shares are cut to the smaller one.
+    """
+    accepted: list[float] = []
+    steps: list[int] = []
+    for entry in rows:
+        if entry["draft"] == draft and not entry["quantization"]:
+            measured = entry["measured"]
+            for position, rate in enumerate(measured["acceptance_per_position"]):
+                if position == len(accepted):
+                    accepted.append(0.0)
+                    steps.append(0)
+                accepted[position] += rate * measured["num_steps"]
+                steps[position] += measured["num_steps"]
+    rates = [hits / total for hits, total in zip(accepted, steps, strict=True)]
+    return [min(rates[: position + 1]) for position in range(len(rates))]

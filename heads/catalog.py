@@ -1,0 +1,321 @@
+"""The table of draft families, one row each: all that the rest of redraft knows about a family.
+
+To add a family, write a module with a `Config` and an implementation of `heads.draft.Draft`, and add a row here.
+Training, export, forecast, doctor, serving and the learner need nothing else.
+
+Standard library only: the module of a draft, and with it torch, is imported when a row is asked for the class.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from redraft.heads.files.artifact import PROVENANCE, fingerprint
+from redraft.heads.files.folder import read_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from redraft.heads.draft import Draft
+    from redraft.heads.target import Target
+
+Reads = Literal["nothing", "layers", "last"]
+"""Input from the target: nothing, the streams after some layers, or the last hidden state after the final norm."""
+
+Parity = Literal["autoregressive", "recurrent", "parallel"]
+"""How vLLM's drafter computes a block, for the doctor's comparison with training (`eval.parity.compare`).
+
+autoregressive   the prefix in one pass, then every drafted token
+recurrent        the prefix shifted by one token beside the target's features, then a row for every drafted token
+parallel         one pass over the target's last hidden state for all tokens
+"""
+
+Decoder = Literal["v1", "v2", "reference"]
+"""vLLM's V1 or V2 model runner, or `eval.forecast.reference`."""
+
+
+@dataclass(frozen=True)
+class FixedTokens:
+    """The number of draft tokens is fixed by the checkpoint. This says where config.json has it."""
+
+    keys: tuple[str, ...]
+    """Keys of config.json, of which the first one present counts."""
+    unused: int = 0
+    """Counted positions without a proposal, e.g. 1 for a block with the last known token in front."""
+
+    def read(self, config: Mapping[str, Any]) -> int | None:
+        """The most tokens of a draft with this config.json; None if none of the keys is there."""
+        count = next((config[key] for key in self.keys if config.get(key)), None)
+        return None if count is None else int(count) - self.unused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One row of the table."""
+
+    name: str
+    """In flags, TOML files and the `redraft` section of an exported config.json."""
+    title: str
+    """In reports."""
+    draft: str = ""
+    """The class that implements `Draft`, as "module:Class". Empty for a lookup in the text, which has no weights."""
+    method: str | None
+    """vLLM's name for it in --speculative-config; None if vLLM has no proposer."""
+    decoders: tuple[Decoder, ...]
+    """Decoders for serving."""
+    tensors: str = ""
+    """Pattern of a tensor name by which a checkpoint is recognised. The first matching row of the table wins."""
+    architectures: tuple[str, ...] = ()
+    """Names in `architectures` of config.json. No other family may use them."""
+    reads: Reads = "nothing"
+    """Input from the target. MTP layers of some targets read a stream instead of the last hidden state."""
+    layers_key: str = ""
+    """Key of config.json with the list of target layers to read. Dots lead into nested sections."""
+    fixed_tokens: FixedTokens | None = None
+    """The limit on draft tokens; None for a family without one."""
+    varies_tokens: bool = True
+    """The number of draft tokens may change from step to step. If false, vLLM exits when it does."""
+    can_sample: bool = False
+    """vLLM can draw draft tokens from q. If false, it always takes the most probable one."""
+    learns_online: bool = False
+    """`redraft learner` trains it from records."""
+    trains_lm_head: bool = False
+    """Training changes `lm_head.weight`. While it still equals the target's, vLLM shares the target's."""
+    is_in_target: bool = False
+    """The weights lie in the target's folder, so vLLM gets a method and no model."""
+    parity: Parity | None = None
+    """None if the doctor cannot compare the engine's passes with training."""
+    checks: str = ""
+    """The doctor's static checks for this family only, as "module:TUPLE"."""
+
+    @property
+    def is_lookup(self) -> bool:
+        """A lookup of tokens in the text: there is nothing to train, export or load."""
+        return not self.draft
+
+    @property
+    def is_head(self) -> bool:
+        """A head reads the target's hidden states and borrows embeddings, so loading one takes the target too."""
+        return self.reads != "nothing"
+
+    def draft_class(self) -> Any:
+        """The class that implements `Draft`."""
+        return _import(self.draft)
+
+    def config_class(self) -> Any:
+        """The class of a head's options: `draft_class()(config_class()(...), target)` is an untrained head."""
+        return _import(f"{self.draft.partition(':')[0]}:Config")
+
+    def load(self, folder: Path, target: Callable[[], Target], dtype: torch.dtype | None = None) -> Draft:
+        """The draft of a folder, in `dtype` (None: a head in float32, a whole model as stored).
+
+        `target` is called only for a head, because reading a target takes time.
+
+        Raises:
+            ValueError: a tensor is missing, unknown or of another shape.
+        """
+        draft: Draft
+        if not self.is_head:
+            # cast while loading: `.to` would round the rotary frequencies of a transformers model too
+            draft = self.draft_class().load(folder, dtype=dtype)
+            return draft
+        draft = self.draft_class().load(folder, target())
+        return draft if dtype is None else draft.to(dtype)
+
+    def read_layers(self, config: Mapping[str, Any]) -> list[int]:
+        """The target layers read by an export with this config.json, from `layers_key`."""
+        *sections, last = self.layers_key.split(".")
+        for section in sections:
+            config = config[section]
+        return list(config[last])
+
+    def own_checks(self) -> tuple[Any, ...]:
+        """The doctor's checks for this family only."""
+        return tuple(_import(self.checks)) if self.checks else ()
+
+    def max_tokens(self, config: Mapping[str, Any]) -> int | None:
+        """The most draft tokens of an export with this config.json; None for any number."""
+        return None if self.fixed_tokens is None else self.fixed_tokens.read(config)
+
+
+# Order matters for `tensors` only: the row whose tensor is rarer comes first.
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="mtp",
+        title="MTP",
+        draft="redraft.heads.families.mtp:Mtp",
+        method="mtp",
+        decoders=("v1", "v2", "reference"),
+        tensors=r"(model\.mtp_layers\.|mtp\.).*|.*\.eh_proj\.weight",
+        reads="last",
+        can_sample=True,
+        is_in_target=True,
+        parity="recurrent",
+        checks="redraft.heads.doctor.mtp:CHECKS",
+    ),
+    Family(
+        name="eagle3",
+        title="EAGLE-3",
+        draft="redraft.heads.families.eagle3:Eagle3",
+        method="eagle3",
+        decoders=("v1", "v2", "reference"),
+        tensors=r"(midlayer|layers\.0)\.hidden_norm\.weight",
+        architectures=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"),
+        reads="layers",
+        layers_key="eagle_aux_hidden_state_layer_ids",
+        can_sample=True,
+        learns_online=True,
+        trains_lm_head=True,
+        parity="recurrent",
+        checks="redraft.heads.doctor.eagle3:CHECKS",
+    ),
+    Family(
+        name="mlp_speculator",
+        title="MLPSpeculator",
+        draft="redraft.heads.families.mlp_speculator:MLPSpeculator",
+        method=None,
+        decoders=("reference",),
+        tensors=r"speculator\.emb\.0\.weight",
+        architectures=("MLPSpeculatorPreTrainedModel",),
+        reads="last",
+        fixed_tokens=FixedTokens(("n_predict",)),
+    ),
+    Family(
+        name="medusa",
+        title="Medusa",
+        draft="redraft.heads.families.medusa:Medusa",
+        method="medusa",
+        decoders=("v1", "reference"),
+        tensors=r"(medusa_heads\.)?(blocks\.0\..*|0\.0\.linear\..*)",
+        architectures=("MedusaModel",),
+        reads="last",
+        fixed_tokens=FixedTokens(("num_heads", "medusa_num_heads")),
+        varies_tokens=False,
+        parity="parallel",
+        checks="redraft.heads.doctor.medusa:CHECKS",
+    ),
+    Family(
+        name="eagle1",
+        title="EAGLE-1",
+        draft="redraft.heads.families.eagle1:Eagle1",
+        method="eagle",
+        decoders=("v1", "v2", "reference"),
+        tensors=r"fc\.weight",
+        # exports have LlamaForCausalLM, which could be any Llama
+        architectures=("EagleLlamaForCausalLM",),
+        reads="last",
+        can_sample=True,
+        learns_online=True,
+        parity="recurrent",
+        checks="redraft.heads.doctor.eagle1:CHECKS",
+    ),
+    Family(
+        name="standalone",
+        title="standalone draft",
+        draft="redraft.heads.families.standalone:StandaloneDraft",
+        method="draft_model",
+        decoders=("v1", "v2"),
+        tensors=r".*\.layers\.0\..*",
+        can_sample=True,
+        learns_online=True,
+        parity="autoregressive",
+        checks="redraft.heads.doctor.standalone:CHECKS",
+    ),
+    Family(name="ngram", title="n-gram lookup", method="ngram", decoders=("v1", "v2")),
+    Family(name="suffix", title="suffix decoding", method="suffix", decoders=("v1",), varies_tokens=False),
+)
+
+
+def find_family(name: str) -> Family:
+    """The row of a family with weights.
+
+    Raises:
+        ValueError: the table has no such name.
+    """
+    known = {family.name: family for family in FAMILIES if not family.is_lookup}
+    if name not in known:
+        raise ValueError(f"there is no draft family {name}: choose one of {', '.join(sorted(known))}")
+    return known[name]
+
+
+def find_method(method: str | None) -> Family | None:
+    """The first row with this vLLM method; None if there is none."""
+    return next((family for family in FAMILIES if method is not None and family.method == method), None)
+
+
+def list_lookups() -> list[str]:
+    """Names of the families without weights, which look tokens up in the text."""
+    return [family.name for family in FAMILIES if family.is_lookup]
+
+
+def list_methods() -> list[str]:
+    """vLLM's methods for drafts with weights, in alphabetical order."""
+    return sorted({family.method for family in FAMILIES if family.method and not family.is_lookup})
+
+
+def list_learning() -> list[str]:
+    """Names of the families with online learning, in alphabetical order."""
+    return sorted(family.name for family in FAMILIES if family.learns_online)
+
+
+if TYPE_CHECKING:
+    Method = str
+else:
+    # a type of choices for command lines; mypy cannot read one made from a table
+    Method = Literal[tuple(list_methods())]
+
+
+def detect_family(folder: Path) -> Family:
+    """The family of an exported head, by config.json.
+
+    Raises:
+        ValueError: the config names no known family.
+    """
+    config = read_config(folder)
+    architecture = (config.get("architectures") or [""])[0]
+    named = config.get("redraft", {}).get("family")  # only in exports of redraft
+    for family in FAMILIES:
+        if (family.is_head and named == family.name) or (not named and architecture in family.architectures):
+            return family
+    raise ValueError(f"{folder} is not a head of a known family (architecture {architecture or 'not given'})")
+
+
+def detect_family_by_tensors(names: Collection[str], folder: Path) -> Family:
+    """The family of a draft by its tensor names. The config.json may claim another.
+
+    Raises:
+        ValueError: no row matches.
+    """
+    for family in FAMILIES:
+        if family.tensors and any(re.fullmatch(family.tensors, name) for name in names):
+            return family
+    example = min(names, default="none")
+    raise ValueError(f"{folder} holds no draft of a known family: its tensors are such as {example}")
+
+
+def require_head(folder: Path, name: str, target: Path) -> None:
+    """Raise ValueError unless `folder` holds a head of family `name` whose provenance, if any, names this target.
+
+    Raises:
+        FileNotFoundError: the folder has no config.json.
+        ValueError: it is a head of another family, or was trained for another target.
+    """
+    if (found := detect_family(folder).name) != name:
+        raise ValueError(f"{folder} holds a head of the family {found}, not {name}: use the recipe of {found}")
+    provenance = json.loads((folder / PROVENANCE).read_text()) if (folder / PROVENANCE).is_file() else {}
+    trained_for = provenance.get("target_fingerprint")
+    if trained_for is not None and trained_for != fingerprint(target):
+        raise ValueError(
+            f"{folder} was trained for another target than {target}: {provenance.get('target', 'unnamed')}"
+        )
+
+
+def _import(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)

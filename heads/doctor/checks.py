@@ -1,0 +1,62 @@
+"""All checks of a draft's folder: some for every family, others from the family's row in the catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from redraft.heads.doctor import method as check_method
+from redraft.heads.doctor import origin as check_origin
+from redraft.heads.doctor.pair import Check, Finding, Pair
+from redraft.heads.files.artifact import MANIFEST, PROVENANCE
+from redraft.heads.files.folder import model_folder
+
+
+def static_findings(pair: Pair, *, method: str | None, num_speculative_tokens: int) -> list[Finding]:
+    """The problems visible in configs, headers and small tensors, without computing anything.
+
+    Args:
+        pair: The draft and its target.
+        method: vLLM's method for serving the draft; None for the family's.
+        num_speculative_tokens: Tokens to draft per step.
+    """
+    checks: list[Check] = [
+        check_origin.manifest,
+        check_origin.target_fingerprint,
+        partial(check_method.method_flag, method=method),
+        *pair.family.own_checks(),
+        partial(check_method.number_of_tokens, num_speculative_tokens=num_speculative_tokens),
+    ]
+    found = [finding for check in checks for finding in check(pair)]
+    # a wrong key or tensor also breaks loading, but the checks above say it in better words
+    return found or list(check_origin.completeness(pair))
+
+
+def first_cure(target: str | Path, draft: str | Path, num_speculative_tokens: int) -> str:
+    """The first problem of a refused draft, with the cure, to append to the engine's error message.
+
+    Empty if nothing is found.
+    """
+    try:
+        pair = Pair.read(model_folder(target), model_folder(draft))
+        found = static_findings(pair, method=None, num_speculative_tokens=num_speculative_tokens)
+    except (ValueError, OSError) as error:  # the folder cannot be read at all
+        return f"; {error}"
+    return "".join(f"; {finding.problem}, cure: {finding.cure}" for finding in found[:1])
+
+
+def notes(pair: Pair) -> Iterator[str]:
+    """One line for each impossible check, with the reason."""
+    if pair.family.method is None and "reference" in pair.family.decoders:
+        yield f"vLLM has no proposer for {pair.family.title}: redraft's reference decoder serves it"
+    if not (pair.draft / MANIFEST).is_file():
+        yield f"{pair.draft} has no {MANIFEST}: it is not known whether its files are intact"
+    if pair.provenance is None:
+        yield f"{pair.draft} has no {PROVENANCE}: the target and the acceptance of its training are not known"
+    if pair.trained_with is None and pair.family.layers_key:
+        yield "its config does not record how it was trained: aux layers and norms are taken as the config says"
+    trained_length = ((pair.provenance or {}).get("config", {}).get("loop") or {}).get("sequence_length")
+    served_length = pair.target_config.max_position_embeddings
+    if trained_length is not None and trained_length < served_length:
+        yield f"trained on {trained_length} positions, the target serves {served_length}: measure acceptance far out"

@@ -1,0 +1,171 @@
+"""Checks of an EAGLE-3 head: auxiliary layers, norms and draft vocabulary.
+
+W = draft vocabulary, V = target vocabulary, D = hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from redraft.heads.doctor import shared
+from redraft.heads.doctor.pair import Check, Finding, Pair
+from redraft.heads.families.eagle3 import ARCHITECTURE
+from redraft.heads.files.tensors import read_tensors
+
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+NUM_AUX = "num_aux_hidden_states"
+
+DEFAULT_NUM_AUX = 3
+"""Number of aux layers assumed by vLLM if neither `num_aux_hidden_states` nor a nested list gives one."""
+
+
+def aux_layers(pair: Pair) -> Iterator[Finding]:
+    """The engine feeds the target layers of training, and they are named at the top level of the config."""
+    top, nested = pair.config.get(AUX_IDS), _nested_ids(pair)
+    num_layers = pair.target_config.num_hidden_layers
+    if not top and nested:
+        yield Finding(
+            f"the aux layer ids {nested} are nested in another section of config.json, where not every engine looks",
+            f'write "{AUX_IDS}": {nested} at the top level of config.json',
+        )
+    served = list(top or nested or (2, num_layers // 2, num_layers - 3))
+    trained = (pair.trained_with or {}).get(AUX_IDS)
+    if served != sorted(set(served)) or served[0] < 0 or served[-1] > num_layers:
+        yield Finding(
+            f"aux layers {served} are not distinct ascending layers of the target, which has 0 to {num_layers}",
+            _write_ids(trained) if trained else "name the layers that the head was trained on",
+        )
+    elif trained and served != trained:
+        given = "the engine is told" if top or nested else "config.json names none and the engine takes"
+        yield Finding(f"{given} aux layers {served}, the head was trained on {trained}{_off_by(served, trained)}",
+                      _write_ids(trained))  # fmt: skip
+    yield from _number_of_aux_layers(pair, served)
+
+
+def _number_of_aux_layers(pair: Pair, served: Sequence[int]) -> Iterator[Finding]:
+    read = pair.shapes["fc.weight"][1] // pair.target_config.hidden_size
+    if len(served) != read:
+        yield Finding(
+            f"{len(served)} aux layers {list(served)} are fed, the weights of fc read {read}",
+            f"name in {AUX_IDS} the {read} layers that the head was trained on",
+        )
+        return
+    in_eagle_config = (pair.config.get("eagle_config") or {}).get(AUX_IDS)
+    counted = pair.layer_config.get(NUM_AUX) or len(in_eagle_config or ()) or DEFAULT_NUM_AUX
+    if counted != read:
+        where = "transformer_layer_config" if pair.is_speculators else "config.json"
+        yield Finding(
+            f"vLLM makes room for {counted} aux layers, the weights of fc read {read}",
+            f'write "{NUM_AUX}": {read} into {where}',
+        )
+
+
+def _nested_ids(pair: Pair) -> list[int] | None:
+    sections = (pair.config.get("eagle_config"), pair.config.get("transformer_layer_config"))
+    return next((list(section[AUX_IDS]) for section in sections if section and section.get(AUX_IDS)), None)
+
+
+def _off_by(served: Sequence[int], trained: Sequence[int]) -> str:
+    shifts = {s - t for s, t in zip(served, trained, strict=False)}
+    if len(served) != len(trained) or shifts not in ({1}, {-1}):
+        return ""
+    return f": off by one, {'above' if shifts == {1} else 'below'}; layer k is the residual stream after k layers"
+
+
+def _write_ids(trained: Sequence[int]) -> str:
+    return f'write "{AUX_IDS}": {list(trained)} at the top level of config.json'
+
+
+def options(pair: Pair) -> Iterator[Finding]:
+    """Options with an influence on the arithmetic are those of training."""
+    for key in ARCHITECTURE:
+        trained = (pair.trained_with or {}).get(key)
+        default = pair.is_speculators and key == "norm_before_residual"
+        # unset but right by luck is still a finding if the defaults of the readers differ
+        unset_is_right = trained == default and key != "norm_before_residual"
+        if trained is None or pair.config.get(key) == trained or (key not in pair.config and unset_is_right):
+            continue
+        said = f"{_json(pair.config[key])}," if key in pair.config else f"unset: the engine takes {_json(default)},"
+        yield Finding(
+            f"{key} is {said} the head was trained with {_json(trained)}",
+            f'write "{key}": {_json(trained)} at the top level of config.json',
+        )
+
+
+def _json(value: bool) -> str:
+    return str(value).lower()
+
+
+def vocabulary_map(pair: Pair) -> Iterator[Finding]:
+    """The maps of a reduced vocabulary: d2t[i] is the target's id minus draft id i, t2d marks the kept target ids."""
+    vocab_size = pair.target_config.vocab_size
+    rows = pair.shapes.get("lm_head.weight", (vocab_size,))[0]
+    named = pair.config.get("draft_vocab_size") or vocab_size
+    if named != rows:
+        yield Finding(f"draft_vocab_size is {named}, the head has {rows} rows", f'write "draft_vocab_size": {rows}')
+    if rows > vocab_size:
+        yield Finding(
+            f"a draft vocabulary of {rows} ids is larger than the target's {vocab_size}", "train a head for this target"
+        )
+    elif "d2t" in pair.shapes:
+        yield from _check_map(pair, rows, vocab_size)
+    elif rows < vocab_size:
+        yield Finding(
+            f"d2t is missing: {rows} draft ids are taken for the target's first {rows}, so that nearly none is right",
+            "put d2t (int64, the target's id minus the draft's) and t2d into the checkpoint: export the head again",
+        )
+
+
+def _check_map(pair: Pair, rows: int, vocab_size: int) -> Iterator[Finding]:
+    wanted = [name for name in ("d2t", "t2d") if name in pair.shapes]
+    tensors = read_tensors(pair.draft, wanted)
+    offset_W = tensors["d2t"]
+    if offset_W.is_floating_point():
+        yield Finding(
+            f"d2t is stored as {pair.dtypes['d2t']}, which rounds large ids", "store d2t as int64: export again"
+        )
+    elif offset_W.shape != (rows,):
+        yield Finding(
+            f"d2t has {offset_W.numel()} entries, the draft's head {rows} rows", "export the head again from training"
+        )
+    else:
+        kept_V = tensors.get("t2d")
+        yield from compare_maps(offset_W, None if kept_V is None else kept_V.nonzero().flatten(), vocab_size)
+
+
+def compare_maps(offset_W: Tensor, kept_W: Tensor | None, vocab_size: int) -> Iterator[Finding]:
+    """The faults of a map; `kept_W` are the ids marked in t2d, None if it is absent."""
+    ids_W = offset_W + torch.arange(len(offset_W))
+    is_ids = _ascends_within(ids_W, vocab_size)
+    as_ids = torch.equal(offset_W, kept_W) if kept_W is not None else not is_ids
+    if as_ids and _ascends_within(offset_W, vocab_size) and (kept_W is None or not torch.equal(ids_W, kept_W)):
+        yield Finding(
+            "d2t holds the target's ids themselves; the engine adds it to the draft's ids",
+            "store d2t minus 0, 1, 2, ...: the offset of every draft id",
+        )
+    elif not is_ids:
+        yield Finding(
+            f"d2t leads to ids that do not ascend within the target's 0 to {vocab_size - 1}", "export the head again"
+        )
+    elif kept_W is not None and not torch.equal(ids_W, kept_W):
+        yield Finding(
+            f"d2t and t2d contradict each other: {len(ids_W)} ids and {len(kept_W)} marks, not the same ones",
+            "export both from the ids that the head was trained with",
+        )
+
+
+def _ascends_within(ids_W: Tensor, vocab_size: int) -> bool:
+    return bool((ids_W.diff() > 0).all()) and int(ids_W[0]) >= 0 and int(ids_W[-1]) < vocab_size
+
+
+CHECKS: tuple[Check, ...] = (
+    *shared.LLAMA_LAYER,
+    shared.shared_weights,
+    shared.fc_bias,
+    aux_layers,
+    options,
+    vocabulary_map,
+)

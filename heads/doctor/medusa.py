@@ -1,0 +1,38 @@
+"""Checks of Medusa heads: biases and sizes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from redraft.heads.doctor.pair import Check, Finding, Pair
+
+
+def bias(pair: Pair) -> Iterator[Finding]:
+    """The checkpoint has biases if and only if the engine is told to load them."""
+    has_bias = any(re.fullmatch(r".*(layers|linear)\.?\d*\.bias", name) for name in pair.shapes)
+    serves_bias = bool(pair.config.get("medusa_fc_bias", False))
+    trained = (pair.trained_with or {}).get("medusa_fc_bias", has_bias)
+    if has_bias and not serves_bias:
+        said = "is false" if "medusa_fc_bias" in pair.config else "is unset"
+        yield Finding(
+            f"medusa_fc_bias {said}, so the engine drops the biases that the checkpoint holds",
+            'write "medusa_fc_bias": true into config.json',
+        )
+    elif (serves_bias or trained) and not has_bias:
+        yield Finding(
+            "the Medusa heads were trained with biases that the checkpoint lacks", "export the head again with them"
+        )
+
+
+def sizes(pair: Pair) -> Iterator[Finding]:
+    """Hidden size and vocabulary are the target's."""
+    target = pair.target_config
+    for key, wanted in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if pair.config.get(key, wanted) != wanted:
+            yield Finding(
+                f"{key} is {pair.config[key]}, the target's is {wanted}", "give the target that the head was trained on"
+            )
+
+
+CHECKS: tuple[Check, ...] = (bias, sizes)

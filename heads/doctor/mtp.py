@@ -1,0 +1,50 @@
+"""Checks of an MTP layer: the inputs in serving are those of training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from redraft.heads.doctor import shared
+from redraft.heads.doctor.pair import Check, Finding, Pair
+from redraft.heads.families.mtp_layouts import detect_layout
+from redraft.heads.files.checkpoint import load_text_config
+
+FACTS = {
+    "reads_normed": "the target's hidden state {} its final norm",
+    "zero_at_start": "the embedding at position 0 {}",
+    "embedding_first": "the {} first in the concatenation",
+}
+"""Sentences for the fields of a `Layout`, which an engine takes from the target's architecture."""
+
+VALUES = {
+    "reads_normed": {True: "after", False: "before"},
+    "zero_at_start": {True: "set to zero", False: "as it is"},
+    "embedding_first": {True: "embedding", False: "hidden state"},
+}
+
+
+def layout(pair: Pair) -> Iterator[Finding]:
+    """The layer was trained in the layout of this target, because the engine assumes it."""
+    served, trained = detect_layout(pair.target_config), pair.trained_with or {}
+    for key, sentence in FACTS.items():
+        value = getattr(served, key)
+        if trained.get(key, value) != value:
+            gives, wants = (sentence.format(VALUES[key][v]) for v in (value, trained[key]))
+            yield Finding(
+                f"the engine gives the MTP layer {gives}, it was trained with {wants}",
+                "train it in the layout of its target: redraft's mtp family does",
+            )
+    if not pair.config.get(served.count_key):
+        yield Finding(
+            f"config.json does not say how many MTP layers there are ({served.count_key})",
+            f'write "{served.count_key}": 1 into config.json',
+        )
+
+
+def rope(pair: Pair) -> Iterator[Finding]:
+    """Rotary parameters are all of the target's, a partial rotation included: the layer is of the target's class."""
+    mine = load_text_config(pair.draft).rope_parameters
+    yield from shared.compare_rope(mine, pair.target_config.rope_parameters)
+
+
+CHECKS: tuple[Check, ...] = (layout, shared.sizes, rope, shared.positions)

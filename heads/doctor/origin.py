@@ -1,0 +1,45 @@
+"""Checks of a draft's origin: intact bytes, the right target, all tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from redraft.heads.doctor.pair import Finding, Pair
+from redraft.heads.files.artifact import MANIFEST, fingerprint, verify
+from redraft.heads.files.checkpoint import load_causal_lm
+from redraft.heads.target import Target
+
+
+def manifest(pair: Pair) -> Iterator[Finding]:
+    """Every file is as it was published; a folder without a manifest was not published and passes."""
+    if not (pair.draft / MANIFEST).is_file():
+        return
+    try:
+        verify(pair.draft)
+    except ValueError as error:
+        problem, _, cure = str(error).rpartition(": ")
+        yield Finding(problem, cure)
+
+
+def target_fingerprint(pair: Pair) -> Iterator[Finding]:
+    """The target in the provenance is the given one. A folder with both target and draft passes."""
+    trained_for = (pair.provenance or {}).get("target_fingerprint")
+    if trained_for is None or pair.is_own_target or trained_for == fingerprint(pair.target):
+        return
+    name = (pair.provenance or {}).get("target", "another model")
+    yield Finding(
+        f"the draft was trained for another target: {name}, fingerprint {trained_for[:12]}",
+        "give that target, or train a draft for this one",
+    )
+
+
+def completeness(pair: Pair) -> Iterator[Finding]:
+    """The checkpoint has exactly the tensors of the head; engines silently load an incomplete one."""
+    try:
+        if pair.family.is_head:
+            pair.family.load(pair.draft, lambda: Target.from_folder(pair.target))
+        else:
+            load_causal_lm(pair.draft)
+    except (ValueError, KeyError) as error:
+        text = f"config.json lacks {error}" if isinstance(error, KeyError) else str(error)
+        yield Finding(text.removeprefix(f"{pair.draft} ").removeprefix(f"{pair.draft}: "), "export the head again")

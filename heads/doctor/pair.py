@@ -1,0 +1,109 @@
+"""The folders of a draft and a target, read once for all checks, and the finding reported by a check.
+
+    Pair.read(target, draft)   configs, tensor names and shapes, family, provenance
+
+The checks read configs, headers and a few small tensors; nothing is computed. An engine loads a wrong head silently:
+verification keeps the output right, so only acceptance shows it. V = vocabulary, W = draft vocabulary, D = hidden.
+
+Standard library only until `Pair.read`, because `Finding` also reports a broken torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redraft.heads.catalog import Family, detect_family_by_tensors
+from redraft.heads.files.artifact import PROVENANCE, safetensors_header
+from redraft.heads.files.folder import TRAINED_WITH, check_model_folder, read_config, tensor_files
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem and the cure, one line each."""
+
+    problem: str
+    cure: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """The folders of a draft and a target."""
+
+    target: Path
+    draft: Path
+    target_config: Any
+    """The `transformers` config of the target's text model."""
+    config: Mapping[str, Any]
+    """The draft's config.json."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shapes of the draft's tensors, by name."""
+    dtypes: Mapping[str, str]
+    """Types of the draft's tensors, by name, as safetensors spells them (F32, BF16, I64)."""
+    family: Family
+    provenance: Mapping[str, Any] | None
+    """None if the folder has no provenance.json."""
+
+    @staticmethod
+    def read(target: Path, draft: Path) -> Pair:
+        """Read both folders.
+
+        Raises:
+            FileNotFoundError: a folder is missing.
+            ValueError: a folder is corrupt, or the second holds no draft.
+        """
+        from redraft.heads.files.checkpoint import load_text_config  # loads transformers
+
+        config = read_config(draft)
+        headers = {path: safetensors_header(path) for path in set(tensor_files(draft).values())}
+        tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
+        check_model_folder(target)
+        return Pair(
+            target=target,
+            draft=draft,
+            target_config=load_text_config(target),
+            config=config,
+            shapes={name: tuple(tensor["shape"]) for name, tensor in tensors.items()},
+            dtypes={name: tensor["dtype"] for name, tensor in tensors.items()},
+            family=detect_family_by_tensors(tensors, draft),
+            provenance=_read_provenance(draft),
+        )
+
+    @property
+    def is_own_target(self) -> bool:
+        """Both are one folder: a target with an MTP layer in it."""
+        return self.draft.resolve() == self.target.resolve()
+
+    @property
+    def is_speculators(self) -> bool:
+        """The draft has the layout of the `speculators` package."""
+        return "speculators_model_type" in self.config
+
+    @property
+    def layer_config(self) -> Mapping[str, Any]:
+        """The section of the draft's config with sizes, positions and rotary parameters."""
+        inner: Mapping[str, Any] = self.config.get("transformer_layer_config") or self.config
+        return inner
+
+    @property
+    def trained_with(self) -> Mapping[str, Any] | None:
+        """The architecture recorded by the export; None for a head from another trainer."""
+        recorded: Mapping[str, Any] | None = (self.config.get("redraft") or {}).get(TRAINED_WITH)
+        return recorded
+
+
+Check = Callable[[Pair], Iterator[Finding]]
+
+
+def _read_provenance(folder: Path) -> dict[str, Any] | None:
+    path = folder / PROVENANCE
+    if not path.is_file():
+        return None
+    try:
+        provenance: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is corrupt ({error}): publish the draft again") from error
+    return provenance

@@ -1,0 +1,28 @@
+"""Checks of a standalone draft: the target's tokens at the target's positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from redraft.heads.doctor import shared
+from redraft.heads.doctor.pair import Check, Finding, Pair
+from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.files.tokenizers import check_same_tokenizer
+
+
+def tokenizer(pair: Pair) -> Iterator[Finding]:
+    """Vocabulary and tokenizer are the target's, because the target reads the proposed ids as they are."""
+    mine, its = pair.config.get("vocab_size"), pair.target_config.vocab_size
+    if mine != its:
+        yield Finding(
+            f"the draft has {mine} rows in its vocabulary, the target {its}: vLLM refuses the pair",
+            "pad or cut the draft's embeddings to the target's vocab_size (redraft distill does)",
+        )
+    try:
+        check_same_tokenizer(load_tokenizer(pair.target), load_tokenizer(pair.draft))
+    except ValueError as error:
+        problem, _, cure = str(error).partition("; ")
+        yield Finding(problem, cure or "copy the target's tokenizer into the draft's folder")
+
+
+CHECKS: tuple[Check, ...] = (tokenizer, shared.positions)

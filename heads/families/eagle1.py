@@ -1,0 +1,142 @@
+"""EAGLE-1: one decoder layer to predict the target's next last hidden state (Li et al., arXiv 2401.15077).
+
+    fc([embed(x[t+1]), f[t]]) -> layer without input norm -> f'[t+1], read by the target's head
+
+f is the target's hidden state after the final norm. The layer's output is fed back unchanged.
+B = batch, T = tokens, D = hidden, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from redraft.heads.draft import Batch, DraftStep, TargetSignal, final_hidden
+from redraft.heads.files.folder import read_config, tensor_files
+from redraft.heads.files.tensors import load_into, read_tensors, write_head
+from redraft.heads.nn.attention import Memory
+from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, Rotary, norm
+from redraft.heads.nn.recurrent import propose, unroll
+from redraft.heads.target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    num_steps: int = 1
+    """Draft steps trained at once. The paper trains 1; with more, the head also learns from features of earlier steps,
+    as it reads them in serving."""
+    step_decay: float = 0.8
+    """Weight of draft step k in the loss is step_decay^k, with k from 0."""
+    regression_weight: float = 10.0
+    """Weight of the SmoothL1 distance to the target's feature; the divergence weighs 1. The paper uses 1 and 0.1."""
+
+
+class Layer(nn.Module):
+    """A Llama layer without a norm before attention."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape, shape.hidden_size)
+        self.post_attention_layernorm = norm(shape)
+        self.mlp = GatedMLP(shape)
+
+    def forward(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        x_BTD = x_BTD + self.self_attn(x_BTD, cos_sin, memory)
+        out: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        return out
+
+
+class Eagle1(nn.Module):
+    is_autoregressive = False
+    aux_layer_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    engine_output = 0
+
+    def __init__(self, config: Config, target: Target, shape: LlamaShape | None = None) -> None:
+        """`shape` is by default the target's."""
+        super().__init__()
+        self.config = config
+        self.shape = shape or LlamaShape.from_config(target.config)
+        self._embed_VD, self._head_VD = target.embed_VD, target.head_VD
+        self._rotary = Rotary.from_shape(self.shape)
+        self.fc = nn.Linear(2 * self.shape.hidden_size, self.shape.hidden_size, bias=False)
+        self.layers = nn.ModuleList([Layer(self.shape)])
+
+    def step(
+        self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: Memory
+    ) -> tuple[Tensor, Tensor]:
+        """The predicted feature, [B, T, D], twice: the head reads it, and it is fed back."""
+        embed_BTD = F.embedding(ids_BT, self._embed_VD).to(self.fc.weight.dtype)
+        x_BTD = self.fc(torch.cat([embed_BTD, feature_BTD.to(embed_BTD.dtype)], dim=-1))
+        out_BTD = self.layers[0](x_BTD, self._rotary(position_ids_BT, x_BTD), memory)
+        return out_BTD, out_BTD
+
+    def feature(self, signal: TargetSignal) -> Tensor:
+        """The target's last hidden state, [B, T, D]."""
+        return final_hidden(signal)
+
+    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
+        """Steps of shifts 1, 2, ..., each with the distance between the predicted feature and the target's."""
+        target_BTD = final_hidden(signal)
+        steps = unroll(
+            self.step,
+            batch,
+            target_BTD,
+            self._head_VD,
+            num_steps=num_steps or self.config.num_steps,
+            step_decay=self.config.step_decay,
+        )
+        return [replace(step, extra_loss_BT=self._regression(step, target_BTD)) for step in steps]
+
+    def _regression(self, step: DraftStep, target_BTD: Tensor) -> Tensor:
+        """regression_weight * mean over D of SmoothL1(predicted feature, target's feature), [B, T]."""
+        wanted_BTD = target_BTD.roll(-step.shift, dims=1).to(step.hidden_BTD.dtype)
+        distance_BTD = F.smooth_l1_loss(step.hidden_BTD, wanted_BTD, reduction="none")
+        return self.config.regression_weight * distance_BTD.mean(-1)
+
+    def logits(self, hidden_D: Tensor) -> Tensor:
+        """The target's output head on a predicted feature, [V]."""
+        return F.linear(hidden_D, self._head_VD.to(hidden_D.dtype))
+
+    propose = propose
+
+    def export(
+        self,
+        folder: Path,
+        dtype: torch.dtype | None = None,
+        *,
+        weights: Mapping[str, Tensor] | None = None,
+        like: Path | None = None,
+    ) -> None:
+        """Write a folder for vLLM's `method: eagle`.
+
+        Embeddings and head are left out, so that vLLM shares the target's.
+        """
+        training = {"family": "eagle1", **asdict(self.config)}
+        config = {**self.shape.hf_config(), "architectures": ["LlamaForCausalLM"], "redraft": training}
+        write_head(folder, weights or self.state_dict(), config, dtype or self.fc.weight.dtype)
+
+    @staticmethod
+    def load(folder: Path, target: Target) -> Eagle1:
+        """A head from an exported folder, or from a checkpoint of another trainer.
+
+        Copies of the target's embeddings and head are accepted and dropped.
+
+        Raises:
+            ValueError: a tensor is missing or of another shape, or such a copy is not the target's.
+        """
+        config = read_config(folder)
+        training = {name: value for name, value in config.get("redraft", {}).items() if name != "family"}
+        head = Eagle1(Config(**training), target, LlamaShape.from_head_config(config, target.config))
+        tensors = read_tensors(folder, tensor_files(folder))
+        for name, shared_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
+            copy_VD = tensors.pop(name, shared_VD)
+            if not torch.equal(copy_VD, shared_VD.to(copy_VD)):
+                raise ValueError(f"{folder}: {name} is not the target's: a leftover, or of another target")
+        load_into(head, tensors, folder)
+        return head

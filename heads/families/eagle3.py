@@ -1,0 +1,333 @@
+"""EAGLE-3: one layer over the embedding and a mix of the target's layers (Li et al., arXiv 2503.01840).
+
+    g[t] = fc(concat of the target's residual stream after each aux layer)
+    layer([input_layernorm(embed(x[t+1])), hidden_norm(g[t])]) + g[t] -> g'[t+1], read by the head after `norm`
+
+g' is fed back before `norm`, or after it with `norm_output`. EAGLE-3.1 added the options `fc_norm` and `norm_output`.
+B = batch, T = tokens, L = aux layers, D = hidden, V = target vocabulary, W = draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from redraft.heads.draft import Batch, DraftStep, TargetSignal
+from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
+from redraft.heads.files.tensors import load_into, read_tensors, write_head
+from redraft.heads.nn.attention import Memory
+from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, Rotary, norm
+from redraft.heads.nn.recurrent import over_target_vocabulary, propose, unroll
+from redraft.heads.target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    aux_layer_ids: tuple[int, ...] = ()
+    """Target layers to read, ascending; k stands for the residual stream after k layers. Empty chooses
+    2, n // 2 and n - 3 of n layers."""
+    own_head: bool = True
+    """Train the output head, starting from the target's. If false, the target's rows are used and stay frozen."""
+    norm_before_residual: bool = False
+    """Add the layer's output to the normed feature instead of the feature itself."""
+    fc_norm: bool = False
+    """Norm the stream of each target layer before they are mixed (EAGLE-3.1)."""
+    norm_output: bool = False
+    """Feed back the feature after the final norm instead of before it (EAGLE-3.1)."""
+    num_steps: int = 7
+    """Draft steps trained at once; each reads the features of the step before."""
+    step_decay: float = 0.8
+    """Weight of draft step k in the loss is step_decay^k, with k from 0."""
+
+
+ARCHITECTURE = ("norm_before_residual", "fc_norm", "norm_output")
+"""Options that change the head's arithmetic. Engines read them from config.json under these names."""
+
+
+class Layer(nn.Module):
+    """A Llama layer whose attention reads the token's embedding next to the feature."""
+
+    def __init__(self, shape: LlamaShape, norm_before_residual: bool) -> None:
+        super().__init__()
+        self._norm_before_residual = norm_before_residual
+        self.input_layernorm = norm(shape)
+        self.hidden_norm = norm(shape)
+        self.self_attn = Attention(shape, 2 * shape.hidden_size)
+        self.post_attention_layernorm = norm(shape)
+        self.mlp = GatedMLP(shape)
+
+    def forward(self, embed_BTD: Tensor, feature_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        normed_BTD = self.hidden_norm(feature_BTD)
+        x_BTD = normed_BTD if self._norm_before_residual else feature_BTD
+        attended = self.self_attn(torch.cat([self.input_layernorm(embed_BTD), normed_BTD], dim=-1), cos_sin, memory)
+        x_BTD = x_BTD + attended
+        out: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        return out
+
+
+class Eagle3(nn.Module):
+    is_autoregressive = False
+    max_tokens: int | None = None
+    engine_output = 0
+
+    def __init__(
+        self, config: Config, target: Target, draft_ids_W: Tensor | None = None, shape: LlamaShape | None = None
+    ) -> None:
+        """An untrained head.
+
+        Args:
+            config: Options.
+            target: Lends embeddings, and the output head as a start.
+            draft_ids_W: Target ids for the draft to propose, ascending; None for all.
+            shape: Sizes of the layer; by default those of the target's layers.
+
+        Raises:
+            ValueError: the target does not have these layers or ids.
+        """
+        super().__init__()
+        self.config = config
+        self.shape = shape or LlamaShape.from_config(target.config)
+        self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
+        hidden = self.shape.hidden_size
+        self._embed_VD = target.embed_VD
+        self._rotary = Rotary.from_shape(self.shape)
+        if draft_ids_W is not None:
+            check_ids(draft_ids_W, self.shape.vocab_size)
+        self._draft_ids_W: Tensor | None
+        self.register_buffer("_draft_ids_W", draft_ids_W, persistent=False)
+        self.fc = nn.Linear(len(self.aux_layer_ids) * hidden, hidden, bias=False)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(norm(self.shape) for _ in self.aux_layer_ids)
+        self.midlayer = Layer(self.shape, config.norm_before_residual)
+        self.norm = norm(self.shape)
+        rows_WD = target.head_VD if self._draft_ids_W is None else target.head_VD[self._draft_ids_W]
+        if config.own_head:
+            self.lm_head = nn.Linear(hidden, len(rows_WD), bias=False)
+            self.lm_head.weight.data.copy_(rows_WD)
+        else:
+            self._frozen_head_WD = rows_WD
+
+    @property
+    def head(self) -> Tensor:
+        """The rows of the output head, [W, D]."""
+        return self.lm_head.weight if self.config.own_head else self._frozen_head_WD
+
+    def step(
+        self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: Memory
+    ) -> tuple[Tensor, Tensor]:
+        """The input of the output head and the feature to feed back, both [B, T, D]."""
+        embed_BTD = F.embedding(ids_BT, self._embed_VD).to(feature_BTD.dtype)
+        out_BTD = self.midlayer(embed_BTD, feature_BTD, self._rotary(position_ids_BT, feature_BTD), memory)
+        normed_BTD = self.norm(out_BTD)
+        return normed_BTD, normed_BTD if self.config.norm_output else out_BTD
+
+    def feature(self, signal: TargetSignal) -> Tensor:
+        """The feature of step 0, fc(concat aux), [B, T, D].
+
+        Raises:
+            ValueError: the signal has another number of aux layers, or none.
+        """
+        aux_BTLD, wanted = signal.aux_BTLD, len(self.aux_layer_ids)
+        if aux_BTLD is None or aux_BTLD.shape[2] != wanted:
+            held = 0 if aux_BTLD is None else aux_BTLD.shape[2]
+            raise ValueError(f"this head reads target layers {self.aux_layer_ids}, the signal holds {held} layers")
+        aux_BTLD = aux_BTLD.to(self.fc.weight.dtype)
+        if self.config.fc_norm:
+            aux_BTLD = torch.stack([n(a) for n, a in zip(self.fc_norm, aux_BTLD.unbind(2), strict=True)], dim=2)
+        out: Tensor = self.fc(aux_BTLD.flatten(2))
+        return out
+
+    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
+        """Steps of shifts 1, 2, ...: features of the head, the true tokens."""
+        return unroll(
+            self.step,
+            batch,
+            self.feature(signal),
+            self.head,
+            num_steps=num_steps or self.config.num_steps,
+            step_decay=self.config.step_decay,
+            draft_ids_W=self._draft_ids_W,
+        )
+
+    def logits(self, hidden_D: Tensor) -> Tensor:
+        """Over the target's vocabulary, [V]; -inf at ids outside the draft's vocabulary."""
+        logits_W = F.linear(hidden_D, self.head.to(hidden_D.dtype))
+        return over_target_vocabulary(logits_W, self._draft_ids_W, self.shape.vocab_size)
+
+    propose = propose
+
+    def init_from_layer(self, layer: nn.Module, final_norm: nn.Module) -> None:
+        """Start as a layer of the target, usually the last, on the stream of the highest aux layer.
+
+        Tensors of equal shape are copied. Attention's projections are twice as wide as the layer's: the half for the
+        feature is copied, the half for the embedding stays random. Tensors of any other shape stay random too.
+        """
+        theirs = {f"midlayer.{name}": value for name, value in layer.state_dict().items()}
+        theirs["midlayer.hidden_norm.weight"] = theirs.pop("midlayer.input_layernorm.weight")
+        theirs["norm.weight"] = final_norm.state_dict()["weight"]
+        hidden = self.shape.hidden_size
+        with torch.no_grad():
+            for name, own in self.state_dict().items():
+                value = theirs.get(name)
+                if value is not None and value.shape == own.shape:
+                    own.copy_(value)
+                elif value is not None and value.ndim == 2 and own.shape == (len(value), 2 * hidden):
+                    own[:, hidden:].copy_(value)
+            self.fc.weight.zero_()[:, -hidden:].fill_diagonal_(1.0)
+
+    def export(
+        self,
+        folder: Path,
+        dtype: torch.dtype | None = None,
+        *,
+        weights: Mapping[str, Tensor] | None = None,
+        like: Path | None = None,
+        layout: Literal["vllm", "speculators"] = "vllm",
+        target_name: str = "",
+        num_speculative_tokens: int = 3,
+    ) -> None:
+        """Write a folder for vLLM's `method: eagle3`; `like` decides the layout if it is given.
+
+        The layout "vllm" leaves out the embeddings, and the head unless it was trained: vLLM shares the target's. The
+        layout "speculators", of the package with this name, holds both. It also names the target and
+        `num_speculative_tokens`.
+        """
+        tensors = self._tensors(weights or self.state_dict())
+        if layout == "speculators" or (like and "speculators_model_type" in read_config(like)):
+            config = self._speculators_config(target_name, num_speculative_tokens)
+            tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+            # speculators 0.9 leaves absent ones as uninitialised memory; vLLM shares copies equal to the target's
+            tensors = {"embed_tokens.weight": self._embed_VD, "lm_head.weight": self.head, **tensors}
+        else:
+            config = self._vllm_config()
+        write_head(folder, tensors, config, dtype or self.fc.weight.dtype)
+
+    def _tensors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights, with the maps of a reduced vocabulary and the matching rows of the head."""
+        if self._draft_ids_W is None:
+            return dict(weights)
+        ids_W = self._draft_ids_W.cpu()
+        kept_V = torch.zeros(self.shape.vocab_size, dtype=torch.bool)
+        kept_V[ids_W] = True
+        # d2t is the difference between target id and draft id, not the target id itself
+        maps = {"d2t": ids_W - torch.arange(len(ids_W)), "t2d": kept_V}
+        return {"lm_head.weight": self.head, **weights, **maps}
+
+    def _vllm_config(self) -> dict[str, Any]:
+        return {
+            **self.shape.hf_config(),
+            **self._architecture(),
+            "architectures": ["LlamaForCausalLMEagle3"],
+            # vLLM counts the layers by this key; given the ids at the top level alone, it assumes 3
+            "num_aux_hidden_states": len(self.aux_layer_ids),
+            "redraft": self._training(),
+        }
+
+    def _speculators_config(self, target_name: str, num_speculative_tokens: int) -> dict[str, Any]:
+        greedy = {"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens}
+        # vLLM builds its config from this inner section, so the count of layers must stand here
+        layer = {**self.shape.hf_config(), "num_aux_hidden_states": len(self.aux_layer_ids)}
+        return {
+            **self._architecture(),
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.9.0",
+            "target_hidden_size": None,
+            "tie_word_embeddings": False,
+            "transformer_layer_config": layer,
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{**greedy, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+                "verifier": {"name_or_path": target_name, "architectures": ["LlamaForCausalLM"]},
+            },
+            "redraft": self._training(),
+        }
+
+    def _architecture(self) -> dict[str, Any]:
+        return {
+            **{name: getattr(self.config, name) for name in ARCHITECTURE},
+            "draft_vocab_size": len(self.head),
+            "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
+        }
+
+    def _training(self) -> dict[str, Any]:
+        kept = {"own_head", "num_steps", "step_decay"}
+        training = {name: value for name, value in asdict(self.config).items() if name in kept}
+        return {"family": "eagle3", **training, TRAINED_WITH: self._architecture()}
+
+    @staticmethod
+    def load(folder: Path, target: Target) -> Eagle3:
+        """A head from an exported folder of either layout, or from a checkpoint of another trainer.
+
+        Raises:
+            ValueError: a tensor is missing, unknown or of another shape, d2t and t2d disagree, or the embeddings are
+                not the target's.
+        """
+        config = read_config(folder)
+        tensors = read_tensors(folder, tensor_files(folder))
+        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+        draft_ids_W = _read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
+        embed_VD = tensors.pop("embed_tokens.weight", target.embed_VD)
+        # compare in the type of the copy: an export in bfloat16 rounds the embeddings of a float32 target
+        if not torch.equal(embed_VD, target.embed_VD.to(embed_VD)):
+            raise ValueError(f"{folder} has embeddings that are not the target's: a leftover, or of another target")
+        shape = LlamaShape.from_head_config(config.get("transformer_layer_config", config), target.config)
+        head = Eagle3(_read(config, own_head="lm_head.weight" in tensors), target, draft_ids_W, shape)
+        if not head.config.own_head:
+            tensors.pop("lm_head.weight", None)
+        load_into(head, tensors, folder)
+        return head
+
+
+def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """The aux layers of a target with `num_layers` layers: the chosen ones, or 2, n // 2 and n - 3.
+
+    Raises:
+        ValueError: a layer does not exist, or they are not ascending.
+    """
+    layers = tuple(chosen) or (2, num_layers // 2, num_layers - 3)
+    if list(layers) != sorted(set(layers)):
+        raise ValueError(f"aux layers {layers} of a target of {num_layers} layers: give distinct ones, ascending")
+    if layers[0] < 0 or layers[-1] > num_layers:
+        raise ValueError(f"aux layers {layers}: the target has layers 0 to {num_layers}")
+    return layers
+
+
+def check_ids(draft_ids_W: Tensor, vocab_size: int) -> None:
+    """Raise ValueError unless the ids of a draft vocabulary ascend within the target's."""
+    if len(draft_ids_W) > vocab_size:
+        raise ValueError(f"a draft vocabulary of {len(draft_ids_W)} ids is larger than the target's {vocab_size}")
+    if not bool((draft_ids_W.diff() > 0).all()) or draft_ids_W[0] < 0 or draft_ids_W[-1] >= vocab_size:
+        raise ValueError(f"draft ids must ascend within 0..{vocab_size - 1}: is d2t an offset, not the target's id?")
+
+
+def _read_ids(offset_W: Tensor | None, kept_V: Tensor | None, source: Path) -> Tensor | None:
+    """The target id of every draft id, from d2t. t2d holds the same ids as a mask; if it is there, they must agree."""
+    if offset_W is None:
+        return None
+    ids_W = offset_W + torch.arange(len(offset_W))
+    if kept_V is not None and not torch.equal(kept_V.nonzero().flatten(), ids_W):
+        raise ValueError(f"{source}: d2t and t2d name different ids: d2t must be the target's id minus the draft's")
+    return ids_W
+
+
+def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:
+    """The options of a checkpoint: the architecture from the engine's keys, training options from ours if present."""
+    known = {field.name for field in fields(Config)}
+    training = {name: value for name, value in config.get("redraft", {}).items() if name in known}
+    is_speculators = config.get("speculators_model_type") == "eagle3"
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return Config(
+        aux_layer_ids=tuple(config.get("eagle_aux_hidden_state_layer_ids") or nested or ()),
+        norm_before_residual=config.get("norm_before_residual", is_speculators),
+        fc_norm=config.get("fc_norm", False),
+        norm_output=config.get("norm_output", False),
+        **{"own_head": own_head, **training},
+    )

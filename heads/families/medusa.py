@@ -1,0 +1,154 @@
+"""Medusa: independent heads on the target's last hidden state (Cai et al., arXiv 2401.10774).
+
+    head i = 0, 1, ...:   h <- h + silu(W h + b), num_layers times;   logits = lm_heads[i] h,   predicts x[t+2+i]
+
+B = batch, T = tokens, D = hidden, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from redraft.heads.draft import Batch, Drafted, DraftStep, TargetSignal, draw, final_hidden, label_rows, require_tokens
+from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
+from redraft.heads.files.tensors import load_into, read_tensors, write_head
+from redraft.heads.target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    num_heads: int = 3
+    """Number of heads: the most draft tokens per step. An engine may serve fewer, never more."""
+    num_layers: int = 1
+    """Residual blocks in each head."""
+    bias: bool = True
+    """Give the residual blocks' linear layers a bias."""
+    step_decay: float = 0.8
+    """Weight of head i in the loss is step_decay^i, with i from 0."""
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, hidden_size: int, num_layers: int, bias: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=bias) for _ in range(num_layers))
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden_BTD = hidden_BTD + F.silu(layer(hidden_BTD))
+        return hidden_BTD
+
+
+class Medusa(nn.Module):
+    is_autoregressive = False
+    aux_layer_ids: tuple[int, ...] = ()
+    engine_output = 0
+
+    def __init__(self, config: Config, target: Target) -> None:
+        """Every head starts as the target's: the blocks are zero, `lm_heads` are copies."""
+        super().__init__()
+        self.config = config
+        self.vocab_size, self.hidden_size = target.head_VD.shape
+        self.blocks = nn.ModuleList(
+            ResidualBlock(self.hidden_size, config.num_layers, config.bias) for _ in range(config.num_heads)
+        )
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(self.hidden_size, self.vocab_size, bias=False) for _ in range(config.num_heads)
+        )
+        for parameter in self.blocks.parameters():
+            nn.init.zeros_(parameter)
+        for parameter in self.lm_heads.parameters():
+            parameter.data.copy_(target.head_VD)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.config.num_heads
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.get_parameter("lm_heads.0.weight").dtype
+
+    def feature(self, signal: TargetSignal) -> Tensor:
+        """The target's last hidden state, [B, T, D]."""
+        return final_hidden(signal)
+
+    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
+        """One step for each head, of shifts 1, 2, ..."""
+        hidden_BTD = final_hidden(signal).to(self._dtype)
+        return [
+            DraftStep(
+                hidden_BTD=block(hidden_BTD),
+                head_WD=self.get_parameter(f"lm_heads.{i}.weight"),
+                shift=i + 1,
+                mask_BT=label_rows(batch, i + 1),
+                weight=self.config.step_decay**i,
+            )
+            for i, block in enumerate(self.blocks[:num_steps])
+        ]
+
+    @torch.no_grad()
+    def propose(
+        self,
+        prefix_ids: Sequence[int],
+        signal: TargetSignal,
+        num_tokens: int,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Drafted:
+        """One token from each head, all from the last row of the signal. Raises ValueError for more than heads."""
+        require_tokens(num_tokens, self.max_tokens)
+        hidden_D = final_hidden(signal)[0, len(prefix_ids) - 2].to(self._dtype)
+        heads = list(zip(self.blocks, self.lm_heads, strict=True))[:num_tokens]
+        return [draw(lm_head(block(hidden_D)).float(), temperature, generator) for block, lm_head in heads]
+
+    def export(
+        self,
+        folder: Path,
+        dtype: torch.dtype | None = None,
+        *,
+        weights: Mapping[str, Tensor] | None = None,
+        like: Path | None = None,
+    ) -> None:
+        """Write a folder for vLLM's `method: medusa`."""
+        config = {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "num_heads": self.config.num_heads,
+            "num_hidden_layers": self.config.num_layers,
+            # without this key vLLM silently drops the biases
+            "medusa_fc_bias": self.config.bias,
+            "redraft": {
+                "family": "medusa",
+                "step_decay": self.config.step_decay,
+                TRAINED_WITH: {"medusa_fc_bias": self.config.bias},
+            },
+        }
+        write_head(folder, weights or self.state_dict(), config, dtype or self._dtype)
+
+    @staticmethod
+    def load(folder: Path, target: Target) -> Medusa:
+        """A head from an exported folder.
+
+        Raises:
+            ValueError: a tensor is missing, of another shape, or unknown (such as a bias denied by the config).
+        """
+        head = Medusa(_read(read_config(folder)), target)
+        load_into(head, read_tensors(folder, tensor_files(folder)), folder)
+        return head
+
+
+def _read(config: Mapping[str, Any]) -> Config:
+    return Config(
+        num_heads=config["num_heads"],
+        num_layers=config["num_hidden_layers"],
+        bias=config.get("medusa_fc_bias", False),
+        step_decay=config.get("redraft", {}).get("step_decay", Config.step_decay),
+    )

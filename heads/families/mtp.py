@@ -1,0 +1,167 @@
+"""MTP: the multi-token-prediction layer of a target, finetuned or new, applied once for every draft token.
+
+    combine([norm(embed(x[t+1])), norm(f[t])]) -> decoder layer -> final norm -> f'[t+1], read by the target's head
+
+See DeepSeek-V3, arXiv 2412.19437, and MiMo, arXiv 2505.07608. The decoder layer is the target's class in transformers
+with its attention replaced by ours; `mtp_layouts` has the other differences between targets. Step 0 reads the target's
+feature, later steps the output of the step before, in training as in serving. B = batch, T = tokens, D = hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from redraft.heads.draft import Batch, DraftStep, TargetSignal, final_hidden
+from redraft.heads.families.mtp_folder import read_layer
+from redraft.heads.families.mtp_layouts import MEMORY_ATTENTION, detect_layout
+from redraft.heads.files.checkpoint import load_text_config
+from redraft.heads.files.folder import TRAINED_WITH, read_config
+from redraft.heads.files.tensors import load_into, write_head
+from redraft.heads.nn.attention import Memory
+from redraft.heads.nn.layers import Rotary
+from redraft.heads.nn.recurrent import propose, unroll
+from redraft.heads.target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    num_steps: int = 3
+    """Draft steps trained at once; each reads the output of the step before."""
+    step_decay: float = 0.8
+    """Weight of draft step k in the loss is step_decay^k, with k from 0."""
+
+
+def attend_memory(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, scaling: float, memory: Memory, **__: Any
+) -> tuple[Tensor, None]:
+    """An attention function for transformers, [B, T, H, E]. The memory decides which keys a query sees."""
+    return memory.attend(query, key, value, scaling).transpose(1, 2), None
+
+
+AttentionInterface.register(MEMORY_ATTENTION, attend_memory)
+
+
+class Mtp(nn.Module):
+    is_autoregressive = False
+    max_tokens: int | None = None
+
+    def __init__(self, config: Config, target: Target) -> None:
+        """A layer with random weights; `load` reads the one of a target.
+
+        Raises:
+            ValueError: the target's architecture has no MTP layout here.
+        """
+        super().__init__()
+        self.config = config
+        self.layout = detect_layout(target.config)
+        self._target_config = target.config
+        self._embed_VD, self._head_VD = target.embed_VD, target.head_VD
+        self.aux_layer_ids: tuple[int, ...] = () if self.layout.reads_normed else (target.config.num_hidden_layers,)
+        hidden = target.config.hidden_size
+        self._rotary = Rotary(self.layout.rotary(target.config))
+        self.combine = nn.Linear(2 * hidden, hidden, bias=False)
+        self.block: Any = self.layout.block(target.config)
+        norm: Any = type(self.block.input_layernorm)  # some architectures' norms multiply by 1 + weight
+        self.embed_norm, self.hidden_norm, self.final_norm = (
+            norm(hidden, eps=target.config.rms_norm_eps) for _ in range(3)
+        )
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=target.config.initializer_range)
+
+    @property
+    def engine_output(self) -> int:
+        return self.layout.engine_output
+
+    def step(
+        self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: Memory
+    ) -> tuple[Tensor, Tensor]:
+        """The normed output, [B, T, D], twice: the head reads it, and it is fed back."""
+        dtype = self.combine.weight.dtype
+        embed_BTD = F.embedding(ids_BT, self._embed_VD).to(dtype)
+        if self.layout.zero_at_start:
+            embed_BTD = embed_BTD.masked_fill((position_ids_BT == 0)[..., None], 0)
+        parts = [self.embed_norm(embed_BTD), self.hidden_norm(feature_BTD.to(dtype))]
+        x_BTD = self.combine(torch.cat(parts if self.layout.embedding_first else parts[::-1], dim=-1))
+        cos_sin = self._rotary(position_ids_BT, x_BTD)
+        out_BTD = self.final_norm(self.block(x_BTD, position_embeddings=cos_sin, attention_mask=None, memory=memory))
+        return out_BTD, out_BTD
+
+    def feature(self, signal: TargetSignal) -> Tensor:
+        """The target's feature of step 0, [B, T, D]."""
+        if self.layout.reads_normed:
+            return final_hidden(signal)
+        if signal.aux_BTLD is None or signal.aux_BTLD.shape[2] != 1:
+            raise ValueError(f"this MTP layer reads only the target's layer {self.aux_layer_ids[0]}: capture that one")
+        return signal.aux_BTLD[:, :, 0]
+
+    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
+        """Steps of shifts 1, 2, ...: features of the layer, the true tokens."""
+        return unroll(
+            self.step,
+            batch,
+            self.feature(signal),
+            self._head_VD,
+            num_steps=num_steps or self.config.num_steps,
+            step_decay=self.config.step_decay,
+        )
+
+    def logits(self, hidden_D: Tensor) -> Tensor:
+        """The target's output head on the normed output, [V]."""
+        return F.linear(hidden_D, self._head_VD.to(hidden_D.dtype))
+
+    propose = propose
+
+    def init_from_layer(self, layer: nn.Module, final_norm: nn.Module) -> None:
+        """Start as a layer of the target, with the feature as input; the weights for the embedding stay random."""
+        mine = self.block.state_dict()
+        same = {n: t for n, t in layer.state_dict().items() if n in mine and t.shape == mine[n].shape}
+        self.block.load_state_dict({**mine, **same})
+        self.final_norm.load_state_dict(final_norm.state_dict())
+        hidden = self.combine.out_features
+        start = hidden if self.layout.embedding_first else 0
+        with torch.no_grad():
+            self.combine.weight[:, start : start + hidden].copy_(torch.eye(hidden))
+
+    def checkpoint_tensors(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The layer's tensors, or `weights`, under the names of the target's checkpoint."""
+        return self.layout.to_checkpoint(weights or self.state_dict(), self._target_config.num_hidden_layers)
+
+    def export(
+        self,
+        folder: Path,
+        dtype: torch.dtype | None = None,
+        *,
+        weights: Mapping[str, Tensor] | None = None,
+        like: Path | None = None,
+    ) -> None:
+        """Write the layer alone, with the target's config; `mtp_folder.stitch` puts it into the target."""
+        config = {**self._target_config.to_dict(), self.layout.count_key: 1, "redraft": self.record()}
+        write_head(folder, self.checkpoint_tensors(weights), config, dtype or self.combine.weight.dtype)
+
+    def record(self) -> dict[str, Any]:
+        """The `redraft` section of a config.json: how the layer was trained, and which inputs it got."""
+        given = {key: getattr(self.layout, key) for key in ("reads_normed", "zero_at_start", "embedding_first")}
+        return {"family": "mtp", **asdict(self.config), TRAINED_WITH: given}
+
+    @staticmethod
+    def load(folder: Path, target: Target) -> Mtp:
+        """The layer in an exported folder, or in the folder of a target. The layout is the folder's.
+
+        Raises:
+            ValueError: the folder has no MTP layer, or a tensor is missing or of another shape.
+        """
+        training = read_config(folder).get("redraft", {})
+        # a target may have been converted to make room for the layer; the converted config is here
+        target = replace(target, config=load_text_config(folder))
+        head = Mtp(Config(**{k: v for k, v in training.items() if k not in ("family", TRAINED_WITH)}), target)
+        load_into(head, read_layer(folder, head.layout, target.config.num_hidden_layers), folder)
+        return head

@@ -1,0 +1,105 @@
+"""Target folders with an MTP layer: read it, put a tuned one back, or make room for one.
+
+A folder is copied by hard links if the disk allows it; only shards with a replaced tensor are written again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from redraft.heads.families.mtp_layouts import MIMO, Layout
+from redraft.heads.files.artifact import MANIFEST, PROVENANCE, require_free
+from redraft.heads.files.folder import CONFIG, INDEX, WEIGHTS, read_config, tensor_files
+from redraft.heads.files.tensors import read_tensors
+
+
+def read_layer(folder: Path, layout: Layout, num_layers: int) -> dict[str, Tensor]:
+    """The tensors of a folder's MTP layer under our names.
+
+    Raises:
+        ValueError: it has none.
+    """
+    names = [name for name in tensor_files(folder) if layout.holds(name, num_layers)]
+    if not names:
+        raise ValueError(f"{folder} holds no MTP layer ({layout.prefix.format(n=num_layers)}*): train one from scratch")
+    return layout.from_checkpoint(read_tensors(folder, names), num_layers)
+
+
+def stitch(target_folder: Path, tensors: Mapping[str, Tensor], out: Path, config: Mapping[str, Any]) -> None:
+    """Make `out` a copy of the target's folder with these tensors, by checkpoint name, and these config keys.
+
+    Raises:
+        FileExistsError: `out` is not empty.
+    """
+    require_free(out)
+    out.mkdir(parents=True, exist_ok=True)
+    files = tensor_files(target_folder)
+    shards = set(files.values())
+    for path in target_folder.iterdir():
+        if path.is_file() and path not in shards and path.name not in (CONFIG, INDEX, MANIFEST, PROVENANCE):
+            link(path, out / path.name)
+    kept: dict[str, str] = {}
+    for path in sorted(shards):
+        kept |= _keep_shard(path, {name for name, file in files.items() if file == path}, set(tensors), out)
+    added = next(name for i in count() if (name := f"model-added-{i}.safetensors") not in kept.values())
+    save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, out / added, {"format": "pt"})
+    weight_map = {**kept, **dict.fromkeys(tensors, added)}
+    _write_json(out / INDEX, {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))})
+    _write_json(out / CONFIG, {**read_config(target_folder), **config})
+
+
+def _keep_shard(path: Path, names: set[str], replaced: set[str], out: Path) -> dict[str, str]:
+    """The file in `out` of each remaining tensor of the shard: a link, or a new file without the replaced ones."""
+    # if there is a model.safetensors, transformers takes it for the whole model and never reads the index
+    name = "model-target.safetensors" if path.name == WEIGHTS else path.name
+    left = names - replaced
+    if left == names:
+        link(path, out / name)
+    elif left:  # a loader would load the old tensor and the new one, and keep whichever comes last
+        save_file(read_tensors(path.parent, left), out / name, {"format": "pt"})
+    return dict.fromkeys(left, name)
+
+
+def link(source: Path, copy: Path) -> None:
+    """Make `copy` a hard link to the file behind `source`, or a copy on another disk."""
+    try:
+        os.link(source.resolve(), copy)
+    except OSError:
+        shutil.copy2(source, copy)
+
+
+def as_mimo(llama_folder: Path, out: Path) -> None:
+    """Make `out` the same target in the MiMo layout, which has room for an MTP layer.
+
+    MiMo is a Llama with biases on q, k and v, which are set to zero.
+
+    Raises:
+        ValueError: the target is not a Llama, or MiMo cannot express it.
+    """
+    config = read_config(llama_folder)
+    if config["architectures"] != ["LlamaForCausalLM"] or config.get("attention_bias") or config.get("mlp_bias"):
+        raise ValueError(f"{llama_folder} is not a LlamaForCausalLM without biases: only that can be converted to MiMo")
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    if (config.get("head_dim") or hidden // heads) * heads != hidden:
+        raise ValueError(f"{llama_folder}: MiMo's head size is hidden_size / num_attention_heads, this target's is not")
+    weights = [name for name in tensor_files(llama_folder) if name.endswith(tuple(f".{x}_proj.weight" for x in "qkv"))]
+    biases = {
+        name.replace(".weight", ".bias"): torch.zeros(len(weight), dtype=weight.dtype)
+        for name, weight in read_tensors(llama_folder, weights).items()
+    }
+    mimo = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "use_sliding_window": False, MIMO.count_key: 1}
+    stitch(llama_folder, biases, out, mimo)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,203 @@
+"""The MTP layers of released targets: names of tensors, and differences in the mathematics.
+
+            concatenated         embedding at position 0   the target's feature        decoder layer
+MiMo        [hidden, embedding]  zero                      before its final norm       Qwen2's
+Qwen3-Next  [embedding, hidden]  as it is                  after its final norm        its own, full attention
+DeepSeek    [embedding, hidden]  zero                      after its final norm        its own
+
+In all of them the output of the layer's final norm is fed back, and is the input of the target's head.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One row of the table above."""
+
+    model: str
+    """The module in `transformers.models` and the prefix of class names in it, as "module:Prefix"."""
+    prefix: str
+    """Prefix of the layer's tensors in the checkpoint; {n} stands for the target's number of layers."""
+    names: Mapping[str, str]
+    """Names in the checkpoint, by the names of our modules."""
+    embedding_first: bool
+    """The embedding comes before the hidden state in the concatenation."""
+    zero_at_start: bool
+    """The embedding at position 0, of a document's second token, is replaced by zeros."""
+    reads_normed: bool
+    """The first feature is the target's hidden state after the final norm instead of before it."""
+    count_key: str = "num_nextn_predict_layers"
+    """Config key for the number of MTP layers."""
+    engine_output: int = 0
+    """Which output of vLLM's drafter is after the final norm, counted from 0."""
+
+    def block(self, config: Any) -> nn.Module:
+        """The decoder layer, with a `Memory` for attention."""
+        module, prefix = self._module()
+        config = copy.deepcopy(config)
+        config._attn_implementation = MEMORY_ATTENTION
+        config._experts_implementation = config._experts_implementation or "grouped_mm"
+        index = config.num_hidden_layers
+        if getattr(config, "layer_types", None):
+            # engines build it as a layer 0 with full attention, whatever the target's first layer has
+            config.layer_types, index = ["full_attention"], 0
+        block: nn.Module = getattr(module, f"{prefix}DecoderLayer")(config, index)
+        return block
+
+    def rotary(self, config: Any) -> nn.Module:
+        """The target's module for cosines and sines."""
+        module, prefix = self._module()
+        name = next(n for n in (f"{prefix}RotaryEmbedding", f"{prefix}TextRotaryEmbedding") if hasattr(module, n))
+        rotary: nn.Module = getattr(module, name)(config)
+        return rotary
+
+    def _module(self) -> tuple[Any, str]:
+        name, prefix = self.model.split(":")
+        return import_module(f"transformers.models.{name}.modeling_{name}"), prefix
+
+    def to_checkpoint(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+        """Our tensors under the checkpoint's names."""
+        prefix = self.prefix.format(n=num_layers)
+        return {prefix + self._outer(name): tensor for name, tensor in split_experts(tensors).items()}
+
+    def from_checkpoint(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+        """The checkpoint's tensors of this layer under our names, without copies of embeddings and head."""
+        prefix = self.prefix.format(n=num_layers)
+        mine = {name.removeprefix(prefix): t for name, t in tensors.items() if self.holds(name, num_layers)}
+        return join_experts({self._inner(name): tensor for name, tensor in mine.items()})
+
+    def holds(self, name: str, num_layers: int) -> bool:
+        """True for a tensor of the MTP layer; false for copies of embeddings and head in it."""
+        shared = name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
+        return name.startswith(self.prefix.format(n=num_layers)) and not shared
+
+    def _outer(self, name: str) -> str:
+        module = next(m for m in self.names if name.startswith(f"{m}."))
+        return self.names[module] + name.removeprefix(f"{module}.")
+
+    def _inner(self, name: str) -> str:
+        # "block" is last and may be "", which every name starts with
+        module = next(m for m, theirs in self.names.items() if name.startswith(theirs))
+        return f"{module}.{name.removeprefix(self.names[module])}"
+
+
+MEMORY_ATTENTION = "redraft_memory"
+"""Name under which `mtp` registers attention over a `heads.nn.attention.Memory` with transformers."""
+
+MIMO = Layout(
+    model="qwen2:Qwen2",
+    prefix="model.mtp_layers.0.",
+    names={
+        "combine": "input_proj.",
+        "embed_norm": "token_layernorm.",
+        "hidden_norm": "hidden_layernorm.",
+        "final_norm": "final_layernorm.",
+        "block": "",
+    },
+    embedding_first=False,
+    zero_at_start=True,
+    reads_normed=False,
+)
+QWEN_NAMES = {
+    "combine": "fc.",
+    "embed_norm": "pre_fc_norm_embedding.",
+    "hidden_norm": "pre_fc_norm_hidden.",
+    "final_norm": "norm.",
+    "block": "layers.0.",
+}
+QWEN3_NEXT = Layout(
+    model="qwen3_next:Qwen3Next",
+    prefix="mtp.",
+    names=QWEN_NAMES,
+    embedding_first=True,
+    zero_at_start=False,
+    reads_normed=True,
+)
+QWEN3_5 = Layout(
+    model="qwen3_5:Qwen3_5",
+    prefix="mtp.",
+    names=QWEN_NAMES,
+    embedding_first=True,
+    zero_at_start=False,
+    reads_normed=True,
+    count_key="mtp_num_hidden_layers",
+)
+DEEPSEEK = Layout(
+    model="deepseek_v3:DeepseekV3",
+    prefix="model.layers.{n}.",
+    names={
+        "combine": "eh_proj.",
+        "embed_norm": "enorm.",
+        "hidden_norm": "hnorm.",
+        "final_norm": "shared_head.norm.",
+        "block": "",
+    },
+    embedding_first=True,
+    zero_at_start=True,
+    reads_normed=True,
+    engine_output=1,  # vLLM puts out first the state before the final norm
+)
+BY_MODEL_TYPE = {
+    "mimo": MIMO,
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_text": QWEN3_5,
+    "deepseek_v3": DEEPSEEK,
+}
+
+
+def detect_layout(config: Any) -> Layout:
+    """The layout of a target, by the `transformers` config.
+
+    Raises:
+        ValueError: the architecture has none here, or there is more than one MTP layer.
+    """
+    is_mimo = "MiMoForCausalLM" in (getattr(config, "architectures", None) or [])
+    layout = MIMO if is_mimo else BY_MODEL_TYPE.get(config.model_type)
+    if layout is None:
+        known = ", ".join(BY_MODEL_TYPE)
+        raise ValueError(f"model type {config.model_type} has no MTP layout here ({known}); as_mimo converts a Llama")
+    if (getattr(config, layout.count_key, None) or 1) > 1:
+        raise ValueError(f"the target has {getattr(config, layout.count_key)} MTP layers: only one is supported")
+    return layout
+
+
+def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts as checkpoints hold them, with a gate, an up and a down projection each; transformers stacks them."""
+    split: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for i, expert in enumerate(tensor):
+                gate, up = expert.chunk(2)
+                stem = f"{name.removesuffix('gate_up_proj')}{i}."
+                split |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            stem = name.removesuffix("down_proj")
+            split |= {f"{stem}{i}.down_proj.weight": expert for i, expert in enumerate(tensor)}
+        else:
+            split[name] = tensor
+    return split
+
+
+def join_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `split_experts`; experts stacked in the checkpoint stay as they are."""
+    joined = dict(tensors)
+    for first in [name for name in tensors if name.endswith("experts.0.gate_proj.weight")]:
+        stem = first.removesuffix("0.gate_proj.weight")
+        count = sum(name.startswith(stem) and name.endswith("gate_proj.weight") for name in tensors)
+        gate, up, down = (
+            torch.stack([joined.pop(f"{stem}{i}.{kind}_proj.weight") for i in range(count)])
+            for kind in ("gate", "up", "down")
+        )
+        joined |= {f"{stem}gate_up_proj": torch.cat([gate, up], dim=1), f"{stem}down_proj": down}
+    return joined

@@ -1,0 +1,336 @@
+"""The standalone draft: a small causal LM with the target's vocabulary, which any engine serves as a draft model.
+
+See Leviathan et al., arXiv 2211.17192. It starts from a checkpoint, from layers of the target, or from random weights.
+B = batch, T = tokens, V = vocabulary, D = hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from redraft.heads.draft import Batch, Drafted, DraftStep, TargetSignal, attention_mask, draw, label_rows
+from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
+from redraft.heads.files.tokenizers import check_same_tokenizer, first_difference, fit_vocabulary, transplant_vocabulary
+from redraft.heads.target import Target
+
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Layer types with an attention mask. A recurrent layer would carry state from one packed document to the next."""
+
+LOGIT_CHANGES = (
+    "final_logit_softcapping",
+    "output_logit_soft_cap",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "dim_model_base",
+)
+"""Config keys by which some architectures scale or cap the logits after the head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Init:
+    """The weights to start from. `layers` or `num_layers` replaces `checkpoint` if it is given."""
+
+    checkpoint: str | None = None
+    """Folder or hub name of a causal LM to start from."""
+    transplant: bool = False
+    """Give the checkpoint the target's vocabulary if the tokenizers differ."""
+    layers: tuple[int, ...] = ()
+    """Numbers of the target layers to start from, 0 being the first. Embeddings, final norm and head are kept too."""
+    num_layers: int | None = None
+    """Start from a new Llama of this many layers, with random weights and the target's vocabulary."""
+    hidden_size: int = 512
+    """Hidden size of that new Llama."""
+
+    def __post_init__(self) -> None:
+        if self.layers and self.num_layers:
+            raise ValueError("a draft begins with layers of the target or with num_layers new ones, not both")
+        if not (self.checkpoint or self.layers or self.num_layers):
+            raise ValueError("a draft begins with one of checkpoint, layers, num_layers: none is given")
+
+    def __str__(self) -> str:
+        if self.layers:
+            return f"layers {', '.join(map(str, self.layers))} of the target"
+        if self.num_layers:
+            return f"a new Llama of {self.num_layers} layers and width {self.hidden_size}"
+        return f"{self.checkpoint}{', with the vocabulary of the target' if self.transplant else ''}"
+
+
+class StandaloneDraft(nn.Module):
+    """A Hugging Face causal LM as a draft. `model` is the LM itself."""
+
+    is_autoregressive = True
+    aux_layer_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    engine_output = 0
+
+    def __init__(self, model: Any) -> None:
+        """Raises ValueError unless the logits are a plain matrix times the hidden state, and attention is SDPA."""
+        super().__init__()
+        linear_head(model)
+        if model.config._attn_implementation != "sdpa":  # eager attention adds the boolean mask to the scores
+            raise ValueError(f"a draft trains with SDPA attention, not {model.config._attn_implementation}")
+        self.model = model
+        self.train(model.training)
+
+    @classmethod
+    def load(
+        cls, folder: str | Path, target: Target | None = None, dtype: torch.dtype | None = None
+    ) -> StandaloneDraft:
+        """The draft of a model folder or hub name, in `dtype` (None: as stored). It borrows nothing of a target.
+
+        Raises the errors of `heads.files.checkpoint.load_causal_lm`.
+        """
+        return cls(load_causal_lm(folder, dtype))
+
+    def export(
+        self,
+        folder: Path,
+        dtype: torch.dtype | None = None,
+        *,
+        weights: Mapping[str, Tensor] | None = None,
+        like: Path | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        """Write a folder for vLLM and transformers, with `tokenizer` or else the tokenizer of `like`.
+
+        Raises:
+            ValueError: neither is given. Without a tokenizer, nobody can compare draft and target.
+        """
+        if tokenizer is None:
+            if like is None:
+                raise ValueError("a standalone draft is exported with its tokenizer: give tokenizer or like")
+            tokenizer = load_tokenizer(like)
+        dtype = dtype or self.model.dtype
+        weights = {name.removeprefix("model."): tensor for name, tensor in (weights or self.state_dict()).items()}
+        cast: dict[int, Tensor] = {}  # by address, so that tied weights stay one tensor and are stored once
+        state = {
+            name: cast.setdefault(tensor.data_ptr(), tensor.to(dtype) if tensor.is_floating_point() else tensor)
+            for name, tensor in weights.items()
+        }
+        self.model.save_pretrained(folder, state_dict=state)
+        self.model.config.dtype = dtype  # save_pretrained wrote the type used in training
+        self.model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    def set_gradient_checkpointing(self, enabled: bool) -> None:
+        """Recompute activations in the backward pass instead of keeping them: about 30% slower, far less memory."""
+        if enabled:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self.model.gradient_checkpointing_disable()
+
+    def feature(self, signal: TargetSignal | None) -> None:
+        """None: the draft reads nothing of the target."""
+
+    def draft_steps(
+        self, batch: Batch, signal: TargetSignal | None = None, num_steps: int | None = None
+    ) -> list[DraftStep]:
+        """One step of shift 0, which serves for any number of tokens. The signal is not read."""
+        output = self.model.base_model(
+            input_ids=batch.input_ids_BT,
+            attention_mask=self._attention_mask(batch),
+            position_ids=batch.position_ids_BT,
+            use_cache=False,
+        )
+        head_VD = self.model.get_output_embeddings().weight
+        hidden_BTD = output.last_hidden_state
+        return [DraftStep(hidden_BTD=hidden_BTD, head_WD=head_VD, shift=0, mask_BT=label_rows(batch, 0))]
+
+    @torch.no_grad()
+    def propose(
+        self,
+        prefix_ids: Sequence[int],
+        signal: TargetSignal | None,
+        num_tokens: int,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Drafted:
+        """`num_tokens` draft tokens after the prefix, each with the q [V] it was drawn from. The signal is not read."""
+        device = self.model.get_input_embeddings().weight.device
+        unread_BT = torch.tensor([list(prefix_ids)], device=device)
+        cache = None
+        drafted: Drafted = []
+        for _ in range(num_tokens):
+            output = self.model(input_ids=unread_BT, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            drafted.append(draw(output.logits[0, -1].float(), temperature, generator))
+            unread_BT = torch.tensor([[drafted[-1][0]]], device=device)
+        return drafted
+
+    def _attention_mask(self, batch: Batch) -> Tensor | dict[str, Tensor]:
+        """The mask of each document, narrowed to the window for sliding layers.
+
+        The window must be in it, because a complete mask replaces the model's.
+        """
+        mask_B1TT = attention_mask(batch)
+        window = getattr(self.model.config, "sliding_window", None)
+        if window is None or window >= mask_B1TT.shape[-1]:
+            return mask_B1TT
+        sliding_B1TT = mask_B1TT & ~mask_B1TT.tril(-window)
+        if not hasattr(self.model.config, "layer_types"):
+            return sliding_B1TT
+        return {"full_attention": mask_B1TT, "sliding_attention": sliding_B1TT}
+
+
+def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> StandaloneDraft:
+    """The draft described by `init`, the same one at every call and on every rank.
+
+    It is in float32: bf16's 8 bits lose a small step of AdamW.
+
+    Args:
+        init: Where the weights come from.
+        target: The target's causal LM.
+        tokenizer: The target's.
+        seed: For random weights.
+
+    Raises:
+        ValueError: the checkpoint has another tokenizer and no transplant was asked for, or it has recurrent layers.
+    """
+    draft = _make_initial(init, target, tokenizer, seed)
+    if recurrent := set(getattr(draft.model.config, "layer_types", None) or ()) - ATTENTION_TYPES:
+        raise ValueError(
+            f"{type(draft.model).__name__} has layers of {', '.join(sorted(recurrent))}, whose state would run on from "
+            "one packed document into the next: choose a draft with attention layers only"
+        )
+    return draft.float()
+
+
+def _make_initial(init: Init, target: Any, tokenizer: Any, seed: int) -> StandaloneDraft:
+    torch.manual_seed(seed)
+    vocab_size = target.config.vocab_size
+    if init.layers and any(parameter.is_meta for parameter in target.parameters()):
+        raise ValueError(
+            "a draft of the target's layers needs its weights, which the endpoint does not give: begin with "
+            "draft.checkpoint or draft.num_layers, or read the target from its folder (--signal.kind model or cache)"
+        )
+    if init.layers:
+        draft = prune_layers(target, init.layers)
+    elif init.num_layers:
+        draft = from_config(target.config, num_layers=init.num_layers, hidden_size=init.hidden_size)
+    else:
+        assert init.checkpoint is not None
+        draft = from_checkpoint(init.checkpoint, tokenizer, vocab_size, transplant=init.transplant)
+    return draft
+
+
+def from_checkpoint(
+    name_or_path: str | Path, target_tokenizer: Any, vocab_size: int, *, transplant: bool = False
+) -> StandaloneDraft:
+    """The draft of a model folder or hub name, with as many vocabulary rows as the target.
+
+    Raises:
+        ValueError: it has another tokenizer and `transplant` is false.
+    """
+    model, tokenizer = load_causal_lm(name_or_path), load_tokenizer(name_or_path)
+    if transplant and first_difference(target_tokenizer, tokenizer) is not None:
+        print(f"vocabulary: {transplant_vocabulary(model, tokenizer, target_tokenizer, vocab_size)}")
+    else:
+        check_same_tokenizer(target_tokenizer, tokenizer)
+        fit_vocabulary(model, vocab_size)
+    return StandaloneDraft(model)
+
+
+def linear_head(model: Any) -> Tensor:
+    """The output head of a causal LM, [V, D]: logits = head @ hidden.
+
+    Raises:
+        ValueError: the architecture adds a bias, or caps or scales the logits, so this does not hold.
+    """
+    head = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise ValueError(f"{type(model).__name__} has a bias in its head: only a plain matrix is supported")
+    if key := find_logit_change(model):
+        raise ValueError(f"{type(model).__name__} changes its logits after the head ({key}): not supported")
+    weight: Tensor = head.weight
+    return weight
+
+
+def find_logit_change(model: Any) -> str:
+    """The config key by which a causal LM caps or scales its logits after the head; empty if it does neither."""
+    config = model.config.get_text_config()
+    return next((key for key in LOGIT_CHANGES if getattr(config, key, None) not in (None, 1, 1.0)), "")
+
+
+def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
+    """A draft of the target's `layers` (0 is the first), embeddings, final norm and head; all copied.
+
+    Raises:
+        ValueError: `layers` is empty, out of range or not ascending.
+    """
+    prefix, total = _find_layers(target)
+    if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < total:
+        raise ValueError(f"layers to keep are ascending numbers from 0 to {total - 1}, not {list(layers)}")
+    config = copy.deepcopy(target.config)
+    # lists with an entry per layer; a list of layer numbers (mlp_only_layers) is as long only if it names every layer
+    for key, value in target.config.to_dict().items():
+        if "layer" in key and isinstance(value, list) and len(value) == total:
+            setattr(config, key, [value[layer] for layer in layers])
+    config.num_hidden_layers = len(layers)
+    draft = AutoModelForCausalLM.from_config(config, dtype=target.dtype, attn_implementation="sdpa")
+    kept = {f"{prefix}.{old}.": f"{prefix}.{new}." for new, old in enumerate(layers)}
+    draft.load_state_dict(_rename_layers(target.state_dict(), f"{prefix}.", kept))
+    draft.generation_config = copy.deepcopy(target.generation_config)
+    return StandaloneDraft(draft.to(target.device).train(target.training))
+
+
+def from_config(
+    target_config: Any,
+    *,
+    num_layers: int,
+    hidden_size: int,
+    intermediate_size: int | None = None,
+    head_dim: int = 64,
+    num_key_value_heads: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> StandaloneDraft:
+    """A new draft of Llama's architecture, randomly initialised, with the target's vocabulary, window and special ids.
+
+    Raises:
+        ValueError: `hidden_size` is not a multiple of `head_dim`.
+    """
+    if hidden_size % head_dim:
+        raise ValueError(f"hidden_size {hidden_size} is not a multiple of head_dim {head_dim}")
+    config = LlamaConfig(
+        vocab_size=target_config.vocab_size,
+        hidden_size=hidden_size,
+        # 8/3 of the hidden size makes the three matrices of SwiGLU as large as the usual two of 4x
+        intermediate_size=intermediate_size or -(-hidden_size * 8 // 3 // 64) * 64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // head_dim,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=head_dim,
+        max_position_embeddings=target_config.max_position_embeddings,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=target_config.tie_word_embeddings,
+        bos_token_id=target_config.bos_token_id,
+        eos_token_id=target_config.eos_token_id,
+        pad_token_id=target_config.pad_token_id,
+        attn_implementation="sdpa",
+    )
+    return StandaloneDraft(LlamaForCausalLM(config).to(dtype))
+
+
+def _find_layers(model: Any) -> tuple[str, int]:
+    """The prefix of the decoder layers in the state dict, and the number of layers."""
+    total = model.config.num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == total:
+            return name, total
+    raise ValueError(f"{type(model).__name__} has no list of {total} decoder layers to prune")
+
+
+def _rename_layers(state: dict[str, Tensor], layers: str, kept: dict[str, str]) -> dict[str, Tensor]:
+    """`state` with layers renumbered by `kept` (old prefix to new prefix); layers not in `kept` are dropped."""
+    renamed = {name: tensor for name, tensor in state.items() if not name.startswith(layers)}
+    for old, new in kept.items():
+        renamed |= {new + name.removeprefix(old): tensor for name, tensor in state.items() if name.startswith(old)}
+    return renamed

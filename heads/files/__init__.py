@@ -1,0 +1,1 @@
+"""Model folders: publish them atomically, read tensors, configs and tokenizers."""

@@ -1,0 +1,317 @@
+"""Publish folders and files atomically: written aside, flushed to disk, then renamed into place.
+
+    publish(folder, write, provenance)          one folder, one rename
+        .<folder>.<random>.partial/             `write` fills it; a killed writer leaves nothing but this
+            ... the files of `write` ...
+            provenance.json                     origin: target, draft, configuration
+            manifest.json                       size and SHA-256 of every other file, written last
+        _seal(partial, folder)                   manifest, flush, rename
+    verify(folder)                              names the first missing, truncated or altered file
+    fingerprint(folder)                         identifies a model without reading all weights
+    write_whole(path, content)                  one file, one rename
+
+Standard library only, because a control plane without torch publishes and verifies too.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+PROVENANCE = "provenance.json"
+
+SAMPLE_BYTES = 4096
+"""Bytes that `fingerprint` reads at the start, middle and end of every tensor: 9 MB for a 70B model of 723 tensors."""
+
+VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype"})
+"""Keys of config.json that may change when the same model is saved again."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt")
+
+
+def publish(
+    folder: Path, write: Callable[[Path], None], provenance: Mapping[str, Any], *, overwrite: bool = False
+) -> None:
+    """Create `folder` atomically, with the files written by `write`, provenance and manifest.
+
+    Raises:
+        FileExistsError: `folder` is not empty. With `overwrite`, only if it was not published by redraft.
+        OSError: the disk is full (ENOSPC).
+    """
+    require_free(folder, overwrite=overwrite)
+    if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():
+        # a mistyped --output must not delete somebody's home folder
+        raise FileExistsError(f"{folder} holds files that redraft did not publish: move them away by hand")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(folder)
+    with _partial_folder(folder) as partial:
+        write(partial)
+        _write_json(partial / PROVENANCE, provenance)
+        _seal(partial, folder, overwrite=overwrite)
+
+
+def write_whole(path: Path, content: bytes | str) -> None:
+    """Write `content` to `path` completely or not at all, even if the process or the machine dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # does nothing if it was renamed
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def require_free(folder: Path, *, overwrite: bool = False) -> None:
+    """Raise FileExistsError unless `folder` is absent or empty, or `overwrite` is set.
+
+    Call it before hours of work, not after.
+    """
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file: choose another output folder")
+    if folder.exists() and not overwrite:
+        raise FileExistsError(f"{folder} holds another run: choose another output folder, or pass --overwrite")
+
+
+def require_space(path: Path, num_bytes: int) -> None:
+    """Raise OSError (ENOSPC) with both figures unless the disk of `path` has `num_bytes` free.
+
+    `path` need not exist yet.
+    """
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < num_bytes:
+        raise OSError(
+            errno.ENOSPC, f"no space left: {path} needs {num_bytes / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB free"
+        )
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a manifest."""
+
+    bytes: int
+    sha256: str
+
+
+def manifest(folder: Path) -> dict[str, FileEntry]:
+    """The manifest of a published folder: the files, by relative name.
+
+    Raises:
+        FileNotFoundError: there is no manifest.
+        ValueError: it cannot be read.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no {MANIFEST}: it was not published by redraft, or not completely")
+    try:
+        return {name: FileEntry(**entry) for name, entry in json.loads(path.read_text())["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is corrupt ({error}): publish the folder again") from error
+
+
+def verify(folder: Path) -> dict[str, FileEntry]:
+    """Compare every file of a published folder with the manifest, and return the manifest.
+
+    All sizes are compared first, so a truncated file is found at once.
+
+    Raises:
+        FileNotFoundError: there is no manifest.
+        ValueError: a file is missing, truncated or altered; the message names the first.
+    """
+    entries = manifest(folder)
+    require_sizes(folder, entries)
+    for name, entry in entries.items():
+        if sha256(folder / name) != entry.sha256:
+            raise ValueError(f"{folder / name} is corrupt (its SHA-256 differs): copy or publish the folder again")
+    return entries
+
+
+def require_sizes(folder: Path, entries: Mapping[str, FileEntry]) -> None:
+    """Raise ValueError, naming the first file, if one of `folder` is missing or has another size than in `entries`."""
+    for name, entry in entries.items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: copy or publish the folder again")
+        size = path.stat().st_size
+        if size != entry.bytes:
+            raise ValueError(f"{path} has {size} bytes instead of {entry.bytes}: copy or publish the folder again")
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(folder: Path) -> str:
+    """SHA-256, in hex, over a model's config, tokenizer, and the headers and samples of the weights.
+
+    From a safetensors file it reads the header (names, types, shapes) and SAMPLE_BYTES at the start, middle and end of
+    every tensor. So tens of GB take about a second, and a fine-tuned copy still differs. Other weight files are read in
+    full. The same weights in other shards count as another model. A fingerprint does not show corrupt bytes; `verify`
+    does.
+
+    Raises:
+        FileNotFoundError: there is no config.json, or no weights.
+        ValueError: a file is truncated.
+    """
+    config_path = folder / "config.json"
+    weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    if not config_path.is_file() or not weights:
+        raise FileNotFoundError(f"{folder} is not a model folder: it needs config.json and *.safetensors")
+    digest = hashlib.sha256()
+    config = json.loads(config_path.read_text())
+    kept = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS}
+    digest.update(json.dumps(kept, sort_keys=True).encode())
+    for path in [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]:
+        digest.update(bytes.fromhex(sha256(path)))
+    for path in weights:
+        for block in _safetensors_samples(path) if path.suffix == ".safetensors" else [bytes.fromhex(sha256(path))]:
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file: `{"dtype", "shape", "data_offsets"}` of each tensor, by name.
+
+    Raises:
+        ValueError: the file is truncated, or is not a safetensors file. Its contents are not checked.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))[0]
+        if length > size - 8:
+            raise ValueError(f"{path} is truncated or not a safetensors file ({size} bytes): fetch it again")
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            data_bytes = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is corrupt (its header cannot be read): fetch it again") from error
+    needed = 8 + length + data_bytes
+    if size < needed:
+        raise ValueError(f"{path} is truncated: {size} bytes of {needed}; fetch it again")
+    return header
+
+
+def _safetensors_samples(path: Path) -> Iterator[bytes]:
+    header = safetensors_header(path)
+    yield json.dumps(header, sort_keys=True).encode()
+    with path.open("rb") as file:
+        data = 8 + struct.unpack("<Q", file.read(8))[0]
+        for name in sorted(header):
+            start, end = header[name]["data_offsets"]
+            last = max(start, end - SAMPLE_BYTES)
+            for offset in (start, (start + last) // 2, last):
+                file.seek(data + offset)
+                yield file.read(min(SAMPLE_BYTES, end - start))
+
+
+FULL_BYTES = 16 << 20
+"""If a write fails and less than this is free, the full disk is the reason."""
+
+
+@contextmanager
+def _partial_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder next to `folder`, locked while the writer lives and removed if the writer fails."""
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    lock = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        partial.chmod(0o755)  # mkdtemp's 0o700 would hide the result from a server of another user
+        yield partial
+    except Exception as error:
+        # safetensors and torch report a full disk with exceptions that are not OSError
+        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
+        if is_full or shutil.disk_usage(partial).free < FULL_BYTES:
+            raise OSError(errno.ENOSPC, f"no space left on the disk of {folder}: nothing was published") from error
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # does nothing if it was renamed
+        os.close(lock)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the temporary folders of killed writers, whose locks the kernel has released."""
+    for partial in _siblings(folder, "partial"):
+        lock = os.open(partial, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(partial, ignore_errors=True)
+        except BlockingIOError:
+            pass  # another process is writing there now
+        finally:
+            os.close(lock)
+
+
+def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
+    """Write the manifest of `partial`, flush it to disk and rename it to `folder`, after moving an old one aside.
+
+    Everybody may read the result: a server often runs as another user than the trainer.
+    """
+    _write_json(partial / MANIFEST, {"files": {name: _entry(partial / name) for name in _file_names(partial)}})
+    for path in partial.rglob("*"):
+        if not path.is_symlink():
+            path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors writes 0600
+    _flush(partial)
+    if overwrite and folder.exists():
+        folder.rename(partial.with_suffix(".previous"))
+    try:
+        partial.rename(folder)  # replaces an empty folder and refuses any other: two writers cannot both win
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise FileExistsError(f"{folder} was published by another process meanwhile") from error
+        raise
+    sync(folder.parent)
+    for previous in _siblings(folder, "previous"):  # a writer killed at this point left one too
+        shutil.rmtree(previous, ignore_errors=True)
+
+
+def _siblings(folder: Path, kind: str) -> list[Path]:
+    return list(folder.parent.glob(f".{glob.escape(folder.name)}.*{kind}"))
+
+
+def _file_names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _entry(path: Path) -> dict[str, int | str]:
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def _flush(folder: Path) -> None:
+    """Flush `folder` and everything below it to disk."""
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)

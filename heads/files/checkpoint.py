@@ -1,0 +1,101 @@
+"""Load Hugging Face models and tokenizers completely, or fail with one clear line."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+
+from redraft.heads.files.folder import check_model_folder, is_hub_name, model_folder, refuse_gguf
+
+
+class MiMoConfig(Qwen2Config):  # type: ignore[misc]
+    """MiMo, which `transformers` does not know. Without the MTP layer, it is a Qwen2."""
+
+    model_type = "mimo"
+
+
+AutoConfig.register("mimo", MiMoConfig)
+
+
+@functools.cache
+def register_models() -> None:
+    """Register MiMo with `AutoModelForCausalLM`, once. Not at import: Qwen2's module takes most of a second to load."""
+    from transformers import Qwen2ForCausalLM
+
+    class MiMoForCausalLM(Qwen2ForCausalLM):  # type: ignore[misc]
+        config_class = MiMoConfig
+
+    AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
+
+
+def load_causal_lm(name_or_path: str | Path, dtype: torch.dtype | None = None) -> Any:
+    """The causal LM of a folder or hub name, in `dtype` (None: as stored), with all weights from the files.
+
+    Attention is SDPA, which can read the boolean mask per document of `heads.draft.attention_mask`.
+
+    Raises:
+        FileNotFoundError: the folder is missing, or is not a model folder.
+        ValueError: a file is corrupt, or a weight is missing; the message names it.
+    """
+    check_model_folder(name_or_path)
+    register_models()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(name_or_path),
+            dtype=dtype or "auto",
+            attn_implementation="sdpa",
+            output_loading_info=True,
+        )
+    except Exception as error:  # transformers raises a dozen types here, many of several lines
+        raise ValueError(f"cannot load the model {name_or_path}: {first_line(error)}") from error
+    # transformers fills what lacks with random numbers and only warns
+    if wrong := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
+        raise ValueError(f"{name_or_path} lacks {len(wrong)} weights of its architecture, the first is {wrong[0]}")
+    return model
+
+
+def load_text_config(name_or_path: str | Path) -> Any:
+    """The `transformers` config of a text model, by folder or hub name.
+
+    Raises:
+        ValueError: the name is a GGUF file.
+    """
+    refuse_gguf(name_or_path)
+    return AutoConfig.from_pretrained(str(name_or_path)).get_text_config()
+
+
+def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
+    """Ids of the tokens at which an engine ends an answer, from the tokenizer and from generation_config.json."""
+    path = model_folder(name_or_path) / "generation_config.json"
+    ends = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    listed = ends if isinstance(ends, list) else [ends]
+    return tuple(sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None}))
+
+
+def load_tokenizer(name_or_path: str | Path) -> Any:
+    """The tokenizer of a folder or a hub name.
+
+    Raises:
+        FileNotFoundError: the folder is missing, or has no tokenizer.
+        ValueError: the tokenizer cannot be read.
+    """
+    refuse_gguf(name_or_path)
+    folder = Path(name_or_path)
+    if not is_hub_name(folder) and not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
+    if folder.is_dir() and not any(folder.glob("*token*")) and not (folder / "vocab.json").exists():
+        raise FileNotFoundError(f"{folder} holds no tokenizer (tokenizer.json): it is not a model folder")
+    try:
+        return AutoTokenizer.from_pretrained(str(name_or_path))
+    except Exception as error:
+        raise ValueError(f"cannot load the tokenizer of {name_or_path}: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

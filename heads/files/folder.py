@@ -1,0 +1,113 @@
+"""Model folders without the weights: config.json, the file of each tensor, and whether all files are there.
+
+Standard library only, apart from the hub's client for a hub name: help texts and control planes read folders too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from redraft.heads.files.artifact import MANIFEST, safetensors_header, verify
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+TRAINED_WITH = "trained_with"
+"""Key in an export's `redraft` section: the trained architecture, under the engines' keys. The engines' copies at the
+top level may be edited after the export; these are not."""
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a folder.
+
+    Raises:
+        FileNotFoundError: the folder has none.
+        ValueError: it is not JSON.
+    """
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"{folder} holds no {CONFIG}: it is not an exported head")
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG} is corrupt ({error}): export the head again") from error
+    return config
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """The file of each tensor of a safetensors folder, by the tensor's name.
+
+    Raises:
+        FileNotFoundError: the folder has no weights.
+        ValueError: a file is truncated; the message names it.
+    """
+    if (folder / INDEX).is_file():
+        return {name: folder / file for name, file in json.loads((folder / INDEX).read_text())["weight_map"].items()}
+    if not (folder / WEIGHTS).is_file():
+        raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {INDEX}: it is not a model folder")
+    return dict.fromkeys(safetensors_header(folder / WEIGHTS), folder / WEIGHTS)
+
+
+def is_hub_name(name_or_path: str | Path) -> bool:
+    """True for `owner/name`, unless such a folder exists here."""
+    return HUB_NAME.fullmatch(str(name_or_path)) is not None and not Path(name_or_path).exists()
+
+
+def refuse_gguf(name_or_path: str | Path) -> None:
+    """Raise ValueError if a model is named by its GGUF file; the message is the command that makes a folder of it."""
+    if Path(name_or_path).suffix.lower() == ".gguf":
+        raise ValueError(
+            f"{name_or_path} is a GGUF file: run `redraft import-gguf {name_or_path} FOLDER`, then give FOLDER instead"
+        )
+
+
+def model_folder(name_or_path: str | Path) -> Path:
+    """The folder of a model: the given one, or for a hub name the folder in the hub's cache.
+
+    Raises:
+        FileNotFoundError: the hub's cache does not hold the model.
+        ValueError: the name is a GGUF file.
+    """
+    refuse_gguf(name_or_path)
+    if not is_hub_name(name_or_path):
+        return Path(name_or_path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(name_or_path), local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{name_or_path} is neither a folder here nor in the hub's cache: load it once"
+        ) from error
+
+
+def check_model_folder(name_or_path: str | Path) -> None:
+    """Check that a local model folder is complete: a config, every shard of the index, and no file cut short.
+
+    A folder with a manifest is compared with it byte for byte. A hub name is left to the hub's checks.
+
+    Raises:
+        FileNotFoundError: the folder is missing, or is not a model folder.
+        ValueError: a file is corrupt or missing, or the name is a GGUF file; the message names it.
+    """
+    refuse_gguf(name_or_path)
+    if is_hub_name(name_or_path):
+        return
+    folder = Path(name_or_path)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no model folder {folder}, and it is not a hub name (owner/name) either")
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"{folder} holds no {CONFIG}: it is not a model folder")
+    if (folder / MANIFEST).is_file():
+        verify(folder)
+    for path in sorted(folder.glob("*.safetensors")):
+        safetensors_header(path)
+    for path in folder.glob("*.safetensors.index.json"):
+        shards = set(json.loads(path.read_text())["weight_map"].values())
+        if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
+            raise ValueError(f"{folder / missing[0]} is missing: {path.name} names it; fetch it again")

@@ -1,0 +1,42 @@
+"""A cache on disk, by a hash of all inputs of a value: an interrupted run continues from it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from redraft.heads.files.artifact import write_whole
+
+T = TypeVar("T")
+
+
+def compute_once(folder: Path, name: str, key: object, kind: type[T], compute: Callable[[], T]) -> T:
+    """The result of `compute()`, or the value left by a run with an equal `key` in `folder` as `name`-HASH.json."""
+    path = folder / f"{name}-{hash_key(key)[:16]}.json"
+    if path.is_file():
+        # compute it again if it was written by a version whose `kind` has other fields
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.json.decode(path.read_bytes(), type=kind)
+    value = compute()
+    write_whole(path, msgspec.json.encode(value))
+    return value
+
+
+def hash_key(key: object) -> str:
+    """SHA-256 (hex) of any JSON-serialisable value."""
+    return hashlib.sha256(msgspec.json.encode(key)).hexdigest()
+
+
+def fingerprint_path(name: str) -> str:
+    """A hash over names, sizes and times of the files at a path; `name` itself if it is not a path (a hub name)."""
+    path = Path(name)
+    if not name or not path.exists():
+        return name
+    files = sorted(below for below in path.rglob("*") if below.is_file()) if path.is_dir() else [path]
+    stats = [(str(file.relative_to(path)), file.stat()) for file in files]
+    return hash_key([(below, stat.st_size, stat.st_mtime_ns) for below, stat in stats])

@@ -1,0 +1,49 @@
+"""One owner for a folder: a lock, which the kernel releases when the owner ends, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+class AlreadyOwnedError(OSError):
+    """Another live process owns the folder; the message names it."""
+
+
+def acquire(path: Path, purpose: str) -> int:
+    """Take the lock `path`; closing the returned descriptor, or ending the process, releases it.
+
+    The file stays in place afterwards and means nothing without a lock.
+
+    Raises:
+        AlreadyOwnedError: another process holds it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(descriptor, 200).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise AlreadyOwnedError(f"{path.parent} already has {purpose} ({owner}): stop it first") from None
+    with suppress(OSError):  # on a full disk the owner cannot be noted, but the lock holds
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return descriptor
+
+
+@contextmanager
+def own(path: Path, purpose: str) -> Iterator[None]:
+    """Hold the lock `path` while the block runs.
+
+    Raises:
+        AlreadyOwnedError: another process holds it.
+    """
+    descriptor = acquire(path, purpose)
+    try:
+        yield
+    finally:
+        os.close(descriptor)

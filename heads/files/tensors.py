@@ -1,0 +1,58 @@
+"""Tensors by name: read a few from a sharded model, write and load those of a head."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from redraft.heads.files.folder import CONFIG, WEIGHTS, tensor_files
+
+
+def read_tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """The named tensors, from any shard. A KeyError is a bug, because names come from `tensor_files`."""
+    files = tensor_files(folder)
+    tensors: dict[str, Tensor] = {}
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        by_file.setdefault(files[name], []).append(name)
+    for path, wanted in by_file.items():
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in wanted}
+    return tensors
+
+
+def write_head(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Write `config.json` and `model.safetensors` of a head, with floating-point tensors in `dtype`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+    # cloned, because safetensors refuses tensors with shared memory
+    save_file({n: t.detach().cpu().contiguous().clone() for n, t in cast.items()}, folder / WEIGHTS, {"format": "pt"})
+    named_dtype = {"dtype": str(dtype).removeprefix("torch."), "torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / CONFIG).write_text(json.dumps({**config, **named_dtype}, indent=2) + "\n")
+
+
+def load_into(module: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
+    """Copy `tensors` into the parameters of the same names.
+
+    Engines silently load a head with a missing tensor; here it is an error.
+
+    Raises:
+        ValueError: a tensor is missing, unknown or of another shape; the message names the first.
+    """
+    mine = module.state_dict()
+    if missing := sorted(mine.keys() - tensors.keys()):
+        raise ValueError(f"{source} lacks {len(missing)} tensors of its head, the first is {missing[0]}")
+    if unknown := sorted(tensors.keys() - mine.keys()):
+        raise ValueError(f"{source} holds {len(unknown)} tensors its config does not call for, such as {unknown[0]}")
+    for name, tensor in tensors.items():
+        if tensor.shape != mine[name].shape:
+            shapes = f"{tuple(tensor.shape)} instead of {tuple(mine[name].shape)}"
+            raise ValueError(f"{source}: tensor {name} is {shapes}; it belongs to another target or config")
+    module.load_state_dict(dict(tensors))

@@ -1,0 +1,156 @@
+"""The blocks of a Llama layer, for heads made of one, and the sizes to take from the target.
+
+B = batch, T = tokens, D = hidden, H = query heads, G = key heads, E = head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from redraft.heads.nn.attention import Memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaShape:
+    """Sizes and rotary frequencies of one Llama layer."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    vocab_size: int
+    max_position_embeddings: int
+    rope_parameters: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+
+    @staticmethod
+    def from_config(config: Any) -> LlamaShape:
+        """The shape of a target's layers, from the `transformers` text config."""
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        return LlamaShape(
+            hidden_size=hidden,
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or hidden // heads,
+            rms_norm_eps=config.rms_norm_eps,
+            vocab_size=config.vocab_size,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=drop_partial_rope(config.rope_parameters),
+        )
+
+    @staticmethod
+    def from_head_config(layer_config: Mapping[str, Any], target_config: Any) -> LlamaShape:
+        """The shape of a trained head, by the head's config, as an engine reads it.
+
+        Hidden size, vocabulary and positions are the target's in any case, because embeddings are shared.
+        """
+        head = LlamaShape.from_config(LlamaConfig(**layer_config))
+        target = LlamaShape.from_config(target_config)
+        shared = {name: getattr(target, name) for name in ("hidden_size", "vocab_size", "max_position_embeddings")}
+        return replace(head, **shared)
+
+    def hf_config(self) -> dict[str, Any]:
+        """The keys of a `config.json` for one such layer."""
+        # rope_theta as well as rope_parameters: readers older than transformers 5 look only there, and default to 10000
+        return {
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "rope_theta": self.rope_parameters["rope_theta"],
+            **asdict(self),
+        }
+
+
+PARTIAL = ("partial_rotary_factor", "rope_dim", "mrope_section", "mrope_interleaved")
+"""Rotary parameters for rotating only a part of each head, or for several kinds of positions."""
+
+
+def drop_partial_rope(rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE parameters for a head's Llama layer, derived from the target's.
+
+    If the target has several sets, the one for full attention is used. The keys in PARTIAL are dropped: with them an
+    engine would rotate part of each head, but transformers' Llama, which trains, all of it.
+    """
+    chosen = rope_parameters.get("full_attention", rope_parameters)
+    return {key: value for key, value in chosen.items() if key not in PARTIAL}
+
+
+class Rotary:
+    """Cosines and sines at given positions, for any frequency rule of `transformers`.
+
+    Deliberately not a module: casting the head to bfloat16 would round the frequencies too, which is wrong at
+    distant positions.
+    """
+
+    def __init__(self, embedding: Any) -> None:
+        self._embedding = embedding
+
+    @staticmethod
+    def from_shape(shape: LlamaShape) -> Rotary:
+        return Rotary(LlamaRotaryEmbedding(LlamaConfig(**shape.hf_config())))
+
+    def __call__(self, position_ids_BT: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, [B, T, E], in the type and on the device of `like`. The second half of E repeats the first."""
+        cos, sin = self._embedding.to(like.device)(like, position_ids_BT)
+        return cos, sin
+
+
+def rotate(x_BHTE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """x rotated by position, with the two halves of E as real and imaginary parts."""
+    cos_B1TE, sin_B1TE = (table[:, None] for table in cos_sin)
+    real, imaginary = x_BHTE.chunk(2, dim=-1)
+    return x_BHTE * cos_B1TE + torch.cat([-imaginary, real], dim=-1) * sin_B1TE
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over a memory. The input may be wider than the output."""
+
+    def __init__(self, shape: LlamaShape, input_size: int) -> None:
+        super().__init__()
+        self._head_dim = shape.head_dim
+        query_size, key_size = (n * shape.head_dim for n in (shape.num_attention_heads, shape.num_key_value_heads))
+        self.q_proj = nn.Linear(input_size, query_size, bias=False)
+        self.k_proj = nn.Linear(input_size, key_size, bias=False)
+        self.v_proj = nn.Linear(input_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=False)
+
+    def forward(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        q, k, v = (self._heads(project(x_BTD)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        out_BHTE = memory.attend(rotate(q, cos_sin), rotate(k, cos_sin), v, self._head_dim**-0.5)
+        out: Tensor = self.o_proj(out_BHTE.transpose(1, 2).flatten(2))
+        return out
+
+    def _heads(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.view(*x_BTD.shape[:2], -1, self._head_dim).transpose(1, 2)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        return out
+
+
+def norm(shape: LlamaShape) -> nn.RMSNorm:
+    """x / sqrt(mean(x^2) + eps) * weight."""
+    return nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)

@@ -1,0 +1,112 @@
+"""Recurrent heads, which read the output of the step before: unrolled for training, decoded as in an engine.
+
+    row t, step k   reads token x[t+1+k] at position t+k, and a feature: the target's at k = 0, later the output
+                    of step k-1; predicts x[t+2+k]
+
+Training feeds the true tokens (Li et al., EAGLE-3, arXiv 2503.01840, "training-time test"), decoding the drafted ones.
+B = batch, T = tokens, D = hidden, V = target vocabulary, W = draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from redraft.heads.draft import Batch, Drafted, DraftStep, TargetSignal, draw, label_rows
+from redraft.heads.nn.attention import KeyCache, Memory, StepMemory
+
+
+class Step(Protocol):
+    """One pass of a head over rows."""
+
+    def __call__(
+        self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: Memory
+    ) -> tuple[Tensor, Tensor]:
+        """The input of the draft's head, and the feature to feed back, both [B, T, D]."""
+        ...
+
+
+class Recurrent(Protocol):
+    """The members of a head needed by `propose`."""
+
+    def feature(self, signal: TargetSignal) -> Tensor: ...
+
+    def step(
+        self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: Memory
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def logits(self, hidden_D: Tensor) -> Tensor:
+        """Over the target's vocabulary, [V]."""
+        ...
+
+
+def unroll(
+    step: Step,
+    batch: Batch,
+    feature_BTD: Tensor,
+    head_WD: Tensor,
+    *,
+    num_steps: int,
+    step_decay: float,
+    draft_ids_W: Tensor | None = None,
+) -> list[DraftStep]:
+    """Teacher-forced draft steps with shifts 1..num_steps; the k-th from 0 has weight step_decay^k."""
+    memory = StepMemory(batch)
+    steps = []
+    for k in range(num_steps):
+        # the last rows of a document read the tokens of the next; their labels are masked and no other row sees them
+        ids_BT = batch.input_ids_BT.roll(-1 - k, dims=1)
+        hidden_BTD, feature_BTD = step(ids_BT, feature_BTD, batch.position_ids_BT + k, memory)
+        steps.append(
+            DraftStep(
+                hidden_BTD=hidden_BTD,
+                head_WD=head_WD,
+                shift=k + 1,
+                mask_BT=label_rows(batch, k + 1),
+                weight=step_decay**k,
+                draft_ids_W=draft_ids_W,
+            )
+        )
+    return steps
+
+
+@torch.no_grad()
+def propose(
+    head: Recurrent,
+    prefix_ids: Sequence[int],
+    signal: TargetSignal,
+    num_tokens: int,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Drafted:
+    """`Draft.propose` of a recurrent head; a class takes it over with `propose = propose`.
+
+    Raises:
+        ValueError: the features are not one row fewer than the prefix has tokens.
+    """
+    feature_BTD = head.feature(signal)
+    num_rows = len(prefix_ids) - 1
+    if feature_BTD.shape[:2] != (1, num_rows):
+        raise ValueError(f"{num_rows + 1} tokens need {num_rows} rows of features, not {tuple(feature_BTD.shape[:2])}")
+    device = feature_BTD.device
+    memory = KeyCache()
+    drafted: Drafted = []
+    ids_BT = torch.tensor([list(prefix_ids[1:])], device=device)
+    position_ids_BT = torch.arange(num_rows, device=device)[None]
+    for _ in range(num_tokens):
+        hidden_BTD, feature_BTD = head.step(ids_BT, feature_BTD, position_ids_BT, memory)
+        drafted.append(draw(head.logits(hidden_BTD[0, -1]).float(), temperature, generator))
+        # from the second token on, a pass has one row: the last one, one position further
+        ids_BT, position_ids_BT = torch.tensor([[drafted[-1][0]]], device=device), position_ids_BT[:, -1:] + 1
+        feature_BTD = feature_BTD[:, -1:]
+    return drafted
+
+
+def over_target_vocabulary(logits_W: Tensor, draft_ids_W: Tensor | None, vocab_size: int) -> Tensor:
+    """Logits over the target's vocabulary, [V]; -inf at ids outside the draft's vocabulary."""
+    if draft_ids_W is None:
+        return logits_W
+    return logits_W.new_full((vocab_size,), -torch.inf).index_copy(0, draft_ids_W, logits_W)

@@ -1,0 +1,58 @@
+"""Progress bars: a moving bar in a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+LOG_INTERVAL_S = 10.0
+"""Shortest time between two lines of one bar in a log."""
+
+
+class Progress(tqdm):  # type: ignore[misc]
+    """tqdm; without a terminal, one line every `LOG_INTERVAL_S` at most, instead of a bar drawn over itself.
+
+    A bar that is done sooner writes nothing. A longer one also writes its end.
+    """
+
+    disable: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # before tqdm's constructor, which already draws
+        self._is_log = not (kwargs.get("file") or sys.stderr).isatty()
+        self._last_line_s = time.monotonic()
+        self._has_line = False
+        if self._is_log:
+            kwargs["ncols"] = 0  # numbers without the bar
+        super().__init__(*args, **kwargs)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Draw the bar; in a log, write a line if the last one is old enough."""
+        if not self._is_log:
+            super().display(msg, pos)
+        elif time.monotonic() - self._last_line_s >= LOG_INTERVAL_S:
+            self._write_line()
+
+    def clear(self, nolock: bool = False) -> None:
+        """Remove the bar from the screen, to write other text; a log keeps its lines."""
+        if not self._is_log:
+            super().clear(nolock)
+
+    def close(self) -> None:
+        if not self._is_log:
+            super().close()
+            return
+        if self.disable:  # also the second time
+            return
+        self.disable = True
+        self._decr_instances(self)
+        if self._has_line:
+            self._write_line()
+
+    def _write_line(self) -> None:
+        self._last_line_s, self._has_line = time.monotonic(), True
+        self.fp.write(f"{str(self).strip()}\n")
+        self.fp.flush()

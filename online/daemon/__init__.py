@@ -1,0 +1,1 @@
+"""The learner daemon: settings, state machine, main loop."""

@@ -1,0 +1,81 @@
+"""The learner's settings: one TOML file of a table per part. Loads neither torch nor vLLM: every command reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from redraft.online.fleet.discovery import FleetConfig
+from redraft.online.fleet.rollout import RolloutPolicy
+from redraft.online.learning.buffer import BufferConfig, Replay
+from redraft.online.learning.config import DraftConfig, Judging, Training
+from redraft.online.learning.gate import Policy
+from redraft.online.page.config import Page
+from redraft.online.records.nats_config import Nats, StreamLimits, parse_addresses
+from redraft.online.records.origin import require_label
+from redraft.online.settings import read_toml
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerConfig:
+    target: Path = field(metadata={"example": "models/llama-3.1-70b"})
+    """Folder of the target that the servers serve. Only fingerprint, tokenizer and config are read, and the embeddings
+    if the draft is a head. The model itself is never loaded."""
+    registry: Path = field(metadata={"example": "drafts/llama-3.1-70b"})
+    """Folder with the versions of the draft: the servers' --registry. One learner owns it."""
+    spool: Path | None = field(default=None, metadata={"example": "spool"})
+    """Folder the servers write records to: the --capture.spool of `redraft serve`. Set either this or `ingest`."""
+    ingest: str = field(default="", repr=False)
+    """Log the servers send records to instead: the --capture.ingest of `redraft serve`, e.g. nats://HOST:4222. Separate
+    several addresses with commas; use tls:// for TLS. Remove `spool` if you set this."""
+    domain: str = ""
+    """Domain, if the draft serves only one; empty for all. The learner then uses only records of requests with this
+    X-Redraft-Domain, and only the servers of this domain in `fleet.file`. Every domain needs a separate learner with a
+    separate registry, folder and spool. An ingest log can be shared if each of the learners has a domain."""
+    folder: Path = Path("learner")
+    """Folder for the learner's state, checkpoints, journal and buffer. It holds users' text."""
+    anchors: Path | None = None
+    """File of offline records, mixed into every step to keep the draft from forgetting; `redraft anchors` makes one."""
+    zero_retention: bool = False
+    """Keep records in memory only. The spool must be in memory too, e.g. below /dev/shm. A restart loses all records
+    and continues from the served version."""
+    keep_versions: int = 20
+    """Number of versions to keep in the registry. The current version, the one before it and those a server still has
+    are always kept."""
+    wandb: str | None = None
+    """Weights & Biases project to log to; logs offline if nobody is logged in."""
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    replay: Replay = field(default_factory=Replay)
+    training: Training = field(default_factory=Training)
+    judging: Judging = field(default_factory=Judging)
+    gate: Policy = field(default_factory=Policy)
+    rollout: RolloutPolicy = field(default_factory=RolloutPolicy)
+    page: Page = field(default_factory=Page)
+    nats: Nats = field(default_factory=Nats)
+    stream: StreamLimits = field(default_factory=StreamLimits)
+
+    def __post_init__(self) -> None:
+        if bool(self.ingest) == bool(self.spool):
+            raise ValueError("records come from a spool (a folder) or an ingest log (nats://...): set one of them")
+        if self.ingest:
+            parse_addresses(self.ingest)
+        require_label(self.domain)
+
+    @property
+    def buffer_config(self) -> BufferConfig:
+        """The buffer's settings with the folder filled in; no folder means memory only."""
+        folder = None if self.zero_retention else self.buffer.folder or self.folder / "buffer"
+        return replace(self.buffer, folder=folder)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> LearnerConfig:
+    """The learner's settings from `path`.
+
+    Raises: as `read_toml`.
+    """
+    config = read_toml(path, LearnerConfig, overrides)
+    # The default folder is not read from the file, so `read_toml` did not resolve it.
+    return replace(config, folder=path.parent.absolute() / config.folder)

@@ -1,0 +1,447 @@
+"""The learner's way round the phases: the work of each, and the event it ends with (`state` has the table).
+
+    phase        work                                            ends with
+    idle         waits for new records or a request to swap      begin, swap requested
+    training     steps until enough new records are trained      trained; failed: not finite, interrupted
+    judging      candidate and incumbent on held-out requests    promoted, rejected, inconclusive
+    publishing   copies the checkpoint's draft to the registry   published; waits while the disk is full
+    canary       one server, against the others                  passed, rolled back, recalled
+    rolling      the other servers in waves                      rolled out and current, rolled back, recalled
+    halted       waits until the servers serve our target        resume
+
+The work of every phase can be repeated from the start, and is after a kill. A finding of the watch or the request of a
+person waits in the `inbox` until a phase can take it: `report_problem`, `request_swap`, `go_back`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from redraft.distill.train.step import StepStats
+from redraft.heads.files.artifact import manifest
+from redraft.online.daemon.config import LearnerConfig
+from redraft.online.daemon.inbox import Inbox
+from redraft.online.daemon.state import Event, Move, Phase, advance, load, save
+from redraft.online.fleet.reconciler import Reconciler
+from redraft.online.fleet.registry import Registry
+from redraft.online.fleet.rollout import Outcome, roll_waves, try_canary
+from redraft.online.fleet.server import Convergence, FleetServer
+from redraft.online.fleet.watch import JournaledServer
+from redraft.online.journal import Journal
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.candidate import DRAFT, NotFiniteError
+from redraft.online.learning.gate import Decision, Verdict, judge
+from redraft.online.learning.scoring import Request, RequestScore, pair_scores, score_requests
+from redraft.online.learning.trainer import SERVED, Trainer
+
+T = TypeVar("T")
+
+POLL_S = 0.1
+"""Seconds between two looks at whether there is anything to do."""
+
+DISK_RETRY_S = 10.0
+
+
+class Cycle:
+    def __init__(
+        self, cfg: LearnerConfig, target_fingerprint: str, registry: Registry, buffer: Buffer, trainer: Trainer,
+        servers: Sequence[JournaledServer], journal: Journal,
+    ) -> None:  # fmt: skip
+        self.cfg, self.target_fingerprint = cfg, target_fingerprint
+        self.registry, self.buffer, self.trainer, self.servers, self.journal = (
+            registry, buffer, trainer, servers, journal,
+        )  # fmt: skip
+        self.inbox = Inbox()
+        self.fleet = asyncio.Lock()
+        """Held by whoever swaps drafts, except for the reconciler, which begins nothing while it is held."""
+        self.reconciler = Reconciler()
+        self._state_path = cfg.folder / "state.json"
+        self.state = load(self._state_path)
+        # torch gets a separate thread: ingest and watch continue during a training step.
+        self._thread = ThreadPoolExecutor(1, "trainer")
+        self._num_without_gain = 0
+        """Candidates in a row without a proven gain. A count, not a state: at `patience` it posts BEGIN_AGAIN."""
+        self._phases: dict[Phase, Callable[[], Awaitable[Move | None]]] = {
+            Phase.IDLE: self._idle,
+            Phase.TRAINING: self._train,
+            Phase.JUDGING: self._judge,
+            Phase.PUBLISHING: self._publish,
+            Phase.CANARY: self._canary,
+            Phase.ROLLING: self._roll,
+            Phase.HALTED: self._wait_for_resume,
+        }
+
+    @property
+    def current(self) -> str:
+        """The version the fleet should serve."""
+        current = self.registry.current()
+        assert current is not None, "the learner begins with a version"
+        return current
+
+    @property
+    def is_rolling_out(self) -> bool:
+        return self.state.phase in (Phase.CANARY, Phase.ROLLING)
+
+    async def run(self) -> None:
+        """Go round forever."""
+        began_from = await self.in_thread(self.trainer.start)
+        self._journal_state(f"training goes on from {self.current if began_from == SERVED else began_from}")
+        while True:
+            if halt := self.inbox.take(Event.HALT):
+                self._advance(halt)
+            move = await self._phases[self.state.phase]()
+            if move is not None:
+                self._advance(move)
+
+    async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        """Run `work` on the thread that owns the draft in training."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+    async def close(self) -> None:
+        """Save the training since the last checkpoint, and let the other ranks go."""
+        await self.reconciler.stop()
+        try:
+            if self.trainer.num_steps:
+                await self._save_checkpoint()
+        finally:
+            await self.in_thread(self.trainer.ranks.dismiss)
+            self._thread.shutdown()
+
+    # ----------------------------------------------------------------------------------------------- from outside
+
+    def report_problem(self, problem: str) -> None:
+        """The watch's latest finding: a reason to halt, or an empty string if there is none (any more).
+
+        Only the latest finding counts: a problem that goes away before the present phase ends halts nothing.
+        """
+        is_halted = self.state.phase is Phase.HALTED
+        self.inbox.settle(Event.HALT)
+        self.inbox.settle(Event.RESUME)
+        if problem and not is_halted:
+            self.inbox.post(Move(Event.HALT, reason=problem))
+        elif is_halted and not problem:
+            self.inbox.post(Move(Event.RESUME))
+
+    async def request_swap(self, version: str) -> Outcome:
+        """Roll out a version that a person chose: past the gate, but never past the canary.
+
+        It starts when the learner is next idle, and returns when the rollout has ended.
+
+        Raises:
+            FileNotFoundError: if there is no such version.
+            ValueError: if another swap has been requested and has not ended.
+        """
+        self.registry.path(version)
+        if pending := self.inbox.find(Event.SWAP_REQUESTED):
+            raise ValueError(f"{pending.candidate} was asked for and is on its way: wait for it")
+        settled = self.inbox.post(Move(Event.SWAP_REQUESTED, version, "a person chose it"))
+        try:
+            outcome: Outcome = await asyncio.shield(settled)
+            return outcome
+        finally:
+            if not settled.done():  # cancelled; once it is done, a waiting request is somebody else's
+                self.inbox.settle(Event.SWAP_REQUESTED)
+
+    def reconcile(self, servers: Sequence[FleetServer]) -> None:
+        """Begin to bring these servers to the current version, unless a rollout or a rollback is under way."""
+        if not self.fleet.locked():
+            self.reconciler.push(servers, self.current)
+
+    async def go_back(self, reason: str) -> Convergence:
+        """Take back the candidate of the running rollout, or else the current version; returns the version served then.
+
+        Servers that hang are not waited for: they are brought along in the background.
+
+        Raises:
+            FileNotFoundError: if there is no version before the current one.
+        """
+        if self.is_rolling_out:
+            candidate = self._candidate()
+            # Shielded: two requests may wait for one recall, and one of them may be cancelled.
+            await asyncio.shield(self.inbox.post(Move(Event.RECALLED, reason=reason)))
+            if self.current != candidate:
+                return Convergence(version=self.current)  # else the recall came after the promotion
+        async with self.fleet:
+            await self.reconciler.stop()
+            # First, because a restart on the way must end at the same version. It reads the whole version.
+            version = await asyncio.to_thread(self.registry.rollback)
+            self.inbox.post(Move(Event.BEGIN_AGAIN))
+            back = await self.reconciler.bring_all(self.servers, version, self.cfg.rollout.rollback_timeout_s)
+        self._journal_state(f"went back to {version} ({back}): {reason}")
+        return back
+
+    def judge_draft(self, draft: Path) -> Verdict:
+        """The gate's verdict on the draft in a folder, against the current version. Blocking."""
+        cfg = self.cfg.judging
+        seqs = self.buffer.select_held_out(cfg.held_out_per_domain)
+        candidate, incumbent = (self._score(folder, seqs) for folder in (draft, self.registry.path(self.current)))
+        return judge(*pair_scores(candidate, incumbent), self.cfg.gate, look=self.state.num_looks + 1)
+
+    # ----------------------------------------------------------------------------------------------- the phases
+
+    async def _idle(self) -> Move | None:
+        await self._begin_again_if_asked()
+        # The request stays in the inbox until the rollout has ended: after a halt it is taken up once more.
+        if swap := self.inbox.find(Event.SWAP_REQUESTED):
+            if swap.candidate != self.current:
+                return swap
+            already = Outcome(passed=True, version=self.current, reason="it is current already")
+            self.inbox.settle(Event.SWAP_REQUESTED, already)
+        if await self.in_thread(self.trainer.lag) >= self.cfg.training.fresh_per_step:
+            return Move(Event.BEGIN)
+        await asyncio.sleep(POLL_S)
+        return None
+
+    async def _train(self) -> Move | None:
+        trainer, began_s, saved_s = self.trainer, time.monotonic(), time.monotonic()
+        wanted = trainer.progress.records + self.cfg.training.records_per_candidate
+        while trainer.progress.records < wanted:
+            await self._begin_again_if_asked()
+            if waiting := self.inbox.find(Event.HALT, Event.SWAP_REQUESTED):
+                await self._save_checkpoint()
+                is_halt = waiting.event is Event.HALT
+                reason = waiting.reason if is_halt else "interrupted by a swap that a person asked for"
+                return Move(Event.FAILED, reason=reason)
+            stats = await self.in_thread(trainer.step)
+            if stats is None:
+                await asyncio.sleep(POLL_S)
+                continue
+            began_s = self._journal_step(stats, began_s)
+            if trainer.has_diverged:
+                return await self._discard("the loss was not finite")
+            if time.monotonic() - saved_s > self.cfg.training.save_every_s:
+                await self._save_checkpoint()
+                saved_s = time.monotonic()
+        return await self._end_training()
+
+    async def _end_training(self) -> Move:
+        try:
+            name = await self.in_thread(self.trainer.checkpoint)
+        except NotFiniteError:
+            return await self._discard("the weights are not finite")
+        except OSError as error:
+            self._journal_fault("disk_full", error)
+            await asyncio.sleep(DISK_RETRY_S)
+            return Move(Event.FAILED, reason=f"no checkpoint could be written: {error}")
+        return Move(Event.TRAINED, name, f"{self.trainer.progress.records} records")
+
+    async def _judge(self) -> Move:
+        name = self._candidate()
+        try:
+            verdict = await self.in_thread(self.judge_draft, self.trainer.folder / name / DRAFT)
+        except (OSError, ValueError) as error:
+            return Move(Event.REJECTED, reason=f"{name} cannot be read: {error}")
+        self._journal_verdict(name, verdict)
+        if verdict.overall is not None:  # saved with the event: after a kill before it, the same look is taken again
+            self.state = replace(self.state, num_looks=self.state.num_looks + 1)
+        if verdict.decision is Decision.PROMOTE:
+            self._num_without_gain = 0
+            return Move(Event.PROMOTED, reason=verdict.reason)
+        if verdict.decision is Decision.INCONCLUSIVE:
+            return Move(Event.INCONCLUSIVE, reason=verdict.reason)
+        self._count_without_gain()
+        return Move(Event.REJECTED, reason=verdict.reason)
+
+    async def _publish(self) -> Move:
+        while True:
+            try:
+                return Move(Event.PUBLISHED, await asyncio.to_thread(self._publish_candidate))
+            except OSError as error:
+                self._journal_fault("disk_full", error)
+                await asyncio.sleep(DISK_RETRY_S)
+
+    async def _canary(self) -> Move:
+        event, outcome = await self._roll_out(try_canary)
+        if event is not Event.PASSED:
+            return self._end_rollout(event, outcome)
+        return Move(Event.PASSED, reason=outcome.reason)
+
+    async def _roll(self) -> Move:
+        version = self._candidate()
+        event, outcome = await self._roll_out(roll_waves)
+        if event is not Event.PASSED:
+            return self._end_rollout(event, outcome)
+        await asyncio.to_thread(self.registry.promote, version)
+        serving = {server.versions["seen"] for server in self.servers if server.versions}
+        await asyncio.to_thread(self.registry.prune, self.cfg.keep_versions, serving)
+        swap = self.inbox.find(Event.SWAP_REQUESTED)
+        if swap is not None and swap.candidate == version:  # the draft in training does not descend from it
+            self.inbox.post(Move(Event.BEGIN_AGAIN))
+        self._answer_swap(outcome)
+        return Move(Event.ROLLED_OUT, reason=outcome.reason)
+
+    async def _wait_for_resume(self) -> Move | None:
+        await self.inbox.wait_for(Event.RESUME)
+        return self.inbox.take(Event.RESUME)
+
+    # ----------------------------------------------------------------------------------------------- their helpers
+
+    def _candidate(self) -> str:
+        assert self.state.candidate is not None
+        return self.state.candidate
+
+    async def _begin_again_if_asked(self) -> None:
+        if self.inbox.take(Event.BEGIN_AGAIN):
+            await self.in_thread(self.trainer.begin_again)
+            self._advance(Move(Event.BEGIN_AGAIN, reason=f"training begins again from {self.current}"))
+
+    async def _discard(self, why: str) -> Move:
+        self._journal_fault("loss_not_finite")
+        await self.in_thread(self.trainer.discard)
+        return Move(Event.FAILED, reason=f"{why}: the candidate was thrown away")
+
+    async def _save_checkpoint(self) -> None:
+        """Write a checkpoint if there is anything to save. A failure is only reported: training goes on without."""
+        if not self.trainer.num_steps:
+            return
+        try:
+            await self.in_thread(self.trainer.checkpoint)
+        except NotFiniteError:
+            self._journal_fault("loss_not_finite")
+        except OSError as error:
+            self._journal_fault("disk_full", error)
+
+    def _score(self, folder: Path, seqs: Sequence[int]) -> dict[Request, RequestScore]:
+        candidate = self.trainer.candidate
+        draft = candidate.load(folder)
+        return score_requests(
+            (draft.float() if candidate.accelerator.device.type == "cpu" else draft).eval(),
+            (stored.record for stored in self.buffer.read(seqs)),
+            num_speculative_tokens=self.cfg.judging.num_speculative_tokens,
+            method=self.cfg.judging.draft_sample_method,
+            sequence_length=self.cfg.training.sequence_length,
+            reads=candidate.family.reads,
+        )
+
+    def _count_without_gain(self) -> None:
+        """Begin again from the served version if training leads nowhere."""
+        self._num_without_gain += 1
+        if self._num_without_gain >= self.cfg.training.patience:
+            self._num_without_gain = 0
+            self.inbox.post(Move(Event.BEGIN_AGAIN))
+
+    def _publish_candidate(self) -> str:
+        """The version with the candidate's draft: published now, or before a kill."""
+        folder, prefix = self.trainer.folder / self._candidate(), f"{DRAFT}/"
+        files = {name[len(prefix) :]: entry for name, entry in manifest(folder).items() if name.startswith(prefix)}
+        latest = self.registry.latest()
+        if latest and files.items() <= manifest(self.registry.path(latest)).items():
+            return latest  # a kill came between publication and the saved state
+        return self.registry.publish(
+            lambda partial: copy_model(folder / DRAFT, partial),
+            target_fingerprint=self.target_fingerprint,
+            provenance={"trained_from": self.current, "records": self.trainer.progress.records},
+            evaluation={
+                "verdict": self.state.reason,
+                "judging": asdict(self.cfg.judging),
+                "gate": asdict(self.cfg.gate),
+            },
+        )
+
+    async def _roll_out(self, rollout: Callable[..., Coroutine[Any, Any, Outcome]]) -> tuple[Event, Outcome]:
+        """Run a part of the rollout to its end, or to a recall; then every server is back on the current version."""
+        async with self.fleet:
+            await self.reconciler.stop()
+            outcome = await self._run_unless_recalled(
+                lambda: rollout(self.servers, self._candidate(), self.current, self.cfg.rollout)
+            )
+            if outcome is not None:
+                failed = Event.INCONCLUSIVE if outcome.is_inconclusive else Event.ROLLED_BACK
+                return Event.PASSED if outcome.passed else failed, outcome
+            back = await self.reconciler.bring_all(self.servers, self.current, self.cfg.rollout.rollback_timeout_s)
+            return Event.RECALLED, Outcome(passed=False, version=self.current, reason=f"recalled: {back}")
+
+    async def _run_unless_recalled(self, start: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome | None:
+        """The outcome of the rollout, or None if a recall was there first."""
+        if Event.RECALLED in self.inbox:
+            return None
+        running = asyncio.ensure_future(start())
+        recall = asyncio.ensure_future(self.inbox.wait_for(Event.RECALLED))
+        try:
+            await asyncio.wait({running, recall}, return_when=asyncio.FIRST_COMPLETED)
+            return running.result() if running.done() else None
+        finally:
+            running.cancel()
+            recall.cancel()
+            # The last request to a server must be over before another swap begins.
+            await asyncio.gather(running, recall, return_exceptions=True)
+
+    def _end_rollout(self, event: Event, outcome: Outcome) -> Move:
+        if event is not Event.INCONCLUSIVE:  # light traffic says nothing against the training
+            self._count_without_gain()
+        self._answer_swap(outcome)
+        return Move(event, reason=outcome.reason)
+
+    def _answer_swap(self, outcome: Outcome) -> None:
+        swap = self.inbox.find(Event.SWAP_REQUESTED)
+        if swap is not None and swap.candidate == self.state.candidate:
+            self.inbox.settle(Event.SWAP_REQUESTED, outcome)
+
+    def _advance(self, move: Move) -> None:
+        self.state = advance(self.state, move.event, candidate=move.candidate, reason=move.reason)
+        save(self.state, self._state_path)
+        self._journal_state(self.state.reason)
+        if not self.is_rolling_out:  # a late recall must not end the next rollout
+            self.inbox.settle(Event.RECALLED)
+
+    # ----------------------------------------------------------------------------------------------- the journal
+
+    def _journal_state(self, reason: str) -> None:
+        self.journal.write("state", phase=self.state.phase.value, candidate=self.state.candidate, reason=reason)
+
+    def _journal_fault(self, what: str, error: OSError | None = None) -> None:
+        self.journal.write("fault", what=what, detail=None if error is None else f"errno-{error.errno}")
+
+    def _journal_step(self, stats: StepStats, began_s: float) -> float:
+        now_s = time.monotonic()
+        self.journal.write(
+            "training",
+            step=self.trainer.candidate.distillation.step_index,
+            loss=None if stats.skipped else stats.loss,
+            alpha=stats.alpha[0],
+            alpha_greedy=stats.alpha_greedy[0],
+            grad_norm=None if stats.skipped else stats.grad_norm,
+            lr=stats.lr,
+            tokens_per_s=stats.tokens / (now_s - began_s),
+            records_seen=self.trainer.progress.records,
+            skipped=self.trainer.progress.skipped,
+        )
+        return now_s
+
+    def _journal_verdict(self, candidate: str, verdict: Verdict) -> None:
+        gain = verdict.overall
+        numbers = {} if gain is None else {
+            "gain": gain.tau_candidate - gain.tau_incumbent,
+            "low": gain.lower,
+            "high": gain.upper,
+            "tau_candidate": gain.tau_candidate,
+            "tau_incumbent": gain.tau_incumbent,
+            "requests": gain.num_requests,
+        }  # fmt: skip
+        domains = {
+            name[:64]: {  # as long as a label of the journal may be
+                "gain": gain.tau_candidate - gain.tau_incumbent,
+                "low": gain.lower,
+                "high": gain.upper,
+                "requests": gain.num_requests,
+            }
+            for name, gain in verdict.domains.items()
+        }
+        self.journal.write(
+            "gate", verdict=verdict.decision.value, candidate=candidate, incumbent=self.current, domains=domains,
+            reason=verdict.reason, **numbers,
+        )  # fmt: skip
+
+
+def copy_model(source: Path, folder: Path) -> None:
+    """Copy the model's files, without those added by a publication."""
+    for path in source.iterdir():
+        if path.is_file() and path.name not in ("manifest.json", "provenance.json", "evaluation.json", "STABLE"):
+            shutil.copy(path, folder)

@@ -1,0 +1,63 @@
+"""Events from outside the phases. Each waits here until the cycle has dealt with it.
+
+| event            | posted by                                         | dealt with                                    |
+|---|---|---|
+| `HALT`           | the watch: the servers serve another target       | between phases; training ends early for it    |
+| `RESUME`         | the watch: they serve our target again            | while halted                                  |
+| `SWAP_REQUESTED` | a person                                          | when idle; training ends early for it         |
+| `RECALLED`       | a person, or the alarm of a server                | ends a running rollout                        |
+| `BEGIN_AGAIN`    | a rollback, or candidates without a proven gain   | when idle, and between two training steps     |
+
+Nothing here survives a restart: whoever posted an event notices the end of the learner, and the watch looks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from redraft.online.daemon.state import Event, Move
+
+
+class Inbox:
+    """At most one waiting move per event. For use within one event loop."""
+
+    def __init__(self) -> None:
+        self._moves: dict[Event, Move] = {}
+        self._settled: dict[Event, asyncio.Future[Any]] = {}
+        self._changed = asyncio.Event()
+
+    def __contains__(self, event: Event) -> bool:
+        return event in self._moves
+
+    def post(self, move: Move) -> asyncio.Future[Any]:
+        """Let the move wait, in place of one with the same event; the future has the result of `settle`."""
+        self._moves[move.event] = move
+        self._changed.set()
+        # Posted twice, the event is dealt with once, and both wait for that.
+        if move.event not in self._settled:
+            self._settled[move.event] = asyncio.get_running_loop().create_future()
+        return self._settled[move.event]
+
+    def find(self, *events: Event) -> Move | None:
+        """The first waiting move among `events`, which keeps waiting."""
+        return next((self._moves[event] for event in events if event in self._moves), None)
+
+    def take(self, event: Event) -> Move | None:
+        """The waiting move of `event`, which then waits no longer."""
+        move = self._moves.get(event)
+        self.settle(event)
+        return move
+
+    def settle(self, event: Event, result: Any = None) -> None:
+        """End the wait of `event`, if it waits: everyone who posted it gets `result`."""
+        self._moves.pop(event, None)
+        settled = self._settled.pop(event, None)
+        if settled is not None and not settled.done():
+            settled.set_result(result)
+
+    async def wait_for(self, event: Event) -> None:
+        """Return as soon as `event` waits."""
+        while event not in self._moves:  # a change may be another event
+            self._changed.clear()
+            await self._changed.wait()

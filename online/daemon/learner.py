@@ -1,0 +1,424 @@
+"""The learner daemon: it learns from the traffic of a fleet of vLLM servers and keeps the draft up to date.
+
+    servers ─► spool ─► ingest ─► buffer ─► training ─► judging ─► publishing ─► canary ─► rolling ─► servers
+       │                            └ held-out requests ──┘             └► registry           │
+       └──────────── watch: versions, targets, acceptance ─► reconcile, halt, alarm ──────────┘
+
+    task      consumes                     waits for                 stopped by
+    ingest    spool files, or the log      a record                  nothing; a full disk pauses it
+    cycle     records of the buffer        enough new records        a person, another target: `online.daemon.cycle`
+    watch     status, counters             `fleet.poll_s`            nothing
+    control   requests of a person         a connection              nothing
+
+One asyncio process owns the buffer. torch has a separate thread there, and other ranks follow it. Serving goes on
+whatever happens here: the learner only reads records that the servers leave behind, and takes back every swap that
+does not prove itself. It may be killed at any moment and continues where it was.
+
+    $ redraft learner --config learner.toml
+    $ accelerate launch -m redraft.recipes.serve.learner --config learner.toml      # on several GPUs
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.heads.catalog import find_family, require_head
+from redraft.heads.doctor.shared import require_own_head
+from redraft.heads.files.artifact import PROVENANCE, fingerprint
+from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.files.lock import own
+from redraft.heads.files.tokenizers import check_same_tokenizer
+from redraft.online.daemon import control
+from redraft.online.daemon.config import LearnerConfig
+from redraft.online.daemon.cycle import Cycle, copy_model
+from redraft.online.fleet.discovery import Members, discover, read_fleet
+from redraft.online.fleet.registry import Registry
+from redraft.online.fleet.server import STATUS_TIMEOUT_S, FleetServer
+from redraft.online.fleet.watch import JournaledServer, Observation, Watch
+from redraft.online.journal import Journal, to_stderr
+from redraft.online.learning.anchors import read_anchors
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.buffer_file import BufferFullError
+from redraft.online.learning.candidate import Candidate, Ranks, read_hidden_shape
+from redraft.online.learning.intake import Spool, Sums, Taken, add_acceptance
+from redraft.online.learning.trainer import Trainer
+from redraft.online.page.app import build_app, serve_in_background
+from redraft.online.page.telemetry import Telemetry, to_wandb
+from redraft.online.records.spool import is_in_memory
+
+if TYPE_CHECKING:
+    from redraft.online.learning.stream import StreamSource
+
+INGEST_POLL_S = 0.2
+FULL_DISK_RETRY_S = 1.0
+DRAIN_S = 10.0
+"""How long `forget` keeps reading, to count records in flight too. Bounded: traffic may never pause."""
+
+SERVER_FAULTS = ("server_unreachable", "server_nonsense")
+"""Faults that a look at a server finds."""
+
+REST_S = 60.0
+"""Seconds between two orders to the other ranks, whose wait for one must not time out."""
+
+
+def run(cfg: LearnerConfig) -> None:
+    """Learn until SIGTERM or SIGINT.
+
+    Raises:
+        ValueError, OSError: for mistakes that the user can fix.
+        AlreadyOwnedError: if another learner owns this draft or this folder.
+    """
+    token = cfg.fleet.token()  # a mistake in the fleet is reported now, not after minutes of loading
+    if cfg.fleet.file is not None:
+        read_fleet(cfg.fleet.file, cfg.domain, token)
+    if cfg.zero_retention and not (cfg.spool and is_in_memory(cfg.spool)):
+        raise ValueError("zero_retention keeps no text on a disk: it needs a spool in memory, such as /dev/shm/spool")
+    candidate = Candidate(cfg.training, cfg.draft.family, cfg.target)
+    if not candidate.accelerator.is_main_process:
+        Ranks(candidate).follow()
+        return
+    cfg.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds users' text
+    registry = Registry(cfg.registry)
+    with own(cfg.folder / "learner.lock", "a learner"), registry.owned():
+        target = fingerprint(cfg.target)
+        provide_first_version(cfg, registry, target)
+        with open_buffer(cfg, registry, target) as buffer:
+            asyncio.run(_until_signalled(cfg, target, registry, buffer, candidate))
+
+
+def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str) -> Buffer:
+    """The learner's buffer, for records the current version can learn from.
+
+    Raises:
+        ValueError: if this family of drafts cannot learn online.
+        AlreadyOwnedError, BufferFullError: as `Buffer` does.
+    """
+    current = registry.current()
+    assert current is not None, "the learner begins with a version"
+    states = read_hidden_shape(cfg.draft.family, registry.path(current))
+    return Buffer(cfg.buffer_config, target_fingerprint, states, cfg.domain)
+
+
+def provide_first_version(cfg: LearnerConfig, registry: Registry, target_fingerprint: str) -> None:
+    """Make sure the registry has a current version. In an empty registry, the initial draft becomes the first.
+
+    Raises:
+        ValueError: if there is no initial draft either, nothing tells which version is current, or a draft is for
+            another target or tokenizer.
+    """
+    if not registry.versions():
+        if cfg.draft.initial is None:
+            raise ValueError(f"{registry.folder} has no version yet: set draft.initial to the draft that is served now")
+        initial = cfg.draft.initial
+        _require_fitting(initial, cfg)
+        registry.publish(
+            lambda partial: copy_model(initial, partial),
+            target_fingerprint=target_fingerprint,
+            provenance={"copied_from": initial},
+            evaluation={},
+        )
+    registry.restore_link()
+    current = registry.current()
+    assert current is not None
+    trained_for = json.loads((registry.path(current) / PROVENANCE).read_text())["target_fingerprint"]
+    if trained_for != target_fingerprint:
+        raise ValueError(
+            f"{current} of {registry.folder} was trained for target {trained_for[:12]}, {cfg.target} is "
+            f"{target_fingerprint[:12]}: give each target its own registry and learner folder"
+        )
+
+
+def _require_fitting(draft: Path, cfg: LearnerConfig) -> None:
+    family = find_family(cfg.draft.family)
+    if family.is_head:
+        require_head(draft, family.name, cfg.target)
+    else:
+        check_same_tokenizer(load_tokenizer(cfg.target), load_tokenizer(draft))
+    if family.trains_lm_head:
+        require_own_head(draft, cfg.target)
+
+
+async def _until_signalled(
+    cfg: LearnerConfig, target: str, registry: Registry, buffer: Buffer, candidate: Candidate
+) -> None:
+    learning = asyncio.ensure_future(_learn(cfg, target, registry, buffer, candidate))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, learning.cancel)
+    with suppress(asyncio.CancelledError):
+        await learning
+
+
+async def _learn(cfg: LearnerConfig, target: str, registry: Registry, buffer: Buffer, candidate: Candidate) -> None:
+    telemetry = Telemetry()
+    observers = [to_stderr, telemetry.observe, *([to_wandb(cfg.wandb, cfg.folder)] if cfg.wandb else [])]
+    journal = Journal(cfg.folder / "journal", observers=observers)
+    anchors = read_anchors(cfg.anchors, target, buffer.hidden_shape) if cfg.anchors else []
+    trainer = Trainer(cfg.training, cfg.replay, buffer, registry, candidate, cfg.folder / "checkpoints", anchors)
+    members = Members(lambda url, token, http: JournaledServer(url, token, http, journal, registry=registry))
+    async with aclosing(members):
+        cycle = Cycle(cfg, target, registry, buffer, trainer, members.servers, journal)
+        learner = Learner(cfg, target, buffer, cycle, members, journal)
+        async with AsyncExitStack() as stack:
+            if cfg.page.port:
+                shown = build_app(cfg.folder / "journal", telemetry.registry)
+                address = await stack.enter_async_context(serve_in_background(shown, cfg.page.host, cfg.page.port))
+                print(f"live page: {address}", flush=True)
+            stack.push_async_callback(cycle.close)
+            await learner.run()
+
+
+class Learner:
+    """The tasks beside the cycle."""
+
+    def __init__(
+        self, cfg: LearnerConfig, target_fingerprint: str, buffer: Buffer, cycle: Cycle,
+        members: Members[JournaledServer], journal: Journal,
+    ) -> None:  # fmt: skip
+        self.cfg, self.target_fingerprint, self.buffer, self.cycle = cfg, target_fingerprint, buffer, cycle
+        self.journal, self.members = journal, members
+        # With half a poll for the servers that hang, looks at the others keep their pace.
+        self.watch = Watch(members.servers, min(STATUS_TIMEOUT_S, max(1.0, cfg.fleet.poll_s / 2)))
+        self.vocab_size = read_vocab_size(cfg.target)
+        self._accepted: Sums = {}
+        self._lost = Counter[str]()
+        self._intake = asyncio.Lock()
+        self._faults: set[tuple[str, str]] = set()
+        self._laggards: set[FleetServer] = set()
+        self._stream = _stream(cfg, buffer, self.vocab_size) if cfg.ingest else None
+        self._spool = Spool(cfg.spool, buffer, self.vocab_size) if cfg.spool else None
+
+    async def run(self) -> None:
+        """Run until cancelled. A defect in one task ends all of them: a supervisor restarts, and nothing is lost."""
+        first_s = time.monotonic()
+        await self._look()  # before anything is trained, because the servers may serve another target
+        async with aclosing(self.watch), control.serve(self.cfg.folder, self.answer), asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.cycle.run())
+            tasks.create_task(self._ingest())
+            tasks.create_task(self._watch(first_s))
+            if not self.cycle.trainer.ranks.is_alone:
+                tasks.create_task(self._keep_ranks_awake())
+
+    # ----------------------------------------------------------------------------------------------- ingest
+
+    async def _ingest(self) -> None:
+        while True:
+            try:
+                async with self._intake:
+                    taken = await self._take()
+            except OSError as error:
+                self._fault(_name_fault(error), str(error.errno))
+                await asyncio.sleep(FULL_DISK_RETRY_S)
+                continue
+            self._heal("disk_full", "spool_unreadable", "broker_unreachable")
+            for key, accepted in taken.accepted.items():
+                add_acceptance(self._accepted, key, accepted)
+            if not taken.counts:
+                await asyncio.sleep(INGEST_POLL_S)
+
+    async def _take(self) -> Taken:
+        if self._stream is not None:
+            return await self._stream.take()
+        assert self._spool is not None
+        return await asyncio.to_thread(self._spool.take, time.time())
+
+    # ----------------------------------------------------------------------------------------------- watch
+
+    async def _watch(self, next_s: float) -> None:
+        """Look at the servers every `poll_s` seconds, the last time at `next_s`."""
+        while True:
+            # From start to start: the time spent on a server that hangs is not added to the pause.
+            next_s = max(next_s + self.cfg.fleet.poll_s, time.monotonic())
+            await asyncio.sleep(next_s - time.monotonic())
+            await self._look()
+            await asyncio.to_thread(self.buffer.expire, time.time())
+
+    async def _look(self) -> None:
+        await self._find_servers()
+        observed = await self.watch.look()
+        self._journal_observations(observed)
+        problem = self._find_foreign_target(observed)
+        self.cycle.report_problem(problem)
+        if problem:
+            await self.cycle.reconciler.stop()
+        if problem or self.cycle.is_rolling_out:  # a rollout watches its servers itself
+            return
+        current = self.cycle.current
+        answering = [one for one in observed if one.status is not None]
+        behind = [one.server for one in answering if one.status and not one.server.serves(one.status, current)]
+        self._report_laggards(behind)
+        alarming = [one for one in answering if one.is_alarming and one.status and one.status.draft_version == current]
+        if alarming:
+            await self._alarm(alarming[0].server, current)
+        else:
+            self.cycle.reconcile(behind)
+
+    async def _find_servers(self) -> None:
+        try:
+            async with asyncio.timeout(STATUS_TIMEOUT_S):  # a name server can hang too
+                found = await discover(self.cfg.fleet, self.cfg.domain)
+        except (OSError, ValueError) as error:  # keep the known servers
+            self._fault("fleet_unknown", type(error).__name__)
+            return
+        self._heal("fleet_unknown")
+        if self.cycle.fleet.locked():  # a swap in progress relies on the present list of servers
+            return
+        known = set(self.members.servers)
+        for server in self.members.update(found):
+            self._heal(*SERVER_FAULTS, "server_behind", detail=server.url)
+            self.cycle.reconciler.forget(server)
+            self.journal.write("server", server=server.url, change="left")
+            await server.http.aclose()
+        for server in self.members.servers:
+            if server not in known:
+                self.journal.write("server", server=server.url, change="joined")
+
+    def _report_laggards(self, behind: Sequence[FleetServer]) -> None:
+        """Report servers of another version or bytes that the last push did not bring to the current one."""
+        laggards = {server for server in behind if self.cycle.reconciler.is_failing(server)}
+        for server in laggards:
+            self._fault("server_behind", server.url)
+        for server in self._laggards - laggards - set(behind):
+            self._heal("server_behind", detail=server.url)
+        self._laggards = (self._laggards & set(behind)) | laggards
+
+    def _find_foreign_target(self, observed: list[Observation]) -> str:
+        """The reason to halt if a server serves another target; empty if none does."""
+        for one in observed:
+            theirs = one.status.target_fingerprint if one.status else self.target_fingerprint
+            if theirs != self.target_fingerprint:
+                self._fault("target_changed", one.server.url)
+                return (
+                    f"{one.server.url} serves target {theirs[:12]}, this learner is for "
+                    f"{self.target_fingerprint[:12]}: its records are kept aside and nothing is swapped"
+                )
+        self._heal("target_changed")
+        return ""
+
+    async def _alarm(self, server: FleetServer, version: str) -> None:
+        self._fault("acceptance_alarm", server.url)
+        try:
+            await self.cycle.go_back(f"{server.url} hardly accepts anything of {version}")
+        except (OSError, ValueError):  # it is the first version, or the one before is damaged
+            self._fault("nothing_to_go_back_to", version)
+
+    def _journal_observations(self, observed: list[Observation]) -> None:
+        for one in observed:
+            if one.fault:
+                self._fault(one.fault, one.server.url, one.reason)
+            self._heal(*(fault for fault in SERVER_FAULTS if fault != one.fault), detail=one.server.url)
+            if one.status is None:
+                continue
+            self._lost += one.lost
+            self._journal_acceptance(one.since_last, one.status.draft_version, server=one.server.url)
+        accepted, self._accepted = self._accepted, {}
+        for (domain, version), count in accepted.items():
+            self._journal_acceptance(count, version, domain=domain[:64])
+        self._journal_buffer()
+
+    def _journal_acceptance(self, accepted: AcceptanceCounts, version: str, **labels: Any) -> None:
+        self.journal.write(
+            "acceptance",
+            draft_version=version or "none",
+            drafts=accepted.num_drafts,
+            accepted=accepted.num_accepted,
+            accepted_at=accepted.accepted_per_position,
+            tau=accepted.tau if accepted.num_drafts else None,
+            **labels,
+        )
+
+    def _journal_buffer(self) -> None:
+        status, now_s = self.buffer.status(), time.time()
+        untrained = self.buffer.fresh(self.cycle.trainer.progress.through, 1)
+        self.journal.write(
+            "buffer",
+            records=sum(status.num_training.values()),
+            bytes=status.num_bytes,
+            max_bytes=self.buffer.config.max_bytes,
+            held_out=sum(status.num_held_out.values()),
+            dropped={**{name: count for name, count in status.counts.items() if name != "stored"}, **self._lost},
+            oldest_s=None if status.oldest_s is None else now_s - status.oldest_s,
+            lag_s=max(0.0, now_s - untrained[0].record.time_s) if untrained else None,
+            lag_records=self.cycle.trainer.lag(),
+        )
+
+    def _fault(self, what: str, detail: str, reason: str = "") -> None:
+        """Journal a fault once, when it begins."""
+        if (what, detail) not in self._faults:
+            self._faults.add((what, detail))
+            self.journal.write("fault", what=what, detail=detail, reason=reason)
+
+    def _heal(self, *names: str, detail: str | None = None) -> None:
+        """Forget these faults, so that they are journaled when they begin again; only those of `detail` if given."""
+
+        def is_healed(name: str, its_detail: str) -> bool:
+            return name in names and detail in (None, its_detail)
+
+        self._faults = {fault for fault in self._faults if not is_healed(*fault)}
+
+    async def _keep_ranks_awake(self) -> None:
+        while True:
+            await asyncio.sleep(REST_S)
+            await self.cycle.in_thread(self.cycle.trainer.ranks.do, "rest")
+
+    # ----------------------------------------------------------------------------------------------- control
+
+    async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer a person's request: status, swap, rollback, judge or forget.
+
+        Raises:
+            ValueError, OSError, KeyError: if it is refused; the message is for the person.
+        """
+        match request.get("do"):
+            case "status":
+                state = self.cycle.state
+                return {"phase": state.phase.value, "candidate": state.candidate, "current": self.cycle.current}
+            case "swap":
+                outcome = await self.cycle.request_swap(str(request["version"]))
+                return {"passed": outcome.passed, "version": outcome.version, "reason": outcome.reason}
+            case "rollback":
+                back = await self.cycle.go_back("a person asked for it")
+                return {"version": back.version, **({} if back.is_complete else {"behind": str(back)})}
+            case "judge":
+                verdict = await self.cycle.in_thread(self.cycle.judge_draft, Path(request["draft"]))
+                return {"decision": verdict.decision.value, "reason": verdict.reason}
+            case "forget":
+                return {"records": await self._forget(str(request["tenant"]))}
+            case other:
+                raise ValueError(f"the learner does not know the request {other!r}")
+
+    async def _forget(self, tenant: str) -> int:
+        """Delete all records of the tenant; returns the number. Records made until now and in flight go too."""
+        async with self._intake:
+            num_records = await asyncio.to_thread(self.buffer.delete_tenant, tenant, time.time())
+            if self._stream is not None:
+                await self._stream.purge_unread()
+            until_s = time.monotonic() + DRAIN_S
+            while (taken := await self._take()).counts and time.monotonic() < until_s:
+                num_records += taken.counts["forgotten"]
+            return num_records
+
+
+def _stream(cfg: LearnerConfig, buffer: Buffer, vocab_size: int) -> StreamSource:
+    from redraft.online.learning.stream import StreamSource  # nats-py is an extra
+
+    return StreamSource(cfg.ingest, cfg.nats, cfg.stream, buffer, vocab_size)
+
+
+def _name_fault(error: OSError) -> str:
+    if isinstance(error, BufferFullError):
+        return "disk_full"
+    return "broker_unreachable" if isinstance(error, ConnectionError) else "spool_unreadable"
+
+
+def read_vocab_size(target: Path) -> int:
+    config = json.loads((target / "config.json").read_text())
+    return int(config.get("vocab_size") or config["text_config"]["vocab_size"])

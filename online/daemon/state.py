@@ -1,0 +1,144 @@
+"""The learner's state: the phase, the candidate in it, and the table of possible events. Pure.
+
+    idle ─ begin ─► training ─ trained ─► judging ─ promoted ─► publishing ─ published ─► canary ─ passed ─► rolling
+     ▲                 │ failed              │ rejected,                           │ rolled back,        │ rolled out,
+     └─────────────────┴─────────────────────┴ inconclusive ───────────────────────┴ inconclusive, ──────┴ rolled back,
+                                                                                     recalled              recalled
+The state is saved at every event, and a killed learner continues where it was. The work of every phase can be
+repeated from the start: after a restart, load the state and enter its phase.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+from redraft.heads.files.artifact import write_whole
+
+
+class Phase(Enum):
+    IDLE = "idle"
+    TRAINING = "training"
+    JUDGING = "judging"
+    PUBLISHING = "publishing"
+    CANARY = "canary"
+    ROLLING = "rolling"
+    HALTED = "halted"
+
+
+class Event(Enum):
+    BEGIN = "begin"
+    TRAINED = "trained"
+    FAILED = "failed"
+    """Training made nothing to judge: the loss was not finite, or training was interrupted."""
+    BEGIN_AGAIN = "begin again"
+    """Training restarts from the served version, with a fresh optimizer."""
+    REJECTED = "rejected"
+    INCONCLUSIVE = "inconclusive"
+    PROMOTED = "promoted"
+    PUBLISHED = "published"
+    SWAP_REQUESTED = "swap requested"
+    """A person chose a version. It skips the gate, but never the canary."""
+    PASSED = "passed"
+    ROLLED_OUT = "rolled out"
+    ROLLED_BACK = "rolled back"
+    RECALLED = "recalled"
+    """A person or an alarm ended the rollout before it had a result."""
+    HALT = "halt"
+    """The servers serve another target: nothing may be trained or swapped."""
+    RESUME = "resume"
+
+
+TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
+    (Phase.IDLE, Event.BEGIN): Phase.TRAINING,
+    (Phase.IDLE, Event.SWAP_REQUESTED): Phase.CANARY,
+    (Phase.IDLE, Event.BEGIN_AGAIN): Phase.IDLE,
+    (Phase.TRAINING, Event.BEGIN_AGAIN): Phase.TRAINING,
+    (Phase.TRAINING, Event.TRAINED): Phase.JUDGING,
+    (Phase.TRAINING, Event.FAILED): Phase.IDLE,
+    (Phase.JUDGING, Event.PROMOTED): Phase.PUBLISHING,
+    (Phase.JUDGING, Event.REJECTED): Phase.IDLE,
+    (Phase.JUDGING, Event.INCONCLUSIVE): Phase.IDLE,
+    (Phase.PUBLISHING, Event.PUBLISHED): Phase.CANARY,
+    (Phase.CANARY, Event.PASSED): Phase.ROLLING,
+    (Phase.CANARY, Event.ROLLED_BACK): Phase.IDLE,
+    (Phase.CANARY, Event.INCONCLUSIVE): Phase.IDLE,
+    (Phase.CANARY, Event.RECALLED): Phase.IDLE,
+    (Phase.ROLLING, Event.ROLLED_OUT): Phase.IDLE,
+    (Phase.ROLLING, Event.ROLLED_BACK): Phase.IDLE,
+    (Phase.ROLLING, Event.RECALLED): Phase.IDLE,
+    # Only between phases, where the cycle looks for it: the work of a phase is never cut off half-way.
+    **{(phase, Event.HALT): Phase.HALTED for phase in Phase},
+    (Phase.HALTED, Event.RESUME): Phase.IDLE,
+}
+
+
+class IllegalEventError(RuntimeError):
+    """The table does not allow the event in this phase. The caller is wrong, and going on would hide it."""
+
+
+class Move(NamedTuple):
+    """An event, the candidate it brings and the reason."""
+
+    event: Event
+    candidate: str | None = None
+    """The new candidate, if the event brings one."""
+    reason: str = ""
+    """Why it happened, for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    phase: Phase = Phase.IDLE
+    candidate: str | None = None
+    """A checkpoint until it is published, then a version. None while idle or training."""
+    reason: str = ""
+    """Reason of the last event, for people."""
+    num_looks: int = 0
+    """Verdicts of the gate on held-out requests since a version was last rolled out. The gate needs more evidence at
+    every look, so a kill must not begin the count again."""
+
+
+def advance(state: State, event: Event, *, candidate: str | None = None, reason: str = "") -> State:
+    """The state after `event`. `candidate` replaces the present one, which is kept until the next idle or training.
+
+    Raises:
+        IllegalEventError: if the table has no such transition.
+    """
+    phase = TRANSITIONS.get((state.phase, event))
+    if phase is None:
+        raise IllegalEventError(f"{event.value!r} cannot happen while {state.phase.value}")
+    has_candidate = phase not in (Phase.IDLE, Phase.TRAINING)
+    return State(
+        phase=phase,
+        candidate=(candidate or state.candidate) if has_candidate else None,
+        reason=reason,
+        num_looks=0 if event is Event.ROLLED_OUT else state.num_looks,
+    )
+
+
+def save(state: State, path: Path) -> None:
+    """Write the state atomically: whenever the machine stops, the file holds this state or the one before, whole."""
+    write_whole(path, json.dumps({**asdict(state), "phase": state.phase.value}))
+
+
+def load(path: Path) -> State:
+    """The state saved last; idle if there is none yet.
+
+    Raises:
+        ValueError: if the file does not hold a state, e.g. after a change by hand.
+    """
+    if not path.exists():
+        return State()
+    try:
+        fields = dict(json.loads(path.read_text()))
+        # A file of an earlier redraft has no number of looks.
+        looks = int(fields.get("num_looks", 0))
+        return State(
+            phase=Phase(fields["phase"]), candidate=fields["candidate"], reason=fields["reason"], num_looks=looks
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} does not hold a state ({error}): remove it to begin at idle") from error

@@ -1,0 +1,248 @@
+"""Capture: a background thread turns the references left by the engine thread into records.
+
+    engine thread                                background thread
+    hook ──► EngineStep (references) ──► StepQueue ──► reduce_steps ──► RequestLog ──► encode_frame ──► Outlet
+                                         bounded,      top-k and        one per request,
+                                         drops the     log-sum-exp      steps become
+                                         oldest                         segments
+
+B = requests of the step, K = sampled tokens of each, H = tokens of a request, L = hidden states of one token, D = their
+size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redraft.online.engine.config import CaptureConfig
+from redraft.online.engine.reduction import ReducedSteps, ScratchMemory, reduce_steps
+from redraft.online.engine.request_log import RequestLog, States, VerifiedStep
+from redraft.online.engine.steps import EngineStep, StepPart, StepQueue
+from redraft.online.records.outlet import open_outlet
+from redraft.online.records.record import Frame, encode_frame
+
+logger = logging.getLogger("vllm.redraft")
+
+SEGMENT_ROWS = 512
+"""A long answer is shipped in segments of about this many rows: the learner need not wait for the end."""
+
+SHIP_BYTES = 4 << 20
+SHIP_INTERVAL_S = 1.0
+"""Records are shipped when this many bytes are waiting, or when the oldest has waited this long."""
+
+POLL_INTERVAL_S = 0.2
+"""Longest time a step waits. Kept long because this thread takes the GIL from the engine's each time it wakes."""
+
+
+class Capture:
+    """Decides which requests are recorded, takes their steps, and ships records from a background thread."""
+
+    def __init__(self, config: CaptureConfig, server_id: str, fingerprint: str, draft_version: str) -> None:
+        self.config = config
+        self.server_id = server_id
+        self.fingerprint = fingerprint
+        self.draft_version = draft_version
+        self.counts: Counter[str] = Counter()
+        self.last_error = ""
+        self.queue = StepQueue()
+        self._outlet = open_outlet(config, server_id)
+        self._logs: dict[str, RequestLog] = {}
+        self._scratch = ScratchMemory()
+        self._waiting: list[Frame] = []
+        self._waiting_since_s = 0.0
+        self._is_stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="redraft-capture", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ship all complete records, then end the thread."""
+        self._is_stopping.set()
+        self.queue.is_due.set()
+        self._thread.join(timeout=10)
+        self._outlet.close()
+
+    def is_sampled(self, request_id: str, tenant: str) -> bool:
+        """Whether this request is in the recorded sample; the same answer on every call."""
+        reason = self.config.find_skip_reason(tenant, request_id.encode())
+        if reason:
+            self.counts[f"skipped_requests_{reason}"] += 1
+        return not reason
+
+    def status(self) -> dict[str, Any]:
+        """Counters, and the last error if there was one. Contains no text of any request."""
+        return {
+            **self.counts,
+            "dropped_steps_queue_full": self.queue.num_dropped_steps,
+            **self._outlet.status(),
+            "open_requests": len(self._logs),
+            "last_error": self.last_error,
+        }
+
+    def report(self, error: Exception, stage: str) -> None:
+        """Count and log an error of capture. Serving goes on without the record."""
+        self.counts[f"errors_{stage}"] += 1
+        message = f"{type(error).__name__}: {error}"
+        if message != self.last_error:  # the same error on every step would flood the log
+            logger.warning("capture failed (%s), serving goes on: %s", stage, message)
+        self.last_error = message
+
+    def _run(self) -> None:
+        _leave_engine_cores()
+        torch.set_num_threads(1)  # of this thread only: a thread pool would take the engine's cores
+        while True:
+            is_last = self._is_stopping.is_set()  # read before the queue: steps put before the stop are still taken
+            steps = self.queue.take()
+            if steps:
+                try:
+                    self._apply(steps)
+                except Exception as error:
+                    self.report(error, "reduce")
+                    self._close_all(steps)
+            if is_last and not steps:
+                self._ship()
+                return
+            if self._is_shipment_due():
+                self._ship()
+            if not is_last:
+                self.queue.is_due.wait(POLL_INTERVAL_S)
+
+    def _apply(self, steps: list[EngineStep]) -> None:
+        for step in steps:
+            if step.computed is not None:
+                # Copies from this thread run on another CUDA stream, which would not wait for the engine's.
+                step.computed.synchronize()
+        kept = reduce_steps(steps, self.config.top_k, self._scratch)
+        first_row = first_draft = 0
+        for step in steps:
+            self._close_all([step])
+            self._apply_one(step, kept, first_row, first_draft)
+            first_row += 0 if step.logits_RV is None else len(step.logits_RV)
+            first_draft += 0 if step.draft_ids_S is None else len(step.draft_ids_S)
+
+    def _apply_one(self, step: EngineStep, kept: ReducedSteps | None, first_row: int, first_draft: int) -> None:
+        """Apply one step, whose rows and drafts begin at `first_row` and `first_draft` in `kept`."""
+        if step.sampled_BK is None:
+            return
+        sampled_BK = step.sampled_BK.tolist()
+        first_state = 0
+        for part in step.parts:
+            states_HLD = None if step.states_NLD is None else step.states_NLD[first_state : first_state + part.num_read]
+            first_state += part.num_read
+            if part.sampled_row is None:
+                self._append_states(part, states_HLD)
+                continue
+            sampled = [token for token in sampled_BK[part.sampled_row] if token != -1]
+            verified = None
+            if part.num_drafts:
+                assert kept is not None
+                begin = first_draft + part.first_draft
+                verified = VerifiedStep(
+                    start=part.start,
+                    draft_ids=kept.draft_ids_S[begin : begin + part.num_drafts],
+                    draft_probs=kept.draft_probs_S[begin : begin + part.num_drafts],
+                    num_accepted=len(sampled) - 1,
+                    rows=kept.rows.select(first_row + part.first_row, part.num_drafts + 1),
+                )
+            # States after a rejected draft token belong to a discarded text.
+            num_true = max(0, part.num_read - part.num_drafts + len(sampled) - 1)
+            states = [] if states_HLD is None else _read_bits(part.begin, states_HLD[:num_true])
+            self._append(part, step.draft_version, sampled, verified, states)
+
+    def _append_states(self, part: StepPart, states_HLD: Tensor | None) -> None:
+        log = self._open_log(part)
+        if not log.is_closed:
+            log.add_states(_read_bits(part.begin, states_HLD))
+
+    def _open_log(self, part: StepPart) -> RequestLog:
+        log = self._logs.get(part.request.request_id)
+        if log is None:
+            log = self._logs[part.request.request_id] = RequestLog(info=part.request)
+        return log
+
+    def _append(
+        self,
+        part: StepPart,
+        draft_version: str,
+        sampled: list[int],
+        verified: VerifiedStep | None,
+        states: list[States],
+    ) -> None:
+        log = self._open_log(part)
+        if log.is_closed:
+            return
+        if log.draft_version != draft_version:  # a record names exactly one version, the one that proposed its drafts
+            self._emit(log)
+            log.draft_version = draft_version
+        if not log.append(part.start, sampled, verified):
+            self.counts["broken_requests_gap"] += 1
+            self._emit(log)
+            log.is_closed = True
+            return
+        log.add_states(states)
+        if log.is_complete:
+            self._emit(log)
+            log.is_closed = True
+        elif log.num_rows >= SEGMENT_ROWS:
+            self._emit(log)
+
+    def _close_all(self, steps: list[EngineStep]) -> None:
+        """Emit the records of requests that ended before these steps."""
+        for request_id in itertools.chain.from_iterable(step.finished for step in steps):
+            log = self._logs.pop(request_id, None)
+            if log is not None and not log.is_closed:
+                self._emit(log)
+
+    def _emit(self, log: RequestLog) -> None:
+        record = log.cut_segment(self.server_id, self.fingerprint)
+        if record is None:
+            return
+        if not self._waiting:
+            self._waiting_since_s = time.monotonic()
+        self._waiting.append(encode_frame(record))
+        self.counts["records"] += 1
+        self.counts["rows"] += len(record.positions)
+
+    def _is_shipment_due(self) -> bool:
+        if not self._waiting:
+            return False
+        waited_s = time.monotonic() - self._waiting_since_s
+        return waited_s > SHIP_INTERVAL_S or sum(map(len, self._waiting)) >= SHIP_BYTES
+
+    def _ship(self) -> None:
+        frames, self._waiting = self._waiting, []
+        if not frames:
+            return
+        try:
+            self._outlet.write(frames)
+            self.counts["shipped_records"] += len(frames)
+            self.counts["shipped_bytes"] += sum(map(len, frames))
+        except OSError as error:  # e.g. a full disk: these records are lost, the next ones may fit again
+            self.counts["dropped_records_spool"] += len(frames)
+            self.report(error, "spool")
+
+
+def _read_bits(begin: int, states_HLD: Tensor | None) -> list[States]:
+    """Bits of bfloat16 states; an empty list if there is no token."""
+    if states_HLD is None or not len(states_HLD):
+        return []
+    words_HLD = states_HLD.cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
+    return [States(begin, words_HLD)]
+
+
+def _leave_engine_cores() -> None:
+    """Let this thread run on any core: vLLM's CPU worker pins its main thread, and new threads inherit the mask."""
+    with contextlib.suppress(OSError):  # a container may not allow it
+        os.sched_setaffinity(threading.get_native_id(), range(os.cpu_count() or 1))

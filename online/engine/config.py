@@ -1,0 +1,97 @@
+"""Settings of the plugin, read from the environment: every process of a vLLM server inherits it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from redraft.online.records.nats_config import Nats
+from redraft.online.records.outlet import Recording
+from redraft.online.tokens import read_token
+
+PLUGIN_NAME = "redraft"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureConfig(Recording):
+    """Settings of the plugin's capture.
+
+    The environment sets them as REDRAFT_CAPTURE_SPOOL and so on, with tenants separated by commas, and those of the
+    ingest log as REDRAFT_NATS_FLEET, REDRAFT_NATS_CREDENTIALS, REDRAFT_NATS_CA and REDRAFT_NATS_CERTIFICATE.
+    """
+
+    hidden_states: bool = False
+    """Also record the hidden states of the target; a draft head such as EAGLE learns from them. Size per token: 2 bytes
+    times the hidden size times the number of layers read. Lower --capture.fraction to record less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginConfig:
+    registry: Path | None = None
+    """REDRAFT_REGISTRY: folder of the draft's versions (v000001, ...). Without it no draft can be swapped."""
+    token: str | None = field(default=None, repr=False)
+    """REDRAFT_TOKEN, or the content of the file REDRAFT_TOKEN_FILE. Without a token the routes refuse every request."""
+    allow_remote: bool = False
+    """REDRAFT_ALLOW_REMOTE=1: the routes answer other machines too."""
+    capture: CaptureConfig | None = None
+
+
+def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether VLLM_PLUGINS names redraft. Being loaded is not enough: if unset, vLLM loads every installed plugin."""
+    return PLUGIN_NAME in environment.get("VLLM_PLUGINS", "").split(",")
+
+
+def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
+    """Read the plugin's settings.
+
+    Raises: ValueError for an invalid value; FileNotFoundError if the token file or the registry is missing.
+    """
+    registry = environment.get("REDRAFT_REGISTRY")
+    if registry and not Path(registry).is_dir():
+        raise FileNotFoundError(f"REDRAFT_REGISTRY={registry} is not a folder: create it, or unset the variable")
+    return PluginConfig(
+        registry=Path(registry) if registry else None,
+        token=_read_token(environment),
+        allow_remote=environment.get("REDRAFT_ALLOW_REMOTE") == "1",
+        capture=_read_capture(environment),
+    )
+
+
+def _read_token(environment: Mapping[str, str]) -> str | None:
+    token = environment.get("REDRAFT_TOKEN")
+    file = environment.get("REDRAFT_TOKEN_FILE")
+    if not token and file:
+        token = read_token(Path(file))
+    return token or None
+
+
+def _read_capture(environment: Mapping[str, str]) -> CaptureConfig | None:
+    spool, ingest = environment.get("REDRAFT_CAPTURE_SPOOL"), environment.get("REDRAFT_CAPTURE_INGEST", "")
+    if not spool and not ingest:
+        return None
+    tenants = environment.get("REDRAFT_CAPTURE_TENANTS", "")
+    return CaptureConfig(
+        spool=Path(spool) if spool else None,
+        ingest=ingest,
+        nats=_read_nats(environment),
+        fraction=float(environment.get("REDRAFT_CAPTURE_FRACTION", CaptureConfig.fraction)),
+        tenants=tuple(tenants.split(",")) if tenants else (),
+        top_k=int(environment.get("REDRAFT_CAPTURE_TOP_K", CaptureConfig.top_k)),
+        spool_bytes=int(environment.get("REDRAFT_CAPTURE_SPOOL_BYTES", CaptureConfig.spool_bytes)),
+        hidden_states=environment.get("REDRAFT_CAPTURE_HIDDEN_STATES") == "1",
+    )
+
+
+def _read_nats(environment: Mapping[str, str]) -> Nats:
+    def path(name: str) -> Path | None:
+        value = environment.get(f"REDRAFT_NATS_{name}")
+        return Path(value) if value else None
+
+    return Nats(
+        fleet=environment.get("REDRAFT_NATS_FLEET", Nats.fleet),
+        credentials=path("CREDENTIALS"),
+        ca=path("CA"),
+        certificate=path("CERTIFICATE"),
+    )

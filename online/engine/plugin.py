@@ -1,0 +1,18 @@
+"""Entry point of vLLM's general plugins, loaded in every process of a server with redraft in VLLM_PLUGINS."""
+
+from __future__ import annotations
+
+from redraft.online.engine.config import is_enabled
+
+
+def register() -> None:
+    """Fix the CPU build and let workers capture and swap; do nothing unless VLLM_PLUGINS names redraft."""
+    if not is_enabled():
+        return
+    from redraft.eval.engine.wait import patch_engine_wait
+    from redraft.online.engine.cpu_fix import fix_cpu_sampling
+    from redraft.online.engine.worker import register_worker
+
+    fix_cpu_sampling()
+    patch_engine_wait()
+    register_worker()

@@ -1,0 +1,248 @@
+"""The log of one running request: verification steps go in, records come out.
+
+R = rows, K = kept top-k ids, H = tokens, L = hidden states of one token, D = size of each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from redraft.online.records.record import Record, Sampling
+
+MAX_HIDDEN_BYTES = 32 << 20
+"""Bound on the hidden states of one record, and roughly of a running request. For a longer text only the newest tokens
+keep their hidden states."""
+
+KEPT_STATES = 64
+"""A segment begins with this many hidden states of the previous one, for the first rows to attend to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestInfo:
+    """The fields shared by all records of a request."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    max_tokens: int
+    stop_ids: frozenset[int]
+    domain: str = ""
+    tenant: str = ""
+
+
+# Rows and VerifiedStep are made for every request of every step: a dataclass would take five times as long.
+class Rows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Reduced logits: top-k and log-sum-exp of every row."""
+
+    topk_ids_RK: NDArray[np.int32]
+    topk_log_probs_RK: NDArray[np.float32]
+    log_sum_exp_R: NDArray[np.float32]
+
+    def select(self, first: int, count: int) -> Rows:
+        """`count` rows, starting at `first`."""
+        kept = slice(first, first + count)
+        return Rows(
+            topk_ids_RK=self.topk_ids_RK[kept],
+            topk_log_probs_RK=self.topk_log_probs_RK[kept],
+            log_sum_exp_R=self.log_sum_exp_R[kept],
+        )
+
+
+@dataclass(frozen=True)
+class States:
+    """Hidden states of consecutive tokens."""
+
+    begin: int
+    """Index of the first token in prompt + output."""
+    words_HLD: NDArray[np.uint16]
+    """Bits of the bfloat16 values; numpy has no bfloat16."""
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.words_HLD)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.words_HLD.nbytes)
+
+    def newest(self, num_bytes: int) -> States:
+        """The newest tokens that fit into `num_bytes`; a copy unless all fit, so that the others can be freed."""
+        if self.num_bytes <= num_bytes:
+            return self
+        kept = self.within(self.end - num_bytes // self.words_HLD[0].nbytes, self.end)
+        return States(kept.begin, kept.words_HLD.copy())
+
+    def within(self, begin: int, end: int) -> States:
+        """The tokens from `begin` up to, but not including, `end`."""
+        begin = min(max(begin, self.begin), self.end)
+        return States(begin, self.words_HLD[begin - self.begin : max(end, begin) - self.begin])
+
+
+def join_states(chunks: Sequence[States], end: int) -> States | None:
+    """The last gapless run of tokens before `end`. If chunks overlap, the later one wins."""
+    kept: list[States] = []
+    for chunk in chunks:
+        while kept and kept[-1].end > chunk.begin:
+            rest = kept.pop().within(0, chunk.begin)
+            kept += [rest] if len(rest.words_HLD) else []
+        if kept and kept[-1].end != chunk.begin:  # a step was lost
+            kept = []
+        kept.append(chunk)
+    if not kept:
+        return None
+    whole = States(kept[0].begin, np.concatenate([chunk.words_HLD for chunk in kept])).within(0, end)
+    return whole.newest(MAX_HIDDEN_BYTES) if len(whole.words_HLD) else None
+
+
+class VerifiedStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The rows of one verification step of one request: one per draft token in order, then the bonus row."""
+
+    start: int
+    draft_ids: NDArray[np.int32]
+    draft_probs: NDArray[np.float32]
+    num_accepted: int
+    rows: Rows
+
+    @property
+    def end(self) -> int:
+        """Index just after the last token the step sampled."""
+        return self.start + self.num_accepted + 1
+
+
+@dataclass(kw_only=True)
+class RequestLog:
+    """State of one running request, from which the next segment is cut."""
+
+    info: RequestInfo
+    output: list[int] = field(default_factory=list)
+    verified: list[VerifiedStep] = field(default_factory=list)
+    states: list[States] = field(default_factory=list)
+    draft_version: str = ""
+    sequence: int = 0
+    num_shipped: int = 0
+    """Output tokens already shipped in earlier segments."""
+    is_complete: bool = False
+    """The request has ended."""
+    is_closed: bool = False
+    """Nothing more of it can be recorded: it ended, or a step was lost."""
+    num_rows: int = 0
+    """Rows in `verified`, including any forgotten after a preemption."""
+    _num_state_bytes: int = 0
+
+    def append(self, start: int, sampled: list[int], verified: VerifiedStep | None) -> bool:
+        """Take one step. Returns False if earlier steps are missing, because the text is then unknown."""
+        begin = start - len(self.info.prompt_ids)
+        if begin > len(self.output):
+            return False
+        if begin < len(self.output):
+            self._forget(begin)
+        if verified is not None:
+            self.verified.append(verified)
+            self.num_rows += len(verified.draft_ids) + 1
+        for token in sampled:
+            self.output.append(token)
+            # A step may sample past the request's end. The scheduler cuts the text there, and so must the record.
+            if token in self.info.stop_ids or len(self.output) >= self.info.max_tokens:
+                self.is_complete = True
+                break
+        return True
+
+    def add_states(self, states: Sequence[States]) -> None:
+        """Take the next states, and drop the oldest ones that no record could hold any more."""
+        for chunk in states:
+            self.states.append(chunk.newest(MAX_HIDDEN_BYTES))
+            self._num_state_bytes += self.states[-1].num_bytes
+            while self._num_state_bytes - self.states[0].num_bytes >= MAX_HIDDEN_BYTES:
+                self._num_state_bytes -= self.states.pop(0).num_bytes
+
+    def cut_segment(self, server_id: str, fingerprint: str) -> Record | None:
+        """The record of everything since the last segment, or None if there is no row yet. Starts the next segment."""
+        columns = self._collect_columns()
+        states = join_states(self.states, len(self.info.prompt_ids) + len(self.output))
+        context, output = self.output[: self.num_shipped], self.output[self.num_shipped :]
+        self.num_shipped = len(self.output)
+        self.verified, self.num_rows = [], 0
+        if not columns:
+            return None
+        self.sequence += 1
+        self.states, self._num_state_bytes = [], 0
+        if states is not None:
+            self.add_states([states.newest(KEPT_STATES * states.words_HLD[0].nbytes)])
+        return Record(
+            server_id=server_id,
+            request_id=self.info.request_id,
+            sequence=self.sequence - 1,
+            time_s=time.time(),
+            domain=self.info.domain,
+            tenant=self.info.tenant,
+            target_fingerprint=fingerprint,
+            draft_version=self.draft_version,
+            sampling=self.info.sampling,
+            num_prompt_tokens=len(self.info.prompt_ids),
+            top_k=columns["row_topk_ids"].shape[1],
+            context=_pack_ids(self.info.prompt_ids + context),
+            output=_pack_ids(output),
+            **_encode_arrays(columns, states),
+        )
+
+    def _forget(self, begin: int) -> None:
+        """Drop the output from `begin` on: the scheduler discards those tokens when it preempts a request."""
+        del self.output[begin:]
+        first_lost = len(self.info.prompt_ids) + begin
+        self.verified = [step for step in self.verified if step.end <= first_lost]
+        self.states = [states.within(0, first_lost) for states in self.states if states.begin < first_lost]
+        self._num_state_bytes = sum(states.num_bytes for states in self.states)
+        self.num_shipped = min(self.num_shipped, begin)
+        self.is_complete = False
+
+    def _collect_columns(self) -> dict[str, NDArray[Any]]:
+        """The record's columns without rows beyond the end of the request; empty if no row is left."""
+        columns = _join_columns(self.verified) if self.verified else {}
+        if not columns:
+            return {}
+        kept = columns["row_positions"] - columns["row_branches"] < len(self.info.prompt_ids) + len(self.output)
+        return {name: column[kept] for name, column in columns.items()} if kept.any() else {}
+
+
+def _join_columns(steps: Sequence[VerifiedStep]) -> dict[str, NDArray[Any]]:
+    """The rows of many steps at once: per step there are so few that numpy's call overhead would exceed the work."""
+    counts = np.array([len(step.draft_ids) + 1 for step in steps])
+    last_R = np.cumsum(counts) - 1
+    index_R = (np.arange(counts.sum()) - np.repeat(last_R + 1 - counts, counts)).astype(np.int32)
+    start_R = np.repeat(np.array([step.start for step in steps], np.int32), counts)
+    num_accepted_R = np.repeat(np.array([step.num_accepted for step in steps], np.int32), counts)
+    drafts_R, draft_probs_R = np.full(len(index_R), -1, np.int32), np.full(len(index_R), np.nan, np.float32)
+    has_draft_R = np.ones(len(index_R), bool)
+    has_draft_R[last_R] = False
+    drafts_R[has_draft_R] = np.concatenate([step.draft_ids for step in steps])
+    draft_probs_R[has_draft_R] = np.concatenate([step.draft_probs for step in steps])
+    return {
+        "row_positions": start_R + index_R,
+        "row_branches": np.maximum(0, index_R - num_accepted_R),
+        "row_drafts": drafts_R,
+        "row_draft_probs": draft_probs_R,
+        "row_accepted": (index_R < num_accepted_R).astype(np.uint8),
+        "row_topk_ids": np.concatenate([step.rows.topk_ids_RK for step in steps]),
+        "row_topk_log_probs": np.concatenate([step.rows.topk_log_probs_RK for step in steps]),
+        "row_log_sum_exp": np.concatenate([step.rows.log_sum_exp_R for step in steps]),
+    }
+
+
+def _encode_arrays(columns: dict[str, NDArray[Any]], states: States | None) -> dict[str, Any]:
+    """The record's array fields, as bytes."""
+    fields: dict[str, Any] = {name: np.ascontiguousarray(column).tobytes() for name, column in columns.items()}
+    if states is not None:
+        shape = states.words_HLD.shape[1:]
+        fields |= {"hidden_begin": states.begin, "hidden_shape": shape, "hidden": states.words_HLD.tobytes()}
+    return fields
+
+
+def _pack_ids(ids: list[int]) -> bytes:
+    return np.array(ids, "<i4").tobytes()

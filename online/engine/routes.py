@@ -1,0 +1,366 @@
+"""Routes and middleware in vLLM's API process: `GET /redraft/status`, `POST /redraft/swap`, and each request's origin.
+
+    client headers ─► OriginMiddleware ─► context variable ─► engine_client.generate ─► SamplingParams.extra_args
+
+Tenant, domain and opt-out reach the worker this way without changing what the client sends or receives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import re
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, HTTPException, Request
+from starlette.datastructures import Headers, State
+
+from redraft.heads.files.artifact import PROVENANCE
+from redraft.online.engine.config import PLUGIN_NAME, PluginConfig, read_config
+from redraft.online.fleet.registry import hash_manifest, read_id
+from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin, read_origin_headers
+
+VERSION = re.compile(r"v[0-9]{6,18}")
+
+STAGE_TIMEOUT_S = 200.0
+"""Deadline for reading a version from the registry's storage into memory. Serving goes on meanwhile."""
+
+STAGE_POLL_S = 0.05
+
+PAUSE_TIMEOUT_S = 60.0
+"""Deadline for the pause, in which the weights are copied from memory. Afterwards the engine is resumed in any case."""
+
+RESUME_TIMEOUT_S = 30.0
+
+MAX_STUCK_READS = 4
+"""Hung readers of the registry allowed before further swaps are refused."""
+
+T = TypeVar("T")
+
+_origin: ContextVar[Origin] = ContextVar("redraft_origin")
+
+
+class Endpoint:
+    """Our implementation of vLLM's endpoint plugin interface."""
+
+    name = PLUGIN_NAME
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self.config = read_config()
+        self.engine: Any = None
+        self._swapping = asyncio.Lock()
+        self._registry_id = ""
+        """Id of the served registry, from its folder or, if that has none, from the first swap."""
+        self._readers: list[threading.Thread] = []
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.add_middleware(OriginMiddleware)
+        app.add_api_route("/redraft/status", self.status, methods=["GET"], response_model=None)
+        app.add_api_route("/redraft/swap", self.swap, methods=["POST"], response_model=None)
+
+    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+        self.engine = engine_client
+        if self.config.capture is not None:
+            forward_origin(engine_client)
+
+    async def status(self, request: Request) -> dict[str, Any]:
+        """Status of the recording rank, vLLM's version, and whether all ranks agree on the draft version."""
+        authorize(request, self.config)
+        return await self._status()
+
+    async def swap(self, request: Request) -> dict[str, Any]:
+        """Swap to the version in the body, e.g. `{"version": "v000012", "manifest_sha256": ..., "registry": ...}`.
+
+        The hash and the registry's id are optional; a version with another hash, or of another registry, is refused.
+        200: all ranks serve it and no running request was cut off.
+        """
+        authorize(request, self.config)
+        try:
+            asked = _Asked.parse(await request.json())
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise HTTPException(400, 'send a JSON body {"version": "v000012"}') from None
+        if self.config.registry is None:
+            raise HTTPException(503, "no registry: start the server with REDRAFT_REGISTRY=FOLDER")
+        # Accept an id only: a path could name any folder of this machine.
+        if not isinstance(asked.version, str) or not VERSION.fullmatch(asked.version):
+            raise HTTPException(404, f"no version {str(asked.version)[:40]!r} in the registry")
+        # A disconnecting client must not leave the engine paused.
+        return await asyncio.shield(asyncio.ensure_future(self._swap_one_at_a_time(asked)))
+
+    async def _swap_one_at_a_time(self, asked: _Asked) -> dict[str, Any]:
+        async with self._swapping:
+            status = await self._status()
+            serving = status["draft_version"]
+            try:
+                async with asyncio.timeout(STAGE_TIMEOUT_S):
+                    found = await self._find(asked)
+                    is_same = status.get("manifest_sha256") in ("", None, found.manifest_sha256)
+                    if serving == found.name and status["draft_intact"] and is_same:
+                        return {"version": found.name, "previous": found.name, "swapped": False}
+                    _require_target(found, status["target_fingerprint"])
+                    await self._stage(found, serving)
+            except TimeoutError:
+                detail = f"reading {asked.version} took longer than {STAGE_TIMEOUT_S:.0f} s; still serving {serving}"
+                raise HTTPException(504, detail) from None
+            try:
+                report = await self._exchange(found, serving)
+            finally:
+                await self._discard()
+            self._registry_id = found.registry or self._registry_id or asked.registry
+            return report
+
+    async def _find(self, asked: _Asked) -> _Found:
+        """The version in the registry's folder. Raises HTTPException if it is not there, or not the one asked for."""
+        assert self.config.registry is not None
+        assert isinstance(asked.version, str)
+        folder = self.config.registry / asked.version
+        found = await self._read(lambda: _read_version(folder))
+        known = found.registry or self._registry_id
+        if asked.registry and known and asked.registry != known:
+            raise HTTPException(
+                409,
+                f"this server serves the drafts of registry {known[:12]}, not of {asked.registry[:12]}: "
+                "give each server one learner, and restart it to change that",
+            )
+        if asked.manifest_sha256 and asked.manifest_sha256 != found.manifest_sha256:
+            raise HTTPException(
+                409,
+                f"{found.name} has manifest {found.manifest_sha256[:12]} here, not {asked.manifest_sha256[:12]}: "
+                "copy the registry again",
+            )
+        return found
+
+    async def _read(self, work: Callable[[], T]) -> T:
+        """The result of `work` in a separate thread: a storage that hangs would fill the pool that vLLM uses too."""
+        self._readers = [reader for reader in self._readers if reader.is_alive()]
+        if len(self._readers) >= MAX_STUCK_READS:
+            raise HTTPException(503, "the registry's storage hangs: earlier swaps are still reading")
+        future: Future[T] = Future()
+
+        def run() -> None:
+            future.set_running_or_notify_cancel()
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        reader = threading.Thread(target=run, name="redraft-registry", daemon=True)
+        self._readers.append(reader)
+        reader.start()
+        return await asyncio.wrap_future(future)
+
+    async def _stage(self, found: _Found, serving: str) -> None:
+        """Have all ranks read the version into memory, while they serve."""
+        try:
+            for rank in await self._stage_on_ranks(str(found.folder)):
+                if rank["damaged"]:
+                    raise HTTPException(422, f"{found.name} is damaged: {rank['error']}")
+                if rank["error"]:
+                    raise HTTPException(409, f"{rank['error']}; still serving {serving}")
+                if rank["manifest_sha256"] != found.manifest_sha256:
+                    raise HTTPException(409, f"{found.name} changed while it was read; still serving {serving}")
+        except BaseException:
+            await self._discard()
+            raise
+
+    async def _stage_on_ranks(self, folder: str | None) -> list[dict[str, Any]]:
+        """Read a draft into the memory of all ranks; None is the last good one.
+
+        Returns the ranks' answers when all have read it or one has failed.
+        """
+        started = await self.engine.collective_rpc("redraft_stage", args=(folder,))
+        if not all(rank["ok"] for rank in started):
+            return [{"damaged": False, "error": rank["error"]} for rank in started if not rank["ok"]]
+        while True:
+            ranks: list[dict[str, Any]] = await self.engine.collective_rpc("redraft_staged")
+            failed = [rank for rank in ranks if rank["error"]]
+            if failed or all(rank["done"] for rank in ranks):
+                return failed or ranks
+            await asyncio.sleep(STAGE_POLL_S)
+
+    async def _discard(self) -> None:
+        """Free the staged version's memory. If this fails, the next swap does it."""
+        with suppress(Exception):
+            async with asyncio.timeout(RESUME_TIMEOUT_S):
+                await self.engine.collective_rpc("redraft_discard")
+
+    async def _exchange(self, found: _Found, serving: str) -> dict[str, Any]:
+        """Load the staged version on all ranks while the engine pauses."""
+        began_s = time.perf_counter()
+        try:
+            async with asyncio.timeout(PAUSE_TIMEOUT_S):
+                # Clear the cache: with keys and values of the old draft, the new one is accepted less on cached text.
+                await self.engine.pause_generation(mode="keep", clear_cache=True)
+                loaded = await self._load(found.name, str(found.folder), serving)
+        except TimeoutError:
+            detail = f"{found.name} was not loaded within {PAUSE_TIMEOUT_S:.0f} s, and generation goes on: swap again"
+            raise HTTPException(504, detail) from None
+        finally:
+            await self._resume()
+        pause_ms = 1e3 * (time.perf_counter() - began_s)
+        return {"version": found.name, "previous": serving, "swapped": True, "pause_ms": pause_ms, **loaded}
+
+    async def _resume(self) -> None:
+        try:
+            async with asyncio.timeout(RESUME_TIMEOUT_S):
+                await self.engine.resume_generation()
+        except TimeoutError:
+            raise HTTPException(504, "the engine does not answer: restart this server") from None
+
+    async def _load(self, version: str, folder: str, serving: str) -> dict[str, Any]:
+        """Load on all ranks. If any rank fails, restore the last good draft on all of them."""
+        ranks = await self.engine.collective_rpc("redraft_load", args=(folder,))
+        failed = [rank for rank in ranks if not rank["ok"]]
+        if not failed:
+            await self.engine.collective_rpc("redraft_commit", args=(folder, version))
+            if any(rank["checksum_before"] != rank["checksum_after"] for rank in ranks):
+                raise HTTPException(500, "the target's weights changed: restart this server")
+            return {
+                "load_ms": max(rank["load_ms"] for rank in ranks),
+                "target_checksum_before": ranks[0]["checksum_before"],
+                "target_checksum_after": ranks[0]["checksum_after"],
+            }
+        error = failed[0]["error"]
+        if any(rank["ok"] or rank["touched"] for rank in ranks):
+            if not await self._restore():
+                raise HTTPException(500, f"{error}; and {serving} could not be restored: swap to a good version")
+            raise HTTPException(500, f"{error}; {serving} was restored")
+        raise HTTPException(409, f"{error}; still serving {serving}")
+
+    async def _restore(self) -> bool:
+        """Load the last good draft again on all ranks. Generation waits for it, at most PAUSE_TIMEOUT_S in all."""
+        if any(rank["error"] for rank in await self._stage_on_ranks(None)):
+            return False
+        return all(rank["ok"] for rank in await self.engine.collective_rpc("redraft_restore"))
+
+    async def _status(self) -> dict[str, Any]:
+        import vllm
+
+        ranks = await self.engine.collective_rpc("redraft_status")
+        recording = next((rank for rank in ranks if rank["capture"]), ranks[0])
+        return {
+            **recording,
+            "vllm_version": vllm.__version__,
+            "registry": self._registry_id,
+            "num_ranks": len(ranks),
+            "draft_intact": all(rank["draft_intact"] for rank in ranks)
+            and len({rank["draft_version"] for rank in ranks}) == 1,
+            "target_intact": all(rank["target_intact"] for rank in ranks),
+        }
+
+
+class OriginMiddleware:
+    """Stores the X-Redraft-Tenant, -Domain and -Opt-Out headers of a request for `forward_origin`."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            _origin.set(read_origin_headers(Headers(scope=scope)))
+        await self.app(scope, receive, send)
+
+
+def forward_origin(engine_client: Any) -> None:
+    """Make `engine_client.generate` write the origin into the sampling parameters, over any value from the client."""
+    generate = engine_client.generate
+
+    def generate_with_origin(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        origin = {EXTRA_ARGS_KEY: _origin.get(Origin())._asdict()}
+        sampling_params.extra_args = (sampling_params.extra_args or {}) | origin
+        return generate(prompt, sampling_params, *args, **kwargs)
+
+    engine_client.generate = generate_with_origin
+
+
+def authorize(request: Request, config: PluginConfig) -> None:
+    """Raise HTTPException unless the request may use the routes.
+
+    Raises: HTTPException 403 for another machine, 503 if no token is configured, 401 for a wrong token.
+    """
+    if not config.allow_remote and not _is_local(request.client.host if request.client else None):
+        raise HTTPException(403, "only this machine may ask: set REDRAFT_ALLOW_REMOTE=1 to allow others")
+    if config.token is None:
+        raise HTTPException(503, "no token: start the server with REDRAFT_TOKEN or REDRAFT_TOKEN_FILE")
+    given = request.headers.get("authorization", "")
+    if not hmac.compare_digest(given.encode(), f"Bearer {config.token}".encode()):
+        raise HTTPException(401, "wrong or missing bearer token", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _is_local(host: str | None) -> bool:
+    if host is None:  # a Unix socket
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """The body of a swap request."""
+
+    version: Any
+    manifest_sha256: str
+    registry: str
+
+    @classmethod
+    def parse(cls, body: Any) -> _Asked:
+        """Raises ValueError, KeyError or TypeError if the body is not a request."""
+        manifest_sha256, registry = body.get("manifest_sha256") or "", body.get("registry") or ""
+        if not isinstance(manifest_sha256, str) or not isinstance(registry, str):
+            raise TypeError("a hash and an id are strings")
+        return cls(version=body["version"], manifest_sha256=manifest_sha256, registry=registry)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """A version in the registry's folder."""
+
+    folder: Path
+    manifest_sha256: str
+    registry: str
+    """The registry's id; empty if it has none."""
+    target_fingerprint: str
+    """Empty if its provenance names none."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+
+def _read_version(folder: Path) -> _Found:
+    """Read the small files of a version. Blocking; raises HTTPException if there is no such version."""
+    if not folder.is_dir():
+        raise HTTPException(404, f"no version {folder.name!r} in the registry")
+    try:
+        path = folder / PROVENANCE
+        provenance = json.loads(path.read_text()) if path.is_file() else {}
+        return _Found(
+            folder=folder,
+            manifest_sha256=hash_manifest(folder),
+            registry=read_id(folder.parent),
+            target_fingerprint=str(provenance.get("target_fingerprint") or ""),
+        )
+    except (ValueError, OSError, AttributeError) as error:
+        raise HTTPException(422, f"{folder.name} is damaged: {error}") from error
+
+
+def _require_target(found: _Found, fingerprint: str) -> None:
+    """Refuse a version whose provenance names another target."""
+    wanted = found.target_fingerprint
+    if wanted and wanted != fingerprint:
+        detail = f"{found.name} was trained for target {wanted[:12]}, but this server runs {fingerprint[:12]}"
+        raise HTTPException(409, detail)

@@ -1,0 +1,136 @@
+"""Read a draft from the registry into the worker's memory in a thread, the only one that a hung storage can stop.
+
+    stage ─► thread: manifest, weights into memory, SHA-256 of every file, layout ─► done, or an error
+    load  ─► copies from memory into the draft, while the engine is paused
+    discard ─► frees the memory, at once or when the thread ends
+
+The weights go into anonymous files in memory: loaders open them by path, and no page of them is on the storage. Reading
+is done by Python, which lets the engine's thread run meanwhile. A page fault on a hung storage would stop both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from redraft.heads.files.artifact import MANIFEST, FileEntry, manifest, require_sizes, sha256
+from redraft.online.engine.swap import require_same_layout, require_same_shared
+
+CHUNK_BYTES = 16 << 20
+
+
+class DamagedError(ValueError):
+    """The files cannot be read or differ from the manifest."""
+
+
+class Staging:
+    """One draft on its way into memory. The model is not touched."""
+
+    def __init__(self, folder: Path, current: Path, shared: set[str]) -> None:
+        """Begin to read `folder`, a draft to replace the one of `current`, which shares the modules `shared`."""
+        self.folder = folder
+        self.files: list[Path] = []
+        """The weights, in memory. Empty until it is done."""
+        self.manifest_sha256 = ""
+        """SHA-256 of the folder's manifest; empty if it has none."""
+        self.error = ""
+        self.is_damaged = False
+        """Whether `error` is about damaged or unreadable files."""
+        self._current, self._shared = current, shared
+        self._descriptors: list[int] = []
+        self._is_discarded = self._is_finished = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="redraft-staging", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def discard(self) -> None:
+        """Free the memory; if the thread still reads, it stops after the next chunk and frees it."""
+        with self._lock:
+            self._is_discarded, is_finished = True, self._is_finished
+        if is_finished:
+            self._free()
+
+    def _run(self) -> None:
+        try:
+            self._stage()
+        except (DamagedError, OSError) as error:
+            self.is_damaged, self.error = True, str(error)
+        except ValueError as error:
+            self.error = str(error)
+        except Exception as error:  # e.g. no memory; the thread's end must be told in any case
+            self.error = f"{type(error).__name__}: {error}"
+        with self._lock:
+            self._is_finished, is_useless = True, self._is_discarded or bool(self.error)
+        if is_useless:
+            self._free()
+
+    def _stage(self) -> None:
+        entries = self._read_manifest()
+        weights = sorted(self.folder.glob("*.safetensors"))
+        files = [self._read_into_memory(path, entries) for path in weights]
+        for name in entries.keys() - {path.name for path in weights}:
+            _require_digest(self.folder, name, sha256(self.folder / name), entries)
+        require_same_layout(self._current, self.folder)
+        require_same_shared(self._current, self.folder, files, self._shared)
+        self.files = files
+
+    def _read_manifest(self) -> Mapping[str, FileEntry]:
+        """The folder's manifest, with all sizes compared. A draft of the command line may have none."""
+        path = self.folder / MANIFEST
+        if not path.is_file():
+            return {}
+        try:
+            self.manifest_sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+            entries = manifest(self.folder)
+            require_sizes(self.folder, entries)
+        except ValueError as error:
+            raise DamagedError(str(error)) from error
+        return entries
+
+    def _read_into_memory(self, path: Path, entries: Mapping[str, FileEntry]) -> Path:
+        """A copy of the file in memory, compared with the manifest."""
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if not size:
+                raise DamagedError(f"{path} is empty: copy or publish the folder again")
+            descriptor = os.memfd_create(path.name)
+            self._descriptors.append(descriptor)
+            os.ftruncate(descriptor, size)
+            with mmap.mmap(descriptor, size) as memory, memoryview(memory) as view:
+                begin = 0
+                while begin < size:
+                    if self._is_discarded:
+                        raise ValueError(f"reading {path} was given up")
+                    with view[begin : begin + CHUNK_BYTES] as chunk:
+                        num_bytes = file.readinto(chunk)
+                        digest.update(chunk[:num_bytes])
+                    if not num_bytes:
+                        raise DamagedError(f"{path} ended after {begin} of {size} bytes: copy or publish it again")
+                    begin += num_bytes
+        _require_digest(self.folder, path.name, digest.hexdigest(), entries)
+        return Path(f"/proc/self/fd/{descriptor}")
+
+    def _free(self) -> None:
+        with self._lock:
+            descriptors, self._descriptors, self.files = self._descriptors, [], []
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _require_digest(folder: Path, name: str, digest: str, entries: Mapping[str, FileEntry]) -> None:
+    """Raise DamagedError unless the manifest, if there is one, has this SHA-256 for the file."""
+    if not entries:
+        return
+    if name not in entries:
+        raise DamagedError(f"{folder / name} is not in the manifest: copy or publish the folder again")
+    if entries[name].sha256 != digest:
+        raise DamagedError(f"{folder / name} is corrupt (its SHA-256 differs): copy or publish the folder again")

@@ -1,0 +1,121 @@
+"""The result of an engine step, and the queue between the engine thread and capture's thread.
+
+B = requests of the step, R = logit rows, S = draft tokens of all requests, V = vocabulary, K = kept top-k ids,
+N = tokens of the step's captured requests, L = hidden states of one token, D = size of each.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, replace
+
+import msgspec
+import torch
+from torch import Tensor
+
+from redraft.online.engine.request_log import RequestInfo
+
+MAX_QUEUED_BYTES = 256 << 20
+"""Bound on logits waiting for the background thread; on a GPU, device memory the engine has to do without."""
+
+MAX_QUEUED_STEPS = 512
+
+REDUCED_BYTES = 4 << 20
+"""Steps are reduced in batches of about this size, which makes the fixed cost of each call small."""
+
+
+# Not a dataclass: the engine thread makes one per request and step, and a struct takes a tenth of the time.
+class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One request's share of a step."""
+
+    request: RequestInfo
+    start: int
+    """Index in prompt + output of the first token the step sampled."""
+    sampled_row: int | None
+    """Row of `EngineStep.sampled_BK`. None: the step read a part of the prompt and sampled nothing."""
+    num_drafts: int
+    first_row: int
+    """First row in `EngineStep.logits_RV`; `num_drafts` more rows follow it."""
+    first_draft: int
+    """First entry in `EngineStep.draft_ids_S`."""
+    num_read: int = 0
+    """Tokens the target read: context tokens, then the `num_drafts` draft tokens."""
+    first_read: int = 0
+    """Index of the first of them among all tokens read in the step, captured or not."""
+
+    @property
+    def begin(self) -> int:
+        """Index in prompt + output of the first token the target read."""
+        return self.start + self.num_drafts - self.num_read
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStep:
+    """References to the tensors of one engine step. Nothing writes to these tensors any more."""
+
+    draft_version: str
+    parts: list[StepPart]
+    finished: list[str]
+    """Ids of the requests that ended before this step."""
+    sampled_BK: Tensor | None = None
+    """Sampled tokens of each request, padded with -1."""
+    logits_RV: Tensor | None = None
+    """Logits before temperature, penalties and every other sampling parameter. None if no request verified drafts."""
+    draft_ids_S: Tensor | None = None
+    draft_probs_S: Tensor | None = None
+    """None if drafting is greedy."""
+    states_NLD: Tensor | None = None
+    """bfloat16 states of the tokens read by `parts`, in that order. A copy, because the engine reuses the buffers."""
+    computed: torch.cuda.Event | None = None
+    """Event on the engine's stream after these tensors: the background thread uses another stream. None on a CPU."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.logits_RV, self.states_NLD) if tensor is not None)
+
+
+class StepQueue:
+    """Queue of steps from the engine thread to the background thread. When it is full, the oldest step is dropped."""
+
+    def __init__(self, max_steps: int = MAX_QUEUED_STEPS, max_bytes: int = MAX_QUEUED_BYTES) -> None:
+        self.max_steps = max_steps
+        self.max_bytes = max_bytes
+        self.num_dropped_steps = 0
+        self.is_due = threading.Event()
+        """Set when enough steps wait for one batch."""
+        self._steps: deque[EngineStep] = deque()
+        self._num_bytes = 0
+        self._lock = threading.Lock()  # held for a few instructions only: the engine thread takes it too
+
+    def put(self, step: EngineStep) -> None:
+        with self._lock:
+            self._steps.append(step)
+            self._num_bytes += step.num_bytes
+            while len(self._steps) > 1 and (len(self._steps) > self.max_steps or self._num_bytes > self.max_bytes):
+                dropped = self._steps.popleft()
+                self._num_bytes -= dropped.num_bytes
+                self.num_dropped_steps += 1
+                if dropped.finished:  # otherwise capture would wait forever for ended requests
+                    self._steps[0] = replace(self._steps[0], finished=dropped.finished + self._steps[0].finished)
+            is_due = self._is_due()
+        if is_due:
+            self.is_due.set()
+
+    def take(self) -> list[EngineStep]:
+        """The oldest steps, up to one batch and at least one; empty if none waits."""
+        taken: list[EngineStep] = []
+        num_bytes = 0
+        with self._lock:
+            while self._steps:
+                num_bytes += self._steps[0].num_bytes
+                if taken and num_bytes > REDUCED_BYTES:
+                    break
+                taken.append(self._steps.popleft())
+                self._num_bytes -= taken[-1].num_bytes
+            if not self._is_due():
+                self.is_due.clear()
+        return taken
+
+    def _is_due(self) -> bool:
+        return self._num_bytes >= REDUCED_BYTES or 2 * len(self._steps) > self.max_steps

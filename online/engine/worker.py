@@ -1,0 +1,245 @@
+"""Additions to every worker of a vLLM server: capture, and the methods called by the routes.
+
+The API process calls the `redraft_...` methods by name on all ranks at once; vLLM runs them between two engine steps.
+They return errors instead of raising them: an exception in one rank would leave the other ranks waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.folder import model_folder
+from redraft.online.engine.capture import Capture
+from redraft.online.engine.config import read_config
+from redraft.online.engine.runner_v1 import install_capture, require_known_runner
+from redraft.online.engine.staging import Staging
+from redraft.online.engine.swap import UNSUPPORTED_METHODS, checksum, load_draft, shared_modules
+from redraft.online.fleet.registry import hash_manifest
+
+logger = logging.getLogger("vllm.redraft")
+
+MAX_STUCK_READS = 4
+"""Hung readers allowed before further drafts are refused. Each holds its memory until its thread ends."""
+
+
+@dataclass(kw_only=True)
+class WorkerState:
+    """State of one worker, stored in `worker.redraft`."""
+
+    server_id: str
+    target_fingerprint: str
+    target_checksum: str
+    is_target_intact: bool = True
+    draft_version: str
+    draft_folder: Path | None
+    """Folder of the last good draft; None if the server runs without a draft."""
+    is_draft_intact: bool = True
+    """False from the beginning of a load until all ranks have loaded, or the last good draft is restored."""
+    manifest_sha256: str = ""
+    """SHA-256 of the manifest of the last good draft; empty if it is not from the registry."""
+    staging: Staging | None = None
+    """The draft being read, or in memory."""
+    stuck: list[Staging] = field(default_factory=list)
+    """Abandoned reads whose threads have not ended."""
+    num_swaps: int = 0
+    capture: Capture | None = None
+
+
+def register_worker() -> None:
+    """Add the methods to vLLM's worker class, and `install` to the end of start-up. Safe to call again."""
+    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
+
+    if hasattr(WorkerBase, "redraft_status"):
+        return
+    WorkerBase.redraft_status = redraft_status
+    WorkerBase.redraft_stage = redraft_stage
+    WorkerBase.redraft_staged = redraft_staged
+    WorkerBase.redraft_discard = redraft_discard
+    WorkerBase.redraft_load = redraft_load
+    WorkerBase.redraft_restore = redraft_restore
+    WorkerBase.redraft_commit = redraft_commit
+    initialize = WorkerWrapperBase.initialize_from_config
+
+    # vLLM calls this on every worker, after the target and the draft are loaded.
+    def initialize_and_install(self: Any, kv_cache_configs: list[Any]) -> None:
+        initialize(self, kv_cache_configs)
+        install(self.worker)
+
+    WorkerWrapperBase.initialize_from_config = initialize_and_install
+
+
+def install(worker: Any) -> None:
+    """Set up the state of a worker that has loaded the models, and start capture if it is configured.
+
+    Raises: RuntimeError if the hooks do not know the model runner; ValueError or OSError for a bad setting.
+    """
+    config = read_config()
+    runner = worker.model_runner
+    require_known_runner(runner)
+    speculative = worker.vllm_config.speculative_config
+    draft = speculative and speculative.draft_model_config
+    folder = model_folder(draft.model).resolve() if draft else None
+    worker.redraft = state = WorkerState(
+        server_id=uuid.uuid4().hex[:16],
+        target_fingerprint=fingerprint(model_folder(worker.vllm_config.model_config.model)),
+        target_checksum=checksum(runner.get_model()),
+        draft_version=_identify_version(folder, config.registry),
+        draft_folder=folder,
+    )
+    if folder is not None and state.draft_version == folder.name:
+        with suppress(OSError):
+            state.manifest_sha256 = hash_manifest(folder)
+    if config.capture is None or not _is_recording_rank():
+        return
+    state.capture = Capture(config.capture, state.server_id, state.target_fingerprint, state.draft_version)
+    install_capture(runner, state.capture)
+    state.capture.start()
+    _stop_at_shutdown(worker, state.capture)
+
+
+def redraft_status(worker: Any) -> dict[str, Any]:
+    """Versions served by this rank, and counters of capture."""
+    state: WorkerState = worker.redraft
+    speculative = worker.vllm_config.speculative_config
+    return {
+        "server_id": state.server_id,
+        "draft_version": state.draft_version,
+        "draft_intact": state.is_draft_intact,
+        "manifest_sha256": state.manifest_sha256,
+        "method": speculative.method if speculative else None,
+        "num_speculative_tokens": speculative.num_speculative_tokens if speculative else 0,
+        "target_fingerprint": state.target_fingerprint,
+        "target_checksum": state.target_checksum,
+        "target_intact": state.is_target_intact,
+        "num_swaps": state.num_swaps,
+        "capture": state.capture.status() if state.capture else None,
+    }
+
+
+def redraft_stage(worker: Any, folder: str | None) -> dict[str, Any]:
+    """Begin to read a draft into memory; None is the last good one. Returns `{"ok"}` or `{"ok": False, "error"}`.
+
+    Returns at once: the engine does no step while a method of the worker runs.
+    """
+    state: WorkerState = worker.redraft
+    redraft_discard(worker)
+    try:
+        _require_swappable(worker)
+        if len(state.stuck) >= MAX_STUCK_READS:
+            raise ValueError(f"{len(state.stuck)} drafts are still being read: the registry's storage hangs")
+    except ValueError as error:
+        return {"ok": False, "error": str(error)}
+    assert state.draft_folder is not None
+    shared = shared_modules(worker.model_runner.get_draft_model(), worker.model_runner.get_model())
+    state.staging = Staging(Path(folder) if folder else state.draft_folder, state.draft_folder, shared)
+    return {"ok": True}
+
+
+def redraft_staged(worker: Any) -> dict[str, Any]:
+    """The state of the reading: `{"done", "error", "damaged", "manifest_sha256"}`."""
+    staging: Staging | None = worker.redraft.staging
+    if staging is None:
+        return {"done": True, "error": "no draft is being read", "damaged": False, "manifest_sha256": ""}
+    return {
+        "done": staging.is_done,
+        "error": staging.error,
+        "damaged": staging.is_damaged,
+        "manifest_sha256": staging.manifest_sha256,
+    }
+
+
+def redraft_discard(worker: Any) -> None:
+    """Free the staged draft's memory."""
+    state: WorkerState = worker.redraft
+    if state.staging is not None:
+        state.staging.discard()
+        state.stuck.append(state.staging)
+        state.staging = None
+    state.stuck = [staging for staging in state.stuck if not staging.is_done]
+
+
+def redraft_load(worker: Any, folder: str) -> dict[str, Any]:
+    """Load the draft of `folder` from memory. Returns `{"ok", "load_ms", ...}`, or `{"ok": False, "error", "touched"}`.
+
+    It counts as intact after `redraft_commit`: another rank may have failed.
+    """
+    staging: Staging | None = worker.redraft.staging
+    if staging is None or staging.folder != Path(folder) or not staging.is_done or staging.error:
+        return {"ok": False, "touched": False, "error": f"{folder} was not read into memory"}
+    return _load(worker, staging)
+
+
+def redraft_restore(worker: Any) -> dict[str, Any]:
+    """Load the last good draft again from memory, after a load failed on some rank."""
+    state: WorkerState = worker.redraft
+    loaded = redraft_load(worker, str(state.draft_folder))
+    state.is_draft_intact = loaded["ok"]
+    return loaded
+
+
+def redraft_commit(worker: Any, folder: str, version: str) -> None:
+    """Remember the draft loaded on all ranks as the last good one."""
+    state: WorkerState = worker.redraft
+    state.draft_folder, state.draft_version = Path(folder), version
+    state.manifest_sha256 = state.staging.manifest_sha256 if state.staging else ""
+    state.is_draft_intact = True
+    state.num_swaps += 1
+    if state.capture:
+        state.capture.draft_version = version
+
+
+def _load(worker: Any, staging: Staging) -> dict[str, Any]:
+    state: WorkerState = worker.redraft
+    runner = worker.model_runner
+    began_s = time.perf_counter()
+    state.is_draft_intact = False
+    try:
+        load_draft(runner.get_draft_model(), runner.get_model(), staging.files, worker.vllm_config, worker.device)
+    except Exception as error:
+        logger.exception("loading the draft of %s failed", staging.folder)
+        return {"ok": False, "touched": True, "error": f"{type(error).__name__}: {error}"}
+    load_ms = 1e3 * (time.perf_counter() - began_s)
+    now = checksum(runner.get_model())
+    state.is_target_intact = now == state.target_checksum
+    return {"ok": True, "load_ms": load_ms, "checksum_before": state.target_checksum, "checksum_after": now}
+
+
+def _require_swappable(worker: Any) -> None:
+    speculative = worker.vllm_config.speculative_config
+    if worker.redraft.draft_folder is None or worker.model_runner.get_draft_model() is None:
+        raise ValueError("this server has no draft model to swap: restart it with one")
+    if speculative.method in UNSUPPORTED_METHODS:
+        raise ValueError(
+            f"drafts of method {speculative.method} cannot be swapped: restart the server with the new one"
+        )
+
+
+def _identify_version(folder: Path | None, registry: Path | None) -> str:
+    """The version id of a draft from the registry; `start` for any other draft, empty without one."""
+    if folder is None:
+        return ""
+    return folder.name if registry is not None and folder.parent == registry.resolve() else "start"
+
+
+def _is_recording_rank() -> bool:
+    """True on one rank of a tensor-parallel group: all of them see the same logits."""
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+
+    return bool(get_tensor_model_parallel_rank() == 0 and get_pp_group().is_last_rank)
+
+
+def _stop_at_shutdown(worker: Any, capture: Capture) -> None:
+    shutdown = worker.shutdown
+
+    def stop_and_shutdown() -> None:
+        capture.stop()
+        shutdown()
+
+    worker.shutdown = stop_and_shutdown  # an instance attribute: vLLM calls it through the worker

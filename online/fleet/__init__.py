@@ -1,0 +1,1 @@
+"""The servers: find them, watch them, publish versions and roll them out."""

@@ -1,0 +1,100 @@
+"""Pushes the current version to servers with another, in the background: a slow server delays nobody.
+
+push ─► one task per server: status, swap, status ─► forgotten when the server has the version, else remembered
+stop ─► ends all of them, before a rollout or a rollback swaps the servers itself
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from redraft.online.fleet.server import Convergence, FleetServer, RefusedError, UnreachableError, bring
+
+SLOW_PUSH_S = 60.0
+"""A slower swap is reported (`server_behind`), and goes on until its deadline."""
+
+PATIENCE_S = 3.0
+"""Time after which `bring_all` stops waiting for a minority of the servers."""
+
+
+@dataclass(frozen=True)
+class _Push:
+    version: str
+    task: asyncio.Task[UnreachableError | RefusedError | None]
+    began_s: float
+
+    @property
+    def is_failing(self) -> bool:
+        if self.task.done():
+            return self.task.cancelled() or self.task.result() is not None
+        return time.monotonic() - self.began_s > SLOW_PUSH_S
+
+
+class Reconciler:
+    """The pushes under way. For use within one event loop."""
+
+    def __init__(self) -> None:
+        self._pushes: dict[FleetServer, _Push] = {}
+
+    def push(self, servers: Iterable[FleetServer], version: str, timeout_s: float = 0) -> None:
+        """Begin to bring the servers to `version`, with retries for `timeout_s`. Servers under way are left alone."""
+        for server in servers:
+            known = self._pushes.get(server)
+            if known is not None and not known.task.done():
+                if known.version == version:
+                    continue
+                known.task.cancel()
+            deadline_s = time.monotonic() + timeout_s
+            task = asyncio.create_task(bring(server, version, deadline_s, insist=True))
+            self._pushes[server] = _Push(version, task, time.monotonic())
+
+    def is_failing(self, server: FleetServer) -> bool:
+        """Whether the last push to the server failed, or takes unusually long."""
+        return server in self._pushes and self._pushes[server].is_failing
+
+    async def bring_all(self, servers: Sequence[FleetServer], version: str, timeout_s: float) -> Convergence:
+        """Bring all servers to `version`; waits for most of them, and goes on with the others in the background.
+
+        Returns when every server has answered, at the latest after `timeout_s`. After PATIENCE_S it returns as soon as
+        at least half of them are done: one hung server must not keep a person waiting.
+        """
+        servers = list(servers)
+        self.push(servers, version, timeout_s)
+        pushes = {server: self._pushes[server] for server in servers}
+        began_s = time.monotonic()
+        while waiting := [push.task for push in pushes.values() if not push.task.done()]:
+            waited_s = time.monotonic() - began_s
+            is_most = 2 * len(waiting) <= len(pushes)
+            if waited_s >= timeout_s or (waited_s >= PATIENCE_S and is_most):
+                break
+            await asyncio.wait(waiting, timeout=0.1)
+        return _summarize(version, pushes)
+
+    async def stop(self) -> None:
+        """End all pushes, and return when the last request is over."""
+        tasks = [push.task for push in self._pushes.values()]
+        self._pushes.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def forget(self, server: FleetServer) -> None:
+        """End the push to a server that has left."""
+        push = self._pushes.pop(server, None)
+        if push is not None:
+            push.task.cancel()
+
+
+def _summarize(version: str, pushes: dict[FleetServer, _Push]) -> Convergence:
+    refused: dict[str, str] = {}
+    absent: dict[str, str] = {}
+    for server, push in pushes.items():
+        if not push.task.done():
+            absent[server.url] = f"{server.url} has not answered yet and will be asked again"
+        elif not push.task.cancelled() and (error := push.task.result()) is not None:
+            failed = refused if isinstance(error, RefusedError) else absent
+            failed[server.url] = str(error)
+    return Convergence(version=version, refused=refused, absent=absent)

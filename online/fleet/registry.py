@@ -1,0 +1,281 @@
+"""The registry: the versions of one draft as immutable folders, and a link to the one the fleet should serve.
+
+    <root>/<draft>/                 the servers' REDRAFT_REGISTRY
+        v000001/ v000002/ ...       weights, config, provenance.json, evaluation.json, STABLE, manifest.json (SHA-256)
+        current -> v000002          replaced atomically
+        promoted.json               the versions that were current, in order, up to the present one
+        registry.json               the registry's id, and the highest version number given so far
+        lock                        held by the one learner of this draft
+
+A version appears whole, by one rename. STABLE protects registries copied file by file: a folder without it is not a
+version. Publication is not promotion: a version that failed its canary was published, but never current. A copy
+without links, as object storage makes it, is on the last version of promoted.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redraft.heads.files import artifact
+from redraft.heads.files.lock import own
+
+STABLE = "STABLE"
+EVALUATION = "evaluation.json"
+REGISTRY = "registry.json"
+PROMOTED = "promoted.json"
+
+_VERSION = re.compile(r"v(\d{6,})")
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """A version, told from one with the same name in another registry. Empty fields are unknown."""
+
+    manifest_sha256: str = ""
+    registry: str = ""
+
+
+def read_id(folder: Path) -> str:
+    """The id of the registry in `folder`; empty if it has none, because no learner has owned it so far.
+
+    Raises:
+        OSError: if the file exists and cannot be read.
+    """
+    return _read_registry(folder)[0]
+
+
+def hash_manifest(version: Path) -> str:
+    """SHA-256 of a version's manifest, in hex. It names every byte of the version.
+
+    Raises:
+        OSError: if there is no manifest, or it cannot be read.
+    """
+    return hashlib.sha256((version / artifact.MANIFEST).read_bytes()).hexdigest()
+
+
+class Registry:
+    """The folder of one draft. Any process may read, promote and roll back; only the owner publishes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Own the draft while the block runs.
+
+        Raises:
+            AlreadyOwnedError: if another learner owns it; the message names process and machine.
+        """
+        with own(self.folder / "lock", "a learner"):
+            self._note_numbers()
+            yield
+
+    def identify(self, version: str) -> Identity:
+        """The bytes and the registry of a version, for its servers. Fields are empty if a file cannot be read."""
+        manifest_sha256 = registry = ""
+        with suppress(OSError):
+            manifest_sha256 = hash_manifest(self.folder / version)
+        with suppress(OSError):
+            registry = read_id(self.folder)
+        return Identity(manifest_sha256=manifest_sha256, registry=registry)
+
+    def versions(self) -> list[str]:
+        """All complete versions, oldest first."""
+        found = [path.name for path in self.folder.iterdir() if _VERSION.fullmatch(path.name)]
+        return sorted((name for name in found if (self.folder / name / STABLE).is_file()), key=_number)
+
+    def latest(self) -> str | None:
+        return next(reversed(self.versions()), None)
+
+    def current(self) -> str | None:
+        """The current version; None before the first promotion.
+
+        Without the link, because the registry was copied by a tool that drops links, this is the last promoted version.
+        The newest one may be a version that its canary refused.
+        """
+        link = self.folder / "current"
+        if link.is_symlink():
+            return os.readlink(link)
+        known = self.versions()
+        return next((version for version in reversed(self._read_promoted()) if version in known), None)
+
+    def restore_link(self) -> None:
+        """Make sure that `current` is a link, also in an empty or copied registry with a version.
+
+        Raises:
+            ValueError: if nothing tells which of several versions was current, or that version is damaged.
+        """
+        if (self.folder / "current").is_symlink():
+            return
+        current, versions = self.current(), self.versions()
+        if current is None and len(versions) > 1:
+            raise ValueError(
+                f"{self.folder} has {len(versions)} versions, but neither the link `current` nor {PROMOTED}: "
+                f"choose one, e.g. ln -s {versions[0]} {self.folder / 'current'}"
+            )
+        self.promote(current or versions[0])
+
+    def path(self, version: str) -> Path:
+        """The folder of a version.
+
+        Raises:
+            FileNotFoundError: if there is no such version; the message lists the newest ones.
+        """
+        if version not in self.versions():
+            newest = ", ".join(self.versions()[-5:]) or "none"
+            raise FileNotFoundError(f"{self.folder} has no version {version}: the newest are {newest}")
+        return self.folder / version
+
+    def publish(
+        self,
+        write: Callable[[Path], None],
+        *,
+        target_fingerprint: str,
+        provenance: Mapping[str, Any],
+        evaluation: Mapping[str, Any],
+    ) -> str:
+        """Publish a new version without making it current; returns the name.
+
+        Args:
+            write: Writes the draft into the folder given to it.
+            target_fingerprint: Servers with another target refuse the version.
+            provenance: Added to the version's provenance.json.
+            evaluation: Content of the version's evaluation.json.
+
+        Raises:
+            FileExistsError: if another process published at the same time.
+            OSError: if the disk is full.
+        """
+        version = f"v{self._highest_number() + 1:06d}"
+
+        def write_all(folder: Path) -> None:
+            write(folder)
+            (folder / EVALUATION).write_text(json.dumps(evaluation, indent=2) + "\n")
+            (folder / STABLE).touch()
+
+        artifact.publish(self.folder / version, write_all, {"target_fingerprint": target_fingerprint, **provenance})
+        self._note_numbers()
+        return version
+
+    def promote(self, version: str) -> None:
+        """Make a version current, after verifying every byte of it.
+
+        Raises:
+            FileNotFoundError: if there is no such version.
+            ValueError: if it is damaged; the message names the file.
+        """
+        artifact.verify(self.path(version))
+        kept = [name for name in self.promoted() if name != version]
+        artifact.write_whole(self.folder / PROMOTED, json.dumps([*kept, version]))
+        # The list comes first: it is read only up to the version named by the link, so a kill here changes nothing.
+        self._point_current_at(version)
+
+    def previous(self) -> str | None:
+        """The version `rollback` would make current; None if there is none."""
+        return next((name for name in self.promoted()[-2::-1] if name in self.versions()), None)
+
+    def rollback(self) -> str:
+        """Make the previously current version current again; returns the name.
+
+        Raises:
+            FileNotFoundError: if there is none.
+            ValueError: if it is damaged; the message names the file.
+        """
+        previous = self.previous()
+        if previous is None:
+            raise FileNotFoundError(f"{self.folder} has no version before {self.current()} to go back to")
+        artifact.verify(self.path(previous))
+        kept = self.promoted()
+        kept = kept[: kept.index(previous) + 1]
+        self._point_current_at(previous)
+        # For copies without links. A full disk must not stop a rollback: with the link the longer list is right too.
+        with suppress(OSError):
+            artifact.write_whole(self.folder / PROMOTED, json.dumps(kept))
+        return previous
+
+    def prune(self, keep: int, serving: Collection[str] = ()) -> list[str]:
+        """Remove old versions; returns the names.
+
+        The newest `keep` versions stay, and so do the current one, the one before it and those in `serving`, which some
+        server has: it needs the files to restore the draft if a swap fails half-way.
+
+        Raises:
+            ValueError: if `keep` is below 1.
+        """
+        if keep < 1:
+            raise ValueError(f"keep is {keep}: at least the newest version has to stay")
+        needed = {*self.versions()[-keep:], self.current(), self.previous(), *serving}
+        removed = [version for version in self.versions() if version not in needed]
+        for version in removed:
+            # Renamed first: no reader sees, and no kill leaves, half a version.
+            (self.folder / version).rename(self.folder / f".{version}.removed")
+        for rest in self.folder.glob(".v*.removed"):
+            shutil.rmtree(rest)
+        return removed
+
+    def promoted(self) -> list[str]:
+        """All versions that were once current, in order, ending with the present one."""
+        promoted, current = self._read_promoted(), self.current()
+        return promoted[: promoted.index(current) + 1] if current in promoted else []
+
+    def _read_promoted(self) -> list[str]:
+        path = self.folder / PROMOTED
+        promoted: list[str] = json.loads(path.read_text()) if path.is_file() else []
+        return promoted
+
+    def _point_current_at(self, version: str) -> None:
+        link = self.folder / "current"
+        if link.is_dir() and not link.is_symlink():
+            # `cp -rL` makes a folder of the link. It is moved aside, not removed, because it holds a whole draft.
+            link.rename(self.folder / f".current.copied.{uuid.uuid4().hex[:8]}")
+        partial = self.folder / ".current.partial"
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(version)  # relative: the registry may be moved
+        partial.replace(link)
+        artifact.sync(self.folder)
+
+    def _highest_number(self) -> int:
+        """The highest version number ever given, as far as the folder shows it. No number is given twice: a server
+        knows a version by its name."""
+        # Incomplete folders count too, and so do versions that somebody deleted.
+        names = [*(path.name for path in self.folder.iterdir()), *self._read_promoted()]
+        given = [_number(name) for name in names if _VERSION.fullmatch(name)]
+        return max([*given, _read_registry(self.folder)[1]], default=0)
+
+    def _note_numbers(self) -> None:
+        """Write the registry's id and highest number. On a full disk this waits until the next version."""
+        known, noted = _read_registry(self.folder)
+        highest = self._highest_number()
+        if known and highest == noted:
+            return
+        with suppress(OSError):
+            path = self.folder / REGISTRY
+            artifact.write_whole(path, json.dumps({"id": known or uuid.uuid4().hex, "highest_number": highest}))
+            path.chmod(0o644)  # a server that runs as another user reads the id
+
+
+def _read_registry(folder: Path) -> tuple[str, int]:
+    """The registry's id and the highest number in registry.json; an empty id and 0 if it is missing or damaged."""
+    try:
+        content = json.loads((folder / REGISTRY).read_text())
+        known, highest = content["id"], content["highest_number"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return "", 0
+    is_valid = isinstance(known, str) and _ID.fullmatch(known) and isinstance(highest, int)
+    return (known, highest) if is_valid else ("", 0)
+
+
+def _number(version: str) -> int:
+    return int(version.removeprefix("v"))

@@ -1,0 +1,373 @@
+"""The rollout of one version onto a running fleet. It is proven on live traffic first, and taken back if it fails.
+
+                     ┌─ control group, still on the incumbent ─┐
+    candidate ─► canary ─► warm-up ─► the same window on both ─► compare ─► wave ─► watch ─► wave ─► ... ─► whole fleet
+                     │                                             │                  │
+                     └──────────────── any failure ────────────────┴──────────────────┴─► every server to the incumbent
+
+    stage        consumes                 waits for                              unblocked by
+    align        list of servers          every answering server                 all of them on the incumbent
+    canary       candidate                one server to swap                     the server's status
+    warm-up      nothing                  caches and running requests to turn    a fixed time
+    window       counters of both groups  an interval of the loss that decides   counts, or the timeout: inconclusive
+    waves        the other servers        every server of the wave to swap       their status, and no alarm
+
+The interval comes from the spread between polls, not between drafts: all drafts of a request are alike, so 2000 drafts
+of 70 requests say far less than 2000 separate ones. The engine's counters name no domain. If the canary gets other
+traffic than the control group, e.g. more code, the difference is held for or against the candidate: spread traffic
+evenly, or give each domain separate servers and a separate learner.
+
+With a control group, before and after are never compared: traffic changes by the minute, and harder traffic would be
+held against the candidate. Neither function raises for a server's failure; both can be repeated after a kill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.intervals import Estimate, estimate_gain, estimate_ratio, subtract_independent
+from redraft.online.fleet.server import Convergence, FleetServer, Window, converge, is_alarming
+
+Array = NDArray[np.float64]
+
+MIN_POLLS = 16
+"""Polls before the groups are first compared: 8 blocks of two."""
+
+MIN_BLOCKS, MAX_BLOCKS = 8, 16
+"""Blocks of polls, below and from 64 polls. Fewer say little about the spread, more are shorter than a long request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPolicy:
+    warm_up_s: float = 30
+    """Seconds after a swap that are not counted: running requests still hold the keys and values of the previous
+    draft."""
+    min_drafts: int = 5000
+    """Drafts each group must have made before the groups are first compared."""
+    window_timeout_s: float = 900
+    """Seconds to compare the groups. If they cannot be told apart until then, e.g. because traffic was too light, the
+    rollout is inconclusive."""
+    keep_inconclusive: bool = False
+    """Leave an inconclusive candidate on the canary, and compare until there is a result. By default the canary
+    returns to the incumbent."""
+    confidence: float = 0.99
+    """Confidence of the interval of the loss. The canary passes if the whole interval is below `max_loss`, and is
+    taken back if all of it is above. If it is narrower than `max_loss`, the estimate decides."""
+    poll_s: float = 5
+    """Seconds between two readings of the counters while groups are compared."""
+    max_loss: float = 0.1
+    """The canary passes if tau (mean tokens per step) is at most this much below the control group's. The gate has
+    proven the gain; the canary only guards against harm."""
+    waves: tuple[float, ...] = (0.1, 0.5, 1.0)
+    """Share of the fleet with the candidate after each wave. Must rise to 1.0."""
+    watch_s: float = 30
+    """Seconds to watch for alarms after each wave."""
+    swap_timeout_s: float = 120
+    """Seconds to wait for a silent server before the rollout goes on without it."""
+    rollback_timeout_s: float = 300
+    """Seconds to keep trying to bring every server back when a rollout failed."""
+    max_absent_share: float = 0.1
+    """The rollout is taken back if more than this share of the servers does not answer: then the draft is a likely
+    cause. One absent server is always tolerated, unless it is the only one."""
+
+    def __post_init__(self) -> None:
+        if not self.waves or list(self.waves) != sorted(self.waves) or self.waves[-1] != 1.0 or self.waves[0] <= 0:
+            raise ValueError(f"waves must rise from above 0 to 1.0, got {self.waves}")
+        if not 0.5 < self.confidence < 1 or self.max_loss <= 0:
+            raise ValueError(
+                f"confidence must be between 0.5 and 1 and max_loss above 0, got {self.confidence} and {self.max_loss}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    passed: bool
+    version: str
+    """The version the fleet should serve now: the argument of `reconcile` from here on."""
+    reason: str
+    refused: dict[str, str] = field(default_factory=dict)
+    """Last error by address, of answering servers with another version. They need a person."""
+    absent: dict[str, str] = field(default_factory=dict)
+    """Last error by address, of silent servers. `reconcile` will bring them along."""
+    tau_candidate: float | None = None
+    """Mean tokens per step of the canary, bonus token included; None without a comparison."""
+    tau_control: float | None = None
+    """The same of the control group, or of the canary before the swap if there is no control group."""
+    is_inconclusive: bool = False
+    """Not passed, but only because traffic did not tell in time: nothing is said against the candidate."""
+
+
+async def try_canary(servers: Sequence[FleetServer], candidate: str, incumbent: str, policy: RolloutPolicy) -> Outcome:
+    """Put the candidate on the first server to answer, and compare acceptance with the other servers.
+
+    Passed if it is at most `max_loss` worse. Otherwise, or if time is up before this can be told, every server is back
+    on the incumbent. A fleet of one has no control group: only there is the canary compared with itself before the
+    swap.
+    """
+    # Alignment also repeats safely after a kill: a canary that has the candidate already returns to the incumbent.
+    aligned = await converge(servers, incumbent, policy.swap_timeout_s, insist=False)
+    present = [server for server in servers if server.url not in {**aligned.refused, **aligned.absent}]
+    if not present or aligned.refused:
+        return _outcome(False, f"the fleet is not on {incumbent} to begin with: {aligned}", aligned)
+    canary, control = present[0], present[1:]
+    before = None if control else await _measure_alone(canary, policy)
+    if isinstance(before, str):
+        is_inconclusive = before.startswith(Finding.INCONCLUSIVE.value)
+        return replace(
+            _outcome(False, f"{canary.url} before the swap: {before}", aligned), is_inconclusive=is_inconclusive
+        )
+
+    swapped = await converge([canary], candidate, policy.swap_timeout_s, insist=False)
+    if not swapped.is_complete:
+        return await _roll_back(servers, incumbent, f"the canary did not take {candidate}: {swapped}", policy)
+    await asyncio.sleep(policy.warm_up_s)
+    compared = await _compare(canary, control, before, policy)
+    if compared.finding is not Finding.PASSED:
+        back = await _roll_back(servers, incumbent, f"canary {canary.url}: {compared}", policy, compared)
+        return replace(back, is_inconclusive=compared.finding is Finding.INCONCLUSIVE)
+    against = "the control group" if control else "itself before (no control group)"
+    return _outcome(True, f"canary {canary.url} against {against}: {compared}", aligned, candidate, compared)
+
+
+async def roll_waves(servers: Sequence[FleetServer], candidate: str, incumbent: str, policy: RolloutPolicy) -> Outcome:
+    """Put the candidate on the other servers, wave by wave.
+
+    Passed if every answering server has the candidate. Otherwise every server is back on the incumbent.
+    """
+    done: list[FleetServer] = []
+    absent: dict[str, str] = {}
+    for wave in _split_into_waves(servers, policy):
+        swapped = await converge(wave, candidate, policy.swap_timeout_s, insist=False)
+        if swapped.refused:
+            return await _roll_back(servers, incumbent, f"refused {candidate}: {swapped}", policy)
+        done += [server for server in wave if server.url not in swapped.absent]
+        absent |= swapped.absent
+        if _are_too_many(absent, servers, policy):
+            return await _roll_back(servers, incumbent, f"{len(absent)} servers are gone: {swapped}", policy)
+        alarm = await _watch(done, policy)
+        if alarm:
+            return await _roll_back(servers, incumbent, alarm, policy)
+    # Some servers may have restarted meanwhile, with the draft of the command line.
+    final = await converge(servers, candidate, policy.swap_timeout_s, insist=False)
+    if final.refused or _are_too_many(final.absent, servers, policy):
+        return await _roll_back(servers, incumbent, f"the fleet did not come together: {final}", policy)
+    return _outcome(True, f"{len(servers) - len(final.absent)} of {len(servers)} servers on {candidate}", final)
+
+
+class Finding(Enum):
+    PASSED = "passed"
+    WORSE = "worse"
+    INCONCLUSIVE = "inconclusive"
+    FAILED = "failed"
+    """The canary cannot be measured."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Counts of canary and control group over one window, and the finding."""
+
+    canary: AcceptanceCounts
+    control: AcceptanceCounts
+    finding: Finding
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+def estimate_loss(canary_P2: Array, control_P2: Array) -> Estimate:
+    """tau of the control group minus tau of the canary, from the (drafts, accepted) of each poll, in order.
+
+    A request lasts for several polls, so neighbouring polls are alike: they are merged into blocks, and longer ones the
+    more polls there are. The blocks of both groups pair up, because they saw the same minutes.
+    """
+    groups_2B2 = [_merge_polls(np.asarray(polls_P2, np.float64)) for polls_P2 in (control_P2, canary_P2)]
+    drafts_B2, accepted_B2 = (np.column_stack([group_B2[:, column] for group_B2 in groups_2B2]) for column in (0, 1))
+    return estimate_gain(accepted_B2, drafts_B2)
+
+
+def estimate_accepted(polls_P2: Array) -> Estimate:
+    """Accepted tokens per draft of one group: tau - 1."""
+    blocks_B2 = _merge_polls(np.asarray(polls_P2, np.float64))
+    return estimate_ratio(blocks_B2[:, 1], blocks_B2[:, 0])
+
+
+def decide(loss: Estimate, policy: RolloutPolicy) -> Finding:
+    """The finding on a loss of tau; inconclusive as long as its interval is too wide to tell."""
+    low, high = loss.interval(policy.confidence)
+    if high <= policy.max_loss:
+        return Finding.PASSED
+    if low > policy.max_loss:
+        return Finding.WORSE
+    if high - low < policy.max_loss:  # the loss is about max_loss: more traffic would hardly tell on which side
+        return Finding.PASSED if loss.value <= policy.max_loss else Finding.WORSE
+    return Finding.INCONCLUSIVE
+
+
+def _merge_polls(polls_P2: Array) -> Array:
+    """The polls as at most 8 or 16 blocks of equal length; the last one may be shorter."""
+    num_blocks = MIN_BLOCKS if len(polls_P2) < 4 * MAX_BLOCKS else MAX_BLOCKS
+    size = -(-len(polls_P2) // num_blocks)
+    merged_B2: Array = np.add.reduceat(polls_P2, np.arange(0, len(polls_P2), size))
+    return merged_B2
+
+
+class _Polls:
+    """The counts of a group between one reading and the next."""
+
+    def __init__(self, servers: Sequence[FleetServer]) -> None:
+        self.servers = servers
+        self.rows: list[tuple[float, float]] = []
+        self._last: dict[FleetServer, AcceptanceCounts] = {}
+
+    def add(self, counted: Mapping[FleetServer, AcceptanceCounts]) -> None:
+        drafts = accepted = 0.0
+        for server in self.servers:
+            if server in counted:  # one that is left out keeps its earlier counts, but adds none
+                earlier = self._last.get(server, AcceptanceCounts.zero())
+                drafts += counted[server].num_drafts - earlier.num_drafts
+                accepted += counted[server].num_accepted - earlier.num_accepted
+                self._last[server] = counted[server]
+        self.rows.append((drafts, accepted))
+
+    @property
+    def counts(self) -> Array:
+        """(drafts, accepted) of every poll, [P, 2]."""
+        return np.array(self.rows, np.float64).reshape(-1, 2)
+
+    @property
+    def total(self) -> AcceptanceCounts:
+        drafts, accepted = self.counts.sum(0).tolist()
+        return AcceptanceCounts(num_drafts=drafts, num_accepted=accepted)
+
+
+def _describe(counts: AcceptanceCounts) -> str:
+    return f"{counts.tau:.3f} ({counts.num_drafts:.0f} drafts)" if counts.num_drafts else "no drafts"
+
+
+async def _measure_alone(server: FleetServer, policy: RolloutPolicy) -> _Polls | str:
+    """Counts of a server until they tell tau to within half of `max_loss`, or time is up; a reason if they cannot."""
+    window, polls = await Window.open([server]), _Polls([server])
+    deadline_s = time.monotonic() + policy.window_timeout_s
+    while True:
+        await asyncio.sleep(policy.poll_s)
+        counted = await window.read()
+        if server not in counted:
+            return "it restarted, lost its draft or stopped answering"
+        polls.add(counted)
+        has_enough = polls.total.num_drafts >= policy.min_drafts
+        if has_enough and len(polls.rows) >= MIN_POLLS:
+            low, high = estimate_accepted(polls.counts).interval(policy.confidence)
+            if high - low < policy.max_loss:
+                return polls
+        if time.monotonic() > deadline_s:
+            too_few = f"fewer than {policy.min_drafts} drafts in {policy.window_timeout_s:.0f} s"
+            return polls if has_enough else f"{Finding.INCONCLUSIVE.value}: {too_few}: tau {_describe(polls.total)}"
+
+
+async def _compare(
+    canary: FleetServer, control: Sequence[FleetServer], before: _Polls | None, policy: RolloutPolicy
+) -> Comparison:
+    """Count both groups over the same time until the loss can be told; without a control group against `before`."""
+    window = await Window.open([canary, *control])
+    ours, theirs = _Polls([canary]), before or _Polls(control)
+    deadline_s = time.monotonic() + policy.window_timeout_s
+    # Looking at every poll would find an equal draft worse sooner or later: look again once the polls have doubled.
+    next_look = MIN_POLLS
+    while True:
+        await asyncio.sleep(policy.poll_s)
+        counted = await window.read()
+        if canary not in counted:  # its counters started again, so nothing can be said about the candidate
+            nothing = AcceptanceCounts.zero()
+            return Comparison(nothing, nothing, Finding.FAILED, "it restarted, lost its draft or stopped answering")
+        ours.add(counted)
+        if before is None:
+            theirs.add(counted)
+        taus = f"tau {_describe(ours.total)} against {_describe(theirs.total)}"
+        # On an alarm, waiting for more drafts would only slow down more requests.
+        if is_alarming(ours.total):
+            return Comparison(ours.total, theirs.total, Finding.WORSE, f"its draft is hardly accepted: {taus}")
+        is_late = time.monotonic() > deadline_s
+        has_enough = min(ours.total.num_drafts, theirs.total.num_drafts) >= policy.min_drafts
+        reason = f"fewer than {policy.min_drafts} drafts in {policy.window_timeout_s:.0f} s: {taus}"
+        if has_enough and (len(ours.rows) >= next_look or is_late):
+            next_look = 2 * len(ours.rows)
+            finding, reason = _look(ours, theirs, taus, policy, is_paired=before is None)
+            if finding is not Finding.INCONCLUSIVE:
+                return Comparison(ours.total, theirs.total, finding, reason)
+        if is_late and not policy.keep_inconclusive:
+            return Comparison(ours.total, theirs.total, Finding.INCONCLUSIVE, f"{Finding.INCONCLUSIVE.value}: {reason}")
+        if is_late:
+            deadline_s = math.inf
+
+
+def _look(ours: _Polls, theirs: _Polls, taus: str, policy: RolloutPolicy, *, is_paired: bool) -> tuple[Finding, str]:
+    if is_paired:
+        loss = estimate_loss(ours.counts, theirs.counts)
+    else:
+        loss = subtract_independent(estimate_accepted(theirs.counts), estimate_accepted(ours.counts))
+    finding = decide(loss, policy)
+    low, high = loss.interval(policy.confidence)
+    spread = f"{policy.confidence:.0%} interval of the loss {low:+.3f} to {high:+.3f}"
+    if finding is Finding.WORSE:
+        return finding, f"{loss.value:.3f} worse, {policy.max_loss} allowed: {taus}, {spread}"
+    return finding, f"{taus}, {spread}"
+
+
+async def _watch(servers: Sequence[FleetServer], policy: RolloutPolicy) -> str:
+    """The first alarm after `watch_s`; empty if there is none."""
+    window = await Window.open(servers)
+    await asyncio.sleep(policy.watch_s)
+    for server, acceptance in (await window.read()).items():
+        if is_alarming(acceptance):
+            return (
+                f"{server.url} hardly accepts its draft: tau {acceptance.tau:.3f} over {acceptance.num_drafts} drafts"
+            )
+    return ""
+
+
+def _are_too_many(absent: dict[str, str], servers: Sequence[FleetServer], policy: RolloutPolicy) -> bool:
+    """Whether so many servers are silent that the candidate is a likely cause.
+
+    One absent server is tolerated, unless it is the only one.
+    """
+    return len(absent) == len(servers) or len(absent) > max(1, policy.max_absent_share * len(servers))
+
+
+def _split_into_waves(servers: Sequence[FleetServer], policy: RolloutPolicy) -> Iterator[Sequence[FleetServer]]:
+    begin = 0  # the canary is in a wave too: it has the candidate already, so nothing happens to it
+    for share in policy.waves:
+        end = max(begin, round(share * len(servers)))
+        if end > begin:
+            yield servers[begin:end]
+        begin = end
+
+
+async def _roll_back(
+    servers: Sequence[FleetServer], incumbent: str, why: str, policy: RolloutPolicy, compared: Comparison | None = None
+) -> Outcome:
+    back = await converge(servers, incumbent, policy.rollback_timeout_s)
+    return _outcome(False, why, back, incumbent, compared)
+
+
+def _outcome(
+    passed: bool, reason: str, fleet: Convergence, version: str | None = None, compared: Comparison | None = None
+) -> Outcome:
+    return Outcome(
+        passed=passed,
+        version=version or fleet.version,
+        reason=reason,
+        refused=fleet.refused,
+        absent=fleet.absent,
+        tau_candidate=compared.canary.tau if compared else None,
+        tau_control=compared.control.tau if compared else None,
+    )

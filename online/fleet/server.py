@@ -1,0 +1,399 @@
+"""The servers of a fleet: read status and counters, and bring all servers to one version.
+
+A silent server and a refusing server are different. The first may be restarting, and comes back with the draft of the
+command line: it is tried again, and `reconcile` does so for as long as the learner runs. The second has kept the last
+good draft and will refuse again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import httpx
+import msgspec
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.counters import SPEC_DECODE, find_counts
+from redraft.online.fleet.registry import Identity, Registry
+from redraft.online.journal import Identifier
+
+STATUS_TIMEOUT_S = 10.0
+"""Deadline of a whole look at a server. Generous: a swap in progress delays the answer by a fraction of a second,
+because it holds the engine."""
+
+SWAP_TIMEOUT_S = 300.0
+"""Deadline of a whole swap. Generous: a server may take minutes to read and check a large draft from a shared disk. It
+gives up earlier itself, and answers 504. Giving up on the request does not stop it."""
+
+MAX_ANSWER_BYTES = 8 << 20
+"""Longest answer that is read. A /metrics page of vLLM has some 100 kB."""
+
+MAX_COUNTER = 1 << 53
+"""Counters above this are nonsense: they do not fit a float, and no engine gets there."""
+
+MAX_COUNTER_LINES = 10_000
+"""Lines of speculation counters on a /metrics page: 256 engines of 16 draft tokens have 5,000."""
+
+MAX_POSITIONS = 256
+
+ALARM_TAU = 1.05
+"""Mean acceptance length below which a draft is useless: it has wrong weights, or was made for another target."""
+
+ALARM_DRAFTS = 200
+"""Drafts to count before ALARM_TAU applies. At tau = 1.5 and 3 draft tokens there is practically no false alarm."""
+
+
+CAPTURE_DROP_REASONS = {
+    "dropped_steps_queue_full": "queue_full",
+    "broken_requests_gap": "broken",
+    "dropped_records_spool": "spool_full",
+    "evicted_files_spool_budget": "spool_evicted",
+    "dropped_records_broker": "log_silent",
+    "dropped_records_too_large": "too_large",
+}
+"""Capture's counters of records lost before the learner, and the learner's reason for each."""
+
+
+def require_address(url: str) -> None:
+    """Raise ValueError unless `url` can be the address of a server."""
+    try:
+        parts = httpx.URL(url)
+        has_port = parts.port is None or parts.port < 1 << 16
+        is_word = not any(map(str.isspace, url)) and len(url) <= 200  # it becomes an identifier of the journal
+        is_address = parts.scheme in ("http", "https") and bool(parts.host) and has_port and is_word
+    except (httpx.InvalidURL, TypeError):
+        is_address = False
+    if not is_address:
+        raise ValueError(f"{url!r} is not the address of a server: it must be like http://10.0.0.5:8000")
+
+
+class UnreachableError(Exception):
+    """The server gave no answer."""
+
+
+class RefusedError(Exception):
+    """The server answered, but not with success."""
+
+
+class NonsenseError(RefusedError):
+    """The answer is malformed, or its values are impossible."""
+
+
+class _StatusAnswer(msgspec.Struct, frozen=True):
+    """The body of GET /redraft/status, as far as it is used."""
+
+    server_id: Identifier
+    draft_version: Annotated[str, msgspec.Meta(pattern=r"^[!-~]*\Z", max_length=200)]
+    draft_intact: bool
+    target_intact: bool
+    target_fingerprint: Identifier
+    capture: dict[str, Any] | None = None
+    manifest_sha256: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
+_status_decoder = msgspec.json.Decoder(_StatusAnswer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """The answer to GET /redraft/status."""
+
+    boot: str
+    """Id of this run of the server; it changes at every start."""
+    draft_version: str
+    is_intact: bool
+    """True if draft and target are as they were loaded, on all ranks."""
+    target_fingerprint: str
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """Records lost by capture since the server started, by reason."""
+    manifest_sha256: str = ""
+    """Hash of the draft's manifest; empty if it has none, or from a server of an earlier release."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A server's counters, with their boot and draft."""
+
+    boot: str
+    draft_version: str
+    total: AcceptanceCounts
+
+
+@dataclass(frozen=True)
+class FleetServer:
+    """One vLLM server with the plugin. Two with the same address are equal."""
+
+    url: str
+    token: str = field(repr=False, compare=False)
+    http: httpx.AsyncClient = field(repr=False, compare=False)
+    """One client per server. httpx walks over all connections of a client at every request, so a shared one would cost
+    the square of the number of servers."""
+
+    registry: Registry | None = field(default=None, repr=False, compare=False, kw_only=True)
+    """The registry whose versions it is to serve. None: a version is known by its name alone."""
+
+    async def status(self) -> Status:
+        """The server's present status.
+
+        Raises:
+            UnreachableError, RefusedError: if it does not answer, or not with a status.
+        """
+        content = await self._request("GET", "/redraft/status", STATUS_TIMEOUT_S)
+        try:
+            body = _status_decoder.decode(content)
+            return Status(
+                boot=body.server_id,
+                draft_version=body.draft_version,
+                is_intact=body.draft_intact and body.target_intact,
+                target_fingerprint=body.target_fingerprint,
+                lost=_count_lost(body.capture or {}),
+                manifest_sha256=body.manifest_sha256,
+            )
+        except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
+            raise NonsenseError(f"{self.url} answers with something else than a status: {error}") from error
+
+    async def swap(self, version: str) -> None:
+        """Return once the server serves `version`.
+
+        Raises:
+            UnreachableError: if it does not answer. The swap may have happened, or may yet happen.
+            RefusedError: if it keeps the old draft.
+        """
+        identity = self._identify(version)
+        body = {"version": version, "manifest_sha256": identity.manifest_sha256, "registry": identity.registry}
+        # Servers of an earlier release read the version only.
+        await self._request("POST", "/redraft/swap", SWAP_TIMEOUT_S, json={key: body[key] for key in body if body[key]})
+
+    def serves(self, status: Status, version: str) -> bool:
+        """Whether a server with this status serves `version` intact: the same name, and as far as known, bytes."""
+        if status.draft_version != version or not status.is_intact:
+            return False
+        wanted = self._identify(version).manifest_sha256
+        return not (wanted and status.manifest_sha256) or wanted == status.manifest_sha256
+
+    async def read(self) -> Reading:
+        """The server's present counters.
+
+        Raises:
+            UnreachableError, RefusedError: if it does not answer, or has no counters of drafts.
+        """
+        status = await self.status()
+        # Without the token: it is for our routes only.
+        content = await self._request("GET", "/metrics", STATUS_TIMEOUT_S, headers={})
+        try:
+            total = _parse_counts(content)
+        except Exception as error:  # the parser of Prometheus raises half a dozen types
+            raise NonsenseError(f"{self.url} answers with something else than /metrics: {error!r:.200}") from error
+        if total is None:
+            raise RefusedError(f"{self.url} has no {SPEC_DECODE}* counters: it runs without a draft")
+        return Reading(boot=status.boot, draft_version=status.draft_version, total=total)
+
+    def _identify(self, version: str) -> Identity:
+        return self.registry.identify(version) if self.registry else Identity()
+
+    async def _request(
+        self, method: str, path: str, timeout_s: float, json: object = None, headers: dict[str, str] | None = None
+    ) -> bytes:
+        """The content of the answer, all of it within `timeout_s`."""
+        authorization = {"Authorization": f"Bearer {self.token}"} if headers is None else headers
+        try:
+            # httpx's timeouts are between two bytes: a server that drips would never reach them.
+            async with asyncio.timeout(timeout_s):
+                code, content = await self._exchange(method, path, json, authorization)
+        except TimeoutError as error:
+            raise UnreachableError(f"{self.url} does not answer {method} {path} within {timeout_s:.0f} s") from error
+        except httpx.HTTPError as error:
+            raise UnreachableError(f"{self.url} does not answer: {error!r}") from error
+        except NonsenseError:
+            raise
+        except Exception as error:  # an odd header can raise anything, and it is the server's fault
+            raise UnreachableError(f"{self.url} cannot be understood: {error!r:.200}") from error
+        if code != 200:
+            told = content[:300].decode(errors="replace")
+            raise RefusedError(f"{self.url} answers {method} {path} with {code}: {told}")
+        return content
+
+    async def _exchange(self, method: str, path: str, json: object, headers: dict[str, str]) -> tuple[int, bytes]:
+        plain = {"Accept-Encoding": "identity"}  # a few compressed kB could unpack to GB
+        content = bytearray()
+        async with self.http.stream(
+            method, self.url + path, json=json, headers=plain | headers, timeout=SWAP_TIMEOUT_S
+        ) as answer:
+            async for part in answer.aiter_raw():
+                content += part
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise NonsenseError(f"{self.url} answers {path} with more than {MAX_ANSWER_BYTES >> 20} MiB")
+        return answer.status_code, bytes(content)
+
+
+def _count_lost(capture: Mapping[str, Any]) -> dict[str, int]:
+    """Records lost, by reason.
+
+    Raises:
+        ValueError: if a counter is not a count.
+    """
+    lost = {}
+    for counter, reason in CAPTURE_DROP_REASONS.items():
+        count = capture.get(counter, 0)
+        if type(count) is not int or not 0 <= count <= MAX_COUNTER:
+            raise ValueError(f"its counter {counter} is {count!r:.50}")
+        lost[reason] = count
+    return lost
+
+
+def _parse_counts(page: bytes) -> AcceptanceCounts | None:
+    """The counters of a /metrics page; None if it has none.
+
+    Raises:
+        Exception: if they are not counts; the parser raises various types.
+    """
+    text = page.decode()
+    if text.count(f"\n{SPEC_DECODE}") > MAX_COUNTER_LINES:
+        raise ValueError(f"more than {MAX_COUNTER_LINES} lines of counters")
+    counts = find_counts(text)
+    if counts is None:
+        return None
+    totals = (counts.num_drafts, counts.num_accepted, counts.num_draft_tokens, *counts.accepted_per_position)
+    if len(counts.accepted_per_position) > MAX_POSITIONS or not all(0 <= total <= MAX_COUNTER for total in totals):
+        raise ValueError("its counters of drafts are not counts")
+    return counts
+
+
+@asynccontextmanager
+async def connected(tokens: Mapping[str, str], registry: Registry | None = None) -> AsyncIterator[list[FleetServer]]:
+    """The servers of a fleet, in the order of `tokens`, which maps address to token, for versions of `registry`."""
+    certificates = ssl.create_default_context()  # shared, because it takes 20 ms to make
+    async with AsyncExitStack() as clients:
+        yield [
+            FleetServer(
+                url.rstrip("/"),
+                token,
+                await clients.enter_async_context(httpx.AsyncClient(verify=certificates)),
+                registry=registry,
+            )
+            for url, token in tokens.items()
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convergence:
+    """The result of an attempt to bring servers to one version."""
+
+    version: str
+    refused: dict[str, str] = field(default_factory=dict)
+    """Last error by address, of answering servers with another version."""
+    absent: dict[str, str] = field(default_factory=dict)
+    """Last error by address, of silent servers."""
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.refused and not self.absent
+
+    def __str__(self) -> str:
+        return "; ".join([*self.refused.values(), *self.absent.values()]) or f"all on {self.version}"
+
+
+async def converge(
+    servers: Iterable[FleetServer], version: str, timeout_s: float, *, insist: bool = True
+) -> Convergence:
+    """Bring all servers to `version` concurrently, with retries for `timeout_s`. Never raises for a server's failure.
+
+    With `insist` a refusal is retried too: there is nothing better to do when going back. Without, it is final.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    servers = list(servers)
+    errors = await asyncio.gather(*(bring(server, version, deadline_s, insist) for server in servers))
+    failed = {server.url: error for server, error in zip(servers, errors, strict=True) if error is not None}
+    return Convergence(
+        version=version,
+        refused={url: str(error) for url, error in failed.items() if isinstance(error, RefusedError)},
+        absent={url: str(error) for url, error in failed.items() if isinstance(error, UnreachableError)},
+    )
+
+
+async def reconcile(servers: Iterable[FleetServer], version: str) -> Convergence:
+    """Look at every server once, and push `version` to those with another, e.g. after a restart or a partition."""
+    return await converge(servers, version, timeout_s=0)
+
+
+async def bring(
+    server: FleetServer, version: str, deadline_s: float, insist: bool
+) -> UnreachableError | RefusedError | None:
+    """None once the server reports that it serves `version`, intact; else the last error."""
+    pause_s = 0.05
+    while True:
+        try:
+            status = await server.status()
+            if not server.serves(status, version):
+                await server.swap(version)
+                status = await server.status()  # the status counts, not the answer to the swap
+            if server.serves(status, version):
+                return None
+            error: UnreachableError | RefusedError = RefusedError(
+                f"{server.url} took {version} and says it has {_describe_draft(status, version)}"
+            )
+        except (UnreachableError, RefusedError) as failure:
+            error = failure
+        is_final = isinstance(error, RefusedError) and not insist
+        if is_final or time.monotonic() + pause_s > deadline_s:
+            return error
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, 5.0)  # a restart takes minutes: asking more often would not help
+
+
+def _describe_draft(status: Status, version: str) -> str:
+    if status.draft_version != version:
+        return status.draft_version or "no draft"
+    return "one with this name and another manifest" if status.is_intact else "a damaged one"
+
+
+class Window:
+    """Acceptance from now on: differences of the servers' counters, all taken over the same time."""
+
+    def __init__(self, first: dict[FleetServer, Reading]) -> None:
+        self._first = first
+
+    @classmethod
+    async def open(cls, servers: Iterable[FleetServer]) -> Window:
+        """A window over the answering servers."""
+        return cls(await _read_all(servers))
+
+    async def read(self) -> dict[FleetServer, AcceptanceCounts]:
+        """Counts by server since the window opened.
+
+        Servers are left out if they restarted, changed the draft or do not answer.
+        """
+        readings = await _read_all(self._first)
+        counted = {}
+        for server, now in readings.items():
+            first = self._first[server]
+            difference = now.total.since(first.total)
+            # A counter that fell, another boot or another draft: the difference would mix two drafts.
+            if difference is not None and (now.boot, now.draft_version) == (first.boot, first.draft_version):
+                counted[server] = difference
+        return counted
+
+
+async def _read_all(servers: Iterable[FleetServer]) -> dict[FleetServer, Reading]:
+    async def read(server: FleetServer) -> Reading | None:
+        try:
+            # One deadline for both requests: all servers of a window are read over the same time.
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                return await server.read()
+        except (UnreachableError, RefusedError, TimeoutError):
+            return None
+
+    servers = list(servers)
+    readings = await asyncio.gather(*map(read, servers))
+    return {server: reading for server, reading in zip(servers, readings, strict=True) if reading is not None}
+
+
+def is_alarming(acceptance: AcceptanceCounts) -> bool:
+    """Whether a draft is accepted so rarely that something must be wrong with it."""
+    return acceptance.num_drafts >= ALARM_DRAFTS and acceptance.tau < ALARM_TAU

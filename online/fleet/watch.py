@@ -1,0 +1,175 @@
+"""The watch over a running fleet: the acceptance, the target and the draft of every server, and alarms.
+
+For the journal, counters are compared with those of the previous look; for the alarm, with the start of a longer
+window. Both start afresh when a server restarts or gets another draft.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.online.fleet.server import (
+    ALARM_DRAFTS,
+    STATUS_TIMEOUT_S,
+    FleetServer,
+    NonsenseError,
+    Reading,
+    RefusedError,
+    Status,
+    UnreachableError,
+    is_alarming,
+)
+from redraft.online.journal import Journal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One server at one look."""
+
+    server: FleetServer
+    status: Status | None
+    """None if it did not answer in time, or not with a status."""
+    fault: str = ""
+    """`server_unreachable` or `server_nonsense`; empty if it answered as it should."""
+    reason: str = ""
+    """The reason for `fault`."""
+    since_last: AcceptanceCounts = field(default_factory=AcceptanceCounts.zero)
+    lost: Counter[str] = field(default_factory=Counter)
+    """Records lost by capture since the previous look, by reason."""
+    is_alarming: bool = False
+    """True if hardly any draft token was accepted over the last ALARM_DRAFTS drafts or more."""
+
+
+class Watch:
+    """Looks at all servers at once, again and again.
+
+    A look returns after `patience_s`, without the servers that have not answered until then. Their requests go on, and
+    the next look takes the answers. So one hung server delays the others by `patience_s` at most.
+    """
+
+    def __init__(self, servers: Sequence[FleetServer], patience_s: float = STATUS_TIMEOUT_S) -> None:
+        self.servers = servers
+        self.patience_s = patience_s
+        self._looks: dict[FleetServer, asyncio.Task[Observation]] = {}
+        self._last: dict[FleetServer, Reading] = {}
+        self._statuses: dict[FleetServer, Status] = {}
+        self._window: dict[FleetServer, Reading] = {}
+
+    async def look(self) -> list[Observation]:
+        """Every server as it is now. Never raises for a server's failure."""
+        self._forget_former()
+        for server in self.servers:
+            if server not in self._looks:
+                self._looks[server] = asyncio.create_task(self._look_at(server))
+        if self._looks:
+            await asyncio.wait(self._looks.values(), timeout=self.patience_s)
+        return [self._take(server) for server in self.servers if server in self._looks]
+
+    async def aclose(self) -> None:
+        """End the requests under way."""
+        looks = list(self._looks.values())
+        self._looks.clear()
+        for look in looks:
+            look.cancel()
+        await asyncio.gather(*looks, return_exceptions=True)
+
+    def _forget_former(self) -> None:
+        for gone in {*self._statuses, *self._looks} - set(self.servers):
+            if gone in self._looks:
+                self._looks.pop(gone).cancel()
+            for known in (self._last, self._statuses, self._window):
+                known.pop(gone, None)
+
+    def _take(self, server: FleetServer) -> Observation:
+        if self._looks[server].done():
+            return self._looks.pop(server).result()
+        reason = f"{server.url} has not answered for {self.patience_s:.0f} s"
+        return Observation(server=server, status=None, fault="server_unreachable", reason=reason)
+
+    async def _look_at(self, server: FleetServer) -> Observation:
+        try:
+            status = await server.status()
+        except (UnreachableError, RefusedError) as error:
+            return Observation(server=server, status=None, fault=_name_fault(error), reason=str(error))
+        lost = self._count_lost(server, status)
+        try:
+            reading = await server.read()
+        except (UnreachableError, NonsenseError) as error:
+            return Observation(server=server, status=status, lost=lost, fault=_name_fault(error), reason=str(error))
+        except RefusedError:  # e.g. it serves without a draft so far
+            return Observation(server=server, status=status, lost=lost)
+        since_last = _subtract(self._last.get(server), reading) or AcceptanceCounts.zero()
+        self._last[server] = reading
+        window = _subtract(self._window.get(server), reading)
+        # The window is judged once it has enough drafts, and then begins again: an alarm is about recent traffic.
+        if window is None or window.num_drafts >= ALARM_DRAFTS:
+            self._window[server] = reading
+        alarming = window is not None and is_alarming(window)
+        return Observation(server=server, status=status, since_last=since_last, lost=lost, is_alarming=alarming)
+
+    def _count_lost(self, server: FleetServer, status: Status) -> Counter[str]:
+        """Losses since the previous look. None are reported at the first look; a restarted server counts from 0."""
+        last = self._statuses.get(server, status)
+        self._statuses[server] = status
+        before = last.lost if last.boot == status.boot else {}
+        # A counter falling within one boot is nonsense, and must not lower the sum.
+        return Counter({reason: max(0, count - before.get(reason, 0)) for reason, count in status.lost.items()})
+
+
+def _name_fault(error: UnreachableError | RefusedError) -> str:
+    return "server_nonsense" if isinstance(error, NonsenseError) else "server_unreachable"
+
+
+def _subtract(first: Reading | None, now: Reading) -> AcceptanceCounts | None:
+    """The counts between two readings; None unless both are of the same boot and draft."""
+    if first is None or (first.boot, first.draft_version) != (now.boot, now.draft_version):
+        return None
+    return now.total.since(first.total)
+
+
+@dataclass(frozen=True)
+class JournaledServer(FleetServer):
+    """A server whose every swap goes into the journal."""
+
+    journal: Journal = field(repr=False, compare=False)
+    versions: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """`seen`: the version it was last seen with. A dict, because a frozen dataclass cannot change a field."""
+
+    async def status(self) -> Status:
+        status = await super().status()
+        self.versions["seen"] = status.draft_version
+        return status
+
+    async def swap(self, version: str) -> None:
+        before = self.versions.get("seen")
+        began_s = time.monotonic()
+        outcome, reason = "swapped", ""
+        try:
+            await super().swap(version)
+            self.versions["seen"] = version
+        except asyncio.CancelledError:
+            outcome, reason = "unreachable", "given up for a rollout or a rollback"
+            raise
+        except UnreachableError as error:
+            outcome, reason = "unreachable", str(error)
+            raise
+        except RefusedError as error:
+            outcome, reason = "refused", str(error)
+            raise
+        finally:
+            # Only versions of the registry sort; a swap from the draft of the command line is never a step back.
+            is_back = outcome == "swapped" and before is not None and before.startswith("v") and before > version
+            self.journal.write(
+                "swap",
+                server=self.url,
+                version=version,
+                from_version=before or None,  # a server without a draft has none
+                outcome="rolled_back" if is_back else outcome,
+                duration_ms=1e3 * (time.monotonic() - began_s),
+                reason=reason,
+            )

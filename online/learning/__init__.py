@@ -1,0 +1,1 @@
+"""From records to a candidate draft, and the gate that judges it."""

@@ -1,0 +1,89 @@
+"""Anchors: offline data as records, mixed into every step to keep the draft from forgetting. A file of frames.
+
+R = rows, K = kept top-k ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from redraft.distill.data.packing import collate
+from redraft.distill.data.samples import Sample
+from redraft.distill.signal.sources import InProcessTarget, top_k
+from redraft.distill.train.loop import to_device
+from redraft.heads.draft import ExactTarget, label_rows
+from redraft.heads.files.artifact import sync
+from redraft.online.records.record import CorruptRecordError, Record, Sampling, encode_record, read_frames
+
+
+def read_anchors(path: Path, target_fingerprint: str, hidden_shape: tuple[int, int] | None = None) -> list[Record]:
+    """The records in the file.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if a record is damaged, of another target, or without the hidden states the draft reads.
+    """
+    records = []
+    for _, record in read_frames(path.read_bytes()):
+        if isinstance(record, CorruptRecordError):
+            raise ValueError(f"{path} is damaged ({record}): make the anchors again (redraft anchors)")
+        if record.target_fingerprint != target_fingerprint:
+            raise ValueError(
+                f"{path} is of target {record.target_fingerprint[:12]}, this one is {target_fingerprint[:12]}: "
+                "make anchors for this target (redraft anchors)"
+            )
+        if hidden_shape not in (None, record.hidden_shape):
+            raise ValueError(f"{path} holds no hidden states of the form {hidden_shape}: a head learns without anchors")
+        records.append(record)
+    return records
+
+
+def write_anchors(
+    path: Path, samples: Iterable[Sample], target: InProcessTarget, target_fingerprint: str, *, k: int = 32
+) -> None:
+    """Write one record per sample: the target's distribution at every label. The file appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        for record in make_anchors(samples, target, target_fingerprint, k=k):
+            file.write(encode_record(record))
+    sync(partial)
+    partial.replace(path)
+
+
+@torch.no_grad()
+def make_anchors(
+    samples: Iterable[Sample], target: InProcessTarget, target_fingerprint: str, *, k: int = 32
+) -> Iterator[Record]:
+    """One record per sample. The labels are the output, and no draft proposed any of them."""
+    for number, sample in enumerate(samples):
+        batch = to_device(collate([[sample]], len(sample.input_ids), 0), target.model.device)
+        rows_R = label_rows(batch, 0).flatten().nonzero().squeeze(1)
+        exact = target(batch).distribution
+        assert isinstance(exact, ExactTarget)
+        ids_RK, log_probs_RK = top_k(exact, rows_R, k)
+        first, count = int(rows_R[0]) + 1, len(rows_R)
+        yield Record(
+            server_id="offline",
+            request_id=f"{sample.conversation[:32]}-{number}",
+            sequence=0,
+            time_s=0.0,
+            domain=sample.domain,
+            target_fingerprint=target_fingerprint,
+            sampling=Sampling(),
+            num_prompt_tokens=first,
+            top_k=k,
+            context=sample.input_ids[:first].astype("<i4").tobytes(),
+            output=sample.input_ids[first:].astype("<i4").tobytes(),
+            row_positions=(rows_R.cpu().numpy() + 1).astype("<i4").tobytes(),
+            row_branches=bytes(4 * count),
+            row_drafts=np.full(count, -1, "<i4").tobytes(),
+            row_draft_probs=np.full(count, np.nan, "<f4").tobytes(),
+            row_accepted=bytes(count),
+            row_topk_ids=ids_RK.cpu().numpy().astype("<i4").tobytes(),
+            row_topk_log_probs=log_probs_RK.cpu().numpy().astype("<f4").tobytes(),
+            row_log_sum_exp=np.full(count, np.nan, "<f4").tobytes(),
+        )

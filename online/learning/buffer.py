@@ -1,0 +1,516 @@
+"""The learner's memory of traffic: records in rolling SQLite files, limited in bytes and age, sampled for training.
+
+    append(read_frames(...)) ─► newest file ─ full or old ─► older files ─ over budget or age ─► unlinked
+                                     └────────────┬─────────────┘
+                    fresh(after)   replay(through)   read(select_held_out())   commit_trained(checkpoint, through)
+
+Every record gets a sequence number, which is never reused. The learner trains records in this order, and commits the
+number it has reached together with a checkpoint's name. After a crash it resumes the checkpoint of the newest commit
+and continues after this number. A checkpoint without a commit does not count: no record is trained twice by accident.
+
+A record is usable if it is of the learner's target, by fingerprint. Foreign records are stored in the same files but
+never returned. After an upgrade of the target the old records are the foreign ones, and stay until they expire.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sqlite3
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from redraft.heads.files.lock import acquire
+from redraft.online.learning.buffer_file import (
+    INDEX_DTYPE,
+    BufferFile,
+    BufferFullError,
+    Index,
+    Row,
+    connect,
+    estimate_bytes,
+    is_damaged,
+    named_disk_full,
+    transaction,
+    unlink,
+)
+from redraft.online.learning.quarantine import Quarantine
+from redraft.online.records.record import CorruptRecordError, Record, decode_record
+
+T = TypeVar("T")
+
+NUM_FILES = 16
+"""Number of files of a full buffer. Unlinking the oldest forgets about a sixteenth, in bytes or in age."""
+
+_CURSOR_SCHEMA = """
+CREATE TABLE IF NOT EXISTS trained (number INTEGER PRIMARY KEY, checkpoint_id TEXT NOT NULL, through INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS forgotten (tenant_sha256 TEXT PRIMARY KEY, time_s REAL NOT NULL);
+"""
+
+
+CLOCK_SLACK_S = 60.0
+"""A server's clock may be ahead of ours by this much. `delete_tenant` adds it, because it compares times of both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferConfig:
+    folder: Path | None = field(default=None, metadata={"listed": False})
+    """Folder of the buffer's files. None: records stay in this process's memory and end with it."""
+    max_bytes: int = 8 << 30
+    """Total size of the buffer's files, in bytes. Beyond it the oldest records go."""
+    max_age_s: float = 7 * 86400
+    """Records are deleted at the latest this many seconds after they arrived at the learner."""
+    max_read_bytes: int = 192 << 20
+    """Size limit of the records that are in memory at once, in bytes: a step's new ones, and as much of replayed ones.
+    Only records with hidden states come near it. If they do, a step has fewer records than `training` asks for: raise
+    this to `training.replay_per_step` times the size of a record, at 2 bytes per number."""
+    held_out_fraction: float = 0.05
+    """Share of all prompts whose records judge candidates and are never trained."""
+
+    def __post_init__(self) -> None:
+        if min(self.max_bytes, self.max_age_s, self.max_read_bytes) <= 0:
+            raise ValueError("max_bytes, max_age_s and max_read_bytes must be above 0")
+        if not 0 <= self.held_out_fraction < 1:
+            raise ValueError(f"held_out_fraction is {self.held_out_fraction}: it must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """The weight of a record in `replay`: 2^(-age / half_life) * (1 + surprise * r), r = (wrong + 1) / (drafted + 2).
+
+    r is the share of verified draft tokens the target refused, smoothed: a record without any gets 1/2. Surprise
+    is a weight rather than a filter, because training only on refused positions adapts more slowly.
+    """
+
+    half_life_s: float = 3600
+    """A record is drawn half as often once it is this many seconds older."""
+    surprise: float = 4
+    """Preference for records the draft got wrong: one whose draft tokens were all rejected is drawn up to
+    (1 + this) times as often as one whose draft tokens were all accepted."""
+    anchor_share: float = 0.25
+    """Share of `anchors` records among the replayed ones, against forgetting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    seq: int
+    record: Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """A valid checkpoint. Every record up to `through` was trained or skipped before it."""
+
+    checkpoint_id: str
+    through: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferStatus:
+    num_bytes: int
+    num_files: int
+    num_training: dict[str, int]
+    """Records to train on, by domain."""
+    num_held_out: dict[str, int]
+    """Records to judge by, by domain."""
+    num_foreign: int
+    """Records kept aside: they are of another target, or were stored for another domain."""
+    oldest_s: float | None
+    """Arrival of the oldest record, seconds since the epoch."""
+    counts: dict[str, int]
+    """Records since this process began, by fate: stored, duplicate, foreign, stateless, other_domain, forgotten,
+    corrupt_on_disk, expired, evicted, deleted, or the reason of a `CorruptRecordError`: corrupt, oversized, ... Plus
+    the number of damaged_files."""
+
+
+def is_held_out(record: Record, fraction: float) -> bool:
+    """True for `fraction` of all prompts, by hash. All segments and repetitions of a request get the same answer."""
+    # The prompt only: answers of one prompt differ, and training on one would leak into judging by another.
+    prompt = record.context[: 4 * record.num_prompt_tokens]  # int32 ids
+    return int.from_bytes(hashlib.sha256(prompt).digest()[:8], "big") < fraction * 2**64
+
+
+class Buffer:
+    """The only writer and reader of a folder. Methods may be called from several threads."""
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        target_fingerprint: str,
+        hidden_shape: tuple[int, int] | None = None,
+        domain: str = "",
+    ) -> None:
+        """Open the buffer.
+
+        Args:
+            config: The folder and the limits.
+            target_fingerprint: Records of this target are usable; the others are foreign.
+            hidden_shape: Shape of the hidden states the draft reads. The target's records without them are not
+                stored.
+            domain: If given, records of other domains are not stored.
+
+        Raises:
+            AlreadyOwnedError: if another process has the folder open.
+            BufferFullError: if the disk is full.
+        """
+        self.config = config
+        self.target_fingerprint, self.hidden_shape, self.domain = target_fingerprint, hidden_shape, domain
+        self.counts: Counter[str] = Counter()
+        # Without a folder, nothing of anybody's text may reach a disk: bad records are then only counted.
+        self.quarantine = Quarantine(config.folder / "quarantine", config.max_age_s) if config.folder else None
+        self._lock = threading.RLock()
+        with ExitStack() as opened:
+            if config.folder is not None:
+                config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds users' text
+                opened.callback(os.close, acquire(config.folder / "lock", "a learner's buffer"))
+            with named_disk_full():
+                self._cursor = connect(config.folder and config.folder / "cursor.db", _CURSOR_SCHEMA)
+                opened.callback(self._cursor.close)
+                self._files = self._open_files()
+            self._opened = opened.pop_all()
+        seqs = self._index()["seq"]
+        # Commits count too: the records with the highest numbers may have expired, and no number is used twice.
+        self._next_seq = 1 + max([int(seqs.max(initial=0)), *(trained.through for trained in self.commits())])
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with self._lock:
+            for file in self._files:
+                file.close()
+            self._opened.close()
+
+    def append(self, frames: Iterable[tuple[bytes, Record | CorruptRecordError]], now_s: float) -> Counter[str]:
+        """Store `frames`, as `read_frames` yields them; returns the number by fate.
+
+        The fates are stored, duplicate, foreign (stored aside), stateless (without the hidden states the draft reads),
+        other_domain, forgotten (of a deleted tenant), and the reason of each error. On return the records are on the
+        disk and the sender may forget them. A bad frame is not stored: nobody knows whose text it holds, so it could
+        never be deleted by tenant. An example of it goes to the quarantine.
+
+        Raises:
+            BufferFullError: if the disk is full. Nothing was stored then.
+        """
+        frames = list(frames)
+        ids = [record.record_id for _, record in frames if isinstance(record, Record)]
+        with self._lock:
+            self.expire(now_s)
+            # The order of the checks decides which fate is counted: the first reason not to store a record wins.
+            known, forgotten = self._find_known(ids), self._read_forgotten()
+            counts = Counter[str]()
+            rows: list[tuple[Row, bytes]] = []
+            for frame, record in frames:
+                if isinstance(record, CorruptRecordError):
+                    counts[record.reason] += 1
+                    if self.quarantine is not None:
+                        self.quarantine.keep(frame, record)
+                elif record.record_id in known:
+                    counts["duplicate"] += 1
+                elif record.tenant and record.time_s <= forgotten.get(_sha256(record.tenant), -math.inf):
+                    counts["forgotten"] += 1
+                elif self.domain not in ("", record.domain):
+                    counts["other_domain"] += 1
+                elif self._is_stateless(record):
+                    counts["stateless"] += 1
+                else:
+                    known.add(record.record_id)  # one batch may hold a record twice
+                    rows.append((self._row(record, now_s), frame))
+                    is_foreign = record.target_fingerprint != self.target_fingerprint
+                    counts["foreign" if is_foreign else "stored"] += 1
+            if rows:
+                with named_disk_full():
+                    self._insert(rows, now_s)
+            self.counts += counts
+            return counts
+
+    def expire(self, now_s: float) -> None:
+        """Delete files past the maximal age. `append` does this too; call it in case no records arrive."""
+        with self._lock:
+            for file in list(self._files):
+                # A file goes as a whole when its oldest record is too old; it covers at most 1 / NUM_FILES of the age.
+                oldest_s = self._unless_damaged(file, file.oldest_s, now_s)
+                if now_s - oldest_s >= self.config.max_age_s:
+                    self._drop(file, "expired")
+            if self.quarantine is not None:
+                self.quarantine.expire(now_s)
+
+    def fresh(self, after: int, limit: int) -> list[Stored]:
+        """The oldest `limit` training records after sequence number `after`, in order of arrival.
+
+        Fewer if there are no more, if together they would have more than `max_read_bytes`, or if some turned out to be
+        corrupt and were thrown away.
+        """
+        with self._lock:
+            seqs = self._training()["seq"]
+            return self._read(seqs[seqs > after][:limit])
+
+    def bound_lag(self, after: int, max_records: int) -> tuple[int, int]:
+        """(new `after` with at most `max_records` fresh records left, number of skipped records).
+
+        A learner slower than traffic would train ever older records. Skipped ones can still be replayed.
+        """
+        with self._lock:
+            seqs = self._training()["seq"]
+        # Numbers are not consecutive here: held-out and foreign records have some of them.
+        seqs = seqs[seqs > after]
+        num_skipped = len(seqs) - max_records
+        return (int(seqs[num_skipped - 1]), num_skipped) if num_skipped > 0 else (after, 0)
+
+    def replay(
+        self, count: int, anchors: Sequence[Record], *, through: int, now_s: float, seed: int, policy: Replay
+    ) -> list[Record]:
+        """`count` records to train again: a share of `anchors`, then distinct records up to `through`, by weight.
+
+        Fewer if the buffer holds fewer, or if together they would have more than `max_read_bytes`. The same contents
+        and seed give the same records.
+        """
+        rng = np.random.default_rng(seed)
+        # Without anchors in the file, all of the draw is from traffic.
+        num_anchors = min(len(anchors), round(count * policy.anchor_share))
+        chosen = [anchors[i] for i in rng.choice(len(anchors), num_anchors, replace=False)] if num_anchors else []
+        with self._lock:
+            index = self._training()
+            index = index[index["seq"] <= through]
+            order = draw(log_weights(index, now_s, policy), count - num_anchors, rng)
+            return chosen + [stored.record for stored in self._read(index["seq"][order])]
+
+    def select_held_out(self, per_domain: int) -> list[int]:
+        """Sequence numbers of the newest `per_domain` held-out records of every domain, even one without traffic."""
+        with self._lock:
+            index = self._usable()
+            index = index[index["held_out"]]
+            # Per domain, or a busy domain would crowd out the others and the gate could not judge them.
+            newest = [index["seq"][index["domain"] == domain][-per_domain:] for domain in set(index["domain"])]
+            return sorted(np.concatenate([index["seq"][:0], *newest]).tolist())
+
+    def read(self, seqs: Iterable[int]) -> Iterator[Stored]:
+        """The records with these sequence numbers, in this order, one at a time: together they may not fit in memory.
+
+        Those that are gone meanwhile are left out. So are corrupt ones, which are counted and deleted.
+        """
+        for seq in seqs:
+            with self._lock:
+                stored = self._read_one(seq)
+            if stored is not None:
+                yield stored
+
+    def delete_tenant(self, tenant: str, now_s: float) -> int:
+        """Delete all records of a tenant, foreign ones too, and overwrite them on the disk; returns the number.
+
+        Records of the tenant made until now will not be stored if they arrive later.
+        """
+        with self._lock, named_disk_full():
+            # First the list, then the records: after a kill in between, `delete_tenant` can be repeated, and meanwhile
+            # nothing new of the tenant is stored.
+            with transaction(self._cursor):
+                forgotten = (_sha256(tenant), now_s + CLOCK_SLACK_S)
+                self._cursor.execute("INSERT OR REPLACE INTO forgotten VALUES (?, ?)", forgotten)
+            deletions = [(file, partial(file.delete, "tenant", tenant)) for file in self._files]
+            deleted = sum(self._unless_damaged(file, delete, 0) for file, delete in deletions)
+            if self.quarantine is not None:
+                self.quarantine.clear()  # some of it may be the tenant's
+            self.counts["deleted"] += deleted
+            return deleted
+
+    def commit_trained(self, checkpoint_id: str, through: int) -> None:
+        """Make a complete checkpoint count: every record up to `through` was trained or skipped before it.
+
+        Raises:
+            BufferFullError: if the disk is full. The checkpoint does not count then.
+        """
+        with self._lock, named_disk_full(), transaction(self._cursor):
+            self._cursor.execute("INSERT INTO trained (checkpoint_id, through) VALUES (?, ?)", (checkpoint_id, through))
+
+    def commits(self) -> list[Commit]:
+        """All commits, newest first. Resume the first whose checkpoint is intact, and train the records after it."""
+        with self._lock:
+            rows = self._cursor.execute("SELECT checkpoint_id, through FROM trained ORDER BY number DESC").fetchall()
+        return [Commit(checkpoint_id=checkpoint_id, through=through) for checkpoint_id, through in rows]
+
+    def status(self) -> BufferStatus:
+        with self._lock:
+            index, usable = self._index(), self._usable()
+            return BufferStatus(
+                num_bytes=sum(file.num_bytes() for file in self._files),
+                num_files=len(self._files),
+                num_training=dict(Counter(usable["domain"][~usable["held_out"]].tolist())),
+                num_held_out=dict(Counter(usable["domain"][usable["held_out"]].tolist())),
+                num_foreign=len(index) - len(usable),
+                oldest_s=float(index["time_s"].min()) if len(index) else None,
+                counts=dict(self.counts),
+            )
+
+    def _is_stateless(self, record: Record) -> bool:
+        if self.hidden_shape is None or record.target_fingerprint != self.target_fingerprint:
+            return False
+        if not record.hidden or record.hidden_shape != self.hidden_shape:
+            return True
+        # A row is predicted from the state of the token before it: without that state nothing can be learned.
+        read_R = record.positions - record.branches - 1 - record.hidden_begin
+        return not ((read_R >= 0) & (read_R < len(record.hidden_words))).any()
+
+    def _find_known(self, record_ids: list[str]) -> set[str]:
+        """The subset of stored ids."""
+        known: set[str] = set()
+        for file in list(self._files):  # a copy: a damaged file is removed from the list
+            known |= self._unless_damaged(file, partial(file.find_known, record_ids), set())
+        return known
+
+    def _read_forgotten(self) -> dict[str, float]:
+        """Time of deletion by the tenant's SHA-256: records made before it are not stored."""
+        return dict(self._cursor.execute("SELECT tenant_sha256, time_s FROM forgotten").fetchall())
+
+    def _row(self, record: Record, now_s: float) -> Row:
+        # Rows after a rejection continue a text the target refused: they say nothing about the draft's quality.
+        verified_R = (record.draft_ids >= 0) & (record.branches == 0)
+        return Row(
+            record_id=record.record_id,
+            time_s=now_s,
+            domain=record.domain,
+            tenant=record.tenant,
+            target_fingerprint=record.target_fingerprint,
+            draft_version=record.draft_version,
+            num_drafted=int(verified_R.sum()),
+            num_wrong=int((verified_R & ~record.accepted).sum()),
+            held_out=is_held_out(record, self.config.held_out_fraction),
+        )
+
+    def _insert(self, rows: list[tuple[Row, bytes]], now_s: float) -> None:
+        self._make_room(estimate_bytes(frame for _, frame in rows))
+        file = self._newest_file(now_s)
+        numbered = [(self._next_seq + i, row, frame) for i, (row, frame) in enumerate(rows)]
+        if self._unless_damaged(file, partial(file.insert, numbered), False):
+            self._next_seq += len(rows)
+        else:  # the damaged file is gone, so this ends with a new one
+            self._insert(rows, now_s)
+
+    def _newest_file(self, now_s: float) -> BufferFile:
+        """The file to write to: the last one, until it holds one share of the bytes or covers one share of the age."""
+        if self._files:
+            newest = self._files[-1]
+            is_old = now_s - newest.oldest_s() >= self.config.max_age_s / NUM_FILES
+            if not is_old and newest.num_bytes() < self.config.max_bytes / NUM_FILES:
+                return newest
+        folder = self.config.folder
+        # Named after the first number in it, so that sorting the names sorts the records.
+        self._files.append(BufferFile(folder and folder / f"records-{self._next_seq:016d}.db"))
+        return self._files[-1]
+
+    def _make_room(self, num_bytes: int) -> None:
+        while self._files and sum(file.num_bytes() for file in self._files) + num_bytes > self.config.max_bytes:
+            self._drop(self._files[0], "evicted")
+
+    def _open_files(self) -> list[BufferFile]:
+        """The folder's files, oldest first. A damaged one is deleted whole: the rest of it cannot be trusted."""
+        files = []
+        for path in sorted(self.config.folder.glob("records-*.db")) if self.config.folder else []:
+            try:
+                files.append(BufferFile(path))
+            except sqlite3.DatabaseError as error:
+                if not is_damaged(error):
+                    raise
+                self.counts["damaged_files"] += 1
+                unlink(path)
+        return files
+
+    def _drop(self, file: BufferFile, reason: str) -> None:
+        self.counts[reason] += 1 if reason == "damaged_files" else len(file.index())
+        self._files.remove(file)
+        file.remove()
+
+    def _index(self) -> Index:
+        """INDEX_DTYPE [records], over all files, by ascending sequence number."""
+        empty = np.empty(0, INDEX_DTYPE)
+        return np.concatenate([empty, *(self._unless_damaged(file, file.index, empty) for file in list(self._files))])
+
+    def _usable(self) -> Index:
+        index = self._index()
+        is_usable = index["target_fingerprint"] == self.target_fingerprint
+        if self.domain:  # the files may be from a time when the learner had another domain
+            is_usable &= index["domain"] == self.domain
+        usable: Index = index[is_usable]
+        return usable
+
+    def _training(self) -> Index:
+        usable = self._usable()
+        training: Index = usable[~usable["held_out"]]
+        return training
+
+    def _read(self, seqs: NDArray[np.int64]) -> list[Stored]:
+        """The first records of `seqs` within `max_read_bytes`, or the first one; by ascending number."""
+        found: list[Stored] = []
+        num_bytes = 0
+        for stored in self.read(seqs.tolist()):
+            num_bytes += stored.record.num_bytes
+            if found and num_bytes > self.config.max_read_bytes:
+                break
+            found.append(stored)
+        return sorted(found, key=lambda stored: stored.seq)
+
+    def _read_one(self, seq: int) -> Stored | None:
+        for file in list(self._files):  # a copy: a damaged file is removed from the list
+            if not self._unless_damaged(file, partial(file.holds, seq), False):
+                continue
+            frame = self._unless_damaged(file, partial(file.read_frame, seq), None)
+            if frame is None:
+                return None
+            try:
+                return Stored(seq=seq, record=self._strip(decode_record(frame)))
+            except CorruptRecordError:
+                self.counts["corrupt_on_disk"] += 1
+                with suppress(BufferFullError), named_disk_full():  # a full disk must not stop reading
+                    file.delete("seq", seq)
+                return None
+        return None
+
+    def _strip(self, record: Record) -> Record:
+        """The record without the hidden states, if the draft reads none: they would be nearly all of its size."""
+        is_needed = self.hidden_shape is not None or not record.hidden
+        return record if is_needed else msgspec.structs.replace(record, hidden_begin=0, hidden_shape=(0, 0), hidden=b"")
+
+    def _unless_damaged(self, file: BufferFile, operation: Callable[[], T], otherwise: T) -> T:
+        """The result of `operation` on `file`. If the file proves damaged, it is dropped and `otherwise` returned."""
+        try:
+            return operation()
+        except sqlite3.DatabaseError as error:
+            if not is_damaged(error):
+                raise
+            self._drop(file, "damaged_files")
+            return otherwise
+
+
+def _sha256(tenant: str) -> str:
+    """A hash, because the list of forgotten tenants should not name them either."""
+    return hashlib.sha256(tenant.encode()).hexdigest()
+
+
+def log_weights(index: Index, now_s: float, policy: Replay) -> NDArray[np.float64]:
+    """Logarithm of the weight described by `Replay`, for every record of the index; [records]."""
+    refused = (index["num_wrong"] + 1) / (index["num_drafted"] + 2)
+    half_lives = (now_s - index["time_s"]) / policy.half_life_s
+    log_weight: NDArray[np.float64] = np.log1p(policy.surprise * refused) - np.log(2) * half_lives
+    return log_weight
+
+
+def draw(log_weight: NDArray[np.float64], count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """`count` distinct positions, drawn one after the other by weight, without replacement.
+
+    This is Gumbel top-k (arXiv 1903.06059): sorting by log-weight plus Gumbel noise gives the same distribution.
+    """
+    return np.argsort(-(log_weight + rng.gumbel(size=len(log_weight))))[:count]

@@ -1,0 +1,219 @@
+"""One of the buffer's SQLite files, with records by sequence number; and SQLite's errors by name."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+PAGE_BYTES = 16 << 10
+"""Larger than SQLite's default of 4 KiB: a frame spans many of those, and each page costs a separate write."""
+
+# Two tables: a scan of the index columns would read a page per record if they lay beside the blobs.
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS records (
+    seq INTEGER PRIMARY KEY, record_id TEXT NOT NULL UNIQUE, time_s REAL NOT NULL, domain TEXT NOT NULL,
+    tenant TEXT NOT NULL, target_fingerprint TEXT NOT NULL, draft_version TEXT NOT NULL,
+    num_drafted INTEGER NOT NULL, num_wrong INTEGER NOT NULL, held_out INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS frames (seq INTEGER PRIMARY KEY, frame BLOB NOT NULL);
+"""
+
+_EMPTY_FILE_BYTES = 4 * PAGE_BYTES
+"""One page each for the schema, the two tables and the unique index."""
+
+INDEX_DTYPE = np.dtype(
+    [
+        ("seq", "i8"),
+        ("time_s", "f8"),
+        ("domain", "O"),
+        ("target_fingerprint", "O"),
+        ("num_drafted", "i8"),
+        ("num_wrong", "i8"),
+        ("held_out", "?"),
+    ]
+)
+
+
+_ROW_COLUMNS = (INDEX_DTYPE.names or ())[1:]
+
+Index = NDArray[np.void]
+
+
+class BufferFullError(OSError):
+    """The disk is full. The call stored nothing, and can be repeated as soon as there is space."""
+
+
+class Row(NamedTuple):
+    """The columns of a record: everything known without decoding it."""
+
+    record_id: str
+    time_s: float
+    """Arrival at the learner, seconds since the epoch."""
+    domain: str
+    tenant: str
+    target_fingerprint: str
+    draft_version: str
+    num_drafted: int
+    """Draft tokens verified by the target."""
+    num_wrong: int
+    """Verified draft tokens refused by the target."""
+    held_out: bool
+
+
+class BufferFile:
+    """Records in one file, or in memory if `path` is None. Not thread-safe."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.connection = connect(path, _SCHEMA)
+        self._index: Index | None = None
+        self._inserted: list[tuple[int, Row]] = []
+        """Rows missing from the cached index. It is read less often than records arrive."""
+        self._oldest_s: float | None = None
+
+    def index(self) -> Index:
+        """INDEX_DTYPE [records], by ascending sequence number. Read from the file once, then kept up to date."""
+        if self._index is None:
+            names = ", ".join(INDEX_DTYPE.names or ())
+            self._index = _build_index(self.connection.execute(f"SELECT {names} FROM records ORDER BY seq"))
+        elif self._inserted:
+            rows = ((seq, *(getattr(row, name) for name in _ROW_COLUMNS)) for seq, row in self._inserted)
+            self._index = np.concatenate([self._index, _build_index(rows)])
+        self._inserted = []
+        return self._index
+
+    def oldest_s(self) -> float:
+        """Arrival of the oldest record, seconds since the epoch; infinity if the file is empty."""
+        if self._oldest_s is None:
+            self._oldest_s = float(self.index()["time_s"].min(initial=np.inf))
+        return self._oldest_s
+
+    def insert(self, rows: list[tuple[int, Row, bytes]]) -> bool:
+        """Store all (seq, row, frame) and return True once they are on the disk; an exception means none is."""
+        oldest_s = min(self.oldest_s(), *(row.time_s for _, row, _ in rows))
+        with transaction(self.connection):
+            self.connection.executemany(
+                "INSERT INTO records VALUES (?,?,?,?,?,?,?,?,?,?)", [(seq, *row) for seq, row, _ in rows]
+            )
+            self.connection.executemany("INSERT INTO frames VALUES (?,?)", [(seq, frame) for seq, _, frame in rows])
+        self._inserted += [(seq, row) for seq, row, _ in rows]
+        self._oldest_s = oldest_s
+        return True
+
+    def find_known(self, record_ids: list[str]) -> set[str]:
+        """The subset of the ids in this file."""
+        marks = ",".join("?" * len(record_ids))
+        found = self.connection.execute(f"SELECT record_id FROM records WHERE record_id IN ({marks})", record_ids)
+        return {record_id for (record_id,) in found}
+
+    def holds(self, seq: int) -> bool:
+        seqs = self.index()["seq"]
+        at = int(np.searchsorted(seqs, seq))
+        return at < len(seqs) and int(seqs[at]) == seq
+
+    def read_frame(self, seq: int) -> bytes | None:
+        """The frame of a record; None if it is not in this file."""
+        found = self.connection.execute("SELECT frame FROM frames WHERE seq = ?", (seq,)).fetchone()
+        return None if found is None else bytes(found[0])
+
+    def delete(self, column: str, value: object) -> int:
+        """Delete the records with this value, overwrite them on the disk; returns the number."""
+        self._index = self._oldest_s = None
+        with transaction(self.connection):
+            where = f"SELECT seq FROM records WHERE {column} = ?"
+            self.connection.execute(f"DELETE FROM frames WHERE seq IN ({where})", (value,))
+            return self.connection.execute(f"DELETE FROM records WHERE {column} = ?", (value,)).rowcount
+
+    def num_bytes(self) -> int:
+        if self.path is None:
+            (pages,) = self.connection.execute("PRAGMA page_count").fetchone()
+            (page_bytes,) = self.connection.execute("PRAGMA page_size").fetchone()
+            return int(pages) * int(page_bytes)
+        return sum(path.stat().st_size for path in _paths(self.path) if path.exists())
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def remove(self) -> None:
+        self.close()
+        if self.path is not None:
+            unlink(self.path)
+
+
+def connect(path: Path | None, schema: str) -> sqlite3.Connection:
+    """Open a file, created if missing. A commit is on the disk when it returns."""
+    connection = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        # No write-ahead log: records are only added, and would be written twice, once to the log and once to the file.
+        # The rollback journal is truncated after each transaction, so it keeps no deleted text.
+        connection.execute("PRAGMA journal_mode = TRUNCATE")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA secure_delete = ON")
+        connection.executescript(f"BEGIN; {schema} COMMIT;")
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:  # after some errors SQLite has already rolled back
+            connection.execute("ROLLBACK")
+        raise
+
+
+@contextmanager
+def named_disk_full() -> Iterator[None]:
+    """Raise BufferFullError for each of the ways in which SQLite reports a full disk."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        # If the journal cannot grow or be created, SQLite reports an I/O error, or a failure to open a file.
+        if _primary_code(error) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
+            raise BufferFullError(errno.ENOSPC, f"the buffer cannot write ({error}): free disk space") from error
+        raise
+
+
+def is_damaged(error: sqlite3.Error) -> bool:
+    """Whether the file itself is broken, rather than the disk, the statement or a lock."""
+    return _primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def _build_index(rows: Iterable[Any]) -> Index:
+    """INDEX_DTYPE [rows] from the columns in order. Domains and fingerprints are few, and interned to share memory."""
+    values = []
+    for seq, time_s, domain, target_fingerprint, *rest in rows:
+        values.append((seq, time_s, sys.intern(domain), sys.intern(target_fingerprint), *rest))
+    return np.array(values, INDEX_DTYPE)
+
+
+def estimate_bytes(frames: Iterable[bytes]) -> int:
+    """Upper bound of the frames' bytes on the disk: each may end within a page, and open a new file."""
+    return _EMPTY_FILE_BYTES + sum(len(frame) + PAGE_BYTES for frame in frames)
+
+
+def unlink(path: Path) -> None:
+    for file in _paths(path):
+        file.unlink(missing_ok=True)
+
+
+def _paths(path: Path) -> list[Path]:
+    return [path, path.with_name(f"{path.name}-journal")]
+
+
+def _primary_code(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF

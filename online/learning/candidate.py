@@ -1,0 +1,217 @@
+"""The draft in training, on all ranks: it begins from a version, steps on records, and writes checkpoints.
+
+    rank 0   Ranks.do("step", records, seed) ──broadcast──► rank 1..n   Ranks.follow
+                     └──────────── Candidate.step ─────────────┘
+
+A single process has no other ranks to tell, and pays nothing for them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list, send_to_device
+from torch import Tensor
+
+from redraft.distill.loss.divergences import Divergence
+from redraft.distill.train.loop import make_accelerator
+from redraft.distill.train.ranks import leave
+from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation, Optim, StepStats, fits_ranks
+from redraft.heads.catalog import Family, find_family, list_learning
+from redraft.heads.draft import TargetSignal
+from redraft.heads.files.folder import read_config
+from redraft.heads.target import Target
+from redraft.online.learning.config import Training
+from redraft.online.learning.replay import RecordedBatch, make_batches, read_signal, select_texts
+from redraft.online.records.record import Record
+
+STATE, DRAFT = "state", "draft"
+"""Folders of a checkpoint: the state to resume training from, and the draft to serve."""
+
+
+class NotFiniteError(Exception):
+    """The weights hold a NaN or an infinity, and must not be saved."""
+
+
+def read_hidden_shape(name: str, folder: Path) -> tuple[int, int] | None:
+    """(number per token, size) of the hidden states the exported draft reads; None if it reads none.
+
+    Raises:
+        ValueError: if drafts of this family cannot learn online.
+    """
+    family = _find_learning(name)
+    if family.reads == "nothing":
+        return None
+    config = read_config(folder)
+    size = config.get("transformer_layer_config", config)["hidden_size"]
+    return len(family.read_layers(config)) if family.reads == "layers" else 1, size
+
+
+def _find_learning(name: str) -> Family:
+    if name not in list_learning():
+        raise ValueError(f"drafts of family {name} do not learn online: only {', '.join(list_learning())} do")
+    return find_family(name)
+
+
+class Candidate:
+    """One draft and one optimizer. Every method runs on all ranks at the same time.
+
+    A step whose loss is not finite changes nothing.
+    """
+
+    def __init__(self, cfg: Training, name: str, target: Path) -> None:
+        """`name` is the family's; `target` is the folder of the target, whose embeddings a head borrows."""
+        self.cfg, self.family, self.target = cfg, _find_learning(name), target
+        self.accelerator = make_accelerator(cfg.accumulation, cfg.mixed_precision, None)
+        self._distillation: Distillation | None = None
+
+    @property
+    def distillation(self) -> Distillation:
+        assert self._distillation is not None, "begin comes first"
+        return self._distillation
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether too many steps in a row were non-finite for training to recover."""
+        return self.distillation.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW // 2
+
+    def load(self, folder: Path) -> Any:
+        """The draft in a folder, on this rank's device, in the type it was saved in.
+
+        Raises:
+            ValueError, OSError: if it cannot be read, or is of another family.
+        """
+        return self.family.load(folder, lambda: self._borrowed).to(self.accelerator.device)
+
+    @cached_property
+    def _borrowed(self) -> Target:
+        """The target's embeddings and output head on this rank's device. Read once, for all heads."""
+        found, device = Target.from_folder(self.target), self.accelerator.device
+        return replace(found, embed_VD=found.embed_VD.to(device), head_VD=found.head_VD.to(device))
+
+    def begin(self, version: Path) -> None:
+        """Start from the weights of a version, with a fresh optimizer."""
+        if self._distillation is not None:
+            self._distillation.close()  # frees its memory before the next draft is loaded
+        draft = self.load(version)
+        self.version = version
+        cfg = self.cfg
+        optim = Optim(
+            lr=cfg.lr,
+            weight_decay=cfg.weight_decay,
+            schedule="constant",
+            warmup_fraction=1.0,  # of `warmup_steps`, which is all the length that the schedule knows
+            max_grad_norm=cfg.max_grad_norm,
+            accumulation=cfg.accumulation,
+        )
+        divergence = Divergence(name=cfg.divergence)
+        # In float32: a small step of AdamW is lost in bf16's 8 bits.
+        self._distillation = Distillation(
+            draft.float(), read_signal, divergence, optim, cfg.warmup_steps, self.accelerator
+        )
+
+    def resume(self, version: Path, checkpoint: Path) -> None:
+        """Continue from `checkpoint`; `version` gives the shape.
+
+        The optimizer's state fits only the number of ranks it was written by. On another number the draft is taken and
+        the optimizer starts fresh.
+        """
+        if fits_ranks(checkpoint / STATE, self.accelerator):
+            self.begin(version)
+            self.distillation.resume(checkpoint / STATE)
+        else:
+            self.begin(checkpoint / DRAFT)
+            self.version = version
+
+    def step(self, records: Sequence[Record], seed: int) -> StepStats:
+        """One optimizer step on the records, which the ranks share among them."""
+        rng = np.random.default_rng(seed)
+        reads = self.family.reads
+        # Records hold hidden states of the text only, not of rejected branches.
+        branches = self.cfg.branches_per_record if reads == "nothing" else 0
+        texts = select_texts(records, branches_per_record=branches, rng=rng)
+        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        batches = make_batches(
+            texts,
+            num_batches=ranks * self.cfg.accumulation,
+            sequence_length=self.cfg.sequence_length,
+            seed=seed,
+            reads=reads,
+        )
+        mine = [move_to_device(batch, self.accelerator.device) for batch in batches[rank::ranks]]
+        return self.distillation.step(mine)
+
+    def write(self, folder: Path) -> None:
+        """Write STATE and DRAFT into the folder of a checkpoint.
+
+        Raises:
+            NotFiniteError: on every rank, if the weights are not finite.
+        """
+        weights = self.distillation.weights()
+        are_finite = [all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())]
+        broadcast_object_list(are_finite)  # only the first rank may hold the weights
+        if not are_finite[0]:
+            raise NotFiniteError
+        self.distillation.save(folder / STATE)
+        if self.accelerator.is_main_process:
+            self._export(folder / DRAFT, weights)
+            # A server accepts only drafts with the config it was started with.
+            shutil.copy(self.version / "config.json", folder / DRAFT)
+
+    def _export(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Export in the version's type, and a head also in the version's layout, because the servers expect both."""
+        config = read_config(self.version)
+        dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype", "float32"))
+        draft: Any = self.distillation.draft
+        draft.export(folder, dtype, weights=weights, like=self.version)
+
+    def rest(self) -> None:
+        """Do nothing. An order now and then keeps the other ranks' wait from timing out."""
+
+
+def move_to_device(batch: RecordedBatch, device: torch.device) -> RecordedBatch:
+    signal = vars(batch.signal)
+    # `send_to_device` moves tensors in dicts, but does not know our dataclasses.
+    distribution = type(batch.signal.distribution)(**send_to_device(vars(batch.signal.distribution), device))
+    signal = send_to_device({name: value for name, value in signal.items() if name != "distribution"}, device)
+    tensors = send_to_device({name: value for name, value in vars(batch).items() if name != "signal"}, device)
+    return RecordedBatch(**tensors, signal=TargetSignal(distribution=distribution, **signal))
+
+
+class Ranks:
+    """Calls a method of every rank's candidate. Only rank 0 calls `do`, and from one thread."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.candidate = candidate
+        self.is_alone = candidate.accelerator.num_processes == 1
+
+    def do(self, method: str, *args: Any) -> Any:
+        """Call the method on all ranks; returns rank 0's result."""
+        if not self.is_alone:
+            broadcast_object_list([(method, args)])
+        return getattr(self.candidate, method)(*args)
+
+    def follow(self) -> None:
+        """The loop of the other ranks: obey rank 0 until it calls `dismiss`."""
+        while True:
+            told: list[Any] = [None]
+            broadcast_object_list(told)
+            if told[0] is None:
+                leave(self.candidate.accelerator)
+                return
+            method, args = told[0]
+            with suppress(NotFiniteError):  # raised on all ranks; rank 0 decides how to go on
+                getattr(self.candidate, method)(*args)
+
+    def dismiss(self) -> None:
+        if not self.is_alone:
+            broadcast_object_list([None])
+            leave(self.candidate.accelerator)

@@ -1,0 +1,73 @@
+"""Settings of the draft, of training and of judging a candidate. Loads no torch: every command reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    family: str = "standalone"
+    """Family of the draft: standalone, eagle1 or eagle3. EAGLE heads learn from the target's hidden states, so the
+    servers must run with --capture.hidden-states."""
+    initial: Path | None = None
+    """Folder of the draft to start from. It becomes version v000001, and is needed only while the registry is
+    empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    lr: float = 1e-4
+    """Learning rate of AdamW; constant after the warm-up."""
+    warmup_steps: int = 20
+    """Steps over which the learning rate rises from 0, each time the optimizer starts afresh."""
+    weight_decay: float = 0.0
+    """Weight decay of AdamW."""
+    max_grad_norm: float = 1.0
+    """The gradient is scaled down to this norm if it is larger."""
+    divergence: str = "forward_kl"
+    """Training loss: forward_kl, reverse_kl, jensen_shannon, total_variation, neg_log_alpha or lk_hybrid."""
+    mixed_precision: Literal["no", "bf16"] = "no"
+    """Precision of the forward and backward pass: "no" is float32, "bf16" is faster on a GPU. Weights and optimizer
+    stay in float32."""
+    fresh_per_step: int = 4
+    """New records in each optimizer step, in order of arrival. Every record is new once."""
+    replay_per_step: int = 28
+    """Older records drawn again for each optimizer step, in addition to the new ones."""
+    branches_per_record: int = 1
+    """Rejected continuations trained per record, in addition to the text; drawn at random. Each costs as much as the
+    text. EAGLE heads train none, whatever this is."""
+    sequence_length: int = 4096
+    """Longest text in tokens; a longer one loses the beginning. Use the served length: a draft trained on
+    shorter texts fails beyond them."""
+    accumulation: int = 1
+    """Micro-batches per optimizer step. Raise it if a step does not fit into memory."""
+    records_per_candidate: int = 256
+    """New records to train on before a candidate is judged."""
+    max_lag_records: int = 4096
+    """Largest backlog of new records. If more wait, the oldest are never trained as new, but can still be replayed."""
+    max_skipped_share: float = 0.1
+    """A candidate is thrown away if more than this share of the steps had a non-finite loss or gradient."""
+    patience: int = 3
+    """After this many candidates in a row without a proven gain, training begins again from the served version."""
+    save_every_s: float = 600
+    """Seconds between checkpoints while a candidate is in training. The end always makes one."""
+    seed: int = 0
+    """Seed of the replay's draws and of packing."""
+
+    def __post_init__(self) -> None:
+        for name in ("fresh_per_step", "records_per_candidate", "accumulation", "patience", "warmup_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judging:
+    num_speculative_tokens: int = 3
+    """Number of tokens the servers draft per step. Must match --num-speculative-tokens of `redraft serve`."""
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    """How the servers pick draft tokens. Must match --draft-sample-method of `redraft serve`."""
+    held_out_per_domain: int = 200
+    """A candidate is judged on this many held-out records per domain, the newest ones."""

@@ -1,0 +1,187 @@
+"""The gate: is the candidate accepted more than the incumbent? Numbers in, verdict and reason out; no clock, no I/O.
+
+Both drafts are scored on the same held-out requests under the served sampling method, so requests pair up. The bounds
+come from the spread between requests, not positions: positions within a request are correlated, and treating them as
+independent would make any candidate look proven.
+
+A learner judges one candidate after another against the same incumbent, on largely the same requests. At 5% each, one
+of ten candidates without enough gain would often pass. Each look therefore gets a share of the 5% (`spent_confidence`),
+and the shares of all looks since the last promotion sum to 5%, however many there are.
+
+N = requests
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.intervals import estimate_gain
+
+Array = NDArray[np.float64]
+
+
+class Decision(Enum):
+    PROMOTE = "promote"
+    REJECT = "reject"
+    INCONCLUSIVE = "inconclusive"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The evidence that a candidate must show before it is published. tau is tokens per step of the target."""
+
+    min_gain: float = 0.02
+    """Promote a candidate only if the gain in tau (mean tokens per step, bonus token included) is above this, by the
+    lower confidence bound."""
+    max_domain_loss: float = 0.1
+    """Promote a candidate only if no judged domain loses more tau than this, by the lower confidence bound."""
+    confidence: float = 0.95
+    """Confidence that no candidate is promoted without the gain, over all candidates judged since the last promotion.
+    The more candidates were judged since then, the more evidence the next one needs."""
+    min_requests: int = 50
+    """Smallest number of held-out requests for a verdict. Bounds say little about fewer."""
+    min_domain_requests: int = 20
+    """Smallest number of held-out requests to judge a domain by itself. A domain with fewer is only named in the
+    reason; otherwise one rare domain would block every candidate."""
+
+    def __post_init__(self) -> None:
+        if not 0.5 < self.confidence < 1:
+            raise ValueError(f"confidence must be between 0.5 and 1, got {self.confidence}")
+        if self.min_domain_requests < 2 or self.min_requests < 2:
+            raise ValueError("min_requests and min_domain_requests must be at least 2: one request has no spread")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """tau(candidate) - tau(incumbent) over some requests, with one-sided confidence bounds.
+
+    A promotion is decided by `lower`, whose confidence rises with the looks. A rejection is decided by `upper`, at the
+    policy's confidence: a wrong one costs some training, and no user notices.
+    """
+
+    num_requests: int
+    tau_candidate: float
+    tau_incumbent: float
+    lower: float
+    upper: float
+
+    def __str__(self) -> str:
+        gain = self.tau_candidate - self.tau_incumbent
+        return (
+            f"tau {self.tau_incumbent:.3f} -> {self.tau_candidate:.3f}, gain {gain:+.3f} "
+            f"[{self.lower:+.3f}, {self.upper:+.3f}] over {self.num_requests} requests"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    decision: Decision
+    reason: str
+    overall: Gain | None
+    domains: dict[str, Gain]
+
+
+def judge(
+    candidate: Sequence[AcceptanceCounts],
+    incumbent: Sequence[AcceptanceCounts],
+    domains: Sequence[str],
+    policy: Policy,
+    look: int = 1,
+) -> Verdict:
+    """The verdict on a candidate; row i of the three sequences is the same held-out request.
+
+    `look` is 1 for the first verdict after a promotion, 2 for the next one, and so on. A verdict without enough
+    requests (`overall` is None) does not count as a look.
+
+    Raises:
+        ValueError: if the sequences differ in length, a count of the incumbent is negative or not finite, or `look`
+            is below 1.
+    """
+    if look < 1:
+        raise ValueError(f"looks are counted from 1, got {look}")
+    if not len(candidate) == len(incumbent) == len(domains):
+        raise ValueError(
+            f"candidate, incumbent and domains must pair up, got {len(candidate)}, {len(incumbent)} and {len(domains)}"
+        )
+    if not _is_sane(incumbent):
+        raise ValueError("the incumbent's counts must be finite, drafts >= 0 and accepted >= 0")
+    if not _is_sane(candidate):
+        return _verdict(Decision.REJECT, "the candidate's counts are not finite")
+
+    pairs = zip(candidate, incumbent, strict=True)
+    counts_N4 = np.array([(c.num_drafts, c.num_accepted, i.num_drafts, i.num_accepted) for c, i in pairs])
+    # A request without drafts on one side, e.g. with a single output token, cannot be compared.
+    usable_N = (counts_N4[:, [0, 2]] > 0).all(1) if len(counts_N4) else np.zeros(0, bool)
+    if usable_N.sum() < policy.min_requests:
+        return _verdict(
+            Decision.INCONCLUSIVE, f"{usable_N.sum()} held-out requests with drafts, {policy.min_requests} needed"
+        )
+    counts_N4, names_N = counts_N4[usable_N], np.array(domains)[usable_N]
+    overall = _gain(counts_N4, policy, look)
+    judged, unjudged = {}, []
+    for name in sorted(set(names_N.tolist())):
+        rows_N = names_N == name
+        if rows_N.sum() >= policy.min_domain_requests:
+            judged[name] = _gain(counts_N4[rows_N], policy, look)
+        else:
+            unjudged.append(f"{name} ({rows_N.sum()})")
+    decision, why = _decide(overall, judged, policy)
+    note = f"; too few requests to judge {', '.join(unjudged)}" if unjudged else ""
+    return _verdict(decision, f"{why}{note}", overall, judged)
+
+
+def _decide(overall: Gain, domains: dict[str, Gain], policy: Policy) -> tuple[Decision, str]:
+    loss = policy.max_domain_loss
+    # What is proven to be bad is rejected first; only then may missing proof keep the verdict open.
+    for name, gain in domains.items():
+        if gain.upper < -loss:
+            return Decision.REJECT, f"domain {name} loses more than {loss}: {gain}"
+    if overall.upper <= policy.min_gain:
+        return Decision.REJECT, f"gain is not above {policy.min_gain}: {overall}"
+    if overall.lower <= policy.min_gain:
+        return Decision.INCONCLUSIVE, f"gain is not proven to be above {policy.min_gain}: {overall}"
+    for name, gain in domains.items():
+        if gain.lower < -loss:
+            return Decision.INCONCLUSIVE, f"domain {name} may lose more than {loss}: {gain}"
+    return Decision.PROMOTE, str(overall)
+
+
+def spent_confidence(confidence: float, look: int) -> float:
+    """Confidence of the bound at one look; the errors of all looks sum to 1 - `confidence`.
+
+    1/2 + 1/6 + 1/12 + ... + 1/(look (look + 1)) + ... = 1, so no number of looks has to be agreed on beforehand.
+    """
+    return 1 - (1 - confidence) / (look * (look + 1))
+
+
+def _gain(counts_N4: Array, policy: Policy, look: int) -> Gain:
+    accepted_N2, drafts_N2 = counts_N4[:, [1, 3]], counts_N4[:, [0, 2]]
+    tau_candidate, tau_incumbent = 1 + accepted_N2.sum(0) / drafts_N2.sum(0)
+    gain = estimate_gain(accepted_N2, drafts_N2)
+    # One-sided bounds at `confidence` are the ends of a two-sided interval at 2 * confidence - 1.
+    lower, _ = gain.interval(2 * spent_confidence(policy.confidence, look) - 1)
+    _, upper = gain.interval(2 * policy.confidence - 1)
+    return Gain(
+        num_requests=len(counts_N4),
+        tau_candidate=float(tau_candidate),
+        tau_incumbent=float(tau_incumbent),
+        lower=lower,
+        upper=upper,
+    )
+
+
+def _is_sane(scored: Sequence[AcceptanceCounts]) -> bool:
+    counts_N2 = np.array([(s.num_drafts, s.num_accepted) for s in scored], dtype=float).reshape(-1, 2)
+    return bool(np.isfinite(counts_N2).all() and (counts_N2 >= 0).all())
+
+
+def _verdict(
+    decision: Decision, reason: str, overall: Gain | None = None, domains: dict[str, Gain] | None = None
+) -> Verdict:
+    return Verdict(decision=decision, reason=f"{decision.value}: {reason}", overall=overall, domains=domains or {})

@@ -1,0 +1,203 @@
+"""From the spool into the buffer. Removing a file acknowledges it: the records are on the buffer's disk by then.
+
+    servers ─► spool file ─► read_frames ─► mark_unfit ─► Buffer.append (commits) ─► unlink
+                  │ of a later layout                         │ disk full
+                  └─► the file stays until a learner          └─► the file stays and is tried again
+                      of that release starts
+
+A kill between commit and unlink delivers the file twice; the buffer recognises the records by id.
+
+Nothing that lies in the spool may end or stall the learner, or fill its memory: records are read one by one and stored
+in batches of bounded size, a bad record is counted and set aside, and a file that cannot be read is passed over.
+
+R = rows of a record
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.online.learning.buffer import Buffer
+from redraft.online.records.checks import Fault
+from redraft.online.records.record import CorruptRecordError, LaterLayoutError, Record, read_frames
+from redraft.online.records.spool import open_file, spool_files
+
+BATCH_RECORDS, BATCH_BYTES = 1024, 64 << 20
+"""Bounds of one transaction: records, and bytes of their frames and arrays. What a batch holds is in memory at once."""
+
+Frames = Iterable[tuple[bytes, Record | CorruptRecordError]]
+"""Frames with the decoded record, as `read_frames` yields them."""
+
+
+Sums = dict[tuple[str, str], AcceptanceCounts]
+"""Acceptance of the servers' drafts by (domain, draft version)."""
+
+MAX_SUMS = 256
+OTHER = ("other", "other")
+
+
+@dataclass(kw_only=True)
+class Taken:
+    """The result of one look into the spool or the log."""
+
+    num_files: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """Number of records by fate, as `Buffer.append` returns it: stored, duplicate, foreign, ..."""
+    accepted: Sums = field(default_factory=dict)
+    """Over all records of our target."""
+
+    def __add__(self, other: Taken) -> Taken:
+        accepted = dict(self.accepted)
+        for key, acceptance in other.accepted.items():
+            add_acceptance(accepted, key, acceptance)
+        return Taken(num_files=self.num_files + other.num_files, counts=self.counts + other.counts, accepted=accepted)
+
+
+class Spool:
+    """The learner's end of a spool."""
+
+    def __init__(self, folder: Path, buffer: Buffer, vocab_size: int) -> None:
+        self.folder, self.buffer, self.vocab_size = folder, buffer, vocab_size
+        self._passed_over: set[str] = set()
+        """Names of the files that stay: they hold a later layout, or cannot be read. Not looked at again until the
+        learner restarts."""
+
+    def take(self, now_s: float, max_files: int = 64) -> Taken:
+        """Move the oldest `max_files` files of the spool into the buffer.
+
+        Raises:
+            BufferFullError: if the buffer's disk is full. The remaining files stay in the spool.
+            OSError: if the spool cannot be read, or a file not removed.
+        """
+        taken, paths = Taken(), spool_files(self.folder)
+        self._passed_over &= {path.name for path in paths}
+        self._expire([path for path in paths if path.name in self._passed_over], now_s)
+        for path in [path for path in paths if path.name not in self._passed_over][:max_files]:
+            taken += self._take_file(path, now_s)
+        return taken
+
+    def _take_file(self, path: Path, now_s: float) -> Taken:
+        stays = Counter[str]()
+        """Why the file must stay, by reason; empty if it can go."""
+        try:
+            file = open_file(path)
+        except FileNotFoundError:  # the server has removed it meanwhile, to stay within the spool's budget
+            return Taken()
+        except OSError:  # another user's file, a pipe, a folder: the files after it must not wait for it
+            stays["spool_unreadable"] += 1
+            taken = Taken()
+        else:
+            with file:
+                taken = store(_readable(file, stays), self.buffer, self.vocab_size, now_s)
+        if stays:
+            self._passed_over.add(path.name)
+            self.buffer.counts += stays
+        else:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError:
+                self._passed_over.add(path.name)  # its records are stored: the files after it need not wait
+                raise
+        return taken + Taken(num_files=1, counts=stays)
+
+    def _expire(self, paths: Sequence[Path], now_s: float) -> None:
+        """Delete files that stayed for as long as records are kept: they hold users' text."""
+        for path in paths:
+            with suppress(OSError):
+                if now_s - path.lstat().st_mtime >= self.buffer.config.max_age_s:
+                    path.unlink()
+
+
+def _readable(file: BinaryIO, stays: Counter[str]) -> Frames:
+    """The file's frames that this process can read. The others are counted in `stays`."""
+    try:
+        for frame, record in read_frames(file):
+            if isinstance(record, LaterLayoutError):
+                stays[record.reason] += 1
+            else:
+                yield frame, record
+    except OSError:  # the disk cannot read on
+        stays["spool_unreadable"] += 1
+
+
+def add_acceptance(sums: Sums, key: tuple[str, str], acceptance: AcceptanceCounts) -> None:
+    """Add to the sum of (domain, draft version), or to that of OTHER if there are MAX_SUMS already.
+
+    Senders choose both names, and each sum becomes a line of the journal.
+    """
+    key = key if key in sums or len(sums) < MAX_SUMS else OTHER
+    sums[key] = sums.get(key, AcceptanceCounts.zero()) + acceptance
+
+
+def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Taken:
+    """Commit `frames` to the buffer, in transactions of bounded size.
+
+    Raises:
+        BufferFullError: if the buffer's disk is full. Then the last records were not stored, and all can be sent again.
+    """
+    taken = Taken()
+    for batch in _batches(mark_unfit(frames, vocab_size)):
+        taken += Taken(counts=buffer.append(batch, now_s))
+        for _, record in batch:
+            if isinstance(record, Record) and record.target_fingerprint == buffer.target_fingerprint:
+                add_acceptance(taken.accepted, (record.domain or "all", record.draft_version), count_acceptance(record))
+    return taken
+
+
+def _batches(frames: Frames) -> Iterator[list[tuple[bytes, Record | CorruptRecordError]]]:
+    """Lists of at most BATCH_RECORDS frames, and of BATCH_BYTES or one frame."""
+    batch: list[tuple[bytes, Record | CorruptRecordError]] = []
+    num_bytes = 0
+    for frame, record in frames:
+        size = len(frame) + (record.num_bytes if isinstance(record, Record) else 0)
+        if batch and (len(batch) >= BATCH_RECORDS or num_bytes + size > BATCH_BYTES):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append((frame, record))
+        num_bytes += size
+    if batch:
+        yield batch
+
+
+def mark_unfit(frames: Frames, vocab_size: int) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
+    """The same frames, with an error in place of every record unfit for training.
+
+    A CRC protects against a broken transport, not against a broken sender: a single token id beyond the vocabulary
+    would crash every training step with this record, forever.
+    """
+    for frame, record in frames:
+        fault = _find_unfit(record, vocab_size) if isinstance(record, Record) else None
+        yield frame, CorruptRecordError(fault.sentence, fault.reason) if fault else record
+
+
+def count_acceptance(record: Record) -> AcceptanceCounts:
+    """The acceptance of the drafts in one record. Every step ends with a bonus row, whose draft id is -1."""
+    is_bonus_R = record.draft_ids == -1
+    if is_bonus_R.all():  # no drafts, or the record is from a tap, which sees none
+        return AcceptanceCounts.zero()
+    # The last step has no bonus row if the request ended within it.
+    steps = int(is_bonus_R.sum()) + int(not is_bonus_R[-1])
+    return AcceptanceCounts(
+        num_drafts=steps, num_accepted=int(record.accepted.sum()), num_draft_tokens=int(np.sum(~is_bonus_R))
+    )
+
+
+def _find_unfit(record: Record, vocab_size: int) -> Fault | None:
+    """The reason why an intact record is unfit for training; None if it is fit."""
+    if not len(record.positions):  # first: without rows the other columns have no shape
+        return Fault("no_rows", "no row")
+    draft_ids = record.draft_ids[record.draft_ids != -1]
+    for ids in (record.context_ids, record.output_ids, record.topk_ids, draft_ids):
+        if ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab_size:
+            return Fault("outside_vocabulary", f"token ids outside the vocabulary of {vocab_size}")
+    if (record.topk_log_probs > 1e-3).any():  # rounding may lift a certain token a little above 0
+        return Fault("bad_probabilities", "log-probabilities that are positive")
+    return None

@@ -1,0 +1,92 @@
+"""The quarantine: examples of records that could not be used, set aside so that a person can look at them.
+
+    quarantine/<time in ns>-<reason>.frame        first line: the error; the rest: the bytes as they arrived
+
+    $ head -qn1 learner/buffer/quarantine/*
+
+The folder is a sample, not an archive: it is bounded in files, bytes and age, each reason has a share of the files, and
+a flood of one reason replaces nothing that is younger than a minute. Nobody can tell whose text such bytes hold, so the
+whole folder goes when any tenant is forgotten.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from redraft.online.records.record import CorruptRecordError
+
+MAX_FILES = 256
+MAX_FILES_PER_REASON = 16
+MAX_BYTES = 64 << 20
+MAX_FILE_BYTES = 1 << 20
+"""Longer frames are cut."""
+
+KEPT_S = 60.0
+"""An example is not replaced by another one of the same reason before this many seconds."""
+
+SUFFIX = ".frame"
+
+
+class Quarantine:
+    """Not thread-safe. A full or broken disk loses examples and nothing else: no method raises OSError."""
+
+    def __init__(self, folder: Path, max_age_s: float, clock: Callable[[], float] = time.time) -> None:
+        self.folder, self.max_age_s, self._clock = folder, max_age_s, clock
+        self._files: list[tuple[int, str, int]] = []
+        """Time in ns, reason and size of every file, oldest first. Read once: a look into the folder for every bad
+        record would cost more than the record."""
+        with suppress(OSError):
+            for path in sorted(folder.glob(f"*{SUFFIX}")):
+                time_ns, _, reason = path.stem.partition("-")
+                if time_ns.isdigit():
+                    self._files.append((int(time_ns), reason, path.stat().st_size))
+
+    def keep(self, frame: bytes, error: CorruptRecordError) -> None:
+        """Set the frame aside, unless there are young examples of its reason already."""
+        now_ns = int(1e9 * self._clock())
+        same = [file for file in self._files if file[1] == error.reason]
+        if len(same) >= MAX_FILES_PER_REASON:
+            if now_ns - same[0][0] < 1e9 * KEPT_S:
+                return
+            self._remove(same[0])
+        # Names are unique and sort by time: two examples may come within one tick of the clock.
+        time_ns = max(now_ns, self._files[-1][0] + 1 if self._files else 0)
+        content = b" ".join(str(error).encode(errors="replace").split())[:500] + b"\n" + frame[:MAX_FILE_BYTES]
+        with suppress(OSError):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds users' text
+            path = self._path(time_ns, error.reason)
+            try:
+                path.write_bytes(content)
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+            self._files.append((time_ns, error.reason, len(content)))
+        while len(self._files) > MAX_FILES or sum(size for _, _, size in self._files) > MAX_BYTES:
+            self._remove(self._files[0])
+
+    def expire(self, now_s: float) -> None:
+        """Delete the examples past the maximal age."""
+        while self._files and now_s - self._files[0][0] / 1e9 >= self.max_age_s:
+            self._remove(self._files[0])
+
+    def clear(self) -> None:
+        """Overwrite and delete everything."""
+        for file in list(self._files):
+            self._remove(file)
+
+    def _remove(self, file: tuple[int, str, int]) -> None:
+        time_ns, reason, size = file
+        path = self._path(time_ns, reason)
+        with suppress(OSError):
+            with path.open("r+b") as opened:  # overwritten, as SQLite overwrites what it deletes
+                opened.write(bytes(size))
+                os.fsync(opened.fileno())
+            path.unlink()
+        self._files.remove(file)
+
+    def _path(self, time_ns: int, reason: str) -> Path:
+        return self.folder / f"{time_ns:020d}-{reason}{SUFFIX}"

@@ -1,0 +1,160 @@
+"""From records to training batches: texts with the rows labelled by the target, packed to one width.
+
+B = batch, T = tokens, R = labelled rows of one text, N = labelled rows of a batch, K = kept top-k ids,
+H = tokens with hidden states, L = hidden states per token, D = size of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from redraft.distill.data.packing import pack
+from redraft.distill.signal.sources import recorded
+from redraft.heads.catalog import Reads
+from redraft.heads.draft import Batch, TargetSignal
+from redraft.online.records.record import Record, TrainingSequence, training_sequences
+
+FILLER = 0
+"""Appended to a text whose last row predicts the next token: the row needs a place for its label, whatever the id."""
+
+WIDTH_STEP = 64
+"""Widths are multiples of this number of tokens, to keep the number of shapes small."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedBatch(Batch):
+    """A batch with the target's distributions from the time it served these texts."""
+
+    signal: TargetSignal
+
+
+def read_signal(batch: Batch) -> TargetSignal:
+    """The signal for `Distillation`: it was recorded, so it comes with the batch."""
+    assert isinstance(batch, RecordedBatch)
+    return batch.signal
+
+
+def select_texts(
+    records: Sequence[Record], *, branches_per_record: int, rng: np.random.Generator
+) -> list[TrainingSequence]:
+    """The text of every record, and up to `branches_per_record` rejected branches of each, drawn at random."""
+    texts = []
+    for record in records:
+        whole, *branches = training_sequences(record, branches=branches_per_record > 0)
+        drawn = rng.permutation(len(branches))[:branches_per_record]
+        texts += [whole, *(branches[i] for i in drawn)]
+    return [text for text in texts if len(text.rows_R)]
+
+
+def make_batches(
+    texts: Sequence[TrainingSequence], *, num_batches: int, sequence_length: int, seed: int, reads: Reads = "nothing"
+) -> list[RecordedBatch]:
+    """All texts in `num_batches` batches of one shape. If there are too few rows, some batches are all padding.
+
+    If the draft reads hidden states, a text starts at the first token with hidden states, and rows after the last
+    such token are dropped.
+    """
+    top_k = min(text.topk_ids_RK.shape[1] for text in texts)  # records from a tap have fewer than a plugin's
+    if reads != "nothing":
+        texts = [_from_first_state(text) for text in texts]
+    cut = [_cut(text, sequence_length, top_k) for text in texts]
+    width = -(-max(len(text.input_ids_T) for text in cut) // WIDTH_STEP) * WIDTH_STEP
+    rows = pack([len(text.input_ids_T) for text in cut], width, seed)
+    # Every rank must take the same number of rows, or the collective operations of a step would not match.
+    rows += [[]] * (-len(rows) % num_batches)
+    shares = [[[cut[i] for i in row] for row in rows[first::num_batches]] for first in range(num_batches)]
+    batches = [_make_batch(share, width, top_k) for share in shares]
+    if reads == "nothing":
+        return batches
+    with_states = []
+    for batch, share in zip(batches, shares, strict=True):
+        states_BTLD = _lay_out_states(share, width, cut[0].hidden_HLD.shape[1:])
+        with_states.append(replace(batch, signal=_add_states(batch.signal, states_BTLD, reads)))
+    return with_states
+
+
+def _from_first_state(text: TrainingSequence) -> TrainingSequence:
+    """The text from the first token with hidden states, and the rows of such tokens; the last token has none.
+
+    A row without hidden states can neither be predicted from nor be compared with.
+    """
+    begin = text.hidden_begin
+    kept = (text.rows_R >= begin) & (text.rows_R < begin + len(text.hidden_HLD))
+    return replace(_with_rows(text, kept, begin), hidden_begin=0)
+
+
+def _cut(text: TrainingSequence, sequence_length: int, top_k: int) -> TrainingSequence:
+    """The last `sequence_length` tokens, plus a filler if the last row predicts the token after them."""
+    ids_T = text.input_ids_T
+    if len(text.rows_R) and text.rows_R.max() + 1 == len(ids_T):
+        ids_T = np.append(ids_T, np.int32(FILLER))
+    begin = max(0, len(ids_T) - sequence_length)
+    cut = _with_rows(replace(text, input_ids_T=ids_T), text.rows_R >= begin, begin)
+    return replace(
+        cut,
+        topk_ids_RK=cut.topk_ids_RK[:, :top_k],
+        topk_log_probs_RK=cut.topk_log_probs_RK[:, :top_k],
+        hidden_HLD=text.hidden_HLD[begin:],
+    )
+
+
+def _with_rows(text: TrainingSequence, kept_R: NDArray[np.bool_], begin: int) -> TrainingSequence:
+    """The text from token `begin`, with only the rows in `kept_R`."""
+    return replace(
+        text,
+        input_ids_T=text.input_ids_T[begin:],
+        rows_R=text.rows_R[kept_R] - begin,
+        topk_ids_RK=text.topk_ids_RK[kept_R],
+        topk_log_probs_RK=text.topk_log_probs_RK[kept_R],
+        draft_ids_R=text.draft_ids_R[kept_R],
+        accepted_R=text.accepted_R[kept_R],
+    )
+
+
+def _lay_out_states(rows: Sequence[Sequence[TrainingSequence]], width: int, shape: tuple[int, ...]) -> Tensor:
+    """The hidden states of the texts, bfloat16 [B, T, L, D]; 0 for tokens without any."""
+    states_BTLD = torch.zeros(len(rows), width, *shape, dtype=torch.bfloat16)
+    for b, row in enumerate(rows):
+        start = 0
+        for text in row:
+            # Records hold bfloat16 as uint16, because numpy has no such type; torch views only int16 as bfloat16.
+            words_HLD = torch.from_numpy(text.hidden_HLD.astype(np.uint16).view(np.int16))
+            states_BTLD[b, start : start + len(words_HLD)] = words_HLD.view(torch.bfloat16)
+            start += len(text.input_ids_T)
+    return states_BTLD
+
+
+def _add_states(signal: TargetSignal, states_BTLD: Tensor, reads: Reads) -> TargetSignal:
+    if reads == "layers":
+        return replace(signal, aux_BTLD=states_BTLD)
+    # "last" records one state per token.
+    return replace(signal, hidden_BTD=states_BTLD[:, :, 0])
+
+
+def _make_batch(rows: Sequence[Sequence[TrainingSequence]], width: int, top_k: int) -> RecordedBatch:
+    batch = Batch.packed([[_document(text) for text in row] for row in rows], width=width, pad_id=FILLER)
+    # Empty arrays first: a batch of padding has nothing to concatenate otherwise.
+    rows_N = [np.empty(0, np.int64)]
+    ids_NK, log_probs_NK = [np.empty((0, top_k), np.int32)], [np.empty((0, top_k), np.float32)]
+    for b, row in enumerate(rows):
+        start = b * width  # positions in the flattened batch
+        for text in row:
+            rows_N.append(start + text.rows_R)
+            ids_NK.append(text.topk_ids_RK)
+            log_probs_NK.append(text.topk_log_probs_RK)
+            start += len(text.input_ids_T)
+    known = (torch.from_numpy(np.concatenate(parts)) for parts in (rows_N, ids_NK, log_probs_NK))
+    return RecordedBatch(**vars(batch), signal=recorded(batch, *known))
+
+
+def _document(text: TrainingSequence) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """Token ids and loss mask of a text."""
+    loss_mask = np.zeros(len(text.input_ids_T), bool)
+    loss_mask[text.rows_R + 1] = True  # the mask is of labels, and row t learns from the label t + 1
+    return text.input_ids_T, loss_mask

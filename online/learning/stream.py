@@ -1,0 +1,289 @@
+"""From the ingest log into the buffer. A record is acknowledged, and leaves the log, once it is on the buffer's disk.
+
+    JetStream ─► Pull ─► read_frames ─► mark_unfit ─► Buffer.append (commits) ─► acknowledge
+                  │ of a later layout                         │ disk full
+                  └─► given back, delivered again later       └─► given back, delivered again
+
+The log delivers at least once: after a kill between commit and acknowledgement a record is delivered again, and the
+buffer recognises it by id. A record of a later layout waits in the log until a learner of that release starts, which
+gets it at once, or until the log drops it at a limit.
+
+However the connection breaks, `take` raises, and the next `take` opens a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from contextlib import suppress
+from itertools import chain
+from typing import Any, Literal
+
+from nats.errors import Error as NatsError
+from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+from nats.js.errors import APIError, NotFoundError
+
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.intake import Taken, store
+from redraft.online.records.nats_config import Nats, StreamLimits, to_subject_token
+from redraft.online.records.nats_link import BrokerError, connect, wrap_broker_errors
+from redraft.online.records.record import is_later_layout, read_frames
+
+CONSUMER = "learner"
+"""Name of the consumer for all domains. A consumer for one domain has the domain's name appended."""
+
+REQUEST_RECORDS = 256
+REQUEST_BYTES = 16 << 20
+"""Limits of one request. Twice this may be in memory: the batch being stored, and the next one arriving."""
+
+REQUEST_EXPIRES_S = 20.0
+SILENCE_S = 5.0
+"""Seconds after a request has expired before the log counts as gone."""
+
+WAIT_S = 1.0
+"""Seconds to wait for the first record before `take` returns with nothing."""
+
+ACK_WAIT_S = 60.0
+"""Seconds before the log delivers an unacknowledged record again: longer than a slow disk takes for a batch."""
+
+DUPLICATES_S = 120.0
+"""Seconds for which the log itself drops a record sent twice. Later the buffer does."""
+
+LATER_LAYOUT_S, MAX_LATER_LAYOUT_S = 60.0, 3600.0
+"""Seconds before a record of a later layout is delivered again, and the most after doubling each time: during a rolling
+upgrade it may be most of the traffic."""
+
+OVERLAPPING = (10099, 10100)
+"""NATS's error codes for a work queue in which another consumer takes the same subjects."""
+
+ACK_PREFIX = "$JS.ACK."
+
+REQUEST_OVER = ("404", "408", "409")
+"""NATS's status codes for the end of a request: no messages, out of time, or at its limit of bytes."""
+
+
+class StreamSource:
+    """The learner's end of a fleet's log."""
+
+    def __init__(self, ingest: str, config: Nats, limits: StreamLimits, buffer: Buffer, vocab_size: int) -> None:
+        self.ingest, self.config, self.limits = ingest, config, limits
+        self.buffer, self.vocab_size = buffer, vocab_size
+        self._client: Any = None
+        self._pull: Pull | None = None
+
+    async def take(self) -> Taken:
+        """Move the arrived records into the buffer. Empty if none arrived for a moment.
+
+        Raises:
+            BufferFullError: if the buffer's disk is full.
+            BrokerError: if NATS does not answer. In neither case is a record lost.
+        """
+        try:
+            with wrap_broker_errors(self.ingest):
+                self._pull = self._pull or await self._open()
+                messages = await self._pull.next()
+        except BaseException:
+            await self.close()
+            raise
+        later = [message for message in messages if is_later_layout(message.data)]
+        messages = [message for message in messages if not is_later_layout(message.data)]
+        frames = chain.from_iterable(read_frames(message.data) for message in messages)
+        await _put_off(later)
+        try:
+            taken = await asyncio.to_thread(store, frames, self.buffer, self.vocab_size, time.time())
+        except OSError:
+            await _answer(messages, "nak")
+            raise
+        await _answer(messages, "ack")
+        first = Counter({"later_layout": sum(_count_deliveries(message) == 1 for message in later)})
+        self.buffer.counts += first
+        return taken + Taken(counts=first)
+
+    async def purge_unread(self) -> None:
+        """Delete records of domains without a learner.
+
+        Raises:
+            BrokerError: if NATS does not answer.
+        """
+        with wrap_broker_errors(self.ingest):
+            client = await connect(self.ingest, self.config, "learner")
+            try:
+                stream = client.jetstream()
+                read = {found.config.filter_subject for found in await stream.consumers_info(self.config.stream)}
+                info = await stream.stream_info(self.config.stream, subjects_filter=">")
+                if None in read:  # a consumer without a filter takes all subjects
+                    return
+                for subject in set(info.state.subjects or ()) - read:
+                    await stream.purge_stream(self.config.stream, subject=subject)
+            finally:
+                await client.close()
+
+    async def close(self) -> None:
+        client, self._client, self._pull = self._client, None, None
+        if client is not None:
+            with suppress(NatsError, OSError):
+                await client.close()
+
+    async def _open(self) -> Pull:
+        self._client = await connect(self.ingest, self.config, "learner")
+        await provide_stream(self._client.jetstream(), self.config, self.limits, self.buffer.domain)
+        pull = Pull(self._client, self.config.stream, name_consumer(self.buffer.domain))
+        await pull.open()
+        return pull
+
+
+class Pull:
+    """Sends requests to a consumer, one at a time, and collects the arriving messages.
+
+    nats-py's `fetch` returns only when a request is complete or has expired, which would delay every record of light
+    traffic.
+    """
+
+    def __init__(self, client: Any, stream: str, consumer: str) -> None:
+        self.client = client
+        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        self._inbox = client.new_inbox()
+        self._arrived: list[Any] = []
+        self._outstanding = 0
+        self._requested_s = time.monotonic()
+        self._problem = ""
+        self._something = asyncio.Event()
+
+    async def open(self) -> None:
+        await self.client.subscribe(self._inbox, cb=self._on_message)
+
+    async def next(self) -> list[Any]:
+        """All arrived messages; none if none came within WAIT_S.
+
+        Raises:
+            BrokerError: if the log is gone.
+            nats.errors.Error: as the connection breaks.
+        """
+        await self._request_more()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._something.wait(), WAIT_S)
+        self._check()
+        messages, self._arrived = self._arrived, []
+        self._something.clear()
+        await self._request_more()
+        return messages
+
+    async def _request_more(self) -> None:
+        """Send the next request, unless one is running or messages are waiting.
+
+        Raises:
+            nats.errors.ConnectionClosedError: if the connection was lost.
+        """
+        if self._outstanding or self._arrived:
+            return
+        self._outstanding, self._requested_s = REQUEST_RECORDS, time.monotonic()
+        # In any case above the largest message: a message too large for the request would never be delivered.
+        most_bytes = max(REQUEST_BYTES, 2 * self.client.max_payload)
+        request = {"batch": REQUEST_RECORDS, "max_bytes": most_bytes, "expires": int(1e9 * REQUEST_EXPIRES_S)}
+        await self.client.publish(self._subject, json.dumps(request).encode(), reply=self._inbox)
+
+    def _check(self) -> None:
+        if self.client.is_closed:
+            raise BrokerError("the connection was lost")
+        if self._problem:
+            raise BrokerError(self._problem)
+        if not self._arrived and time.monotonic() > self._requested_s + REQUEST_EXPIRES_S + SILENCE_S:
+            raise BrokerError(
+                "the log does not answer"
+            )  # e.g. the log's disk is full; the connection itself may be fine
+
+    async def _on_message(self, message: Any) -> None:
+        # A message of the stream has a subject to acknowledge to. Anything else about it is its publisher's choice:
+        # one with a Status header and no data would end every connection, forever.
+        headers = message.headers or {}
+        if message.reply.startswith(ACK_PREFIX):
+            self._arrived.append(message)
+            self._outstanding -= 1
+        elif status := headers.get("Status"):
+            self._outstanding = 0
+            description = headers.get("Description", "")
+            if status not in REQUEST_OVER or "Deleted" in description:
+                self._problem = f"the log's consumer is gone: {status} {description}"
+        self._something.set()
+
+
+def name_consumer(domain: str) -> str:
+    return f"{CONSUMER}-{to_subject_token(domain)}" if domain else CONSUMER
+
+
+async def provide_stream(stream: Any, config: Nats, limits: StreamLimits, domain: str = "") -> None:
+    """Create the stream and our consumer, or update them to these settings.
+
+    A record has exactly one consumer: the one for the record's domain, or the one for all domains.
+    """
+    wanted = {
+        "subjects": [config.subjects],
+        "max_bytes": limits.max_bytes,
+        "max_age": limits.max_age_s,
+        "duplicate_window": min(DUPLICATES_S, limits.max_age_s),  # NATS refuses a longer one
+        "num_replicas": limits.replicas,
+    }
+    try:
+        found = (await stream.stream_info(config.stream)).config
+        if any(getattr(found, name) != value for name, value in wanted.items()):
+            await stream.update_stream(found.evolve(**wanted))
+    except NotFoundError:
+        # A work queue: text leaves the log when it is acknowledged, so a text deleted from the buffer is gone.
+        kept = {"storage": StorageType.FILE, "retention": RetentionPolicy.WORK_QUEUE, "discard": DiscardPolicy.OLD}
+        await stream.add_stream(StreamConfig(name=config.stream, **kept, **wanted))
+    with suppress(NotFoundError):
+        # If the stream lost its newest messages with a disk, an old consumer remembers a later position and would
+        # skip as many new messages. A new consumer delivers every unacknowledged message at once.
+        await stream.delete_consumer(config.stream, name_consumer(domain))
+    consumer = ConsumerConfig(
+        durable_name=name_consumer(domain),
+        ack_policy=AckPolicy.EXPLICIT,
+        ack_wait=ACK_WAIT_S,
+        max_ack_pending=-1,  # no limit: records of a later layout are never acknowledged, and must not block the others
+        filter_subject=config.subject(domain) if domain else None,
+    )
+    try:
+        await stream.add_consumer(config.stream, consumer)
+    except APIError as error:
+        if error.err_code not in OVERLAPPING:
+            raise
+        await _make_way(stream, config, consumer)
+        await stream.add_consumer(config.stream, consumer)
+
+
+async def _make_way(stream: Any, config: Nats, wanted: ConsumerConfig) -> None:
+    """Delete the consumers of former learners, if they take the same records as `wanted`.
+
+    Raises:
+        BrokerError: if such a learner is running.
+    """
+    for found in await stream.consumers_info(config.stream):
+        subjects = (found.config.filter_subject, wanted.filter_subject)
+        if all(subjects) and subjects[0] != subjects[1]:
+            continue
+        if found.num_waiting or not found.name.startswith(CONSUMER):
+            raise BrokerError(
+                f"{found.name} of {config.stream} takes {subjects[0] or 'all records'} already: if one learner of a "
+                "log has a domain, every learner needs a different one"
+            )
+        await stream.delete_consumer(config.stream, found.name)
+
+
+async def _answer(messages: list[Any], reply: Literal["ack", "nak"]) -> None:
+    """Acknowledge or refuse all messages. If the connection is lost on the way, they are delivered again."""
+    with suppress(NatsError, OSError):
+        for message in messages:
+            await getattr(message, reply)()
+
+
+async def _put_off(messages: list[Any]) -> None:
+    """Have the messages delivered again, each later than the time before."""
+    with suppress(NatsError, OSError):
+        for message in messages:
+            await message.nak(min(MAX_LATER_LAYOUT_S, LATER_LAYOUT_S * 2 ** min(16, _count_deliveries(message) - 1)))
+
+
+def _count_deliveries(message: Any) -> int:
+    return int(message.metadata.num_delivered)

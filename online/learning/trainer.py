@@ -1,0 +1,166 @@
+"""Continual training: the records of each step, the progress through them, and checkpoints to survive a kill.
+
+    buffer.fresh(through) ─┐
+    buffer.replay ─────────┼─► Candidate.step ─► ... ─► checkpoint published ─► commit(checkpoint, through)
+    anchors ───────────────┘
+
+A checkpoint counts once the buffer has committed it together with the sequence number training had reached. So
+every record is trained as new exactly once, also over a kill: before the resumed checkpoint, or after it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from redraft.distill.train.step import StepStats
+from redraft.heads.files.artifact import PROVENANCE, publish, verify
+from redraft.online.fleet.registry import Registry
+from redraft.online.learning.buffer import Buffer, Replay
+from redraft.online.learning.candidate import Candidate, Ranks
+from redraft.online.learning.config import Training
+from redraft.online.records.record import Record
+
+KEPT_CHECKPOINTS = 2
+
+SERVED = "served"
+"""Commits with this name in place of a checkpoint's: training began again from the served version."""
+
+
+@dataclass(kw_only=True)
+class Progress:
+    through: int = 0
+    """Every training record up to this sequence number was trained as new, or skipped."""
+    records: int = 0
+    """Records trained as new since the training of this draft began."""
+    skipped: int = 0
+    """Records skipped because training was slower than traffic."""
+
+
+class Trainer:
+    """Picks the records, drives the candidate on all ranks, keeps checkpoints. Blocking; for use from one thread."""
+
+    def __init__(
+        self, cfg: Training, replay: Replay, buffer: Buffer, registry: Registry, candidate: Candidate, folder: Path,
+        anchors: Sequence[Record] = (),
+    ) -> None:  # fmt: skip
+        self.cfg, self.replay, self.buffer, self.registry, self.anchors = cfg, replay, buffer, registry, anchors
+        self.candidate, self.ranks, self.folder = candidate, Ranks(candidate), folder
+        self.progress = Progress()
+        self.num_steps = self.num_not_finite = 0
+        """Steps since the last checkpoint or discard."""
+
+    def start(self) -> str:
+        """Resume the newest intact checkpoint and return the name, or begin at the served version and return SERVED."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        commits = self.buffer.commits()
+        for commit in commits:  # newest first
+            folder = self.folder / commit.checkpoint_id
+            if commit.checkpoint_id == SERVED:
+                self.progress = Progress(through=commit.through)
+                break
+            if _is_intact(folder):
+                self.ranks.do("resume", self._served(), folder)
+                self.progress = Progress(**json.loads((folder / PROVENANCE).read_text())["progress"])
+                # A later commit may have given the same checkpoint a later position.
+                self.progress.through = max(commit.through, self.progress.through)
+                return commit.checkpoint_id
+        else:
+            # No checkpoint is left, e.g. its folder was removed. The records were trained all the same.
+            self.progress = Progress(through=commits[0].through if commits else 0)
+        self.ranks.do("begin", self._served())
+        return SERVED
+
+    def lag(self) -> int:
+        """The number of training records not trained yet."""
+        return self.buffer.bound_lag(self.progress.through, 0)[1]
+
+    def step(self) -> StepStats | None:
+        """One optimizer step on the next fresh records and replayed ones; None if too few fresh records wait."""
+        through, num_skipped = self.buffer.bound_lag(self.progress.through, self.cfg.max_lag_records)
+        self.progress.through, self.progress.skipped = through, self.progress.skipped + num_skipped
+        fresh = self.buffer.fresh(through, self.cfg.fresh_per_step)
+        # Large records come fewer at a time: then others wait, and the step takes place.
+        if len(fresh) < self.cfg.fresh_per_step and not (fresh and self.lag() >= self.cfg.fresh_per_step):
+            return None
+        # A function of the position: a step repeated after a kill draws the same records.
+        seed = self.cfg.seed * 1_000_003 + through
+        replayed = self.buffer.replay(
+            self.cfg.replay_per_step, self.anchors, through=through, now_s=time.time(), seed=seed, policy=self.replay
+        )
+        stats: StepStats = self.ranks.do("step", [*(stored.record for stored in fresh), *replayed], seed)
+        self.progress.through = fresh[-1].seq
+        self.progress.records += len(fresh)
+        self.num_steps += 1
+        self.num_not_finite += stats.skipped
+        return stats
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether more steps were not finite than a candidate may have."""
+        share = self.num_not_finite / max(1, self.cfg.records_per_candidate // self.cfg.fresh_per_step)
+        return share > self.cfg.max_skipped_share or self.candidate.is_hopeless
+
+    def checkpoint(self) -> str:
+        """Write and commit a checkpoint; returns the name.
+
+        Raises:
+            NotFiniteError: if the weights hold a NaN or an infinity.
+            OSError: if a disk is full. In both cases the last checkpoint still counts.
+        """
+        name = f"checkpoint-{self._next_number():06d}"
+        # First the files, then the commit: a kill in between leaves a checkpoint that does not count.
+        publish(
+            self.folder / name,
+            lambda partial: self.ranks.do("write", partial),
+            {"progress": vars(self.progress), "began_from": self.candidate.version.name},
+        )
+        self.buffer.commit_trained(name, self.progress.through)
+        self.num_steps = self.num_not_finite = 0
+        for old in self._checkpoints()[:-KEPT_CHECKPOINTS]:
+            shutil.rmtree(old)
+        return name
+
+    def discard(self) -> None:
+        """Go back to the last checkpoint. The records since then do not count as new: they may be to blame."""
+        newest = next(iter(self.buffer.commits()), None)
+        through, name = self.progress.through, newest.checkpoint_id if newest else SERVED
+        if name != SERVED and _is_intact(self.folder / name):
+            self.ranks.do("resume", self._served(), self.folder / name)
+            # The same checkpoint again, at the present position: the records in between are not trained as new.
+            self.buffer.commit_trained(name, through)
+        else:
+            self.begin_again()
+        self.num_steps = self.num_not_finite = 0
+
+    def begin_again(self) -> None:
+        """Restart training from the served version. Trained records do not become new again."""
+        self.ranks.do("begin", self._served())
+        self.buffer.commit_trained(SERVED, self.progress.through)
+        self.num_steps = self.num_not_finite = 0
+
+    def _served(self) -> Path:
+        current = self.registry.current()
+        assert current is not None, "the learner begins with a version"
+        return self.registry.path(current)
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted(self.folder.glob("checkpoint-*"))
+
+    def _next_number(self) -> int:
+        # Commits count too, because their folders may be gone: a name is never used twice.
+        names = [path.name for path in self._checkpoints()]
+        names += [commit.checkpoint_id for commit in self.buffer.commits() if commit.checkpoint_id != SERVED]
+        return 1 + max((int(name.removeprefix("checkpoint-")) for name in names), default=0)
+
+
+def _is_intact(checkpoint: Path) -> bool:
+    try:
+        verify(checkpoint)
+    except (ValueError, OSError):
+        return False
+    return True

@@ -1,0 +1,141 @@
+"""The learner's live page, as an ASGI application for the daemon to serve. It only reads the journal.
+
+| path | answers with |
+|---|---|
+| `/` | the page; it requests only the paths listed here |
+| `/overview.json?range_s=3600` | the data of the page, `online.page.overview.Overview` |
+| `/metrics` | Prometheus text, if a registry was given |
+
+`serve_in_background` runs it on the daemon's event loop; each request is handled in a thread.
+
+There is no login, and the page shows addresses and numbers: serve it on a loopback address, or behind a proxy that
+authenticates users.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import msgspec
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from redraft.online.journal import Journal
+from redraft.online.page.history import History
+from redraft.online.page.overview import Overview, build_overview
+
+FOLDER = Path(__file__).parent / "assets"
+ASSETS = {
+    "index.html": "text/html",
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "chart.js": "text/javascript",
+}
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # a learner of another release has other assets
+}
+
+
+class _JournalReader:
+    """Reads the journal incrementally. Locked, because requests come from several threads."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float]) -> None:
+        self._journal = Journal(folder)
+        self._clock = clock
+        self._history = History()
+        self._offset = 0
+        self._lock = threading.Lock()
+
+    def overview(self, range_s: float) -> Overview:
+        with self._lock:
+            entries, offset = self._journal.read(self._offset)
+            if offset < self._offset:  # the journal was removed
+                self._history = History()
+            self._history.extend(entries)
+            self._offset = offset
+            return build_overview(self._history, self._clock(), range_s)
+
+
+def build_app(
+    folder: Path, registry: CollectorRegistry | None = None, *, clock: Callable[[], float] = time.time
+) -> Starlette:
+    """The application for the journal in `folder`, with `registry` under /metrics."""
+    reader = _JournalReader(folder, clock)
+
+    def asset(request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
+        if name not in ASSETS:
+            return Response(status_code=404)
+        return Response((FOLDER / name).read_bytes(), media_type=ASSETS[name], headers=HEADERS)
+
+    def overview_json(request: Request) -> Response:
+        try:
+            range_s = float(request.query_params.get("range_s", "0"))
+        except ValueError:
+            return Response("range_s must be a number of seconds\n", status_code=400)
+        body = msgspec.json.encode(reader.overview(range_s))
+        return Response(body, media_type="application/json", headers=HEADERS)
+
+    def metrics(request: Request) -> Response:
+        if registry is None:
+            return Response(status_code=404)
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(
+        routes=[
+            Route("/", asset),
+            Route("/overview.json", overview_json),
+            Route("/metrics", metrics),
+            Route("/{name}", asset),
+        ]
+    )
+
+
+@asynccontextmanager
+async def serve_in_background(app: Starlette, host: str, port: int) -> AsyncIterator[str]:
+    """Serve `app` as long as the context lasts, and yield the address. Port 0 picks a free port.
+
+    Raises: OSError if the port is taken, or the host is not an address of this machine.
+    """
+    listening = _listen(host, port)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2)
+    server = _EmbeddedServer(config)
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    try:
+        name = f"[{host}]" if ":" in host else host
+        yield f"http://{name}:{listening.getsockname()[1]}/"
+    finally:
+        server.should_exit = True
+        await serving
+
+
+class _EmbeddedServer(uvicorn.Server):
+    """A uvicorn server without signal handlers: signals belong to the daemon."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    # Done here: uvicorn would end the whole process if the port were taken
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        problem = f"the page cannot be served on {host}, port {port} ({error.strerror})"
+        raise OSError(f"{problem}: set page.port to a free port, or to 0 for no page") from error

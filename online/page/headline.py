@@ -1,0 +1,162 @@
+"""The headline of the page: the answer in one sentence, with the numbers for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from redraft.online.fleet.server import ALARM_TAU
+from redraft.online.journal import AcceptanceEntry, StateEntry, SwapEntry
+from redraft.online.page.history import History
+
+RECENT_S = 300.0
+"""Period over which the headline's numbers are taken, in seconds."""
+
+SILENT_S = 60.0
+"""Age in seconds above which a number is no longer "now", and a gap in a curve is left open."""
+
+NOTABLE_TAU = 0.05
+"""Smallest change of tau shown as good or bad: traffic alone changes it by as much."""
+
+
+class Headline(msgspec.Struct, frozen=True, kw_only=True):
+    """One sentence in four parts, the line below it, and the tone of the change."""
+
+    before: str
+    number: str = ""
+    after: str = ""
+    change: str = ""
+    below: str = ""
+    tone: Literal["good", "plain", "bad"] = "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedDraft:
+    """The version on most servers, and the engines' counts for it."""
+
+    version: str
+    entries: list[AcceptanceEntry]
+    """Entries of this version in the last RECENT_S with traffic."""
+    before: list[AcceptanceEntry]
+    """Entries of the previous version in the RECENT_S before the first swap to this one; empty if unknown."""
+    servers: dict[str | None, str]
+    """The last known version of every server."""
+    last_s: float
+
+
+def compose_headline(draft: ServedDraft | None, state: StateEntry | None, now_s: float) -> Headline:
+    """Compose the page's answer: tokens per target step, the change since the last version, the learner's phase."""
+    if draft is None:
+        below = "The curves start once a server has answered requests with a draft."
+        return Headline(before="Nothing has been measured yet.", below=f"{_describe_learner(state)} {below}")
+    tau, before = _compute_tau(draft.entries), draft.before
+    name, below = shorten_version(draft.version), f"{_describe_learner(state)} {_describe_traffic(draft, now_s)}"
+    number = f"{tau:.2f} tokens"
+    if tau < ALARM_TAU:
+        remedy = "If the learner does not roll it back, run redraft rollback."
+        return Headline(
+            before=f"Draft {name} is hardly accepted:",
+            number=number,
+            after="per target step.",
+            below=f"{below} {remedy}",
+            tone="bad",
+        )
+    if not before:
+        return Headline(before=f"Draft {name} emits", number=number, after="per target step.", below=below)
+    gain = tau - _compute_tau(before)
+    return Headline(
+        before=f"Draft {name} emits",
+        number=number,
+        after="per target step,",
+        change=f"{_format_signed(gain)} since {shorten_version(before[0].draft_version)}.",
+        below=below,
+        tone="good" if gain >= NOTABLE_TAU else "bad" if gain <= -NOTABLE_TAU else "plain",
+    )
+
+
+def find_served_draft(history: History) -> ServedDraft | None:
+    """Find the version most servers had when last heard of. In a tie, the most recently seen one wins."""
+    recent = _select_engine_entries(history, ending_s=None)
+    if not recent:
+        return None
+    servers = {entry.server: entry.draft_version for entry in recent}
+    versions = list(servers.values())[::-1]
+    version = max(versions, key=versions.count)
+    return ServedDraft(
+        version=version,
+        entries=[entry for entry in recent if entry.draft_version == version],
+        before=_select_entries_before(history, version),
+        servers=servers,
+        last_s=recent[-1].time_s,
+    )
+
+
+def _select_entries_before(history: History, version: str) -> list[AcceptanceEntry]:
+    """Acceptance of the fleet's previous version, over the RECENT_S before the first swap to this one.
+
+    Rollbacks are skipped: the version had been served before, and it replaced a canary.
+    """
+    first: SwapEntry | None = None
+    for swap in reversed([swap for swap in history.select(SwapEntry) if swap.outcome == "swapped"]):
+        if swap.version == version and swap.from_version != version:
+            first = swap
+        elif first is not None:
+            break
+    if first is None:
+        return []
+    engine = _select_engine_entries(history, ending_s=first.time_s)
+    return [entry for entry in engine if entry.draft_version == first.from_version]
+
+
+def _select_engine_entries(history: History, ending_s: float | None) -> list[AcceptanceEntry]:
+    """Engines' counts in the RECENT_S before `ending_s`, or before the last entry with traffic."""
+    if ending_s is None:
+        last = history.last(AcceptanceEntry, lambda entry: entry.domain is None and entry.drafts > 0)
+        if last is None:
+            return []
+        ending_s = last.time_s
+    entries = history.select(AcceptanceEntry, ending_s - RECENT_S)
+    return [entry for entry in entries if entry.domain is None and entry.drafts and entry.time_s <= ending_s]
+
+
+def _compute_tau(entries: Sequence[AcceptanceEntry]) -> float:
+    """1 + accepted / drafts over all entries."""
+    return 1 + sum(entry.accepted for entry in entries) / sum(entry.drafts for entry in entries)
+
+
+def shorten_version(version: str) -> str:
+    """v000012 as v12; other names are returned unchanged."""
+    digits = version.removeprefix("v")
+    return f"v{int(digits)}" if version.startswith("v") and digits.isdecimal() else version
+
+
+def _describe_traffic(draft: ServedDraft, now_s: float) -> str:
+    on_it, servers = list(draft.servers.values()).count(draft.version), len(draft.servers)
+    fleet = {1: "Its server runs it", 2: "Both servers run it"}.get(servers, f"All {servers} servers run it")
+    if on_it < servers:
+        fleet = f"{on_it} of {servers} servers run it"
+    silent_s = now_s - draft.last_s
+    ago = f"; no traffic for {format_duration(silent_s)}" if silent_s > SILENT_S else ""
+    return f"{fleet}; measured over {sum(entry.drafts for entry in draft.entries):,.0f} target steps{ago}."
+
+
+def _describe_learner(state: StateEntry | None) -> str:
+    if state is None:
+        return "The learner has not started."
+    candidate = f" {shorten_version(state.candidate)}" if state.candidate else ""
+    return f"Learner: {state.phase}{candidate}."
+
+
+def format_duration(seconds: float) -> str:
+    """The duration in the largest fitting unit: 42 s, 7 min, 3 h, 2 days."""
+    for unit_s, name in ((172800, "days"), (5400, "h"), (90, "min")):
+        if seconds >= unit_s:
+            return f"{seconds / {'days': 86400, 'h': 3600, 'min': 60}[name]:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+def _format_signed(value: float) -> str:
+    return f"{value:+.2f}".replace("-", "−")

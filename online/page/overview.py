@@ -1,0 +1,238 @@
+"""The data of the page, computed from the journal's entries. Pure: entries and the time in, numbers and words out.
+
+A point of a curve sums the counts of a bucket of time, so a curve is never a mean of means.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from redraft.online.journal import (
+    AcceptanceEntry,
+    BufferEntry,
+    FaultEntry,
+    GateEntry,
+    StateEntry,
+    SwapEntry,
+    TrainingEntry,
+)
+from redraft.online.page.headline import RECENT_S, SILENT_S, Headline, ServedDraft, compose_headline, find_served_draft
+from redraft.online.page.history import E, History
+
+MAX_POINTS = 180
+"""Maximum number of points of a server's curve."""
+
+MAX_DOMAIN_POINTS = 90
+"""Maximum number of points of a domain's curve. Captured requests are few: wider buckets keep the noise equal."""
+
+MAX_CURVES = 8
+"""Maximum number of curves in one chart; the rest are summed into one."""
+
+BUCKETS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
+
+
+class Point(msgspec.Struct, frozen=True, array_like=True):
+    time_s: float
+    tau: float
+    drafts: float
+    version: str
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    tau: float
+    """tau over the last RECENT_S of the curve, for the newest version."""
+    points: list[Point]
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """The first successful swap of a rollout, or of a rollback."""
+
+    time_s: float
+    version: str
+    is_rollback: bool
+
+
+class Positions(msgspec.Struct, frozen=True, kw_only=True):
+    version: str
+    shares: list[float]
+    """Share of the drafts accepted up to each position."""
+
+
+class Overview(msgspec.Struct, frozen=True, kw_only=True):
+    now_s: float
+    begin_s: float
+    """Start of the curves."""
+    width_s: float
+    """Width of a bucket."""
+    gap_s: float
+    """Points further apart than this are not joined."""
+    headline: Headline
+    state: StateEntry | None
+    servers: list[Curve]
+    domains: list[Curve]
+    marks: list[Mark]
+    positions: list[Positions]
+    """Acceptance by position of the served version, then of the previous one."""
+    buffer: list[BufferEntry]
+    drops: list[tuple[float, dict[str, int]]]
+    """Records dropped since the previous point, by reason."""
+    training: list[TrainingEntry]
+    gates: list[GateEntry]
+    swaps: list[SwapEntry]
+    faults: list[FaultEntry]
+
+
+def build_overview(history: History, now_s: float, range_s: float = 0) -> Overview:
+    """Everything from the last `range_s` seconds (0: everything kept), and the newest verdicts, swaps and faults."""
+    first_s = history.begin_s()
+    begin_s = max(now_s - range_s if range_s else 0.0, now_s if first_s is None else first_s)
+    width_s = _choose_bucket_width_s(now_s - begin_s, MAX_POINTS)
+    domain_width_s = _choose_bucket_width_s(now_s - begin_s, MAX_DOMAIN_POINTS)
+    counted = history.select(AcceptanceEntry, begin_s)
+    engine = [entry for entry in counted if entry.domain is None]
+    captured = [entry for entry in counted if entry.domain is not None]
+    swaps = history.select(SwapEntry)
+    buffer = history.select(BufferEntry, begin_s)
+    draft, state = find_served_draft(history), history.last(StateEntry)
+    return Overview(
+        now_s=now_s,
+        begin_s=begin_s,
+        width_s=width_s,
+        gap_s=max(SILENT_S, 4.0 * domain_width_s),
+        headline=compose_headline(draft, state, now_s),
+        state=state,
+        servers=build_curves(engine, lambda entry: entry.server or "all servers", width_s, rank_worst_first),
+        domains=build_curves(captured, lambda entry: entry.domain or "no domain", domain_width_s, rank_busiest_first),
+        marks=[mark for mark in find_marks(swaps) if mark.time_s >= begin_s],
+        positions=_build_positions(draft),
+        buffer=_thin(buffer, width_s),
+        drops=_sum_drops(buffer, width_s),
+        training=_thin(history.select(TrainingEntry, begin_s), width_s),
+        gates=history.select(GateEntry)[-12:][::-1],
+        swaps=_drop_repeats(swaps)[-30:][::-1],
+        faults=[fault for fault in history.select(FaultEntry) if fault.time_s > now_s - 86400][-12:][::-1],
+    )
+
+
+def build_curves(
+    entries: Sequence[AcceptanceEntry],
+    name: Callable[[AcceptanceEntry], str],
+    width_s: float,
+    rank: Callable[[float, float], float],
+) -> list[Curve]:
+    """tau over time, one curve per name. If there are too many names, the highest `rank(drafts, accepted)` are drawn
+    and the others summed."""
+    totals: dict[str, list[float]] = {}
+    for entry in entries:
+        total = totals.setdefault(name(entry), [0.0, 0.0])
+        total[0] += entry.drafts
+        total[1] += entry.accepted
+    drawn = sorted((key for key in totals if totals[key][0]), key=lambda key: rank(*totals[key]), reverse=True)
+    shown = set(drawn if len(drawn) <= MAX_CURVES else drawn[: MAX_CURVES - 1])
+    rest = f"{len(drawn) - len(shown)} others"
+    sums: dict[str, dict[tuple[int, str], list[float]]] = {key: {} for key in sorted(shown)}
+    for entry in entries:
+        buckets = sums.setdefault(name(entry) if name(entry) in shown else rest, {})
+        bucket = buckets.setdefault((int(entry.time_s // width_s), entry.draft_version), [0.0, 0.0, 0.0])
+        bucket[0] = max(bucket[0], entry.time_s)
+        bucket[1] += entry.drafts
+        bucket[2] += entry.accepted
+    points = {key: _build_points(buckets) for key, buckets in sums.items()}
+    return [Curve(name=key, tau=_compute_recent_tau(found), points=found) for key, found in points.items() if found]
+
+
+def rank_worst_first(drafts: float, accepted: float) -> float:
+    """Rank for servers: the lowest acceptance needs a look first."""
+    return -accepted / drafts
+
+
+def rank_busiest_first(drafts: float, accepted: float) -> float:
+    return drafts
+
+
+def find_marks(swaps: Sequence[SwapEntry]) -> list[Mark]:
+    """One mark per rollout and rollback: the first swap after the fleet was asked for another version."""
+    found: list[Mark] = []
+    for swap in swaps:
+        if swap.outcome not in ("swapped", "rolled_back"):
+            continue
+        is_rollback = swap.outcome == "rolled_back"
+        if not found or (found[-1].version, found[-1].is_rollback) != (swap.version, is_rollback):
+            found.append(Mark(time_s=swap.time_s, version=swap.version, is_rollback=is_rollback))
+    return found
+
+
+def _drop_repeats(swaps: Sequence[SwapEntry]) -> list[SwapEntry]:
+    """Keep only the last of consecutive failed attempts: an unreachable server is retried every few seconds."""
+    kept: dict[tuple[str, str, str, int], SwapEntry] = {}
+    successes = Counter[str]()
+    for swap in swaps:
+        successes[swap.server] += swap.outcome in ("swapped", "rolled_back")
+        key = (swap.server, swap.version, swap.outcome, successes[swap.server])
+        kept.pop(key, None)
+        kept[key] = swap
+    return list(kept.values())
+
+
+def _build_points(buckets: dict[tuple[int, str], list[float]]) -> list[Point]:
+    points = []
+    for (_, version), (time_s, drafts, accepted) in buckets.items():
+        if drafts:
+            points.append(Point(time_s, 1 + accepted / drafts, drafts, version))
+    points.sort(key=lambda point: point.time_s)
+    if len(points) > 1 and points[-2].version == points[-1].version and points[-1].drafts < points[-2].drafts / 2:
+        # A new bucket is mostly noise: merge it into the one before.
+        points[-2:] = [Point(points[-1].time_s, *_merge_points(points[-2:]), points[-1].version)]
+    return points
+
+
+def _compute_recent_tau(points: Sequence[Point]) -> float:
+    last = points[-1]
+    return _merge_points([p for p in points if p.version == last.version and p.time_s > last.time_s - RECENT_S])[0]
+
+
+def _merge_points(points: Sequence[Point]) -> tuple[float, float]:
+    """tau and drafts of several points together."""
+    drafts = sum(point.drafts for point in points)
+    return sum(point.tau * point.drafts for point in points) / drafts, drafts
+
+
+def _build_positions(draft: ServedDraft | None) -> list[Positions]:
+    if draft is None:
+        return []
+    shown = []
+    for version_entries in (draft.entries, draft.before):
+        entries = [entry for entry in version_entries if entry.accepted_at]
+        if entries:
+            drafts = sum(entry.drafts for entry in entries)
+            accepted = [sum(at) for at in zip(*(entry.accepted_at for entry in entries), strict=False)]
+            shown.append(Positions(version=entries[0].draft_version, shares=[count / drafts for count in accepted]))
+    return shown
+
+
+def _thin(entries: Sequence[E], width_s: float) -> list[E]:
+    """The last entry of every bucket."""
+    return list({int(entry.time_s // width_s): entry for entry in entries}.values())
+
+
+def _sum_drops(entries: Sequence[BufferEntry], width_s: float) -> list[tuple[float, dict[str, int]]]:
+    found: dict[int, tuple[float, Counter[str]]] = {}
+    for earlier, entry in pairwise(entries):
+        more = Counter[str]()
+        for reason, count in entry.dropped.items():
+            before = earlier.dropped.get(reason, 0)
+            # A counter below its last value restarted from 0 with the process.
+            more[reason] = count - before if count >= before else count
+        bucket = int(entry.time_s // width_s)
+        _, counts = found.get(bucket, (0.0, Counter[str]()))
+        found[bucket] = (entry.time_s, counts + more)
+    return [(time_s, dict(counts)) for time_s, counts in found.values() if counts]
+
+
+def _choose_bucket_width_s(range_s: float, max_points: int) -> float:
+    return next((width for width in BUCKETS_S if range_s / width <= max_points), BUCKETS_S[-1])

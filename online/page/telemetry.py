@@ -1,0 +1,269 @@
+"""Telemetry of the learner: Prometheus metrics and Weights & Biases, both fed by the journal's writes.
+
+    metrics = Telemetry()
+    journal = Journal(folder, observers=[to_stderr, metrics.observe])
+    build_app(folder, metrics.registry)                # serves them under /metrics
+
+Every label is bounded: servers by the fleet, the rest by tables here or by MAX_VALUES. Tokens per target step are two
+counters and not a gauge, so any window and any sum over servers is right:
+`1 + rate(redraft_accepted_tokens_total[5m]) / rate(redraft_drafts_total[5m])`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import singledispatchmethod
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from redraft.online.fleet.server import CAPTURE_DROP_REASONS
+from redraft.online.journal import (
+    AcceptanceEntry,
+    BufferEntry,
+    Entry,
+    FaultEntry,
+    GateEntry,
+    Observer,
+    Phase,
+    ServerEntry,
+    StateEntry,
+    SwapEntry,
+    SwapOutcome,
+    TrainingEntry,
+    Verdict,
+)
+
+MAX_VALUES = 64
+"""Maximum number of values of one label: clients choose domain names. Later values are counted as `other`."""
+
+DROP_REASONS = (
+    *(
+        "bad_identifier",
+        "bad_probabilities",
+        "bad_sampling",
+        "corrupt",
+        "corrupt_on_disk",
+        "damaged_files",
+        "deleted",
+        "duplicate",
+        "evicted",
+        "expired",
+        "foreign",
+        "forgotten",
+        "later_layout",
+        "no_rows",
+        "not_finite",
+        "other_domain",
+        "outside_vocabulary",
+        "oversized",
+        "spool_unreadable",
+        "stateless",
+    ),
+    *CAPTURE_DROP_REASONS.values(),
+)
+"""Reasons of the buffer, then of the servers."""
+
+SWAP_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
+
+
+class Telemetry:
+    """Metrics of one learner, in a separate registry."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._totals: dict[str, float] = {}
+        self._values: dict[str, set[str]] = {}
+        self._versions: dict[str, str] = {}
+        self._drafts = self._counter("drafts", "Target steps that verified draft tokens", "server")
+        self._accepted = self._counter("accepted_tokens", "Draft tokens accepted", "server")
+        self._accepted_at = self._counter(
+            "accepted_tokens_at_position",
+            "Draft tokens accepted, by position in the draft, from 1",
+            "server",
+            "position",
+        )
+        self._domain_drafts = self._counter(
+            "domain_drafts", "Target steps of captured requests that verified draft tokens", "domain"
+        )
+        self._domain_accepted = self._counter(
+            "domain_accepted_tokens", "Draft tokens accepted in captured requests", "domain"
+        )
+        self._version = self._gauge("server_draft_info", "1 for the draft version a server runs", "server", "version")
+        self._records = self._gauge("buffer_records", "Records in the buffer")
+        self._bytes = self._gauge("buffer_bytes", "Size of the buffer, in bytes")
+        self._max_bytes = self._gauge(
+            "buffer_max_bytes", "Size in bytes above which the buffer drops the oldest records"
+        )
+        self._held_out = self._gauge("buffer_held_out_records", "Records held out from training, for the gate")
+        self._oldest_s = self._gauge("buffer_oldest_age_seconds", "Age of the oldest record in the buffer, in seconds")
+        self._lag_s = self._gauge("lag_seconds", "Age of the oldest record not trained on yet, in seconds")
+        self._lag_records = self._gauge("lag_records", "Records not trained on yet")
+        self._dropped = self._counter("dropped_records", "Records dropped, by reason", "reason")
+        self._step = self._gauge("train_step", "Optimizer steps of the draft in training")
+        self._loss = self._gauge("train_loss_nats", "Loss of the last step, in nats per position; NaN if not finite")
+        self._alpha = self._gauge("train_alpha_ratio", "Acceptance sum_v min(p, q) on the records of the last step")
+        self._alpha_greedy = self._gauge(
+            "train_alpha_greedy_ratio", "Greedy acceptance p(argmax q) on the records of the last step"
+        )
+        self._speed = self._gauge("train_tokens_per_second", "Training speed, in tokens per second")
+        self._seen = self._counter("trained_records", "Fresh records trained on")
+        self._skipped = self._counter(
+            "skipped_records", "Fresh records skipped because training is slower than traffic"
+        )
+        self._verdicts = self._counter("gate_verdicts", "Verdicts of the gate, by outcome", "verdict")
+        self._gain = self._gauge(
+            "gate_gain_tokens",
+            "Gain of the last verdict, in tokens per target step, and its confidence bounds",
+            "bound",
+        )
+        self._swaps = self._counter("swaps", "Swaps requested of servers, by outcome", "outcome")
+        self._swap_s = Histogram(
+            "redraft_swap_duration_seconds",
+            "Duration of successful swaps, in seconds",
+            buckets=SWAP_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._phase = self._gauge("phase", "1 for the current phase of the learner, 0 for the others", "phase")
+        self._faults = self._counter("faults", "Faults the learner recovered from, by kind", "what")
+        self._last_s = self._gauge(
+            "last_entry_timestamp_seconds", "Time of the last journal entry, in seconds since the epoch"
+        )
+        # Created at 0: a counter appearing with the first event shows no increase.
+        for verdict in get_args(Verdict):
+            self._verdicts.labels(verdict)
+        for outcome in get_args(SwapOutcome):
+            self._swaps.labels(outcome)
+        for reason in DROP_REASONS:
+            self._dropped.labels(self._bounded("reason", reason))
+
+    def observe(self, entry: Entry) -> None:
+        """Take up one entry of the journal."""
+        self._last_s.set(entry.time_s)
+        self._take(entry)
+
+    @singledispatchmethod
+    def _take(self, entry: Entry) -> None:
+        raise TypeError(f"no metrics are defined for {type(entry).__name__}")
+
+    @_take.register
+    def _(self, entry: AcceptanceEntry) -> None:
+        if entry.domain is not None:
+            domain = self._bounded("domain", entry.domain)
+            self._domain_drafts.labels(domain).inc(entry.drafts)
+            self._domain_accepted.labels(domain).inc(entry.accepted)
+            return
+        server = entry.server or ""
+        self._drafts.labels(server).inc(entry.drafts)
+        self._accepted.labels(server).inc(entry.accepted)
+        for position, accepted in enumerate(entry.accepted_at, 1):
+            self._accepted_at.labels(server, position).inc(accepted)
+        if self._versions.get(server, entry.draft_version) != entry.draft_version:
+            self._version.remove(server, self._versions[server])
+        self._versions[server] = entry.draft_version
+        self._version.labels(server, entry.draft_version).set(1)
+
+    @_take.register
+    def _(self, entry: BufferEntry) -> None:
+        self._records.set(entry.records)
+        self._bytes.set(entry.bytes)
+        self._max_bytes.set(_to_number(entry.max_bytes))
+        self._held_out.set(entry.held_out)
+        self._oldest_s.set(entry.oldest_s or 0)
+        self._lag_s.set(_to_number(entry.lag_s) if entry.lag_records else 0)
+        self._lag_records.set(entry.lag_records)
+        for reason, total in entry.dropped.items():
+            self._advance(self._dropped.labels(self._bounded("reason", reason)), f"dropped {reason}", total)
+
+    @_take.register
+    def _(self, entry: TrainingEntry) -> None:
+        self._step.set(entry.step)
+        self._loss.set(_to_number(entry.loss))
+        self._alpha.set(_to_number(entry.alpha))
+        self._alpha_greedy.set(_to_number(entry.alpha_greedy))
+        self._speed.set(_to_number(entry.tokens_per_s))
+        self._advance(self._seen, "seen", entry.records_seen)
+        self._advance(self._skipped, "skipped", entry.skipped)
+
+    @_take.register
+    def _(self, entry: GateEntry) -> None:
+        self._verdicts.labels(entry.verdict).inc()
+        for bound, value in (("low", entry.low), ("mean", entry.gain), ("high", entry.high)):
+            self._gain.labels(bound).set(_to_number(value))
+
+    @_take.register
+    def _(self, entry: SwapEntry) -> None:
+        self._swaps.labels(entry.outcome).inc()
+        if entry.duration_ms is not None and entry.outcome in ("swapped", "rolled_back"):
+            self._swap_s.observe(entry.duration_ms / 1e3)
+
+    @_take.register
+    def _(self, entry: ServerEntry) -> None:
+        if entry.change == "left":
+            # The address may never come back, and a stale version would look like a stuck rollout.
+            for metric in (self._drafts, self._accepted, self._accepted_at, self._version):
+                metric.remove_by_labels({"server": entry.server})
+            self._versions.pop(entry.server, None)
+
+    @_take.register
+    def _(self, entry: StateEntry) -> None:
+        for phase in get_args(Phase):
+            self._phase.labels(phase).set(phase == entry.phase)
+
+    @_take.register
+    def _(self, entry: FaultEntry) -> None:
+        self._faults.labels(self._bounded("what", entry.what)).inc()
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"redraft_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        gauge = Gauge(f"redraft_{name}", text, labels, registry=self.registry)
+        if not labels:
+            gauge.set(math.nan)  # unknown, which is not 0
+        return gauge
+
+    def _bounded(self, label: str, value: str) -> str:
+        values = self._values.setdefault(label, set())
+        if len(values) < MAX_VALUES:
+            values.add(value)
+        return value if value in values else "other"
+
+    def _advance(self, counter: Counter, key: str, total: float) -> None:
+        """Raise a counter to the journal's total. A lower total has restarted from 0."""
+        before = self._totals.get(key, 0)
+        counter.inc(total - before if total >= before else total)
+        self._totals[key] = total
+
+
+def to_wandb(project: str, folder: Path) -> Observer:
+    """Create an observer sending every number to Weights & Biases, by kind, server and domain. If nobody is logged in,
+    runs are kept below `folder`.
+
+    Raises: ModuleNotFoundError if wandb is not installed.
+    """
+    import wandb  # slow to import, and an extra
+
+    from redraft.distill.train.loop import write_offline_unless_logged_in  # imports torch
+
+    write_offline_unless_logged_in()
+    folder.mkdir(parents=True, exist_ok=True)
+    run = wandb.init(project=project, dir=folder, settings=wandb.Settings(console="off"))
+
+    def observe(entry: Entry) -> None:
+        run.log(_flatten_numbers(entry))
+
+    return observe
+
+
+def _flatten_numbers(entry: Entry) -> dict[str, float]:
+    """Numbers of an entry by name, e.g. `acceptance/http://a:1/tau`."""
+    fields = msgspec.to_builtins(entry)
+    path = [str(fields[name]) for name in ("kind", "server", "domain") if fields.get(name)]
+    return {"/".join([*path, name]): value for name, value in fields.items() if isinstance(value, int | float)}
+
+
+def _to_number(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,176 @@
+"""Checks of a decoded record. A CRC and types prove that nothing was damaged on the way, not that the sender was right.
+
+Every later use relies on them: arrays of agreeing lengths, rows within the text, finite numbers, parameters that an
+engine can have served, and names that the journal, the database and the metrics take as they are.
+
+R = rows of a record
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from redraft.online.records.origin import MAX_LABEL_CHARS
+
+if TYPE_CHECKING:
+    from redraft.online.records.record import Record, Sampling
+
+MAX_NAME_CHARS = 200
+"""Longest version, server or fingerprint. The journal refuses longer identifiers."""
+
+MAX_REQUEST_ID_CHARS = 1024
+"""Longest request id. Clients choose a part of it, with X-Request-Id."""
+
+MAX_TOP_K = 1 << 20
+MAX_STATE_SIZE = 1 << 20
+"""Largest number of kept ids, of states per token, and of numbers per state. Far above any model: they only keep
+products of hostile numbers small."""
+
+_NUL, _CONTROL, _SPACE = re.compile(r"\0"), re.compile(r"[\0-\x1f]"), re.compile(r"[\0\s]")
+IDENTIFIERS = (
+    ("server_id", MAX_NAME_CHARS, _CONTROL),
+    ("target_fingerprint", MAX_NAME_CHARS, _CONTROL),
+    # The journal takes no kind of space in an identifier. An empty version is written as `none`.
+    ("draft_version", MAX_NAME_CHARS, _SPACE),
+    ("request_id", MAX_REQUEST_ID_CHARS, _CONTROL),
+    # Labels are escaped wherever they go, and may be of any script. SQLite's shell ends a text at a NUL.
+    ("domain", MAX_LABEL_CHARS, _NUL),
+    ("tenant", MAX_LABEL_CHARS, _NUL),
+)
+"""Name, greatest length and forbidden characters. Regular expressions, because every record is checked."""
+
+EXPONENT = 0x7F80
+"""Exponent bits of a bfloat16. All of them set means NaN or an infinity."""
+
+
+class Fault(NamedTuple):
+    reason: str
+    """The reason that the record is counted under: a label of the metrics."""
+    sentence: str
+
+
+def find_fault(record: Record) -> Fault | None:
+    """The first reason why the record cannot be used; None if it can."""
+    for reason, find in (
+        ("corrupt", _find_disagreement),
+        ("bad_identifier", _find_bad_identifier),
+        ("bad_sampling", lambda record: find_bad_sampling(record.sampling)),
+        ("bad_probabilities", _find_bad_probability),
+        ("not_finite", _find_bad_state),
+    ):
+        if sentence := find(record):
+            return Fault(reason, sentence)
+    return None
+
+
+def find_bad_sampling(sampling: Sampling) -> str:
+    """The parameter that vLLM would have refused, with its range; empty if it takes all of them."""
+    # The ranges of vLLM's SamplingParams. A comparison with NaN is false, so NaN is in no range.
+    within = {
+        "temperature": 0 <= sampling.temperature <= 2,
+        "top_p": 0 < sampling.top_p <= 1,
+        "top_k": sampling.top_k >= -1,
+        "min_p": 0 <= sampling.min_p <= 1,
+        "presence_penalty": -2 <= sampling.presence_penalty <= 2,
+        "frequency_penalty": -2 <= sampling.frequency_penalty <= 2,
+        "repetition_penalty": 0 < sampling.repetition_penalty < math.inf,
+    }
+    for name, is_within in within.items():
+        if not is_within:
+            return f"no engine serves a request with {name} {getattr(sampling, name)}"
+    return ""
+
+
+def _find_disagreement(record: Record) -> str:
+    # In this order: each one relies on those before it.
+    checks = (_find_wrong_length, _find_wrong_text, _find_wrong_states, _find_wrong_row)
+    return next((sentence for check in checks if (sentence := check(record))), "")
+
+
+def _find_wrong_length(record: Record) -> str:
+    """The field whose length does not fit the number of rows."""
+    if not 1 <= record.top_k <= MAX_TOP_K:
+        return f"inconsistent record: top_k is {record.top_k}"
+    rows = len(record.row_positions) // 4
+    wanted = {
+        "row_positions": 4 * rows,
+        "row_branches": 4 * rows,
+        "row_drafts": 4 * rows,
+        "row_draft_probs": 4 * rows,
+        "row_accepted": rows,
+        "row_topk_ids": 4 * rows * record.top_k,
+        "row_topk_log_probs": 4 * rows * record.top_k,
+        "row_log_sum_exp": 4 * rows,
+    }
+    for name, size in wanted.items():
+        if len(getattr(record, name)) != size:
+            return f"inconsistent record: {name} has {len(getattr(record, name))} bytes, not {size}"
+    return ""
+
+
+def _find_wrong_text(record: Record) -> str:
+    if len(record.context) % 4 or len(record.output) % 4:
+        return "inconsistent record: a text that is not whole int32"
+    tokens = len(record.context) // 4
+    if not 0 <= record.num_prompt_tokens <= tokens:
+        return f"inconsistent record: a prompt of {record.num_prompt_tokens} tokens in a context of {tokens}"
+    if not 0 <= record.sequence < 1 << 31:
+        return f"inconsistent record: segment number {record.sequence}"
+    if not math.isfinite(record.time_s):
+        return "inconsistent record: time_s is not finite"
+    return ""
+
+
+def _find_wrong_states(record: Record) -> str:
+    tokens = (len(record.context) + len(record.output)) // 4
+    num_states, size = record.hidden_shape
+    if not (0 <= num_states <= MAX_STATE_SIZE and 0 <= size <= MAX_STATE_SIZE and 0 <= record.hidden_begin <= tokens):
+        return "inconsistent record: hidden states of an impossible shape"
+    num_hidden, rest = divmod(len(record.hidden), max(1, 2 * num_states * size))
+    if record.hidden and (min(num_states, size) < 1 or rest or record.hidden_begin > tokens - num_hidden):
+        return "inconsistent record: the hidden states do not fit the tokens"
+    return ""
+
+
+def _find_wrong_row(record: Record) -> str:
+    """A row outside the text, or one whose branch does not hang on draft tokens before it."""
+    tokens, rows = (len(record.context) + len(record.output)) // 4, len(record.positions)
+    hanging_R = record.branches
+    follows_R = np.concatenate([[0], hanging_R[:-1] + 1])[:rows]
+    is_next_R = (np.diff(record.positions) == 1) & (record.draft_ids[:-1] != -1)
+    follows_draft_R = np.concatenate([[False], is_next_R])[:rows]
+    if ((hanging_R != 0) & ((hanging_R != follows_R) | ~follows_draft_R)).any():
+        return "inconsistent record: a row follows draft tokens that are not before it"
+    known_R = record.positions - hanging_R
+    if ((known_R < 1) | (known_R > tokens)).any():
+        return f"inconsistent record: a row outside its text of {tokens} tokens"
+    return ""
+
+
+def _find_bad_identifier(record: Record) -> str:
+    """The name that is too long, or that holds characters which would break a line, a label or a query."""
+    for name, max_chars, forbidden in IDENTIFIERS:
+        value = getattr(record, name)
+        if len(value) > max_chars:
+            return f"{name} has {len(value)} characters: at most {max_chars} are taken"
+        if forbidden.search(value):
+            return f"{name} holds a space or a control character"
+    return ""
+
+
+def _find_bad_probability(record: Record) -> str:
+    if not np.isfinite(record.topk_log_probs).all():
+        return "log-probabilities that are not finite"
+    # NaN means unknown in these two; an infinity means nothing.
+    if np.isinf(record.draft_probs).any() or np.isinf(record.log_sum_exp).any():
+        return "draft probabilities or log-sum-exp that are infinite"
+    return ""
+
+
+def _find_bad_state(record: Record) -> str:
+    is_finite = not (record.hidden_words & EXPONENT == EXPONENT).any()
+    return "" if is_finite else "hidden states that are not finite"

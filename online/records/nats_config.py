@@ -1,0 +1,103 @@
+"""Settings and names of the ingest log on NATS JetStream.
+
+    stream   redraft-<fleet>             one per fleet; servers publish to it, the learner consumes it
+    subject  redraft.<fleet>.<domain>    separates access rights, and learners, by domain
+
+Does not import nats-py, which is optional: every command and every process of a vLLM server reads this module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+NO_DOMAIN = "all"
+"""Last token of the subject for a record without a domain."""
+
+_UNFIT = re.compile(r"[^A-Za-z0-9_-]")
+"""Clients choose domain names, but dots, stars and blanks have a meaning in a subject."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nats:
+    fleet: str = "default"
+    """Name of the fleet: the servers of one learner. Fleets on the same NATS have separate streams."""
+    credentials: Path | None = None
+    """Credentials for NATS: a .creds file, or a file with an NKey seed. A user and password can be in the address
+    instead."""
+    ca: Path | None = None
+    """PEM file with the CA certificates for the server. Needed only if no public authority signed the server's
+    certificate."""
+    certificate: Path | None = None
+    """PEM file with our certificate and key, for a server that requires client certificates."""
+
+    def __post_init__(self) -> None:
+        if not self.fleet or _UNFIT.search(self.fleet):
+            raise ValueError(f"nats.fleet is {self.fleet!r}: use letters, digits, - and _")
+        for name in ("credentials", "ca", "certificate"):
+            path = getattr(self, name)
+            if path is not None and not path.is_file():
+                raise FileNotFoundError(f"nats.{name}: there is no file {path}")
+
+    @property
+    def stream(self) -> str:
+        return f"redraft-{self.fleet}"
+
+    @property
+    def subjects(self) -> str:
+        """Wildcard for all subjects of this fleet."""
+        return f"redraft.{self.fleet}.>"
+
+    def subject(self, domain: str) -> str:
+        """Subject for the records of one domain."""
+        return f"redraft.{self.fleet}.{to_subject_token(domain) or NO_DOMAIN}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamLimits:
+    """Bounds on the records no learner has taken yet. Beyond them the log drops the oldest."""
+
+    max_bytes: int = 8 << 30
+    """Size of the log in bytes at which the oldest records are dropped."""
+    max_age_s: float = 86400
+    """Seconds after which a record is dropped from the log, although no learner has taken it."""
+    replicas: int = 1
+    """Copies kept by a NATS cluster, each on another server: 1, 3 or 5."""
+
+    def __post_init__(self) -> None:
+        if self.max_bytes <= 0 or self.max_age_s <= 0 or self.replicas < 1:
+            raise ValueError("stream.max_bytes, stream.max_age_s and stream.replicas must all be above 0")
+
+
+def to_subject_token(domain: str) -> str:
+    """The subject token of a domain, unique to it.
+
+    A name that had to be sanitised, or equals the reserved `all`, gets a hash suffix.
+    """
+    part = _UNFIT.sub("_", domain)
+    is_itself = part == domain and domain != NO_DOMAIN
+    return part if is_itself else f"{part}-{hashlib.sha256(domain.encode()).hexdigest()[:8]}"
+
+
+def parse_addresses(ingest: str) -> list[str]:
+    """Split an address such as nats://one:4222,nats://two:4222 into single servers.
+
+    Raises: ValueError if one of them is not a nats:// or tls:// address.
+    """
+    found = [address.strip() for address in ingest.split(",")]
+    for address in found:
+        parts = urlsplit(address)
+        if parts.scheme not in ("nats", "tls") or not parts.hostname:
+            shown = f"{parts.scheme}://{parts.hostname}" if parts.hostname else address  # without a password
+            raise ValueError(f"ingest names {shown!r}: it must be nats://HOST:4222 or tls://HOST:4222")
+    return found
+
+
+def hide_credentials(ingest: str) -> str:
+    """The address for people and logs, without user and password."""
+    return ",".join(
+        f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" for parts in map(urlsplit, parse_addresses(ingest))
+    )

@@ -1,0 +1,82 @@
+"""The outlet of a server's records: a spool folder or the ingest log."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from redraft.online.records.nats_config import Nats, parse_addresses
+from redraft.online.records.record import Frame
+from redraft.online.records.spool import SpoolWriter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """Settings for recording live traffic. Nothing is recorded unless `spool` or `ingest` is set."""
+
+    spool: Path | None = None
+    """Folder to write records to. The learner must be able to read it. Set spool or ingest, not both."""
+    ingest: str = field(default="", repr=False)
+    """Address of the NATS server to send records to: nats://HOST:4222, or tls://HOST:4222 for TLS. Separate the servers
+    of a cluster by commas. Set spool or ingest, not both."""
+    nats: Nats = field(default_factory=Nats)
+    fraction: float = 1.0
+    """Fraction of all requests to record, from 0 to 1."""
+    tenants: tuple[str, ...] = ()
+    """Record only requests whose X-Redraft-Tenant header is one of these; empty records all tenants. A request with
+    X-Redraft-Opt-Out: 1 is never recorded."""
+    top_k: int = 32
+    """Token probabilities to record at every position."""
+    spool_bytes: int = 1 << 30
+    """Size limit of the spool, in bytes (default 1 GiB). Above it the oldest records are dropped."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fraction <= 1:
+            raise ValueError(f"fraction is {self.fraction}: it must be between 0 and 1")
+        if self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}: it must be at least 1")
+        if self.ingest and self.spool:
+            raise ValueError("records go to a spool or to an ingest log: set one of them")
+        if self.ingest:
+            parse_addresses(self.ingest)
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.spool or self.ingest)
+
+    def find_skip_reason(self, tenant: str, draw: bytes) -> str:
+        """Why this request is not recorded; empty if it is. Recorded are those whose `draw` hashes below `fraction`."""
+        if self.tenants and tenant not in self.tenants:
+            return "tenant"
+        return "" if zlib.crc32(draw) < self.fraction * 2**32 else "fraction"
+
+
+class Outlet(Protocol):
+    def write(self, frames: Sequence[Frame]) -> None:
+        """Write the frames, or queue them.
+
+        Raises: OSError if they are lost.
+        """
+
+    def status(self) -> dict[str, Any]:
+        """Counters and the last error. Contains no text of any request."""
+
+    def close(self) -> None:
+        """Send everything still waiting."""
+
+
+def open_outlet(config: Recording, server_id: str) -> Outlet:
+    """Open the configured outlet.
+
+    Raises: ValueError if they name neither a spool nor a log.
+    """
+    if config.ingest:
+        from redraft.online.records.publisher import Publisher  # nats-py is an extra
+
+        return Publisher(config.ingest, config.nats)
+    if config.spool is None:
+        raise ValueError("records go to a spool or to an ingest log: set one of them")
+    return SpoolWriter(config.spool, server_id, config.spool_bytes)

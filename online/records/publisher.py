@@ -1,0 +1,182 @@
+"""The publisher of a server's records: they wait in a bounded queue until JetStream acknowledges them.
+
+    capture's thread ─ write ─► queue ─────────────────► this thread (asyncio) ─► JetStream
+                                beyond its size the        ▲                        │ acknowledged: forgotten
+                                oldest are dropped         └─ not acknowledged ─────┘
+                                and counted                   back to the front of the queue
+
+A lost broker, a missing stream and a full disk look the same from here: nothing is acknowledged. (On a
+full disk NATS may stay silent while the health page says ok, so only a publish tells.) Then one record is sent per
+second until one is acknowledged. Each record carries an id, so JetStream recognises a record it had already stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any
+
+from nats.errors import Error as NatsError
+from nats.js import JetStreamContext
+
+from redraft.online.records.nats_config import Nats
+from redraft.online.records.nats_link import BrokerError, connect, wrap_broker_errors
+from redraft.online.records.record import Frame
+
+MAX_WAITING_BYTES = 256 << 20
+"""Bound on unacknowledged records: about a minute of a busy server's traffic."""
+
+WINDOW_BYTES = 8 << 20
+WINDOW_RECORDS = 1024
+"""Largest batch sent before waiting for acknowledgements."""
+
+ACK_TIMEOUT_S = 5.0
+RETRY_S = 1.0
+POLL_S = 0.1
+CLOSE_TIMEOUT_S = 5.0
+
+MESSAGE_ID = "Nats-Msg-Id"
+
+HEADER_BYTES = 256
+"""Upper bound on a message's headers. The broker counts them, and disconnects a client whose message is too large."""
+
+
+class Publisher:
+    """One server's end of the log. `write` never waits; call it from one thread only."""
+
+    def __init__(self, ingest: str, config: Nats, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
+        self.ingest, self.config, self.max_waiting_bytes = ingest, config, max_waiting_bytes
+        self.counts: Counter[str] = Counter()
+        self.last_error = ""
+        self._waiting: deque[Frame] = deque()
+        self._num_bytes = 0  # waiting or on the way
+        self._lock = threading.Lock()
+        self._closing_at_s = math.inf
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="redraft-publish", daemon=True)
+
+    def write(self, frames: Sequence[Frame]) -> None:
+        """Queue these frames. If there is no room, the oldest are dropped and counted."""
+        with self._lock:
+            self._waiting.extend(frames)
+            self._num_bytes += sum(map(len, frames))
+            self._make_room()
+        if not self._thread.ident:
+            # Started by the first writer to inherit its cores: capture's thread has left those of the engine.
+            self._thread.start()
+
+    def status(self) -> dict[str, Any]:
+        with self._lock:
+            waiting_bytes = self._num_bytes
+        return {**self.counts, "waiting_bytes": waiting_bytes, "broker_error": self.last_error}
+
+    def close(self) -> None:
+        """Send what waits, for a few seconds at most; drop and count the rest."""
+        self._closing_at_s = time.monotonic()
+        if self._thread.ident:
+            self._thread.join(CLOSE_TIMEOUT_S + ACK_TIMEOUT_S)
+        self.max_waiting_bytes = 0
+        self._put_back([])
+
+    # ----------------------------------------------------------------------------------------------- its thread
+
+    async def _run(self) -> None:
+        while not self._is_done():
+            try:
+                with wrap_broker_errors(self.ingest):
+                    client = await connect(self.ingest, self.config)
+                    try:
+                        await self._publish(client)
+                    finally:
+                        await client.close()
+            except BrokerError as error:
+                self.last_error = str(error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _publish(self, client: Any) -> None:
+        """Publish until the connection is lost or nothing is left to do."""
+        stream = client.jetstream()
+        window_bytes = 1  # one record, until the broker proves it stores
+        while not (client.is_closed or self._is_done()):
+            frames = self._take(window_bytes)
+            if not frames:
+                await asyncio.sleep(POLL_S)
+                continue
+            refused = await self._send(client, stream, frames)
+            self._put_back(refused)
+            # Frames on the way cannot be dropped. If they filled a small queue, it would have to drop new records.
+            window_bytes = 1 if refused else min(WINDOW_BYTES, self.max_waiting_bytes // 4)
+            if refused:
+                await asyncio.sleep(RETRY_S)
+
+    async def _send(self, client: Any, stream: JetStreamContext, frames: list[Frame]) -> list[Frame]:
+        """Send the frames, and return those not acknowledged; the others are forgotten."""
+        answers: dict[asyncio.Future[Any], Frame] = {}
+        for number, frame in enumerate(frames):
+            subject, headers = self.config.subject(frame.domain), {MESSAGE_ID: frame.record_id}
+            if len(frame) + HEADER_BYTES > client.max_payload:  # nats-py checks the size without the headers
+                self._forget(frame, "dropped_records_too_large")
+                continue
+            try:
+                answers[await stream.publish_async(subject, frame, headers=headers)] = frame
+            except (NatsError, OSError) as error:
+                self.last_error = str(error) or type(error).__name__
+                return [*await self._unanswered(client, answers), *frames[number:]]
+        return await self._unanswered(client, answers)
+
+    async def _unanswered(self, client: Any, answers: dict[asyncio.Future[Any], Frame]) -> list[Frame]:
+        deadline_s = time.monotonic() + ACK_TIMEOUT_S
+        pending = set(answers)
+        while pending and time.monotonic() < deadline_s and not client.is_closed:
+            # In short waits, to notice soon that the connection has closed.
+            _, pending = await asyncio.wait(pending, timeout=POLL_S)
+        refused = []
+        for answer, frame in answers.items():
+            if answer in pending:
+                answer.cancel()
+                self.last_error = "not acknowledged"
+                refused.append(frame)
+            elif error := answer.exception():
+                self.last_error = str(error) or type(error).__name__
+                refused.append(frame)
+            else:
+                self.acknowledged(frame)
+        return refused
+
+    def acknowledged(self, frame: Frame) -> None:
+        """Forget a frame: the broker has it on disk."""
+        self._forget(frame, "published_records")
+        self.last_error = ""
+
+    # ----------------------------------------------------------------------------------------------- the queue
+
+    def _take(self, num_bytes: int) -> list[Frame]:
+        """The oldest frames, up to `num_bytes` and at least one; empty if none waits."""
+        taken: list[Frame] = []
+        with self._lock:
+            while self._waiting and num_bytes > 0 and len(taken) < WINDOW_RECORDS:
+                taken.append(self._waiting.popleft())
+                num_bytes -= len(taken[-1])
+        return taken
+
+    def _put_back(self, frames: list[Frame]) -> None:
+        with self._lock:
+            self._waiting.extendleft(reversed(frames))
+            self._make_room()
+
+    def _make_room(self) -> None:
+        while self._num_bytes > self.max_waiting_bytes and self._waiting:
+            self._num_bytes -= len(self._waiting.popleft())
+            self.counts["dropped_records_broker"] += 1
+
+    def _forget(self, frame: Frame, reason: str) -> None:
+        with self._lock:
+            self._num_bytes -= len(frame)
+        self.counts[reason] += 1
+
+    def _is_done(self) -> bool:
+        now_s = time.monotonic()
+        return now_s > self._closing_at_s + CLOSE_TIMEOUT_S or (now_s >= self._closing_at_s and not self._waiting)

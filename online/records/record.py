@@ -1,0 +1,435 @@
+"""The record of one segment of one request, as one server saw it, and the wire format.
+
+C = context tokens, N = output tokens of the segment, R = rows, K = kept top-k ids, H = tokens with hidden states,
+L = hidden states of one token, D = size of each.
+
+A row is one distribution of the target: the prediction of the token at `positions[r]`, an index into context + output.
+A verification step of k draft tokens gives k + 1 rows: one per draft token, and one for the bonus token (draft -1).
+Rows after a rejection follow discarded draft tokens. They are just as true, but for another text.
+A record is self-contained: a later segment of a long answer carries all the text before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+import zstandard
+from numpy.typing import DTypeLike, NDArray
+
+from redraft.online.records.checks import find_fault
+
+MAGIC = b"RDR1"
+"""First bytes of every frame; the digit is the version of the layout."""
+
+MAX_RECORD_BYTES = 64 << 20
+"""Largest decompressed record; a damaged or hostile frame must not fill the memory."""
+
+FREE_BYTES, MAX_RATIO = 1 << 20, 64
+"""A payload may unpack to FREE_BYTES plus MAX_RATIO times its size. Records are mostly probabilities, which shrink to
+half at best; only a long prompt that repeats itself shrinks more."""
+
+KEPT_BYTES = 1 << 20
+"""At most this much of an unreadable stretch is handed on, for a person to look at."""
+
+MAX_BAD_IN_A_ROW = 16
+"""Unreadable stretches reported one by one before the next good frame. The rest until then goes unreported."""
+
+MAX_WASTE = 4
+"""Bytes read in vain before the rest is given up, as a multiple of all bytes. Bounds the work on frames whose lengths
+overlap: without it, reading is quadratic."""
+
+NO_HIDDEN = np.empty((0, 0, 0), np.uint16)
+
+_HEADER = struct.Struct("<4sII")
+
+_LATER_MAGIC = re.compile(rb"RDR[2-9]")
+_HEADER_START = re.compile(rb"RDR[1-9]...[\x00-\x04]", re.DOTALL)
+"""Magic and length. The last byte of the length is at most 4, because no frame is longer than about 64 MiB."""
+_FRAME_START = re.compile(_HEADER_START.pattern + rb"|RDR[2-9]", re.DOTALL)
+"""A place where a frame may begin. A later layout may have another header."""
+
+
+MIN_TEMPERATURE = 0.01
+"""vLLM's smallest temperature above 0 (`_MAX_TEMP` in its sampling_params.py)."""
+
+
+class CorruptRecordError(ValueError):
+    """A frame is torn, bit-flipped, inconsistent, or holds values that nothing can be done with."""
+
+    def __init__(self, message: str, reason: str = "corrupt") -> None:
+        super().__init__(message)
+        self.reason = reason
+        """The reason that the record is counted under: a label of the metrics."""
+
+
+class LaterLayoutError(CorruptRecordError):
+    """The frame is of a later layout: nothing is wrong with it, but only a later release can read it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "later_layout")
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """The request's sampling parameters. A record's distributions are those *before* all of them."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 and -1 keep all tokens."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def served_temperature(self) -> float:
+        """The temperature that the engine samples at. vLLM raises those between 0 and 0.01 to 0.01."""
+        return max(self.temperature, MIN_TEMPERATURE) if self.temperature else 0.0
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One segment of one request. Fields of type bytes are little-endian arrays: read them through the properties."""
+
+    server_id: str
+    """New at every start of a server."""
+    request_id: str
+    sequence: int
+    """Number of the segment within the request, from 0."""
+    time_s: float
+    """End of the segment, in seconds since the epoch."""
+    domain: str = ""
+    tenant: str = ""
+    target_fingerprint: str
+    draft_version: str = ""
+    """Version that proposed the draft tokens."""
+    sampling: Sampling
+    num_prompt_tokens: int
+    """Length of the prompt, with which the context begins; the same in every segment of a request."""
+    top_k: int
+    context: bytes
+    """int32 [C], all tokens before the segment's output."""
+    output: bytes
+    """int32 [N]."""
+    row_positions: bytes
+    """int32 [R], index into context + output of the token predicted by the row."""
+    row_branches: bytes
+    """int32 [R], number of rejected draft tokens that end the row's context: those of as many rows before it."""
+    row_drafts: bytes
+    """int32 [R], the draft's token, or -1 for none (bonus token, or a server without speculation)."""
+    row_draft_probs: bytes
+    """float32 [R], probability with which it was proposed: 1 for greedy drafting, NaN if there is no draft token."""
+    row_accepted: bytes
+    """uint8 [R], 1 if the draft token was accepted."""
+    row_topk_ids: bytes
+    """int32 [R, K], by descending probability."""
+    row_topk_log_probs: bytes
+    """float32 [R, K], natural logarithms under the full softmax at temperature 1."""
+    row_log_sum_exp: bytes
+    """float32 [R], log-sum-exp of the logits: logit = log-probability + this. NaN if the server does not report it."""
+    hidden_begin: int = 0
+    """Index of the first token with hidden states; from there on there is no gap. Tokens before it were read from the
+    prefix cache, or shipped with an earlier segment."""
+    hidden_shape: tuple[int, int] = (0, 0)
+    """L and D of the states the served draft reads: streams after layers for EAGLE-3, else the last, normed state."""
+    hidden: bytes = b""
+    """bfloat16 [H, L, D]; empty if none were captured."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Total size of the arrays, in bytes: nearly all that the record takes in memory."""
+        return sum(len(value) for value in msgspec.structs.astuple(self) if isinstance(value, bytes))
+
+    @property
+    def record_id(self) -> str:
+        """32 hex digits, a hash of server, request and sequence number: a record delivered twice has the same id."""
+        name = msgspec.msgpack.encode((self.server_id, self.request_id, self.sequence))
+        return hashlib.sha256(name).hexdigest()[:32]
+
+    @property
+    def context_ids(self) -> NDArray[np.int32]:
+        return _array(self.context, np.int32)
+
+    @property
+    def output_ids(self) -> NDArray[np.int32]:
+        return _array(self.output, np.int32)
+
+    @property
+    def positions(self) -> NDArray[np.int32]:
+        return _array(self.row_positions, np.int32)
+
+    @property
+    def branches(self) -> NDArray[np.int32]:
+        return _array(self.row_branches, np.int32)
+
+    @property
+    def draft_ids(self) -> NDArray[np.int32]:
+        return _array(self.row_drafts, np.int32)
+
+    @property
+    def draft_probs(self) -> NDArray[np.float32]:
+        return _array(self.row_draft_probs, np.float32)
+
+    @property
+    def accepted(self) -> NDArray[np.bool_]:
+        return _array(self.row_accepted, np.uint8).astype(bool)
+
+    @property
+    def topk_ids(self) -> NDArray[np.int32]:
+        return _array(self.row_topk_ids, np.int32).reshape(-1, self.top_k)
+
+    @property
+    def topk_log_probs(self) -> NDArray[np.float32]:
+        return _array(self.row_topk_log_probs, np.float32).reshape(-1, self.top_k)
+
+    @property
+    def log_sum_exp(self) -> NDArray[np.float32]:
+        return _array(self.row_log_sum_exp, np.float32)
+
+    @property
+    def hidden_words(self) -> NDArray[np.uint16]:
+        """Bits of the hidden states, [H, L, D]; numpy has no bfloat16."""
+        return _array(self.hidden, np.uint16).reshape(-1, *self.hidden_shape) if self.hidden else NO_HIDDEN
+
+
+def encode_record(record: Record) -> bytes:
+    """One frame: magic, length and CRC-32 of the payload, payload = zstd(msgpack)."""
+    payload = zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(record))
+    return _HEADER.pack(MAGIC, len(payload), zlib.crc32(payload)) + payload
+
+
+class Frame(bytes):
+    """An encoded record, with the two fields needed to route and deduplicate it."""
+
+    record_id: str
+    domain: str
+
+
+def encode_frame(record: Record) -> Frame:
+    frame = Frame(encode_record(record))
+    frame.record_id, frame.domain = record.record_id, record.domain
+    return frame
+
+
+def decode_record(frame: bytes) -> Record:
+    """The record in one frame.
+
+    Raises:
+        LaterLayoutError: if a later release wrote it.
+        CorruptRecordError: if the frame is torn, bit-flipped, or inconsistent; `reason` names the kind.
+    """
+    return _decode_payload(frame[:4], _unframe(frame))
+
+
+def _unframe(frame: bytes) -> bytes:
+    """The payload, whose length and CRC fit the header.
+
+    Raises:
+        LaterLayoutError, CorruptRecordError: as `decode_record` does.
+    """
+    if len(frame) < _HEADER.size or not _HEADER_START.match(frame):
+        raise _name_defect(frame, f"not a record of version {MAGIC.decode()}: it starts with {frame[:4]!r}")
+    _, length, crc = _HEADER.unpack_from(frame)
+    payload = frame[_HEADER.size :]
+    if len(payload) != length:
+        raise _name_defect(frame, f"torn record: {len(payload)} of {length} payload bytes")
+    if zlib.crc32(payload) != crc:
+        raise _name_defect(frame, "bit-flipped record: the CRC does not match")
+    return payload
+
+
+def _name_defect(frame: bytes, sentence: str) -> CorruptRecordError:
+    # A later layout may have another header, so one that does not fit proves no damage.
+    return _later(frame[:4]) if is_later_layout(frame) else CorruptRecordError(sentence)
+
+
+def _later(magic: bytes) -> LaterLayoutError:
+    return LaterLayoutError(f"a record of layout {magic.decode()}: this release reads {MAGIC.decode()}")
+
+
+def is_later_layout(frame: bytes) -> bool:
+    """Whether a later release wrote the frame."""
+    return _LATER_MAGIC.match(frame) is not None
+
+
+def _decode_payload(magic: bytes, payload: bytes) -> Record:
+    """Raises: LaterLayoutError or CorruptRecordError, and nothing else, whatever the bytes are."""
+    if magic != MAGIC:
+        raise _later(magic)
+    try:
+        record = msgspec.msgpack.decode(_decompress(payload), type=Record)
+        fault = find_fault(record)
+    except CorruptRecordError:
+        raise
+    # Anything: hostile bytes also end in a RecursionError, a UnicodeDecodeError or an OverflowError. A record that
+    # raises would stop the learner at every start.
+    except Exception as error:
+        raise CorruptRecordError(f"unreadable record: {type(error).__name__}: {error}") from error
+    if fault is not None:
+        raise CorruptRecordError(fault.sentence, fault.reason)
+    return record
+
+
+class _Decompressors(threading.local):
+    """One decompressor per thread: making one costs a quarter of using it."""
+
+    def __init__(self) -> None:
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_decompressors = _Decompressors()
+
+
+def _decompress(payload: bytes) -> bytes:
+    """Raises: CorruptRecordError if the record is too large; zstandard.ZstdError if it cannot be decompressed."""
+    most = min(MAX_RECORD_BYTES, FREE_BYTES + MAX_RATIO * len(payload))
+    # Checked first: the size written in the frame overrides max_output_size.
+    if zstandard.frame_content_size(payload) > most:
+        raise CorruptRecordError(f"oversized record: {len(payload)} bytes unpack to more than {most}", "oversized")
+    content: bytes = _decompressors.decompressor.decompress(payload, max_output_size=most)
+    return content
+
+
+def read_frames(data: bytes | BinaryIO) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
+    """Split concatenated frames, each with the record or the error. After an error, resume at the next magic.
+
+    Reads a file in pieces: the memory is bounded by one frame and one record. The time is linear in the bytes,
+    whatever they are. Of a stretch that cannot be read, the first KEPT_BYTES are yielded.
+    """
+    source = _Source(io.BytesIO(data) if isinstance(data, bytes) else data)
+    begin = num_bad = num_wasted = 0
+    while begin < source.size and num_wasted <= MAX_WASTE * source.size:
+        frame = source.read_frame(begin)
+        try:
+            payload = _unframe(frame)
+        except CorruptRecordError as error:
+            # The length itself may be damaged: look for the next frame from the start of this one.
+            num_wasted += len(frame)
+            num_bad += 1
+            end = source.find_frame(begin + 1, only_whole=num_bad >= MAX_BAD_IN_A_ROW)
+            if num_bad <= MAX_BAD_IN_A_ROW:
+                yield source.read(begin, min(end, begin + KEPT_BYTES)), error
+        else:
+            # The CRC proves where the next frame begins, even if this one is of no use.
+            end, num_bad = begin + len(frame), 0
+            try:
+                yield frame, _decode_payload(frame[:4], payload)
+            except CorruptRecordError as error:
+                yield frame, error
+        begin = end
+
+
+class _Source:
+    """A file of frames, read in pieces of PIECE_BYTES and at most one frame."""
+
+    PIECE_BYTES = 1 << 20
+    START_BYTES = 8
+    """Bytes that `_FRAME_START` looks at."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.size = file.seek(0, io.SEEK_END)
+        self._piece, self._piece_begin = b"", 0
+        # Lengths above that of the file are passed over by the regular expression: in a file made of them, a look at
+        # each takes seconds.
+        last_byte = b"%02x" % min(4, self.size >> 24)
+        self._whole_start = re.compile(rb"RDR[1-9]...[\x00-\x" + last_byte + b"]", re.DOTALL)
+
+    def read(self, begin: int, end: int) -> bytes:
+        at = begin - self._piece_begin
+        if at >= 0 and end <= self._piece_begin + len(self._piece):
+            return self._piece[at : at + end - begin]
+        self._file.seek(begin)
+        # A server may be truncating the file, so fewer bytes than wanted may come.
+        self._piece, self._piece_begin = self._file.read(max(end - begin, self.PIECE_BYTES)), begin
+        return self._piece[: end - begin]
+
+    def read_frame(self, begin: int) -> bytes:
+        """The frame that begins here, or only its header if there is no whole frame."""
+        header = self.read(begin, min(self.size, begin + _HEADER.size))
+        if len(header) < _HEADER.size or not _HEADER_START.match(header):
+            return header
+        end = begin + _HEADER.size + int(_HEADER.unpack_from(header)[1])
+        return self.read(begin, end) if end <= self.size else header
+
+    def find_frame(self, begin: int, *, only_whole: bool) -> int:
+        """The first place from `begin` on where a frame may begin; the size if there is none.
+
+        With `only_whole`, places whose header promises more bytes than there are do not count.
+        """
+        while begin < self.size:
+            self.read(begin, min(self.size, begin + self.START_BYTES))
+            pattern = self._whole_start if only_whole else _FRAME_START
+            for found in pattern.finditer(self._piece, begin - self._piece_begin):
+                place = self._piece_begin + found.start()
+                length = int.from_bytes(self._piece[found.start() + 4 : found.start() + 8], "little")
+                if not only_whole or place + _HEADER.size + length <= self.size:
+                    return place
+            piece_end = self._piece_begin + len(self._piece)
+            if piece_end >= self.size or not self._piece:
+                return self.size
+            begin = max(begin + 1, piece_end - self.START_BYTES + 1)  # a start may lie across the end of the piece
+        return self.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSequence:
+    """A text and the rows labelled by the target. T = tokens, R = rows, K = top-k."""
+
+    input_ids_T: NDArray[np.int32]
+    rows_R: NDArray[np.int64]
+    """Index into the text: row t predicts token t + 1 after reading tokens 0..t."""
+    topk_ids_RK: NDArray[np.int32]
+    topk_log_probs_RK: NDArray[np.float32]
+    draft_ids_R: NDArray[np.int32]
+    accepted_R: NDArray[np.bool_]
+    is_branch: bool
+    hidden_begin: int = 0
+    hidden_HLD: NDArray[np.uint16] = field(default_factory=lambda: NO_HIDDEN)
+    """bfloat16 states of the tokens from `hidden_begin` on; a branch has none."""
+
+
+def training_sequences(record: Record, *, branches: bool = True) -> list[TrainingSequence]:
+    """The segment's text with all its rows first, then one sequence per rejected branch.
+
+    If a step rejects draft token a of 0..k-1, its rows a+1..k follow rejected tokens. Together they label one more
+    text: all tokens before the rejection, then the draft tokens a..k-1. Its rows are those k - a rows.
+    """
+    text_T = np.concatenate([record.context_ids, record.output_ids])
+    hanging_R = record.branches
+    whole = _sequence(record, text_T, np.flatnonzero(hanging_R == 0), is_branch=False)
+    sequences = [replace(whole, hidden_begin=record.hidden_begin, hidden_HLD=record.hidden_words)]
+    if branches:
+        for begin in np.flatnonzero(hanging_R == 1):
+            end = begin + 1
+            while end < len(hanging_R) and hanging_R[end] == hanging_R[end - 1] + 1:
+                end += 1
+            rejected_at = record.positions[begin] - 1
+            branch_T = np.concatenate([text_T[:rejected_at], record.draft_ids[begin - 1 : end - 1]])
+            sequences.append(_sequence(record, branch_T, np.arange(begin, end), is_branch=True))
+    return sequences
+
+
+def _sequence(record: Record, text_T: NDArray[np.int32], rows: NDArray[Any], *, is_branch: bool) -> TrainingSequence:
+    return TrainingSequence(
+        input_ids_T=text_T,
+        rows_R=record.positions[rows].astype(np.int64) - 1,
+        topk_ids_RK=record.topk_ids[rows],
+        topk_log_probs_RK=record.topk_log_probs[rows],
+        draft_ids_R=record.draft_ids[rows],
+        accepted_R=record.accepted[rows],
+        is_branch=is_branch,
+    )
+
+
+def _array(data: bytes, dtype: DTypeLike) -> NDArray[Any]:
+    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))

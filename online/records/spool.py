@@ -1,0 +1,111 @@
+"""The spool: a folder filled with records by servers and emptied by the learner, without a broker.
+
+    server ─► .<name>.partial ─ rename ─► <time>-<server>-<number>.records ─► learner reads, commits, unlinks
+
+A file appears complete or not at all, and outlives both sides. A learner killed between commit and unlink reads the
+file again, so every record arrives at least once. The folder is bounded: above its budget the oldest files are
+deleted, whoever wrote them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import psutil
+
+SUFFIX, PARTIAL = ".records", ".partial"
+
+ABANDONED_S = 600.0
+"""Age in seconds after which a partial file is deleted: its server was killed, and the file holds users' text."""
+
+
+class SpoolWriter:
+    """Writes one server's frames into the folder and keeps the folder within `budget_bytes`. Not thread-safe."""
+
+    def __init__(self, folder: Path, server_id: str, budget_bytes: int) -> None:
+        self.folder = folder
+        self.server_id = server_id
+        self.budget_bytes = budget_bytes
+        self.num_files = 0
+        self.num_evicted_files = 0
+
+    def write(self, frames: Sequence[bytes]) -> None:
+        """Write `frames` as one new file.
+
+        Raises: OSError if the disk is full or the folder is not writable; no partial file remains.
+        """
+        # Token ids are users' text, so only the owner may read it. To allow others, create the folder beforehand.
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # The time comes first: the files of many servers then sort by age.
+        name = f"{time.time_ns():020d}-{self.server_id}-{self.num_files:08d}"
+        partial = self.folder / f".{name}{PARTIAL}"
+        try:
+            partial.write_bytes(b"".join(frames))
+            partial.rename(self.folder / f"{name}{SUFFIX}")
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        self.num_files += 1
+        self._evict()
+
+    def status(self) -> dict[str, Any]:
+        return {"spool_files": self.num_files, "evicted_files_spool_budget": self.num_evicted_files}
+
+    def close(self) -> None:
+        """Do nothing: a file is complete when `write` returns."""
+
+    def _evict(self) -> None:
+        files = sorted(_files(self.folder))
+        for name, status in files:
+            if name.endswith(PARTIAL) and time.time() - status.st_mtime > ABANDONED_S:
+                (self.folder / name).unlink(missing_ok=True)
+        complete = [(name, status.st_size) for name, status in files if name.endswith(SUFFIX)]
+        excess = sum(size for _, size in complete) - self.budget_bytes
+        for name, size in complete[:-1]:  # keeps the newest: even a budget below one file lets records through
+            if excess <= 0:
+                return
+            (self.folder / name).unlink(missing_ok=True)
+            excess -= size
+            self.num_evicted_files += 1
+
+
+def spool_files(folder: Path) -> list[Path]:
+    """The complete files of the folder, oldest first. To take one: `read_frames` of `open_file`, then unlink."""
+    return sorted(folder.glob(f"*{SUFFIX}"))
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file of the spool for reading.
+
+    Raises:
+        FileNotFoundError: if it was removed meanwhile.
+        OSError: if it cannot be read, or is a link, a folder, a pipe or a device: reading one might never return.
+    """
+    # Without O_NONBLOCK, opening a pipe without a writer waits forever.
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def is_in_memory(path: Path) -> bool:
+    """Whether files below `path` would be kept in memory (tmpfs) and not on a disk. The path need not exist yet."""
+    found = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()).resolve()
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    return mounts[next(parent for parent in (found, *found.parents) if parent in mounts)] in ("tmpfs", "ramfs")
+
+
+def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Name and status of every file. Avoids `Path`s, because the folder may be long and is read after every write."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # renamed or taken in the meantime
+                yield entry.name, entry.stat()

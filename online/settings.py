@@ -1,0 +1,163 @@
+"""Settings in a TOML file: read into frozen dataclasses, and printed as an example with every key explained.
+
+    @dataclass                          [fleet]
+    class FleetConfig:          ◄─►     # Seconds between two looks at every server.
+        poll_s: float = 10              poll_s = 10
+        (a string under the field)
+
+The string under a field documents it. A field's metadata may hold `example`, a value to print in place of the
+default, and `listed: False`, which keeps the field out of the printed example.
+
+This module knows no settings: each dataclass lives with the code it configures.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import json
+import textwrap
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import msgspec
+import tyro
+
+Config = TypeVar("Config")
+
+COMMENT_COLUMNS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingsFile:
+    """The flags of a command whose settings are in a TOML file."""
+
+    config: Path
+    """The TOML file with the settings."""
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Override one setting of the file, as a line of TOML: KEY=VALUE. May be given several times."""
+    print_config: bool = False
+    """Print a complete TOML file, with the default and the meaning of every setting, and exit."""
+
+
+def read_toml(path: Path, config_type: type[Config], overrides: Sequence[str] = ()) -> Config:
+    """The configuration in `path`. An override is one more line of TOML, e.g. `training.lr=1e-3`, and wins.
+
+    Relative paths are relative to the folder of the file.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if a key is unknown, with the closest known one, or a value does not fit.
+    """
+    if not path.is_file():
+        command = config_type.__name__.removesuffix("Config").lower()
+        raise FileNotFoundError(f"there is no {path}: redraft {command} --print-config > {path} begins one")
+    values = _parse(path.read_text(), str(path))
+    for override in overrides:
+        values = _merge(values, _parse(override, f"--set {override}"))
+    _require_known(values, config_type, "")
+
+    # msgspec knows no Path: it asks this hook, which also resolves relative paths.
+    def read_path(kind: type, value: Any) -> Any:
+        if kind is Path and isinstance(value, str):
+            return path.parent.absolute() / Path(value).expanduser()
+        raise ValueError(f"expected a path in quotes, got {value!r}")
+
+    try:
+        return msgspec.convert(values, config_type, dec_hook=read_path)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def render_example(config_type: type) -> str:
+    """A complete TOML file: every key with documentation and default."""
+    return "\n".join(_render_section(config_type, ""))
+
+
+def _render_section(config_type: type, prefix: str) -> Iterator[str]:
+    """The lines of one table. TOML wants the keys of a table before the sub-tables."""
+    documents, types = _read_documents(config_type), get_type_hints(config_type)
+    sections = [f.name for f in fields(config_type) if is_dataclass(types[f.name])]
+    for config_field in fields(config_type):
+        key = config_field.name
+        if key in sections or not config_field.metadata.get("listed", True):
+            continue
+        # Not at hyphens: --capture.spool must stay in one piece.
+        for line in textwrap.wrap(documents.get(key, ""), COMMENT_COLUMNS, break_on_hyphens=False):
+            yield f"# {line}"
+        value = _example_value(config_field)
+        yield f"# {key} =" if value is None else f"{key} = {_render_value(value)}"
+    for key in sections:
+        section_type = types[key]
+        assert isinstance(section_type, type)
+        yield f"\n[{prefix}{key}]"
+        yield from _render_section(section_type, f"{prefix}{key}.")
+
+
+def _example_value(config_field: Field[Any]) -> Any:
+    if "example" in config_field.metadata:
+        return config_field.metadata["example"]
+    if config_field.default_factory is not MISSING:
+        return config_field.default_factory()
+    return config_field.default
+
+
+def _render_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return json.dumps(list(value))
+    return json.dumps(str(value) if isinstance(value, Path) else value)
+
+
+def _read_documents(config_type: type) -> dict[str, str]:
+    """The string under each field, by field name. Python keeps none of them, so they are read from the source."""
+    documents: dict[str, str] = {}
+    for base in reversed(config_type.__mro__):  # a field is documented where it is declared, maybe in a base class
+        if is_dataclass(base):
+            documents |= _read_own_documents(base)
+    return documents
+
+
+def _read_own_documents(config_type: type) -> dict[str, str]:
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(config_type))).body
+    assert isinstance(definition, ast.ClassDef)
+    documents = {}
+    for line, below in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(below, ast.Expr):
+            documents[line.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return documents
+
+
+def _parse(text: str, source: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{source} is not valid TOML ({error}); strings need quotes") from error
+
+
+def _merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """Both tables in one, table by table; a value of `upper` wins."""
+    nested = {
+        key: _merge(lower[key], value)
+        for key, value in upper.items()
+        if isinstance(value, dict) and isinstance(lower.get(key), dict)
+    }
+    return {**lower, **upper, **nested}
+
+
+def _require_known(values: Mapping[str, Any], config_type: type, section: str) -> None:
+    """Raise ValueError unless every key is a field. msgspec would pass over an unknown one in silence."""
+    types = get_type_hints(config_type)
+    known = [config_field.name for config_field in fields(config_type)]
+    for key, value in values.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {section}{close[0]}?" if close else f"known are {', '.join(known)}"
+            raise ValueError(f"there is no setting {section}{key}: {hint}")
+        if isinstance(value, dict) and is_dataclass(types[key]):
+            nested = types[key]
+            assert isinstance(nested, type)
+            _require_known(value, nested, f"{section}{key}.")

@@ -1,0 +1,1 @@
+"""Proxies in front of vLLM: the router and the tap."""

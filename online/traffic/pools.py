@@ -1,0 +1,157 @@
+"""The pools of servers, by domain, and the choice of a server for each request.
+
+    request of code ──► server of code ── no connection ──► server without a domain ── no connection ──► any other
+                        the one with the fewest requests in flight; a server once down is retried when it is healthy
+
+A hung server takes connections and never answers. So if a request has had no byte for a while, its server is asked for
+/health, and gets no more requests until it replies.
+
+Only a failed connection is tried on another server. A request is never sent again after it has reached a server: it may
+have crashed that server, and would crash the others in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from redraft.online.traffic.upstream import ForwardedRequest, OutOfFilesError, RefusedError, Reply, Upstream
+
+logger = logging.getLogger("redraft.pools")
+
+OUT_OF_FILES_TIMEOUT_S = 10.0
+RETRY_S = 0.05
+"""Without a free descriptor a request waits this long for one, and looks this often."""
+
+OTHER = "other"
+"""Metrics label for a domain without a pool: clients can invent names, and labels must stay bounded."""
+
+
+OUT_OF_FILES = "the router has no free file descriptor: raise its limit (LimitNOFILE, ulimit -n)"
+
+
+class NoServerError(Exception):
+    """No server could be reached."""
+
+
+class Pools:
+    """All servers. Those of a domain form its pool; the others take requests of domains without a pool."""
+
+    def __init__(self, find: Callable[[], Iterable[tuple[str, str]]], poll_s: float = 2.0) -> None:
+        """Call `find` for the address and domain of every server, now and then every `poll_s` seconds.
+
+        Raises: any error of `find`. Later errors are logged, and the known servers are kept.
+        """
+        self.find, self.poll_s = find, poll_s
+        self.upstreams: list[Upstream] = []
+        self.requests: Counter[tuple[str, str]] = Counter()
+        """Requests taken, by domain and by the pool they went to."""
+        self.fallbacks: Counter[str] = Counter()
+        """Requests of a domain with a pool that a server outside it took."""
+        self.refused_connections: Counter[str] = Counter()
+        """Failed connections, by server."""
+        self.waits_for_files = 0
+        """Failures to open a connection for want of a file descriptor."""
+        self._turn = 0
+        self._leaving: list[Upstream] = []
+        self._certificates = ssl.create_default_context()  # takes 20 ms, so all servers share it
+        self.update()
+
+    @property
+    def domains(self) -> set[str]:
+        return {upstream.domain for upstream in self.upstreams if upstream.domain}
+
+    def update(self) -> None:
+        """Add new servers. Removed ones get no more requests, and finish those in flight."""
+        wanted = dict.fromkeys((url.rstrip("/"), domain) for url, domain in self.find())
+        known = {(upstream.url, upstream.domain): upstream for upstream in self.upstreams}
+        self._leaving += [upstream for key, upstream in known.items() if key not in wanted]
+        self.upstreams = [known.get(key) or Upstream(*key, self._certificates) for key in wanted]
+
+    async def send(self, forwarded: ForwardedRequest, domain: str) -> Reply:
+        """The answer of the first server to take the request.
+
+        Raises: NoServerError if none takes it; BrokenError if a server took it and then failed; UnsendableError.
+        """
+        untried = list(self.upstreams)
+        while untried:
+            upstream = min(untried, key=lambda upstream: self._preference(upstream, domain))
+            untried.remove(upstream)
+            try:
+                reply = await self._send_to(upstream, forwarded)
+            except RefusedError:
+                upstream.is_down = True
+                self.refused_connections[upstream.url] += 1
+                continue
+            self._count(domain, upstream)
+            return reply
+        raise NoServerError(f"none of {len(self.upstreams)} servers can be reached")
+
+    def _preference(self, upstream: Upstream, domain: str) -> tuple[bool, int, int, int]:
+        """Sort key; the smallest goes first: alive, then best pool, then least busy, then longest unused."""
+        rank = 0 if upstream.domain == domain else 1 if not upstream.domain else 2
+        return upstream.is_down, rank, upstream.requests, upstream.last_turn
+
+    async def _send_to(self, upstream: Upstream, forwarded: ForwardedRequest) -> Reply:
+        self._turn += 1
+        upstream.last_turn = self._turn
+        deadline_s = time.monotonic() + OUT_OF_FILES_TIMEOUT_S
+        while True:
+            try:
+                reply = await upstream.send(forwarded)
+            except OutOfFilesError:
+                # Not the server's fault: it stays up, and the request waits until another one has ended.
+                self.waits_for_files += 1
+                if time.monotonic() > deadline_s:
+                    raise NoServerError(OUT_OF_FILES) from None
+                await asyncio.gather(*(upstream.close_idle() for upstream in self.upstreams))
+                await asyncio.sleep(RETRY_S)
+                continue
+            upstream.is_down = False
+            return reply
+
+    def _count(self, domain: str, upstream: Upstream) -> None:
+        has_pool = domain in self.domains
+        self.requests[domain if has_pool or not domain else OTHER, upstream.domain] += 1
+        if has_pool and upstream.domain != domain:
+            self.fallbacks[domain] += 1
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Check servers while the block runs, and close all connections at the end."""
+        tending = asyncio.create_task(self._maintain_forever())
+        try:
+            yield
+        finally:
+            tending.cancel()
+            await asyncio.gather(*(upstream.aclose() for upstream in [*self.upstreams, *self._leaving]))
+
+    async def _maintain_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self.poll_s)
+            try:
+                self.update()
+            except (ValueError, OSError) as error:
+                logger.warning("the list of servers could not be read, the known ones stay: %s", error)
+            try:
+                await self._maintain()
+            except Exception:  # otherwise the loop would end, and unreachable servers would never come back
+                logger.exception("checking the servers failed; the next check follows")
+
+    async def _maintain(self) -> None:
+        """Check the health of unreachable and silent servers, and close connections no longer needed."""
+        suspects = [upstream for upstream in self.upstreams if upstream.is_down or upstream.is_silent]
+        found = await asyncio.gather(*(upstream.is_healthy() for upstream in suspects))
+        for upstream, is_healthy in zip(suspects, found, strict=True):
+            if not is_healthy and not upstream.is_down:
+                logger.warning("%s does not answer: it gets no more requests until it is healthy", upstream.url)
+            upstream.is_down = not is_healthy
+        done = [upstream for upstream in self._leaving if not upstream.requests]
+        self._leaving = [upstream for upstream in self._leaving if upstream not in done]
+        await asyncio.gather(*(upstream.aclose() for upstream in done))
+        await asyncio.gather(*(upstream.close_idle(only_expired=True) for upstream in self.upstreams))

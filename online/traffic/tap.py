@@ -1,0 +1,195 @@
+"""The tap: records a vLLM that cannot be changed, from a proxy in front of it (`online.traffic.proxy`).
+
+    client ─► proxy ─► vLLM     the tap asks for token ids and log-probabilities in addition to the client's request,
+    client ◄─ proxy ◄─ vLLM     and removes them from the answer
+                └─► outlet      the answer becomes a record
+
+The records have the target's top-k at every output token and nothing about a draft, which vLLM does not report. If the
+tap does not understand an answer, or recording fails, the client gets the answer all the same. Nothing is logged but
+the kind of failure: an error's message may quote the user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import uuid
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from redraft.online.records.origin import Origin
+from redraft.online.records.outlet import Recording, open_outlet
+from redraft.online.records.record import Record, encode_frame
+from redraft.online.traffic.tap_messages import Answer, AnswerError, add_logprobs, is_recordable, strip_added
+from redraft.online.traffic.upstream import ForwardedRequest, Reply
+
+logger = logging.getLogger("redraft.tap")
+
+MAX_WAITING_RECORDS = 1024
+SHIP_INTERVAL_S = 1.0
+
+MAX_INLINE_BYTES = 1 << 20
+"""Largest answer to be parsed on the event loop. A thread, for larger ones, lets other streams move in between."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TapConfig(Recording):
+    """Settings for recording in front of servers without the plugin."""
+
+    top_k: int = 20
+    """Token probabilities to record at every position. vLLM allows at most --max-logprobs, 20 by default."""
+
+
+class Tap:
+    """Decides which answers are recorded, reads them, and ships the records."""
+
+    def __init__(self, config: TapConfig, target_fingerprint: str) -> None:
+        self.config = config
+        self.target_fingerprint = target_fingerprint
+        self.server_id = uuid.uuid4().hex[:16]
+        self.counts: Counter[str] = Counter()
+        self._outlet = open_outlet(config, self.server_id)
+        self._waiting: deque[Record] = deque()
+
+    def status(self) -> dict[str, Any]:
+        return self.counts | self._outlet.status()
+
+    def should_record(self, payload: Any, origin: Origin, *, is_read: bool = True) -> bool:
+        """Whether to record the answer to this request, whose JSON body is `payload`. Counts the decision.
+
+        `is_read` is False if the body is too large to be parsed.
+        """
+        if origin.opt_out:
+            reason = "opt_out"
+        elif not is_read:
+            reason = "too_large"
+        elif not is_recordable(payload):
+            reason = "unreadable" if payload is None else "unfit"
+        else:
+            reason = self.config.find_skip_reason(origin.tenant, uuid.uuid4().bytes)
+        self.counts[f"skipped_requests_{reason}" if reason else "captured_requests"] += 1
+        return not reason
+
+    def ask_for_logprobs(self, forwarded: ForwardedRequest, payload: dict[str, Any], kind: str) -> ForwardedRequest:
+        """Add the tap's fields to the request. The answer must come uncompressed, because the tap reads it."""
+        headers = [header for header in forwarded.headers if header[0] != b"accept-encoding"]
+        body = json.dumps(add_logprobs(payload, kind, self.config.top_k)).encode()
+        return replace(forwarded, headers=[*headers, (b"accept-encoding", b"identity")], body=body)
+
+    async def relay_answer(self, reply: Reply, payload: dict[str, Any], origin: Origin) -> bytes:
+        """The client's part of a whole answer, which is recorded."""
+        answer, message = Answer(), await reply.read()
+        if len(message) > MAX_INLINE_BYTES:
+            cleaned = await asyncio.to_thread(self._clean, message, answer)
+        else:
+            cleaned = self._clean(message, answer)
+        self._keep(answer, payload, origin)
+        return cleaned
+
+    async def relay_stream(self, reply: Reply, payload: dict[str, Any], origin: Origin) -> AsyncGenerator[bytes, None]:
+        """The client's part of a streamed answer. It is recorded at the end, even if the client disconnects first."""
+        answer = Answer()
+        chunks = reply.chunks()
+        try:
+            async for event in self._clean_events(chunks, answer):
+                yield event
+        finally:
+            await chunks.aclose()
+            self._keep(answer, payload, origin)
+
+    async def _clean_events(self, chunks: AsyncIterator[bytes], answer: Answer) -> AsyncIterator[bytes]:
+        """Server-sent events without the tap's fields, each as soon as it is complete."""
+        waiting = b""
+        async for chunk in chunks:
+            # A chunk may end anywhere; the last piece waits for the rest of its event.
+            *events, waiting = (waiting + chunk).split(b"\n\n")
+            for event in events:
+                if event.startswith(b"data: {"):
+                    message = self._clean(event.removeprefix(b"data: "), answer)
+                    if message:
+                        yield b"data: " + message + b"\n\n"
+                else:
+                    yield event + b"\n\n"
+        if waiting:
+            yield waiting
+
+    def _clean(self, message: bytes, answer: Answer) -> bytes:
+        """The message without the tap's fields; empty if the client would not have received it."""
+        try:
+            content = json.loads(message)
+        except (ValueError, RecursionError) as error:
+            answer.failure = answer.failure or error
+            return message
+        if answer.failure is None:
+            try:
+                answer.read(content)
+            except Exception as error:  # recording may fail, serving must not
+                answer.failure = error
+        # Stripped whether or not it could be read: the client did not ask for these fields.
+        return json.dumps(content).encode() if strip_added(content) else b""
+
+    def _keep(self, answer: Answer, payload: dict[str, Any], origin: Origin) -> None:
+        try:
+            record = answer.record(payload, origin, self.server_id, self.target_fingerprint, self.config.top_k)
+        except Exception as error:
+            self._count_failure(error)
+            return
+        if record is None:
+            self.counts["empty_answers"] += 1
+            return
+        self._waiting.append(record)
+        if len(self._waiting) > MAX_WAITING_RECORDS:
+            self._waiting.popleft()
+            self.counts["dropped_records_queue_full"] += 1
+
+    def _count_failure(self, error: Exception) -> None:
+        """Count an unrecorded answer by reason, and log the first of each reason.
+
+        The message of a foreign error is not logged: it may quote the user's words.
+        """
+        reason = error.reason if isinstance(error, AnswerError) else type(error).__name__
+        self.counts["errors"] += 1
+        self.counts[f"errors_{reason}"] += 1
+        if self.counts[f"errors_{reason}"] == 1:
+            explained = str(error) if isinstance(error, AnswerError) else reason
+            logger.warning("an answer was not recorded: %s (further ones are only counted)", explained)
+
+    @contextlib.asynccontextmanager
+    async def shipping(self) -> AsyncIterator[None]:
+        """Ship records while the block runs, and the rest at the end."""
+        shipping = asyncio.create_task(self._ship_periodically())
+        try:
+            yield
+        finally:
+            shipping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await shipping
+            await asyncio.to_thread(self._ship)
+            await asyncio.to_thread(self._outlet.close)
+
+    async def _ship_periodically(self) -> None:
+        while True:
+            await asyncio.sleep(SHIP_INTERVAL_S)
+            await asyncio.to_thread(self._ship)
+
+    def _ship(self) -> None:
+        """Write the waiting records. Any failure is counted: an exception would end all recording."""
+        records = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        frames = []
+        for record in records:
+            try:
+                frames.append(encode_frame(record))
+            except Exception as error:  # a number out of range, a lone surrogate
+                self._count_failure(error)
+        if not frames:
+            return
+        try:
+            self._outlet.write(frames)
+            self.counts["shipped_records"] += len(frames)
+        except Exception as error:
+            self.counts["dropped_records_spool"] += len(frames)
+            self._count_failure(error)

@@ -1,0 +1,213 @@
+"""Messages between a client and vLLM: the tap adds fields to a request and removes them from the answer.
+
+N = output tokens, K = kept top-k ids.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from redraft.online.records.checks import find_bad_sampling
+from redraft.online.records.origin import Origin
+from redraft.online.records.record import Record, Sampling
+
+COMPLETION_PATHS = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+"""Paths that generate text, and the kind of each."""
+
+ADDED_FIELDS = ("logprobs", "token_ids", "prompt_token_ids")
+"""Fields of an answer, or of its choices, present only because the tap asked for them."""
+
+
+MAX_ID_CHARS = 128
+"""The server's id of an answer contains the client's X-Request-Id, which may have any length."""
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises a smaller temperature above 0 to this one."""
+
+
+MAX_TOP_K = 2**31 - 1
+
+
+class AnswerError(Exception):
+    """An answer cannot be recorded. The message holds no text of a user."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        """Name of the counter."""
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """The tokens and probabilities of one answer, as far as it has arrived."""
+
+    request_id: str = ""
+    prompt_ids: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    top: list[dict[int, float]] = field(default_factory=list)
+    """Log-probability by token id, for each output token."""
+    failure: Exception | None = None
+    """The reason why the rest of the answer is not read: with a part missing, it would be recorded wrongly."""
+
+    def read(self, message: dict[str, Any]) -> None:
+        """Take in a whole answer, or one event of a streamed answer."""
+        self.request_id = str(message.get("id") or self.request_id)
+        self.prompt_ids += message.get("prompt_token_ids") or []
+        for choice in message.get("choices") or []:
+            self.prompt_ids += choice.get("prompt_token_ids") or []
+            self.output_ids += choice.get("token_ids") or []
+            self.top += _top_logprobs(choice.get("logprobs") or {})
+
+    def record(
+        self, payload: dict[str, Any], origin: Origin, server_id: str, target_fingerprint: str, top_k: int
+    ) -> Record | None:
+        """The record of the answer, or None if it has no token.
+
+        Raises: AnswerError or any other error if the answer or the request cannot be recorded.
+        """
+        if self.failure is not None:
+            raise self.failure
+        count = min(len(self.output_ids), len(self.top))
+        if not count or not self.prompt_ids:
+            return None
+        ranked = [_likeliest(top, sampled) for top, sampled in zip(self.top, self.output_ids, strict=False)]
+        top_k = min(top_k, *map(len, ranked))
+        pairs_NK2 = np.array([top[:top_k] for top in ranked], np.float64)
+        unknown = np.full(count, np.nan, "<f4").tobytes()
+        return Record(
+            server_id=server_id,
+            # All calls of one trace may share one X-Request-Id, and a record with a known id counts as delivered twice.
+            request_id=f"{self.request_id[:MAX_ID_CHARS]}-{uuid.uuid4().hex}",
+            sequence=0,
+            time_s=time.time(),
+            domain=origin.domain,
+            tenant=origin.tenant,
+            target_fingerprint=target_fingerprint,
+            sampling=read_sampling(payload),
+            num_prompt_tokens=len(self.prompt_ids),
+            top_k=top_k,
+            context=np.array(self.prompt_ids, "<i4").tobytes(),
+            output=np.array(self.output_ids[:count], "<i4").tobytes(),
+            row_positions=(len(self.prompt_ids) + np.arange(count, dtype="<i4")).tobytes(),
+            row_branches=bytes(4 * count),
+            row_drafts=np.full(count, -1, "<i4").tobytes(),
+            row_draft_probs=unknown,
+            row_accepted=bytes(count),
+            row_topk_ids=pairs_NK2[:, :, 0].astype("<i4").tobytes(),
+            row_topk_log_probs=pairs_NK2[:, :, 1].astype("<f4").tobytes(),
+            row_log_sum_exp=unknown,
+        )
+
+
+def _likeliest(top: dict[int, float], sampled: int) -> list[tuple[int, float]]:
+    """The tokens certain to be the likeliest, by descending log-probability.
+
+    vLLM always includes the sampled token. If it comes last, it may not belong to the top-k: drop it.
+    """
+    ranked = sorted(top.items(), key=lambda item: -item[1])
+    return ranked[:-1] if len(ranked) > 1 and ranked[-1][0] == sampled else ranked
+
+
+CONSTRAINED = (
+    "structured_outputs",
+    "response_format",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+"""Fields constraining the output to a grammar; servers from before 2026 call them guided_*."""
+
+
+UNRECORDABLE = (
+    # overlap with the fields that the tap adds
+    *("logprobs", "top_logprobs", "prompt_logprobs", "echo", "return_token_ids", "return_tokens_as_token_ids"),
+    # change how or which tokens are generated
+    *("use_beam_search", "logprob_token_ids", "suffix"),
+    *CONSTRAINED,
+)
+"""Fields of a request whose answer is not recorded."""
+
+
+def is_recordable(payload: Any) -> bool:
+    """Whether a request has one prompt and one answer, and no field clashing with the tap's."""
+    if not isinstance(payload, dict):
+        return False
+    prompt = payload.get("prompt")
+    is_single = not isinstance(prompt, list) or (bool(prompt) and all(isinstance(token, int) for token in prompt))
+    # `logprobs: 0` is not plain: it asks for the sampled token's log-probability.
+    is_plain = all(payload.get(name) is None or payload.get(name) is False for name in UNRECORDABLE)
+    # If a tool's schema may constrain the output, the log-probabilities contain the grammar's mask.
+    is_free = not payload.get("tools") or payload.get("tool_choice") == "none"
+    return is_single and is_plain and is_free and payload.get("n") in (None, 1)
+
+
+def add_logprobs(payload: dict[str, Any], kind: str, top_k: int) -> dict[str, Any]:
+    """The request with the tap's fields added."""
+    added: dict[str, Any] = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    if kind == "chat":
+        added |= {"logprobs": True, "top_logprobs": top_k}
+    else:
+        added |= {"logprobs": top_k}
+    return payload | added
+
+
+def strip_added(message: Any) -> bool:
+    """Remove the tap's fields from an answer or event, of any form. Returns False if nothing is left for the client."""
+    if not isinstance(message, dict):
+        return True
+    choices = message.get("choices")
+    choices = [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+    had_tokens = any(choice.get("token_ids") for choice in choices)
+    for part in (message, *choices):
+        for name in ADDED_FIELDS:
+            if name in part:
+                part[name] = None
+    is_empty_delta = had_tokens and all(
+        "delta" in choice and not choice["delta"] and choice.get("finish_reason") is None for choice in choices
+    )
+    return not is_empty_delta
+
+
+def _top_logprobs(logprobs: dict[str, Any]) -> list[dict[int, float]]:
+    """Log-probability by token id, for each token, from the logprobs of a completion or a chat."""
+    if "content" in logprobs:
+        tokens = [token["top_logprobs"] for token in logprobs["content"] or []]
+        return [{_token_id(entry["token"]): entry["logprob"] for entry in top} for top in tokens]
+    return [{_token_id(token): value for token, value in top.items()} for top in logprobs.get("top_logprobs") or []]
+
+
+def _token_id(name: str) -> int:
+    digits = name.removeprefix("token_id:")
+    if digits == name or not digits.isdecimal():
+        message = "the server does not name tokens by their ids (return_tokens_as_token_ids): it needs a newer vLLM"
+        raise AnswerError("unnamed_tokens", message)
+    return int(digits)
+
+
+def read_sampling(payload: dict[str, Any]) -> Sampling:
+    """Sampling parameters of an answered request, as vLLM takes them. Those it does not set are the server's defaults,
+    unknown here.
+
+    Raises: AnswerError if vLLM would have refused them: the server has read them in some other way.
+    """
+    given = {name: payload[name] for name in Sampling.__struct_fields__ if payload.get(name) is not None}
+    try:
+        top_k = int(given.pop("top_k", 0))
+        numbers = {name: float(value) for name, value in given.items()}
+    except (TypeError, ValueError, OverflowError):
+        raise AnswerError("sampling", "a sampling parameter of the request is not a number") from None
+    sampling = structs.replace(Sampling(top_k=min(top_k, MAX_TOP_K)), **numbers)
+    if find_bad_sampling(sampling):
+        raise AnswerError("sampling", "a sampling parameter of the request is outside the range that vLLM takes")
+    if sampling.temperature == 0:  # greedy: vLLM ignores the filters
+        return structs.replace(sampling, top_p=1.0, top_k=0, min_p=0.0)
+    return structs.replace(
+        sampling, temperature=max(sampling.temperature, MIN_TEMPERATURE), top_k=max(sampling.top_k, 0)
+    )

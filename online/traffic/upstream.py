@@ -1,0 +1,282 @@
+"""One server of the proxy: connections, requests in flight, and the kinds of failures.
+
+refused         no connection, so another server may take the request
+out of files    no connection either, but the limit is ours: the server stays up
+broken          the connection broke after the request had been sent
+unsendable      the client's headers are not valid HTTP
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import math
+import os
+import ssl
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator
+from dataclasses import dataclass
+
+import httpcore
+import httpx
+
+from redraft.online.traffic.sockets import PlainBackend
+
+CONNECT_TIMEOUT_S = 2.0
+"""Time for a connection to be established. The answer itself may take any time."""
+
+KEEP_ALIVE_S = 2.0
+"""Kept below uvicorn's 5 s: a request on a connection closed by the server at this moment would fail."""
+
+MAX_IDLE_CONNECTIONS = 128
+"""Idle connections kept per server. Each holds a descriptor."""
+
+HEALTH_TIMEOUT_S = 5.0
+
+SILENT_S = 5.0
+"""After this time without a byte of an answer, the server is asked for /health. A long answer may well take more."""
+
+OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+Header = tuple[bytes, bytes]
+"""Lowercase name, and value, both as raw bytes: clients may send values other than text."""
+
+
+class RefusedError(Exception):
+    """The server did not take the connection."""
+
+
+class OutOfFilesError(Exception):
+    """This process could not open a connection: it has no free file descriptor, or the system has no memory for one."""
+
+
+class BrokenError(Exception):
+    """The connection broke after the request had been sent. The message holds no text of the request."""
+
+
+class UnsendableError(Exception):
+    """The request has a header forbidden by HTTP."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardedRequest:
+    """A request in the form it is sent to a server."""
+
+    method: str
+    path: bytes
+    """Includes the query."""
+    headers: list[Header]
+    """Without Host, Content-Length and Transfer-Encoding."""
+    body: bytes | AsyncIterable[bytes]
+    length: str | None = None
+    """Content-Length of a body in pieces; None to send it in chunks."""
+
+    def frame(self) -> list[Header]:
+        """The header for the end of the body: a length, or chunks."""
+        if not isinstance(self.body, bytes):
+            return [(b"content-length", self.length.encode())] if self.length else [(b"transfer-encoding", b"chunked")]
+        has_body = self.body or self.method in ("POST", "PUT", "PATCH")
+        return [(b"content-length", b"%d" % len(self.body))] if has_body else []
+
+
+class Reply:
+    """A server's answer, whose head has arrived. The receiver must close it."""
+
+    def __init__(self, upstream: Upstream, request: _InFlight, response: httpcore.Response) -> None:
+        self.upstream, self.status = upstream, response.status
+        self.headers: list[Header] = [(name.lower(), value) for name, value in response.headers]
+        self._request, self._response = request, response
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """The body as it arrives, still encoded. Raises: BrokenError."""
+        body = self._response.stream
+        assert isinstance(body, AsyncIterable)
+        with _named_failures():
+            async for chunk in body:
+                self.upstream.hear(self._request)
+                yield chunk
+
+    async def read(self) -> bytes:
+        """The whole body, still encoded. Raises: BrokenError."""
+        return b"".join([chunk async for chunk in self.chunks()])
+
+    async def aclose(self) -> None:
+        """Give the connection back, or close it if part of the answer is unread. Only the first call counts."""
+        await self.upstream.finish(self._request, self._response)
+
+
+@dataclass(eq=False)
+class _InFlight:
+    connection: httpcore.AsyncHTTPConnection
+    heard_s: float
+    """When the last byte of the answer arrived, or else when the request began."""
+
+
+class Upstream:
+    """One server and the load on it.
+
+    It needs no pool of httpx, which goes through all connections for every idle one whenever a request
+    ends: at 600 streams no stream moves for seconds. Here a request takes the connection used last, in constant time.
+    """
+
+    def __init__(self, url: str, domain: str, certificates: ssl.SSLContext) -> None:
+        self.url, self.domain = url, domain
+        self.last_turn = 0
+        self.is_down = False
+        base = httpx.URL(url)
+        self._certificates = certificates
+        self._origin = httpcore.Origin(
+            base.raw_scheme, base.raw_host, base.port or (443 if base.scheme == "https" else 80)
+        )
+        self._host, self._path = base.netloc, base.raw_path.rstrip(b"/")
+        self._backend = PlainBackend() if base.scheme == "http" and _is_address(base.host) else None
+        self._idle: deque[httpcore.AsyncHTTPConnection] = deque()
+        self._in_flight: set[_InFlight] = set()
+        self._unanswered_s = math.inf
+        """When the first request began after the last byte from the server."""
+
+    @property
+    def requests(self) -> int:
+        """Requests in flight."""
+        return len(self._in_flight)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether some request has had no byte for `SILENT_S`. The server may hang, or be busy with a long answer.
+
+        Requests given up by impatient clients count too, until the server sends something.
+        """
+        limit_s = time.monotonic() - SILENT_S
+        return self._unanswered_s < limit_s or any(request.heard_s < limit_s for request in self._in_flight)
+
+    def hear(self, request: _InFlight) -> None:
+        """Note a byte of an answer."""
+        request.heard_s, self._unanswered_s = time.monotonic(), math.inf
+
+    async def send(self, forwarded: ForwardedRequest) -> Reply:
+        """Send the request and return the head of the answer.
+
+        Raises: RefusedError, OutOfFilesError, BrokenError or UnsendableError.
+        """
+        request = _InFlight(await self._take_connection(), time.monotonic())
+        self._unanswered_s = min(self._unanswered_s, request.heard_s)
+        self._in_flight.add(request)
+        try:
+            response = await self._send_on(request.connection, forwarded)
+        except BaseException:
+            self._in_flight.discard(request)
+            await request.connection.aclose()
+            raise
+        self.hear(request)
+        return Reply(self, request, response)
+
+    async def is_healthy(self) -> bool:
+        """Whether the server answers /health in time. If this process cannot ask, nothing changes."""
+        question = ForwardedRequest(method="GET", path=b"/health", headers=[], body=b"")
+        connection = await self._take_connection()
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                response = await self._send_on(connection, question)
+                with _named_failures():
+                    await response.aread()
+                    await response.aclose()
+        except OutOfFilesError:
+            return not self.is_down
+        except (RefusedError, BrokenError, TimeoutError):
+            await connection.aclose()
+            return False
+        self._unanswered_s = math.inf
+        await self._put_back(connection)
+        return response.status < 500  # not every server has this route
+
+    async def finish(self, request: _InFlight, response: httpcore.Response) -> None:
+        """Count the request as done, and keep the connection if another can use it."""
+        if request in self._in_flight:
+            self._in_flight.discard(request)
+            await response.aclose()
+            await self._put_back(request.connection)
+
+    async def close_idle(self, *, only_expired: bool = False) -> None:
+        """Close idle connections, which frees descriptors."""
+        idle, self._idle = self._idle, deque()
+        for connection in idle:
+            if only_expired and not connection.has_expired():
+                self._idle.append(connection)
+            else:
+                await connection.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self.close_idle()
+        for request in list(self._in_flight):
+            await request.connection.aclose()
+
+    async def _take_connection(self) -> httpcore.AsyncHTTPConnection:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.has_expired():
+                return connection
+            await connection.aclose()
+        return httpcore.AsyncHTTPConnection(
+            self._origin, self._certificates, KEEP_ALIVE_S, network_backend=self._backend
+        )
+
+    async def _put_back(self, connection: httpcore.AsyncHTTPConnection) -> None:
+        if connection.is_idle() and len(self._idle) < MAX_IDLE_CONNECTIONS:
+            self._idle.append(connection)
+        else:
+            await connection.aclose()
+
+    async def _send_on(
+        self, connection: httpcore.AsyncHTTPConnection, forwarded: ForwardedRequest
+    ) -> httpcore.Response:
+        scheme, host, port = self._origin.scheme, self._origin.host, self._origin.port
+        request = httpcore.Request(
+            forwarded.method,
+            httpcore.URL(scheme=scheme, host=host, port=port, target=self._path + forwarded.path),
+            headers=[(b"host", self._host), *forwarded.headers, *forwarded.frame()],
+            content=forwarded.body,
+            extensions={"timeout": {"connect": CONNECT_TIMEOUT_S}},
+        )
+        with _named_failures():
+            return await connection.handle_async_request(request)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _named_failures() -> Iterator[None]:
+    """Turn httpcore's errors into ours. Only the type is kept: h11 quotes the offending bytes, which are a user's."""
+    try:
+        yield
+    except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+        kind = OutOfFilesError if _is_out_of_files(error) else RefusedError
+        raise kind(type(error).__name__) from error
+    except httpcore.LocalProtocolError as error:
+        raise UnsendableError(type(error).__name__) from None
+    except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException) as error:
+        raise BrokenError(type(error).__name__) from None
+
+
+def _is_out_of_files(error: BaseException | None) -> bool:
+    """Whether a missing descriptor is the reason. httpcore and anyio wrap the system's error, more than once."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in OUT_OF_FILES:
+            return True
+        if isinstance(error, BaseExceptionGroup):
+            return any(_is_out_of_files(part) for part in error.exceptions)
+        error = error.__cause__
+    try:  # without a descriptor a resolver only says "unknown name"
+        os.close(os.dup(0))
+    except OSError as failure:
+        return failure.errno in OUT_OF_FILES
+    return False

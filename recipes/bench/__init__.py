@@ -1,0 +1,1 @@
+"""redraft's own regression benchmarks."""

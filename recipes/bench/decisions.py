@@ -1,0 +1,298 @@
+"""Simulate the decisions that rest on noisy counts: how often are they wrong, if the truth is known?
+
+    $ redraft bench-decisions
+
+    canary      an equal draft and one 0.2 worse, with short and long requests: how often is it returned or passed?
+    gate        ten candidates in a row with a true gain of exactly `min_gain`: how often is one promoted?
+    baseline    `redraft eval --baseline` on two equal drafts: how often does it fail?
+    intervals   how often does a 95% interval over 16, 32 or 64 prompts hold the truth?
+
+Requests differ as they do on the demo's target: tau has a standard deviation of 0.46 between requests of 28 drafts,
+0.41 of which remains however long the request is. Seeds are fixed: the same code prints the same numbers.
+
+T = trials, N = prompts or requests, P = polls.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.intervals import estimate_gain, estimate_ratio
+from redraft.eval.report.regression import compare_reports
+from redraft.heads.files.artifact import write_whole
+from redraft.online.fleet.rollout import MIN_POLLS, Finding, RolloutPolicy, decide, estimate_loss
+from redraft.online.learning.gate import Decision, Policy, judge
+from redraft.recipes.cli import run_recipe
+
+Array = NDArray[np.float64]
+
+BETWEEN_REQUESTS = 0.41
+"""Standard deviation of tau between long requests."""
+
+WITHIN_REQUEST = 1.1
+"""Standard deviation of accepted tokens between the drafts of a request; with 28 drafts it adds up to 0.46."""
+
+TAU = 2.0
+
+DRAFTS_PER_POLL = 125
+"""Drafts of one running request in a poll interval of 5 s."""
+
+NUM_LOOKS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    output: Path = Path("outputs/bench-decisions")
+    """Folder that receives report.json."""
+    trials: int = 400
+    """Simulations of each case. With 400, a rate of 2% is known to within 1.4%."""
+    seed: int = 0
+    """Seed of all simulations."""
+
+
+def main(cfg: Config) -> None:
+    report = simulate(cfg.trials, cfg.seed)
+    for name, section in report.items():
+        print(f"{name}: {json.dumps(section)}")
+    cfg.output.mkdir(parents=True, exist_ok=True)
+    write_whole(cfg.output / "report.json", json.dumps(report, indent=2) + "\n")
+    print(f"written to {cfg.output / 'report.json'}")
+
+
+def simulate(trials: int, seed: int = 0) -> dict[str, Any]:
+    """The report: rates of wrong decisions, and of right ones where they tell the price."""
+    parts: Mapping[str, Callable[[int, int], dict[str, Any]]] = {
+        "canary": simulate_canary,
+        "gate": simulate_gate,
+        "baseline": simulate_baseline,
+        "intervals": simulate_intervals,
+    }
+    report = {}
+    for name, part in parts.items():
+        began_s = time.monotonic()
+        report[name] = part(trials, seed)
+        print(f"{name}: {time.monotonic() - began_s:.0f} s")
+    return report
+
+
+# --- canary
+
+
+def simulate_canary(trials: int, seed: int = 0, polls: int = 180) -> dict[str, Any]:
+    """The canary's findings by drafts per request and running requests per server; the largest rates on top.
+
+    Time is up after `polls`; the policy is the default one.
+    """
+    cases = []
+    for drafts_per_request in (28, 100, 200, 400):
+        for running in (1, 8):
+            equal = _count_findings(trials, seed, 0.0, drafts_per_request, running, polls)
+            worse = _count_findings(trials, seed, 0.2, drafts_per_request, running, polls)
+            cases.append(
+                {
+                    "drafts_per_request": drafts_per_request,
+                    "running_requests": running,
+                    "equal_rolled_back": equal[Finding.WORSE],
+                    "equal_inconclusive": equal[Finding.INCONCLUSIVE],
+                    "worse_passed": worse[Finding.PASSED],
+                    "worse_inconclusive": worse[Finding.INCONCLUSIVE],
+                }
+            )
+    return {
+        "equal_rolled_back": max(case["equal_rolled_back"] for case in cases),
+        "worse_passed": max(case["worse_passed"] for case in cases),
+        "cases": cases,
+    }
+
+
+def _count_findings(
+    trials: int, seed: int, loss: float, drafts_per_request: int, running: int, polls: int
+) -> dict[Finding, float]:
+    """Share of each finding, for a canary whose true tau is `loss` below the control group's."""
+    rng, policy = np.random.default_rng(seed), RolloutPolicy()
+    canary_TP2 = _simulate_polls(rng, trials, polls, TAU - loss, drafts_per_request, running)
+    control_TP2 = _simulate_polls(rng, trials, polls, TAU, drafts_per_request, running)
+    enough = -(-policy.min_drafts // (DRAFTS_PER_POLL * running))
+    findings = []
+    for canary_P2, control_P2 in zip(canary_TP2, control_TP2, strict=True):
+        look, finding = max(MIN_POLLS, enough), Finding.INCONCLUSIVE
+        while finding is Finding.INCONCLUSIVE and look < 2 * polls:  # the last look is when time is up
+            seen = min(look, polls)
+            finding = decide(estimate_loss(canary_P2[:seen], control_P2[:seen]), policy)
+            look *= 2
+        findings.append(finding)
+    return {finding: findings.count(finding) / trials for finding in Finding}
+
+
+def _simulate_polls(
+    rng: np.random.Generator, trials: int, polls: int, tau: float, drafts_per_request: int, running: int
+) -> Array:
+    """(drafts, accepted) of a server at every poll, [T, P, 2]: `running` requests at a time, each after another."""
+    border_P = np.arange(polls + 1) * float(DRAFTS_PER_POLL)
+    num_requests = int(1.6 * border_P[-1] / drafts_per_request) + 12
+    accepted_TP = np.zeros((trials, polls))
+    for _ in range(running):
+        # mean of a log-normal: exp(mu + 0.6**2 / 2)
+        drafts_TN = rng.lognormal(np.log(drafts_per_request) - 0.18, 0.6, (trials, num_requests))
+        drafts_TN[:, 0] *= rng.random(trials)  # the first request was running when the window opened
+        rate_TN = np.maximum(tau - 1 + BETWEEN_REQUESTS * rng.standard_normal((trials, num_requests)), 0)
+        end_TN, total_TN = drafts_TN.cumsum(1), (drafts_TN * rate_TN).cumsum(1)
+        for trial in range(trials):
+            at_border = np.interp(border_P, np.r_[0, end_TN[trial]], np.r_[0, total_TN[trial]])
+            accepted_TP[trial] += np.diff(at_border)
+    drafts_TP = np.full((trials, polls), float(DRAFTS_PER_POLL * running))
+    accepted_TP += WITHIN_REQUEST * np.sqrt(drafts_TP) * rng.standard_normal((trials, polls))
+    return np.stack([drafts_TP, np.maximum(accepted_TP, 0)], axis=-1)
+
+
+# --- gate
+
+
+def simulate_gate(trials: int, seed: int = 0) -> dict[str, Any]:
+    """Share of campaigns of ten looks that promote, by the true gain; candidates are judged until one is promoted."""
+    policy = Policy()
+    gains = {"at_bar_promoted": policy.min_gain, "equal_promoted": 0.0, "gain_0.1_promoted": 0.1}
+    report: dict[str, Any] = {}
+    for num_requests in (50, 100):
+        rates = {}
+        for name, gain in gains.items():
+            rng = np.random.default_rng(seed)
+            campaigns = [_run_campaign(rng, gain, num_requests, policy) for _ in range(trials)]
+            rates[name] = sum(look > 0 for look in campaigns) / trials
+            rates[name.replace("promoted", "at_first_look")] = campaigns.count(1) / trials
+        report[f"{num_requests}_requests"] = rates
+    worst = max(rates["at_bar_promoted"] for rates in report.values())
+    return {"at_bar_promoted": worst, "num_looks": NUM_LOOKS, **report}
+
+
+def _run_campaign(rng: np.random.Generator, gain: float, num_requests: int, policy: Policy) -> int:
+    """The look at which a candidate is promoted; 0 if none is.
+
+    From one look to the next a quarter of the held-out requests is replaced by new ones. Candidates differ in the
+    request they are good at, for half of the spread.
+    """
+    requests = _make_requests(rng, num_requests)
+    for look in range(1, NUM_LOOKS + 1):
+        drafts_N, incumbent_N, common_N = requests
+        rate_N = incumbent_N + gain + common_N + 0.1 * rng.standard_normal(num_requests)
+        candidate = _to_counts(drafts_N, rate_N)
+        if judge(candidate, _to_counts(drafts_N, incumbent_N), ["all"] * num_requests, policy, look).decision is (
+            Decision.PROMOTE
+        ):
+            return look
+        fresh = _make_requests(rng, num_requests // 4)
+        requests = tuple(np.concatenate([old[len(new) :], new]) for old, new in zip(requests, fresh, strict=True))  # type: ignore[assignment]
+    return 0
+
+
+def _make_requests(rng: np.random.Generator, count: int) -> tuple[Array, Array, Array]:
+    """Drafts, the incumbent's accepted tokens per draft, and how much more any candidate gets of this request."""
+    drafts_N = np.maximum(rng.lognormal(np.log(24), 0.6, count).round(), 2.0)
+    incumbent_N = 1.3 + BETWEEN_REQUESTS * rng.uniform(-1.7, 1.7, count)
+    return drafts_N, incumbent_N, 0.1 * rng.standard_normal(count)
+
+
+def _to_counts(drafts_N: Array, rate_N: Array) -> list[AcceptanceCounts]:
+    pairs = zip(drafts_N.tolist(), (drafts_N * rate_N).tolist(), strict=True)
+    return [AcceptanceCounts(num_drafts=drafts, num_accepted=accepted) for drafts, accepted in pairs]
+
+
+# --- baseline
+
+
+def simulate_baseline(trials: int, seed: int = 0) -> dict[str, Any]:
+    """Share of comparisons of two reports that list a fall, by the true loss of tau: 2 domains, 2 numbers of tokens."""
+    rates = {}
+    for name, loss in {"equal_failed": 0.0, "loss_0.05_failed": 0.05, "loss_0.1_failed": 0.1}.items():
+        rng = np.random.default_rng(seed)
+        failed = 0
+        for _ in range(trials):
+            baseline, report = _make_reports(rng, 64, loss)
+            failed += compare_reports(report, baseline, 0.02)["num_fell"] > 0
+        rates[name] = failed / trials
+    return rates
+
+
+def _make_reports(rng: np.random.Generator, num_prompts: int, loss: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two reports on the same prompts; the second draft's tau is truly lower by the share `loss`."""
+    steps_N = np.maximum(rng.lognormal(np.log(24), 0.6, num_prompts).round(), 2.0)
+    rate_N = 1.0 + BETWEEN_REQUESTS * rng.uniform(-1.7, 1.7, num_prompts)
+    # two drafts that are equal on the whole differ on each prompt
+    other_N = rate_N - loss * (1 + rate_N) + 0.12 * rng.standard_normal(num_prompts)
+    prompts = [{"id": str(i), "domain": ("code", "prose")[i % 2]} for i in range(num_prompts)]
+    reports = []
+    for rates_N in (rate_N, other_N):
+        rows = []
+        for k, share in ((3, 1.0), (4, 1.1)):
+            accepted_N = steps_N * np.maximum(rates_N, 0) * share
+            rows.append(
+                {
+                    "draft": "draft", "temperature": 0.0, "num_speculative_tokens": k,
+                    "steps": steps_N.tolist(), "accepted": accepted_N.tolist(),
+                }
+            )  # fmt: skip
+        reports.append(
+            {
+                "drafts": [{"name": "draft", "family": "model"}],
+                "settings": {},
+                "domains": ["code", "prose"],
+                "prompts": prompts,
+                "per_prompt": rows,
+            }
+        )
+    return reports[0], reports[1]
+
+
+# --- intervals
+
+
+def simulate_intervals(trials: int, seed: int = 0, sizes: Sequence[int] = (16, 32, 64)) -> dict[str, Any]:
+    """Share of 95% intervals that hold the truth, by number of prompts, for lengths of three kinds.
+
+    tau is a ratio over prompts; the gain is the difference of two drafts over the same prompts.
+    """
+    lengths = {"equal": 0.15, "unequal": 0.6, "heavy_tailed": 1.0}
+    cases: list[dict[str, Any]] = []
+    for kind, sigma in lengths.items():
+        _, _, truth_tau, truth_gain = _sum_prompts(np.random.default_rng(99), 400_000, sigma)
+        for num_prompts in sizes:
+            rng = np.random.default_rng(seed)
+            num_trials = 5 * trials  # cheap, and 95% has to be told from 93%
+            held = np.zeros(2)
+            for _ in range(num_trials):
+                accepted_N2, drafts_N2, _, _ = _sum_prompts(rng, num_prompts, sigma)
+                tau = estimate_ratio(accepted_N2[:, 0], drafts_N2[:, 0]).interval()
+                gain = estimate_gain(accepted_N2, drafts_N2).interval()
+                held += [tau[0] <= truth_tau <= tau[1], gain[0] <= truth_gain <= gain[1]]
+            tau_share, gain_share = (held / num_trials).tolist()
+            cases.append({"lengths": kind, "num_prompts": num_prompts, "tau": tau_share, "gain": gain_share})
+    coverage = {}
+    for num_prompts in sizes:
+        shares = [case[name] for case in cases if case["num_prompts"] == num_prompts for name in ("tau", "gain")]
+        coverage[str(num_prompts)] = {"lowest": min(shares), "highest": max(shares)}
+    return {"coverage": coverage, "cases": cases}
+
+
+def _sum_prompts(rng: np.random.Generator, num_prompts: int, sigma: float) -> tuple[Array, Array, float, float]:
+    """(accepted tokens of two drafts [N, 2], their drafts [N, 2], tau - 1 of the first one, its gain)."""
+    drafts_N = np.maximum(rng.lognormal(np.log(24), sigma, num_prompts).round(), 1.0)
+    difficulty_N = BETWEEN_REQUESTS * (rng.gamma(4.0, 0.5, num_prompts) - 2)  # skewed: few prompts are easy
+    noise_N = WITHIN_REQUEST / np.sqrt(drafts_N) * rng.standard_normal(num_prompts)
+    ours_N = np.maximum(1 + difficulty_N + noise_N, 0)
+    theirs_N = np.maximum(ours_N - 0.05 + 0.15 * rng.standard_normal(num_prompts), 0)
+    accepted_N2 = np.column_stack([ours_N * drafts_N, theirs_N * drafts_N])
+    ours, theirs = (accepted_N2.sum(0) / drafts_N.sum()).tolist()
+    return accepted_N2, np.column_stack([drafts_N, drafts_N]), ours, ours - theirs
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

@@ -1,0 +1,242 @@
+"""Trainers of other projects as sides of the heads' cases: the projects' modules and losses, with the same sizes.
+
+Each uses the same dtype of the weights, random features and AdamW as ours, and trains the same parts. A package that is
+not installed is left out, and a result recorded elsewhere is printed instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from redraft.recipes.bench.measure import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of the cases, the same for all trainers."""
+
+    batch: int
+    length: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    heads: int
+    key_heads: int
+    steps: int
+
+    def config(self, family: type, **options: Any) -> Any:
+        return family(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=1,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_heads,
+            head_dim=self.hidden // self.heads,
+            max_position_embeddings=self.length + self.steps,
+            pad_token_id=0,
+            tie_word_embeddings=False,
+            **options,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Another project's trainer."""
+
+    package: str
+    """Name of the package to import."""
+    description: str
+    recorded: str
+    """Result recorded elsewhere, in bfloat16, at the sizes of the cases."""
+    build: Callable[[Sizes, torch.dtype, str], Run]
+
+    @property
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec(self.package) is not None
+
+
+def speculators_eagle3(sizes: Sizes, dtype: torch.dtype, device: str) -> Run:
+    from speculators.losses import resolve_loss_config
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
+    layer = sizes.config(LlamaConfig, attn_implementation="sdpa")
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=sizes.vocabulary,
+        eagle_aux_hidden_state_layer_ids=[2, 4, 5],
+    )
+    model = _initialised(Eagle3DraftModel(config), dtype, device)
+    for frozen in ("embed_tokens", "lm_head", "verifier_lm_head", "verifier_norm"):
+        model.get_submodule(frozen).requires_grad_(False)
+    ids, documents = _packed(sizes, device)
+    features = torch.randn(1, ids.numel(), 3 * sizes.hidden).to(device, dtype)
+    hidden = torch.randn(1, ids.numel(), sizes.hidden).to(device, dtype)
+    losses = resolve_loss_config("kl_div", "eager" if device == "cpu" else "fused")  # fused needs Triton
+
+    def loss() -> Tensor:
+        value: Tensor = model(
+            features,
+            ids,
+            document_ids=documents,
+            loss_mask=torch.ones_like(ids, dtype=torch.bool),
+            verifier_last_hidden_states=hidden,
+            ttt_steps=sizes.steps,
+            ttt_step_loss_decay=0.8,
+            loss_config=losses,
+        )[1]
+        return value
+
+    return _training(model, loss)
+
+
+def speculators_mtp(sizes: Sizes, dtype: torch.dtype, device: str) -> Run:
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    config = MTPSpeculatorConfig(
+        transformer_layer_config=sizes.config(Qwen3Config, attn_implementation="sdpa"),
+        speculators_config=SpeculatorsConfig(
+            algorithm="mtp",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=sizes.steps)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=None, architectures=["Qwen3ForCausalLM"]),
+        ),
+    )
+    model = _initialised(MTPDraftModel(config), dtype, device)
+    for frozen in ("embed_tokens", "lm_head"):
+        model.get_submodule(frozen).requires_grad_(False)
+    ids, _ = _packed(sizes, device)
+    ids = ids.view(sizes.batch, sizes.length)
+    hidden = torch.randn(*ids.shape, sizes.hidden).to(device, dtype)
+    return _training(model, lambda: model(ids, hidden, step_weights=[0.8**k for k in range(sizes.steps)])[1])
+
+
+def modelopt_eagle3(sizes: Sizes, dtype: torch.dtype, device: str) -> Run:
+    options = {
+        "eagle_offline": True,
+        "eagle_ttt_steps": sizes.steps,
+        "eagle_loss_decay_factor": 0.8,
+        "eagle_mix_hidden_states": False,
+        "eagle_architecture_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+            "use_last_layernorm": True,
+            "intermediate_size": sizes.intermediate,
+            "num_attention_heads": sizes.heads,
+            "num_key_value_heads": sizes.key_heads,
+            "head_dim": sizes.hidden // sizes.heads,
+        },
+    }
+    model = _modelopt(sizes, dtype, device, "eagle", options)
+    # ModelOpt creates this module at the first step, with an argument that transformers 5.19 has removed.
+    model.eagle_module.rotary_emb = LlamaRotaryEmbedding(model.eagle_config).to(device)
+    ids = torch.randint(sizes.vocabulary, (sizes.batch, sizes.length), device=device)
+    given = {
+        "base_model_hidden_states": torch.randn(*ids.shape, sizes.hidden).to(device, dtype),
+        "aux_hidden_states": torch.randn(*ids.shape, 3 * sizes.hidden).to(device, dtype),
+    }
+    return _training(model, lambda: model(input_ids=ids, base_model_outputs=given).loss)
+
+
+def modelopt_medusa(sizes: Sizes, dtype: torch.dtype, device: str) -> Run:
+    model = _modelopt(sizes, dtype, device, "medusa", {"medusa_num_heads": sizes.steps, "medusa_num_layers": 1})
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("medusa_heads" in name)
+    ids = torch.randint(sizes.vocabulary, (sizes.batch, sizes.length), device=device)
+    model.model = _Given(torch.randn(*ids.shape, sizes.hidden).to(device, dtype))
+    return _training(model, lambda: model(input_ids=ids, labels=ids).loss)
+
+
+class _Given(nn.Module):
+    """Replaces the target's layers by a given output."""
+
+    def __init__(self, hidden_BTD: Tensor) -> None:
+        super().__init__()
+        self.last_hidden_state, self.past_key_values, self.hidden_states, self.attentions = hidden_BTD, None, None, None
+
+    def forward(self, **_: Any) -> _Given:
+        return self
+
+
+def _modelopt(sizes: Sizes, dtype: torch.dtype, device: str, mode: str, options: dict[str, Any]) -> Any:
+    import modelopt.torch.speculative as speculative
+
+    model = LlamaForCausalLM(sizes.config(LlamaConfig)).to(device, dtype)
+    with contextlib.redirect_stdout(io.StringIO()):
+        speculative.convert(model, [(mode, options)])
+    return model.to(dtype).train()
+
+
+def _initialised(model: nn.Module, dtype: torch.dtype, device: str) -> Any:
+    """Fill embeddings and heads, which start as NaN because speculators would load them from the target."""
+    for parameter in model.parameters():
+        if not torch.isfinite(parameter).all():
+            nn.init.normal_(parameter, std=0.02)
+    return model.to(device, dtype).train()
+
+
+def _packed(sizes: Sizes, device: str) -> tuple[Tensor, Tensor]:
+    """Ids and document numbers, [1, all tokens], in the form expected by speculators."""
+    ids = torch.randint(sizes.vocabulary, (1, sizes.batch * sizes.length), device=device)
+    return ids, torch.arange(sizes.batch, device=device).repeat_interleave(sizes.length)[None]
+
+
+def _training(model: nn.Module, loss: Callable[[], Tensor]) -> Run:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+
+    def run() -> Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        torch.autograd.backward(value)
+        optimizer.step()
+        return value.detach()
+
+    return run
+
+
+CONDITIONS = "tokens/s on 2 cores with AMX, 2026-11"
+PEERS: dict[str, dict[str, Peer]] = {
+    "EAGLE-3": {
+        "speculators": Peer(
+            package="speculators",
+            description="speculators' model, KL",
+            recorded=f"speculators 0.9: 216 {CONDITIONS}",
+            build=speculators_eagle3,
+        ),
+        "ModelOpt": Peer(
+            package="modelopt",
+            description="ModelOpt's model, cross-entropy on the target's probabilities, compiled",
+            recorded=f"ModelOpt 0.47, compiled: 432 {CONDITIONS}; SpecForge 0.2, compiled: 256",
+            build=modelopt_eagle3,
+        ),
+    },
+    "Medusa": {
+        "ModelOpt": Peer(
+            package="modelopt",
+            description="ModelOpt's model, cross-entropy on the text",
+            recorded=f"ModelOpt 0.47: 507 {CONDITIONS}",
+            build=modelopt_medusa,
+        ),
+    },
+    "MTP": {
+        "speculators": Peer(
+            package="speculators",
+            description="speculators' model of Qwen3's layer, cross-entropy on the text",
+            recorded=f"speculators 0.9: 436 {CONDITIONS}",
+            build=speculators_mtp,
+        ),
+    },
+}

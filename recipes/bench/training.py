@@ -1,0 +1,110 @@
+"""Measure the speed and memory of training against other trainers, as ratios from one interleaved run.
+
+$ redraft bench-training                         # losses and whole steps: standalone drafts, EAGLE-3, Medusa, MTP
+$ redraft bench-training --cases EAGLE --profile # one family, with a profile
+
+Each case runs in a separate process. Its sides take turns with the bare matmuls of the same shapes, so a change of the
+machine's speed affects all of them. Peak memory is the memory above weights and inputs. A ratio below the requirement
+is printed, and is not an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from redraft.distill.train.loop import computes_bfloat16
+from redraft.eval.machine import environment
+from redraft.eval.report.page import write_results
+from redraft.recipes.bench.heads import head_cases
+from redraft.recipes.bench.losses import fused_loss_cases, kl_step_cases
+from redraft.recipes.bench.measure import FLOOR, OURS, Case, Measurement, Required, measure, profile
+from redraft.recipes.cli import run_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    output: Path = Path("outputs/bench/training.json")
+    """File that receives the results."""
+    rounds: int = 5
+    """Times each side runs; a ratio is the median of the rounds' ratios."""
+    threads: int = 0
+    """Threads for torch. 0 uses torch's default."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Device to measure on; by default the GPU if torch sees one, else the CPU."""
+    cases: str = ""
+    """Only cases whose name contains this."""
+    profile: bool = False
+    """Also print the operations that take most of our time."""
+
+
+SECTIONS: tuple[Callable[[], list[Case]], ...] = (fused_loss_cases, kl_step_cases, head_cases)
+
+
+def main(cfg: Config) -> None:
+    """Measure and print the cases.
+
+    Raises:
+        ValueError: if no case has this name.
+    """
+    cases = [case for section in SECTIONS for case in section() if cfg.cases.lower() in case.name.lower()]
+    if not cases:
+        names = ", ".join(case.name for section in SECTIONS for case in section())
+        raise ValueError(f"no case's name contains {cfg.cases!r}: there is {names}")
+    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    print("  ".join(f"{name} {value}" for name, value in environment().items()), flush=True)
+    results = []
+    for case in worth_measuring(cases, device):
+        result = measure(case, rounds=cfg.rounds, threads=cfg.threads, device=device)
+        results.append(result)
+        print(*lines(case, result), sep="\n", flush=True)
+        if cfg.profile:
+            shares = profile(case, threads=cfg.threads, device=device)
+            print(*(f"    {share:6.1%}  {operation}" for operation, share in shares), sep="\n", flush=True)
+    print(f"threads {cfg.threads or torch.get_num_threads()}, {cfg.rounds} interleaved rounds")
+    write_results(cfg.output, {"device": device, "results": [asdict(result) for result in results]})
+
+
+def worth_measuring(cases: Sequence[Case], device: str) -> Sequence[Case]:
+    """The cases in dtypes with hardware support on the device."""
+    if device != "cpu" or computes_bfloat16():
+        return cases
+    print("this CPU has no bfloat16 instructions: measuring float32 only", flush=True)
+    return [case for case in cases if case.dtype == "float32"]
+
+
+def lines(case: Case, result: Measurement) -> Iterator[str]:
+    """The table of one case: a line per side, with the ratios of ours to it."""
+    ours = result.sides[OURS]
+    yield f"{case.name}"
+    yield (
+        f"    {'ours':<14} {ours.tokens_per_s:8,.0f} tokens/s  {ours.peak_mib:7,.0f} MiB   "
+        f"{1 / result.speed_ratio[FLOOR]:.2f} x the time of its matmuls alone ({result.gflops_per_s:,.0f} GFLOP/s)"
+    )
+    for name, description in case.against.items():
+        side, required = result.sides[name], case.required.get(name, Required())
+        speed, memory = result.speed_ratio[name], ours.peak_mib / side.peak_mib
+        yield (
+            f"    {name:<14} {side.tokens_per_s:8,.0f} tokens/s  {side.peak_mib:7,.0f} MiB   "
+            f"ours {speed:.2f}x {_verdict(speed, required.speed, at_least=True)}"
+            f"[by CPU time {result.cpu_time_ratio[name]:.2f}x], memory {memory:.2f}x "
+            f"{_verdict(memory, required.memory, at_least=False)}   {description}"
+            f" (loss {abs(ours.loss - side.loss) / abs(side.loss):.0e} apart)"
+        )
+    if case.note:
+        yield f"    {case.note}"
+
+
+def _verdict(ratio: float, required: float | None, *, at_least: bool) -> str:
+    if required is None:
+        return ""
+    passed = ratio >= required if at_least else ratio <= required
+    return f"{'PASS' if passed else 'BELOW TARGET'} (at {'least' if at_least else 'most'} {required:g}) "
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

@@ -1,0 +1,1 @@
+"""Commands that measure drafts and say which to use."""

@@ -1,0 +1,231 @@
+"""Advise on the number of draft tokens for every batch size, and on the kind of draft for a workload.
+
+$ redraft advise --serving outputs/bench-serving/serving.json                   # table, best k, when off, vLLM flags
+$ redraft advise --serving serving.json --acceptance outputs/eval/report.json   # with the acceptance of another draft
+$ redraft advise --serving serving.json --data answers.jsonl                    # draft model, n-grams or a head?
+
+Step times come from `redraft bench`. Acceptance by position comes from there, from `redraft eval` or from a training
+run's report.json. With --data, prompt lookup is replayed on the workload, so its acceptance is exact.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from redraft.eval.counts import cumulative, tau
+from redraft.eval.engine.server import lookup_env
+from redraft.eval.forecast.ngram import Ngram
+from redraft.eval.serving.acceptance_source import read_acceptance_by_position
+from redraft.eval.serving.cost import Advice, StepCosts, advise, has_fixed_tokens
+from redraft.eval.serving.report import build_speedup_grid, read_serving, shorten_name
+from redraft.eval.serving.workload import Exchange, Lookup, look_up
+from redraft.heads.files.artifact import write_whole
+from redraft.heads.progress import Progress
+from redraft.recipes.cli import run_recipe
+
+LOOKUP = "ngram"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    serving: Path = Path("outputs/bench-serving/serving.json")
+    """The serving.json of a `redraft bench`, with the step times."""
+    draft: str | None = None
+    """Draft of the benchmark to advise on. By default the first one, measured by draft tokens and concurrency."""
+    acceptance: Path | None = None
+    """The report.json of `redraft eval` or of a training run, to replace the benchmark's acceptance."""
+    acceptance_draft: str | None = None
+    """Draft of that report, if it has several."""
+    data: str | None = None
+    """A workload with answers, as for --data.source of distill. Answers by the target are best (redraft regenerate)."""
+    num_conversations: int = 200
+    """Maximum number of conversations to read from the workload."""
+    target: str | None = None
+    """Folder or hub name of the tokenizer for the workload. By default the benchmark's target."""
+    batch_size: int | None = None
+    """Requests per step at which to compare the kinds of draft. By default the benchmark's concurrency."""
+    output: Path | None = None
+    """File to write the advice to, as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of draft that could be served, with the expected speed-up."""
+
+    name: str
+    advice: Advice
+    cost: float
+    """Time of a draft step over a target step, at the compared batch size."""
+
+
+def main(cfg: Config) -> None:
+    if cfg.batch_size is not None and cfg.batch_size < 1:
+        raise ValueError(f"--batch-size is {cfg.batch_size}: a step has at least 1 request")
+    report = read_serving(cfg.serving)
+    name, costs = measured_costs(report, cfg.draft, cfg.serving)
+    batch_size = cfg.batch_size or int(report["settings"]["concurrency"])
+    rates, source = choose_acceptance(cfg, report, name)
+    advice = advise(rates, costs)
+    print(*format_advice(name, advice, source, report, is_draft_known=cfg.acceptance is None), sep="\n")
+    result: dict[str, Any] = {"draft": name, "advice": advice.to_json(), "batch_size": batch_size}
+    if cfg.data is not None:
+        lookup = look_up(read_exchanges(cfg, report["target"]), Ngram(), len(rates))
+        kinds = [
+            Kind(name=shorten_name(name), advice=advice, cost=costs.draft_cost(batch_size)),
+            ngram_kind(costs, lookup),
+        ]
+        needed = find_head_alpha(costs, kinds, batch_size, len(rates), count_layers(cfg.target or report["target"]))
+        print("", *format_kinds(kinds, lookup, needed, batch_size), *format_measurements(report), sep="\n")
+        result |= {"ngram_overlap": lookup.overlap, "suits": choose_kind(kinds, batch_size)}
+    if cfg.output is not None:
+        write_whole(cfg.output, json.dumps(result, indent=2, sort_keys=True) + "\n")
+
+
+def measured_costs(report: Mapping[str, Any], draft: str | None, path: Path) -> tuple[str, StepCosts]:
+    """(draft, step costs).
+
+    Raises:
+        ValueError: if the benchmark has no such draft or no step costs of it.
+    """
+    drafts = report["drafts"]
+    if draft is not None and draft not in drafts:
+        raise ValueError(f"{path} has no draft {draft!r}: choose one of {', '.join(drafts)}")
+    name = draft or report["settings"]["draft"]
+    if drafts[name]["costs"] is None:
+        raise ValueError(f"{path} has no step costs of {name}: run `redraft bench` with it as the first --draft")
+    return name, StepCosts.from_json(drafts[name]["costs"])
+
+
+def choose_acceptance(cfg: Config, report: Mapping[str, Any], name: str) -> tuple[Sequence[float], str]:
+    """(acceptance by position, the file that it comes from).
+
+    Raises:
+        ValueError: if the benchmark counted none and no other report is given.
+    """
+    if cfg.acceptance is not None:
+        return read_acceptance_by_position(cfg.acceptance, cfg.acceptance_draft), str(cfg.acceptance)
+    rates: list[float] = report["drafts"][name]["acceptance_per_position"]
+    if not rates:
+        raise ValueError(f"{cfg.serving} counted no acceptance of {name}: give --acceptance REPORT")
+    return rates, str(cfg.serving)
+
+
+def format_advice(
+    draft: str, advice: Advice, source: str, report: Mapping[str, Any], *, is_draft_known: bool = True
+) -> Iterator[str]:
+    """The table over batch size and k, the best k, and the vLLM flag to paste.
+
+    With the acceptance of another draft, the flag names no draft: the user fills it in.
+    """
+    rates = ", ".join(f"{rate:.2f}" for rate in advice.acceptance_per_position)
+    yield f"{shorten_name(draft)} for {report['target']}: accepted up to each position {rates} ({source})"
+    yield "\nexpected speed-up (* marks the best; without a mark, no draft is best)"
+    header, rows = build_speedup_grid(advice.to_json())
+    yield "".join(f"{cell:>20}" if i == 0 else f"{cell:>9}" for i, cell in enumerate(header))
+    for row in rows:
+        best = advice.best(int(row[0]))
+        cells = [f"{cell}{'*' if 0 < i == best else ' '}" for i, cell in enumerate(row)]
+        yield "".join(f"{cell:>20}" if i == 0 else f"{cell:>9}" for i, cell in enumerate(cells))
+    yield f"\n{advice.sentence}"
+    config = report["drafts"][draft]["config"]
+    if not is_draft_known and "model" in config:
+        config = {**config, "model": "DRAFT"}
+    if pasted := advice.speculative_config(config):
+        if has_fixed_tokens(config) and len(advice.schedule) > 1:
+            k = pasted["num_speculative_tokens"]
+            yield f"vLLM takes one number for {config['method']}: {k} is the best on average over these batch sizes"
+        variables = "".join(f"{name}={value} " for name, value in lookup_env(config).items())
+        yield f"\n{variables}--speculative-config {shlex.quote(json.dumps(pasted))}"
+
+
+def read_exchanges(cfg: Config, served_target: str) -> Iterator[Exchange]:
+    """The last turn of every conversation: prompt and answer.
+
+    Raises:
+        ValueError: if the tokenizer has no chat template.
+    """
+    from redraft.distill.data.conversations import load_conversations
+    from redraft.distill.data.samples import Renderer
+    from redraft.heads.files.checkpoint import load_tokenizer
+
+    assert cfg.data is not None
+    render = Renderer(load_tokenizer(cfg.target or served_target), {})
+    conversations = load_conversations(cfg.data)[: cfg.num_conversations]
+    for conversation in Progress(conversations, desc="workload", unit="conversation"):
+        for prompt_ids, answer_ids in render.tokenise_turns(render.turns(conversation)[-1:]):
+            yield Exchange(prompt_ids=prompt_ids, answer_ids=answer_ids)
+
+
+def ngram_kind(costs: StepCosts, lookup: Lookup) -> Kind:
+    """Prompt lookup on the workload. A lookup takes no time compared with a target step."""
+    free = replace(costs, draft_s=dict.fromkeys(costs.draft_s, 0.0))
+    return Kind(name=LOOKUP, advice=advise(lookup.acceptance_per_position, free), cost=0)
+
+
+def speedup_at(advice: Advice, batch_size: int) -> float:
+    """Expected speed-up of the best k, at the measured batch size nearest to `batch_size`."""
+    nearest = min({row.batch_size for row in advice.table}, key=lambda b: abs(b - batch_size))
+    return max(row.speedup for row in advice.table if row.batch_size == nearest)
+
+
+def choose_kind(kinds: Sequence[Kind], batch_size: int) -> str:
+    """The kind with the highest expected speed-up; `none` if no kind is faster than no draft."""
+    best = max(kinds, key=lambda kind: speedup_at(kind.advice, batch_size))
+    return best.name if speedup_at(best.advice, batch_size) > 1 else "none"
+
+
+def count_layers(target: str) -> int:
+    from redraft.heads.files.checkpoint import load_text_config
+
+    return int(load_text_config(target).num_hidden_layers)
+
+
+def find_head_alpha(costs: StepCosts, kinds: Sequence[Kind], batch_size: int, k: int, layers: int) -> float | None:
+    """The smallest alpha at which a head of one layer beats every kind; None if even alpha = 1 is not enough.
+
+    The head's step is assumed to take 1 / layers of a target step, and verification to cost the same as measured.
+    """
+    plain_s = {b: by_k[0] for b, by_k in costs.target_s.items()}
+    head = replace(costs, draft_s={b: seconds / layers for b, seconds in plain_s.items()})
+    best = max(1.0, *(speedup_at(kind.advice, batch_size) for kind in kinds))
+    steps = [i / 100 for i in range(1, 101)]
+    return next((a for a in steps if speedup_at(advise(cumulative([a] * k), head), batch_size) > best), None)
+
+
+def format_kinds(kinds: Sequence[Kind], lookup: Lookup, needed: float | None, batch_size: int) -> Iterator[str]:
+    """The numbers of every kind, and the one that suits the workload."""
+    yield (
+        f"workload: {lookup.num_answers} answers of {lookup.num_tokens:,} tokens; {lookup.overlap:.0%} of the answers' "
+        f"4-grams occur in the prompts; lookup drafts something in {lookup.drafted:.0%} of the steps"
+    )
+    yield f"{'kind':<28}{'tau':>6}{'draft / target step':>21}{'best k':>8}{f'speed-up at {batch_size}':>16}"
+    for kind in kinds:
+        rates = kind.advice.acceptance_per_position
+        yield (
+            f"{kind.name:<28}{tau(rates):>6.2f}{kind.cost:>21.3f}{kind.advice.best(batch_size):>8}"
+            f"{speedup_at(kind.advice, batch_size):>15.2f}x"
+        )
+    condition = f"with alpha above {needed:.2f}" if needed else "not even if every token were accepted"
+    yield f"a head of one layer would beat them {condition}"
+    best = choose_kind(kinds, batch_size)
+    yield f"suits this workload: {best}" if best != "none" else "suits this workload: no draft"
+
+
+def format_measurements(report: Mapping[str, Any]) -> Iterator[str]:
+    """The benchmark's measurement of every draft, on the benchmark's data."""
+    for row in report["tables"].get("draft", ()):
+        if row["draft"] and row["speedup"] is not None:
+            method = report["drafts"][row["draft"]]["config"].get("method", "draft")
+            yield (
+                f"measured on {row['data']}: {shorten_name(row['draft'])} ({method}) {row['speedup']:.2f}x at "
+                f"{row['concurrency']} requests, tau {row['measured']['tau']:.2f}, k = {row['num_speculative_tokens']}"
+            )
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

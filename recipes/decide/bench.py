@@ -1,0 +1,254 @@
+"""Measure the speed-up of drafts in a real vLLM server: the tables to decide with how to serve.
+
+$ redraft bench --target T --draft D                        # the first value of each flag is used in all tables
+$ redraft bench --target T --draft D --draft ngram --num-speculative-tokens 4 1 2 6 --concurrency 8 1 32 128
+$ redraft bench --target T --draft D --request-rate 1 4 16 --data sharegpt:sharegpt.json jsonl:ours.jsonl
+$ redraft bench --preset demo                               # the small target with the draft of `make demo`
+
+Every server is started once and gets its load from vLLM's generator (`vllm bench serve`). Finished cells are kept:
+after an interruption, run the same command again to measure the rest. The results are serving.html, serving.md and
+serving.json; `redraft advise --serving serving.json` then advises on the number of draft tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from redraft.eval.engine.server import VllmServer, engine_is_cpu, forget_requests, vllm_server
+from redraft.eval.machine import engine_environment, environment
+from redraft.eval.serving.draft_config import cure, draft_config
+from redraft.eval.serving.load import run_load
+from redraft.eval.serving.report import build_serving_report, compose_answer, shorten_name, write_serving
+from redraft.eval.serving.sweep import Cell, Results, Sweep, Variant, build_tables, group_by_variant, plan
+from redraft.heads.files.kept import fingerprint_path
+from redraft.heads.progress import Progress
+from redraft.recipes.cli import run_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: str = "meta-llama/Llama-3.1-70B-Instruct"
+    """Folder or hub name of the served model."""
+    draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Draft to measure: a folder, a hub name, `ngram`, `suffix`, or `mtp` for the target's MTP layer. Repeat the flag
+    for more drafts."""
+    num_speculative_tokens: tuple[int, ...] = (3, 1, 2, 5)
+    """Numbers of draft tokens. One table compares all of them, the others use the first."""
+    concurrency: tuple[int, ...] = (8, 1, 32, 128)
+    """Numbers of requests in flight. One table compares all of them, the others use the first."""
+    request_rate: tuple[float, ...] = (1.0, 4.0, 16.0)
+    """Requests per second, sent without waiting for answers, for one table. Leave it empty to skip that table."""
+    data: tuple[str, ...] = ("sonnet",)
+    """Prompts: `random`, `sonnet` (lines of the Python manual), `sonnet:TEXT`, `sharegpt:JSON`, or `jsonl:FILE` with a
+    field `prompt`. One table compares all of them, the others use the first."""
+    input_tokens: tuple[int, ...] = (512, 128, 2048)
+    """Lengths of the prompts of `random` and `sonnet`, in tokens. One table compares all of them, the others use the
+    first."""
+    output_tokens: int = 256
+    """Maximum length of an answer, in tokens."""
+    max_model_len: int = 4096
+    """Maximum length of prompt and answer together, in tokens."""
+    draft_quantization: tuple[str, ...] = ()
+    """vLLM quantizations of the first draft, e.g. `fp8`, for one more table if the engine supports them."""
+    prompts_per_client: int = 8
+    """Prompts per request in flight: with a concurrency of 32, 256 prompts are sent."""
+    repeats: int = 1
+    """Number of passes over all servers. The run with the median speed counts."""
+    dtype: str | None = None
+    """Dtype of the engine. By default float32 on a CPU and the model's dtype on a GPU."""
+    vllm_args: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Further argument of every server, after an equals sign: --vllm-args=--tensor-parallel-size=4. Repeat the flag for
+    more arguments."""
+    output: Path = Path("outputs/bench-serving")
+    """Folder for the reports, the finished cells and the engine's logs."""
+    overwrite: bool = False
+    """Measure everything again."""
+
+
+PRESETS = {
+    "demo": Config(
+        target="tests/assets/tiny-target",
+        draft=("outputs/demo/draft", "ngram"),
+        num_speculative_tokens=(3, 1),
+        concurrency=(4, 1, 16),
+        request_rate=(4.0, 16.0),
+        input_tokens=(64, 256),
+        output_tokens=64,
+        max_model_len=1024,
+        output=Path("outputs/demo-bench"),
+    )
+}
+
+
+def main(cfg: Config) -> None:
+    started = time.monotonic()
+    # 1. the cells of every table, and the configuration of each draft
+    configs = {draft: draft_config(draft) for draft in cfg.draft}
+    questions = plan(sweep(cfg))
+    cells = group_by_variant(cell for some in questions.values() for cell in some)
+
+    # 2. measure the missing cells, one server at a time
+    if cfg.overwrite:
+        shutil.rmtree(cfg.output / "cells", ignore_errors=True)
+    results = Results(cfg.output, served(cfg))
+    refused = measure_missing(cfg, cells, configs, results)
+
+    # 3. write the reports
+    medians = {cell: results.median(cell, cfg.repeats) for some in cells.values() for cell in some}
+    measured = {cell: median for cell, median in medians.items() if median is not None}
+    report = build_serving_report(
+        build_tables(questions, measured),
+        configs,
+        target=cfg.target,
+        command=shlex.join(sys.argv),
+        settings=settings(cfg),
+        refused=refused,
+        ideal_source="cost model" if engine_is_cpu() else "engine",
+        environment=environment(),
+        duration_s=round(time.monotonic() - started, 1),
+    )
+    page = write_serving(cfg.output, report)
+    print(
+        *compose_answer(report), *(f"not measured: {entry['what']}: {entry['reason']}" for entry in refused), sep="\n"
+    )
+    print(f"report: {page}")
+
+
+def sweep(cfg: Config) -> Sweep:
+    """The benchmark's questions.
+
+    Raises:
+        ValueError: if the prompts do not fit the servers, or a setting makes no sense.
+    """
+    if cfg.repeats < 1:
+        raise ValueError(f"--repeats {cfg.repeats} measures nothing: give 1 or more")
+    longest = max(cfg.input_tokens, default=0) + cfg.output_tokens
+    if longest > cfg.max_model_len:
+        raise ValueError(f"{longest} tokens of input and output do not fit --max-model-len {cfg.max_model_len}")
+    return Sweep(
+        drafts=cfg.draft,
+        num_speculative_tokens=cfg.num_speculative_tokens,
+        concurrency=cfg.concurrency,
+        request_rates=cfg.request_rate,
+        input_tokens=cfg.input_tokens,
+        data=cfg.data,
+        quantizations=cfg.draft_quantization,
+        output_tokens=cfg.output_tokens,
+        prompts_per_client=cfg.prompts_per_client,
+        engine_has_ideal=not engine_is_cpu(),  # the CPU's kernels ignore synthetic acceptance
+    )
+
+
+def served(cfg: Config) -> dict[str, Any]:
+    """The settings of all servers. If one changes, earlier measurements are not reused."""
+    server = {"dtype": cfg.dtype, "vllm_args": cfg.vllm_args, "max_num_seqs": max_num_seqs(cfg)}
+    return {"target": fingerprint_path(cfg.target), **server, **engine_environment()}
+
+
+def max_num_seqs(cfg: Config) -> int:
+    """Maximum number of requests per step, which also limits the tables by request rate."""
+    return max(16, *cfg.concurrency)
+
+
+def settings(cfg: Config) -> dict[str, Any]:
+    """The settings common to all tables."""
+    base = asdict(sweep(cfg).load())
+    return {
+        "draft": cfg.draft[0],
+        "num_speculative_tokens": cfg.num_speculative_tokens[0],
+        **{key: base[key] for key in ("concurrency", "input_tokens", "output_tokens", "data")},
+        "repeats": cfg.repeats,
+    }
+
+
+def measure_missing(
+    cfg: Config, cells: Mapping[Variant, Sequence[Cell]], configs: Mapping[str, Mapping[str, Any]], results: Results
+) -> list[dict[str, str]]:
+    """Measure every cell not finished by an earlier run, and return the refused variants with the reason.
+
+    Raises:
+        ValueError: if the engine refuses a draft without quantization; with the cure if one is known.
+    """
+    refused: dict[str, str] = {}
+    with Progress(total=cfg.repeats * sum(map(len, cells.values())), desc="cells", unit="cell") as bar:
+        for repeat, (variant, some) in itertools.product(range(cfg.repeats), cells.items()):
+            missing = [cell for cell in some if not results.has(cell, repeat)]
+            bar.update(len(some) - len(missing))
+            bar.set_postfix_str(name(variant))
+            if not missing or name(variant) in refused:
+                continue
+            try:
+                with server(cfg, variant, configs) as running:
+                    for cell in missing:
+                        results.add(cell, repeat, run_load(running, cell.load, cfg.output / "prompts"))
+                        bar.update()
+            except ChildProcessError as error:
+                refused[name(variant)] = excuse_refusal(cfg, variant, error)
+    return [{"what": refused_name, "reason": reason} for refused_name, reason in refused.items()]
+
+
+def server(
+    cfg: Config, variant: Variant, configs: Mapping[str, Mapping[str, Any]]
+) -> contextlib.AbstractContextManager[VllmServer]:
+    return vllm_server(
+        cfg.target,
+        log=cfg.output / "logs" / f"{name(variant)}.log".replace("/", "-").replace(" ", "-"),
+        speculative_config=speculative_config(variant, configs),
+        max_model_len=cfg.max_model_len,
+        max_num_seqs=max_num_seqs(cfg),
+        dtype=cfg.dtype,
+        extra_args=cfg.vllm_args,
+    )
+
+
+def excuse_refusal(cfg: Config, variant: Variant, error: ChildProcessError) -> str:
+    """The engine's reason to refuse a variant that the benchmark can do without: a quantised draft, the ideal.
+
+    Raises:
+        ChildProcessError: the error, if the target was refused.
+        ValueError: if a draft was refused; with the cure if one is known.
+    """
+    if variant.draft is None:
+        raise error
+    if not variant.quantization and not variant.is_ideal:
+        raise ValueError(f"{error}{cure(cfg.target, variant.draft, variant.num_speculative_tokens)}") from error
+    return str(error)
+
+
+def speculative_config(variant: Variant, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """vLLM's --speculative-config of a variant; None for the target alone."""
+    if variant.draft is None:
+        return None
+    config = {**forget_requests(configs[variant.draft]), "num_speculative_tokens": variant.num_speculative_tokens}
+    if variant.quantization:
+        config["quantization"] = variant.quantization
+    if variant.is_ideal:
+        config |= {
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_length": variant.num_speculative_tokens + 1,
+        }
+    return config
+
+
+def name(variant: Variant) -> str:
+    """The name of a variant on the progress bar and in the log's file name."""
+    if variant.draft is None:
+        return "without draft"
+    quantized = f" in {variant.quantization}" if variant.quantization else ""
+    ideal = " all accepted" if variant.is_ideal else ""
+    return f"{shorten_name(variant.draft)}{quantized}{ideal} k={variant.num_speculative_tokens}"
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__, PRESETS)

@@ -1,0 +1,171 @@
+"""Show what a draft would learn from a data set, before any training: sizes, losses, vocabulary, and labels in colour.
+
+$ redraft data answers.jsonl --target meta-llama/Llama-3.1-8B-Instruct
+$ redraft data ShareGPT_V3.json --target TARGET --held-out 0.05 --num-samples 10 --no-color
+
+Only the target's tokenizer is loaded. The data is read, split, rendered and cut as in training.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise, zip_longest
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+
+from redraft.distill.data.conversations import (
+    Conversation,
+    Overlap,
+    load_conversations,
+    remove_overlap,
+    split_held_out,
+)
+from redraft.distill.data.samples import Sample, SampleStats, build_samples
+from redraft.distill.data.vocabulary import measure_coverage
+from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.recipes.cli import run_recipe
+
+VOCABULARY_SIZES = (4096, 8192, 16384, 32768, 65536)
+
+GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    source: Annotated[str, tyro.conf.Positional]
+    """Conversations: a hub name, a .jsonl, .json or .parquet file (also .gz or .zst), a folder, or `stdlib`."""
+    target: str
+    """Folder or hub name of the served model, whose tokenizer and chat template are used."""
+    split: str = "train"
+    """Split of a hub data set."""
+    domain_column: str | None = None
+    """Column with a row's domain (chat, code, math, ...). By default `domain`, if the data has it."""
+    held_out: float = 0.05
+    """Share of the conversations to hold out, between 0 and 1. A draft vocabulary is judged on them."""
+    sequence_length: int = 4096
+    """Longest sample in tokens. Use the --loop.sequence-length of the training."""
+    num_samples: int = 3
+    """Number of samples to show, from every domain in turn."""
+    sample_tokens: int = 300
+    """Number of tokens to show of each sample."""
+    color: bool = True
+    """Show labels in green. With --no-color, or if the output is not a terminal, labels stand between 「 and 」."""
+    strict: bool = False
+    """End at the first row that cannot be used, instead of counting such rows."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"--held-out is {self.held_out}: the share to hold out lies between 0 and 1")
+        if self.sequence_length < 2:
+            raise ValueError(f"--sequence-length is {self.sequence_length}: it must be at least 2")
+
+
+def main(cfg: Config) -> None:
+    """Print the summary and the samples.
+
+    Raises:
+        ValueError: if the data or the tokenizer cannot be read, or if there is nothing to train on.
+    """
+    tokenizer = load_tokenizer(cfg.target)
+    conversations = load_conversations(cfg.source, split=cfg.split, domain_column=cfg.domain_column, strict=cfg.strict)
+    train, held_out = split_held_out(conversations, cfg.held_out)
+    train, overlap = remove_overlap(train, held_out)
+    samples, stats = build_samples(train, tokenizer, max_length=cfg.sequence_length)
+    held_out_samples: list[Sample] = []
+    if held_out:
+        held_out_samples, _ = build_samples(held_out, tokenizer, max_length=cfg.sequence_length, progress=False)
+    print(f"{len(conversations):,} conversations: {len(train):,} to train on, {len(held_out):,} held out")
+    print("\n".join(describe_training(samples, stats, train)))
+    print(f"duplicates: {overlap}" if overlap != Overlap() else "duplicates: none; no long answer is held out")
+    print("\n".join(describe_domains(conversations)))
+    print("\n".join(describe_vocabulary(samples, held_out_samples, len(tokenizer))))
+    in_color = cfg.color and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    print("\nlabels are green:" if in_color else "\nlabels stand between 「 and 」:")
+    for number, sample in enumerate(choose_samples(samples, cfg.num_samples), 1):
+        print(f"--- sample {number}, domain {sample.domain}, {len(sample.input_ids):,} tokens")
+        print(paint(sample, tokenizer, cfg.sample_tokens, in_color))
+
+
+def describe_training(samples: Sequence[Sample], stats: SampleStats, train: Sequence[Conversation]) -> Iterator[str]:
+    """Lines about the training part: turns, tokens, and everything that is cut or left out."""
+    turns = [length for sample in samples for length in measure_answers(sample)]
+    yield f"turns: {len(turns):,}, of {statistics.median(turns):,.0f} labels in the median and {max(turns):,} at most"
+    yield f"tokens: {stats.tokens:,} in {stats.samples:,} samples, {stats.labels / stats.tokens:.0%} of them labels"
+    num_cut = sum(bool(conversation.get("cut")) for conversation in train)
+    counts = {
+        "samples cut to the sequence length": stats.truncated,
+        "samples left out, with no answer inside the sequence length": stats.beyond_window,
+        "last answers cut at a length limit when they were written": num_cut,
+        "opening answers with no question before them, not learned": stats.unprompted,
+        "conversations without an assistant turn, left out": stats.without_answer,
+        f"conversations refused by the chat template ({stats.refusal})": stats.refused,
+    }
+    for what, count in counts.items():
+        if count:
+            yield f"  {count:,} {what}"
+
+
+def measure_answers(sample: Sample) -> list[int]:
+    """The number of labels of each answer: the lengths of the runs in the loss mask."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.loss_mask.astype(np.int8), [0]])))
+    return [int(length) for length in edges[1::2] - edges[::2]]
+
+
+def describe_domains(conversations: Sequence[Conversation]) -> Iterator[str]:
+    """A line for each domain, the largest first."""
+    counts = Counter(conversation["domain"] for conversation in conversations)
+    yield f"domains: {len(counts)}"
+    for name, count in counts.most_common(20):
+        yield f"  {printable(name)}: {count:,} ({count / len(conversations):.1%})"
+    if len(counts) > 20:
+        yield f"  and {len(counts) - 20:,} more"
+
+
+def describe_vocabulary(train: Sequence[Sample], held_out: Sequence[Sample], vocab_size: int) -> Iterator[str]:
+    """A line for each size of a draft vocabulary: the share of the labels in it, in training and held out."""
+    sizes = [size for size in VOCABULARY_SIZES if size < vocab_size]
+    if not sizes or not held_out:
+        reason = "nothing is held out to judge it on" if sizes else "smaller than any draft vocabulary"
+        yield f"vocabulary: {vocab_size:,} ids; {reason}"
+        return
+    yield f"draft vocabulary, of the target's {vocab_size:,} ids: share of the labels in it"
+    learned, unseen = (measure_coverage(train, part, sizes, vocab_size) for part in (train, held_out))
+    for size in sizes:
+        yield f"  {size:>6,}  {unseen[size]:6.2%} of held-out text, {learned[size]:6.2%} of training text"
+
+
+def choose_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """Up to `count` samples, from every domain in turn. They are in the order of their hashes, so this is a draw."""
+    by_domain: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_domain.setdefault(sample.domain, []).append(sample)
+    in_turns = (s for round_ in zip_longest(*(by_domain[name] for name in sorted(by_domain))) for s in round_ if s)
+    return list(islice(in_turns, count))
+
+
+def paint(sample: Sample, tokenizer: Any, max_tokens: int, in_color: bool) -> str:
+    """The text of the first `max_tokens` tokens, with the labels marked."""
+    opening, closing = (GREEN, PLAIN) if in_color else ("「", "」")
+    ids, mask = sample.input_ids[:max_tokens], sample.loss_mask[:max_tokens]
+    borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
+    parts = []
+    for start, end in pairwise(borders):
+        text = printable(tokenizer.decode(ids[start:end].tolist()))
+        parts.append(f"{opening}{text}{closing}" if mask[start] else text)
+    return "".join(parts) + (" ..." if len(sample.input_ids) > max_tokens else "")
+
+
+def printable(text: str) -> str:
+    """`text` without control characters: data from the web must not steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

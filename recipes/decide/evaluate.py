@@ -1,0 +1,331 @@
+"""Measure the acceptance of drafts by domain, temperature and number of draft tokens, with intervals.
+
+$ redraft eval --preset demo --draft outputs/demo/draft        # small target: the draft of `make demo`, prompt lookup
+$ redraft eval --target TARGET --draft DRAFT --draft ngram --data prompts.jsonl --domain-column topic
+$ redraft eval --target TARGET --draft v13=DRAFT --baseline outputs/eval-v12/report.json --max-loss 0.02
+
+One pass of the target over its answers gives the acceptance of every draft (the forecast). Then a real vLLM serves each
+draft, and its counters are shown next to the forecast. After an interruption, run the same command again to continue.
+The exit status is 1 if acceptance fell below the baseline, 2 if something cannot be measured.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from redraft.distill.data.conversations import load_conversations, split_held_out
+from redraft.distill.data.samples import held_out_prompts, writes_date
+from redraft.distill.inputs import Signal, load_target
+from redraft.distill.signal.sources import InProcessTarget
+from redraft.distill.train.loop import write_offline_unless_logged_in
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.served import EngineOptions, serve_and_count
+from redraft.eval.engine.server import engine_is_cpu
+from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft, SampleMethod, load_drafts
+from redraft.eval.forecast.ngram import Ngram
+from redraft.eval.forecast.teacher_forced import Protocol, forecast_drafts
+from redraft.eval.prompts import Prompt
+from redraft.eval.report.acceptance import SCHEMA_VERSION, build_acceptance_report, write_acceptance_report
+from redraft.eval.report.card import write_card
+from redraft.eval.report.regression import compare_reports, describe_change, match_drafts, read_baseline
+from redraft.eval.report.results import Measured, read_tau
+from redraft.eval.serving.cost import StepCosts
+from redraft.eval.serving.report import read_serving
+from redraft.heads.files.artifact import fingerprint, write_whole
+from redraft.heads.files.checkpoint import end_ids
+from redraft.heads.files.folder import model_folder
+from redraft.recipes.cli import run_recipe
+from redraft.recipes.serve.serve import Config as Serve
+from redraft.recipes.serve.serve import plugin_environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: str = "meta-llama/Llama-3.1-8B-Instruct"
+    """Folder or hub name of the served model."""
+    draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Draft to measure: a folder (a head, a standalone draft, a version of a registry), a hub name, `ngram` (prompt
+    lookup) or `suffix`. NAME=FOLDER gives it a name. Repeat the flag for more drafts."""
+    data: str = "HuggingFaceH4/ultrachat_200k"
+    """Source of the prompts: a hub name, a .jsonl or .parquet file, or `stdlib` (code and prose, for the small
+    target)."""
+    split: str = "test_sft"
+    """Split of a hub data set."""
+    domain_column: str | None = None
+    """Column with a row's domain (chat, code, math, ...). By default `domain`, if the data has it."""
+    held_out: float = 1.0
+    """Share of the conversations to use, from 0 to 1. The number used in training selects those held out there."""
+    num_prompts: int = 64
+    """Number of prompts, divided evenly among the domains."""
+    max_prompt_tokens: int = 1024
+    """Maximum length of a prompt in tokens. Longer prompts are left out."""
+    temperature: tuple[float, ...] = (0.0,)
+    """Temperatures to measure at. Above 0, answers are sampled from the target."""
+    num_speculative_tokens: tuple[int, ...] = (1, 2, 3, 5)
+    """Numbers of draft tokens to measure."""
+    max_tokens: int = 128
+    """Maximum length of an answer in tokens."""
+    draft_sample_method: SampleMethod = "greedy"
+    """How the server drafts at temperatures above 0: the most probable token, or a sampled one."""
+    ngram: Ngram = field(default_factory=Ngram)
+    seed: int = 0
+    """Seed of the sampled answers."""
+    batch_size: int = 16
+    """Prompts per pass of the target."""
+    engine: bool = True
+    """Also serve every draft in a real vLLM. With --no-engine, all numbers are forecasts."""
+    engine_tokens: tuple[int, ...] = ()
+    """The --num-speculative-tokens to serve in the engine, which restarts for each. By default the largest."""
+    concurrency: int = 4
+    """Requests in flight in the engine."""
+    engine_args: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Further argument of vLLM, after an equals sign: --engine-args=--tensor-parallel-size=8. Repeat the flag for more
+    arguments."""
+    costs: Path | None = None
+    """The serving.json of a `redraft bench` of these drafts. The report then advises on the number of draft tokens."""
+    baseline: Path | None = None
+    """An earlier report.json of the same target. Losses of acceptance are listed, and the exit status is 1."""
+    max_loss: float = 0.02
+    """Share of tau that may be lost against the baseline, e.g. 0.02 for 2%. A loss must also be
+    more than chance explains: with few prompts, small losses are not reported."""
+    card: bool = False
+    """Write a model card with the results, README.md, into the folder of every draft."""
+    wandb: str | None = None
+    """Weights & Biases project to log to. Without a login, the run is stored offline."""
+    output: Path = Path("outputs/eval")
+    """Folder for report.json, report.html, report.md and run.json, and for finished measurements."""
+
+
+PRESETS = {
+    "demo": Config(
+        target="tests/assets/tiny-target",
+        draft=("ngram",),
+        data="stdlib",
+        held_out=0.05,
+        max_prompt_tokens=512,
+        temperature=(0.0, 1.0),
+        output=Path("outputs/demo-eval"),
+    )
+}
+
+
+def main(cfg: Config) -> None:
+    started = time.perf_counter()
+    check(cfg)
+
+    # 1. target, drafts, baseline and step costs
+    target = load(cfg.target)
+    baseline = read_baseline(cfg.baseline, target.fingerprint, SCHEMA_VERSION) if cfg.baseline else None
+    most = max(cfg.num_speculative_tokens)
+    drafts = load_drafts(cfg.draft, target, cfg.ngram, cfg.draft_sample_method, most)
+    if baseline:
+        match_drafts([vars(draft) for draft in drafts], settings(cfg), baseline)
+    costs = read_costs(cfg.costs, drafts) if cfg.costs else {}
+    if not cfg.engine and (unmeasured := [draft.name for draft in drafts if draft.forecast is None]):
+        raise ValueError(f"{unmeasured[0]} is measured in the engine only: leave out --no-engine")
+
+    # 2. prompts
+    day = choose_day(cfg, target.tokenizer, baseline)
+    prompts = load_prompts(cfg, target.tokenizer, day)
+    protocol = Protocol(
+        temperatures=tuple(dict.fromkeys(cfg.temperature)),
+        num_speculative_tokens=tuple(sorted(set(cfg.num_speculative_tokens))),
+        max_tokens=cfg.max_tokens,
+        end_ids=end_ids(cfg.target, target.tokenizer),
+        seed=cfg.seed,
+        batch_size=cfg.batch_size,
+    )
+
+    # 3. forecast all drafts with one pass of the target per batch
+    forecastable = {draft.name: draft.forecast for draft in drafts if draft.forecast}
+    layers = sorted({layer for draft in forecastable.values() for layer in draft.aux_layer_ids})
+    signal = InProcessTarget(target.model, layers)
+    rows = forecast_drafts(
+        target.model, target.fingerprint, signal, forecastable, prompts, protocol, cfg.output / "kept"
+    )
+
+    # 4. measure each draft in the engine
+    for module in (target.model, *(draft.module for draft in forecastable.values() if draft.module)):
+        module.to("cpu")  # the engine needs the whole GPU
+    torch.cuda.empty_cache()
+    engine = measure_in_engine(cfg, target, drafts, prompts, protocol) if cfg.engine else {}
+
+    # 5. report
+    measured = Measured(
+        prompts=prompts,
+        drafts=[draft.name for draft in drafts],
+        temperatures=protocol.temperatures,
+        num_speculative_tokens=protocol.num_speculative_tokens,
+        forecast=rows,
+        engine=engine,
+        seed=cfg.seed,
+    )
+    report = build_acceptance_report(
+        measured,
+        target={"name": cfg.target, "fingerprint": target.fingerprint},
+        drafts=drafts,
+        settings=settings(cfg) | ({"date": day.isoformat()} if day else {}),
+        costs=costs,
+    )
+    if baseline:
+        report["baseline"] = compare_reports(report, baseline, cfg.max_loss)
+    page = write_acceptance_report(cfg.output, report)
+    write_run(cfg, time.perf_counter() - started)
+    tell(report, page)
+    for draft in drafts:
+        if cfg.card and draft.folder:
+            print(f"model card: {write_card(draft.folder, report, draft.name)}")
+    if cfg.wandb:
+        upload(cfg.wandb, report, page)
+    if baseline and report["baseline"]["num_fell"]:
+        raise SystemExit(1)
+
+
+def check(cfg: Config) -> None:
+    """Raise ValueError unless the numbers make sense."""
+    if not cfg.num_speculative_tokens or min(cfg.num_speculative_tokens) < 1:
+        raise ValueError("--num-speculative-tokens needs numbers of at least 1")
+    if not cfg.temperature or min(cfg.temperature) < 0:
+        raise ValueError("--temperature needs numbers of at least 0")
+    for name in ("num_prompts", "max_tokens", "batch_size", "concurrency"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(cfg, name)}: it must be at least 1")
+    if not 0 < cfg.held_out <= 1:
+        raise ValueError(f"--held-out is {cfg.held_out}: it must be above 0 and at most 1")
+    if beyond := set(cfg.engine_tokens) - set(cfg.num_speculative_tokens):
+        raise ValueError(f"--engine-tokens {min(beyond)} is not one of --num-speculative-tokens")
+
+
+def load(name: str) -> LoadedTarget:
+    """The frozen target, on the GPU if there is one. On a CPU it is in float32, as in the engine."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_target(name, Signal(), device)
+    folder = model_folder(name)
+    return LoadedTarget(name=name, folder=folder, fingerprint=fingerprint(folder), model=model, tokenizer=tokenizer)
+
+
+def choose_day(cfg: Config, tokenizer: Any, baseline: Mapping[str, Any] | None) -> datetime.date | None:
+    """The date for a chat template that writes today's; None for any other template.
+
+    It is the baseline's, or that of earlier measurements in --output, so the same prompts stay the same on another
+    day. Otherwise it is today, and kept in --output.
+
+    Raises:
+        ValueError: if the baseline's date cannot be read.
+    """
+    if not writes_date(tokenizer):
+        return None
+    kept = cfg.output / "kept" / "date"
+    if baseline and (recorded := baseline["settings"].get("date")):
+        return datetime.date.fromisoformat(recorded)
+    if not kept.exists():
+        write_whole(kept, datetime.date.today().isoformat())
+    return datetime.date.fromisoformat(kept.read_text())
+
+
+def load_prompts(cfg: Config, tokenizer: Any, day: datetime.date | None) -> list[Prompt]:
+    """The prompts to measure on. A chat template that writes today's date writes `day`.
+
+    Raises:
+        ValueError: if the data cannot be read, the column is missing, or no prompt is left.
+    """
+    conversations = load_conversations(cfg.data, split=cfg.split, domain_column=cfg.domain_column)
+    _, used = split_held_out(conversations, cfg.held_out)
+    return held_out_prompts(used, tokenizer, num_prompts=cfg.num_prompts, max_length=cfg.max_prompt_tokens, day=day)
+
+
+def measure_in_engine(
+    cfg: Config, target: LoadedTarget, drafts: Sequence[NamedDraft], prompts: Sequence[Prompt], protocol: Protocol
+) -> dict[tuple[str, float, int], list[AcceptanceCounts]]:
+    """The engine's counts of every prompt, by draft, temperature and number of draft tokens."""
+    # The CPU engine can only sample with speculation if redraft's plugin is on, which fixes that and does nothing else.
+    env = plugin_environment(Serve(target=cfg.target), os.environ) if engine_is_cpu() else {}
+    options = EngineOptions(concurrency=cfg.concurrency, args=cfg.engine_args, env=env)
+    found: dict[tuple[str, float, int], list[AcceptanceCounts]] = {}
+    for draft in drafts:
+        asked = [k for k in cfg.engine_tokens or protocol.num_speculative_tokens if draft.serves(k)]
+        for k in asked if cfg.engine_tokens else asked[-1:]:
+            if draft.speculative:
+                counted = serve_and_count(target, draft, k, prompts, protocol, options, cfg.output / "kept")
+                found |= {(draft.name, t, k): c for t, c in zip(protocol.temperatures, counted, strict=True)}
+    return found
+
+
+def settings(cfg: Config) -> dict[str, Any]:
+    """The settings shown in the report."""
+    shown = ("data", "split", "domain_column", "held_out", "max_prompt_tokens", "max_tokens", "draft_sample_method")
+    return {name: getattr(cfg, name) for name in shown} | {"ngram": asdict(cfg.ngram)}
+
+
+def write_run(cfg: Config, duration_s: float) -> None:
+    """Write run.json: command, config, date and duration. They are not in the report, which is reproducible."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    run = {"command": sys.argv, "config": asdict(cfg), "date": now, "duration_s": round(duration_s, 1)}
+    write_whole(cfg.output / "run.json", json.dumps(run, indent=2, default=str) + "\n")
+
+
+def tell(report: Mapping[str, Any], page: Path) -> None:
+    print("\n".join(report["answer"]))
+    for note in report["notes"]:
+        print(f"note: {note}")
+    if section := report["baseline"]:
+        fallen = [change for change in section["changes"] if change["fell"]]
+        print(f"baseline: {len(fallen)} of {len(section['changes'])} fell by more than {section['max_loss']:.1%}")
+        for change in fallen:
+            print(f"  {describe_change(change)}")
+    print(f"report: {page}")
+
+
+def upload(project: str, report: Mapping[str, Any], page: Path) -> None:
+    """Log the numbers as the summary of a wandb run, with the page and the JSON as files."""
+    import wandb
+
+    write_offline_unless_logged_in()
+    with wandb.init(project=project, job_type="eval", config=report["settings"]) as run:
+        for row in report["results"]:
+            for entry in row["by_num_speculative_tokens"]:
+                path = [row["draft"], row["domain"] or "all", f"t{row['temperature']:g}"]
+                run.summary["/".join([*path, f"k{entry['num_speculative_tokens']}", "tau"])] = read_tau(entry)
+        artifact = wandb.Artifact("acceptance-report", type="report")
+        artifact.add_file(str(page.with_name("report.json")))
+        run.log_artifact(artifact)
+        if page.suffix == ".html":
+            run.log({"report": wandb.Html(page.read_text())})
+
+
+def read_costs(path: Path, drafts: Sequence[NamedDraft]) -> dict[str, StepCosts]:
+    """The step costs in a serving.json, by draft. Drafts that were not measured there are left out.
+
+    Raises:
+        FileNotFoundError: if the file is missing.
+        ValueError: if it is not a serving.json, or measured none of these drafts.
+    """
+    serving = read_serving(path)
+    measured = [(about["title"], source, about["costs"]) for source, about in serving["drafts"].items()]
+    names = {name for title, source, _ in measured for name in (title, source)}
+    found = {
+        draft.name: StepCosts.from_json(costs)
+        for draft in drafts
+        for title, source, costs in measured
+        if costs and {draft.name, draft.source} & {title, source}
+    }
+    if not found:
+        raise ValueError(
+            f"{path} has step times of {', '.join(sorted(names)) or 'no draft'}, but of none of these drafts"
+        )
+    return found
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__, PRESETS)

@@ -1,0 +1,1 @@
+"""Demos on the small target."""

@@ -1,0 +1,262 @@
+"""Two real servers, and clients streaming from them, for the online demos."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from redraft.distill.data.conversations import Conversation
+from redraft.distill.data.packing import PackedDataset
+from redraft.distill.data.samples import build_samples
+from redraft.distill.loss.divergences import Divergence
+from redraft.distill.signal.sources import InProcessTarget
+from redraft.distill.train.loop import computes_bfloat16, make_accelerator
+from redraft.distill.train.step import Distillation, Optim
+from redraft.eval.engine.process import process_group
+from redraft.eval.engine.server import ONE_SPEED, VllmServer, wait_until_healthy
+from redraft.eval.machine import environment
+from redraft.eval.prompts import Prompt
+from redraft.heads.families.standalone import StandaloneDraft
+from redraft.heads.files.artifact import require_free, write_whole
+from redraft.heads.progress import Progress
+
+SETTINGS = "demo.json"
+"""File with a demo's settings. It also marks a folder as a demo's, which may be deleted."""
+
+TENANT = "demo"
+"""Tenant of the traffic to learn from. Measurements are sent without a tenant, so test prompts are never trained on."""
+
+
+def clear(folder: Path, *, overwrite: bool) -> None:
+    """Make an empty folder. With `overwrite`, an older demo in it is deleted.
+
+    Raises:
+        FileExistsError: if the folder holds anything else.
+    """
+    require_free(folder, overwrite=overwrite)
+    if folder.exists() and any(folder.iterdir()) and not (folder / SETTINGS).is_file():
+        raise FileExistsError(f"{folder} holds files that do not belong to a demo: move them away first")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def begin_report(cfg: Any) -> dict[str, Any]:
+    """Empty `cfg.output`, write the settings there, and return the first entries of the report.
+
+    Raises:
+        FileExistsError: as `clear`.
+    """
+    settings = json.loads(json.dumps(asdict(cfg), default=str))
+    clear(cfg.output, overwrite=cfg.overwrite)
+    write_whole(cfg.output / SETTINGS, json.dumps(settings, indent=2) + "\n")
+    return {
+        "target": cfg.target.name,
+        "command": shlex.join(sys.argv),
+        "config": settings,
+        "environment": environment(),
+    }
+
+
+def fastest_precision() -> Literal["no", "bf16"]:
+    """The faster mixed precision for training on this machine."""
+    return "bf16" if computes_bfloat16() else "no"
+
+
+def distil(
+    draft: StandaloneDraft,
+    target: Any,
+    tokenizer: Any,
+    conversations: Sequence[Conversation],
+    *,
+    name: str,
+    steps: int,
+    lr: float,
+) -> None:
+    """Train the draft on these conversations, in steps of 4,096 tokens."""
+    samples, _ = build_samples(conversations, tokenizer, max_length=1024, progress=False)
+    data = PackedDataset(samples, sequence_length=1024)
+    accelerator = make_accelerator(1, fastest_precision(), None)
+    distillation = Distillation(draft, InProcessTarget(target), Divergence(), Optim(lr=lr), steps, accelerator)
+    for step in Progress(range(steps), desc=f"distil on {name}", unit="step"):
+        distillation.step([data.batch(step, batch_size=4)])
+    distillation.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """One vLLM with the plugin, on a separate core."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    async def ready(self) -> None:
+        """Wait until the server answers. Raises as `wait_until_healthy`."""
+        await asyncio.to_thread(wait_until_healthy, self.url, self.process, self.log)
+
+    def measured(self, num_speculative_tokens: int) -> VllmServer:
+        """The same server as an argument for the measurements of `eval`."""
+        return VllmServer(url=self.url, model="m", dtype="float32", num_speculative_tokens=num_speculative_tokens)
+
+
+@contextlib.contextmanager
+def start_server(
+    target: Path,
+    registry: Path,
+    *,
+    spool: Path,
+    token_file: Path,
+    num_speculative_tokens: int,
+    max_model_len: int,
+    core: int,
+    port: int,
+    log: Path,
+) -> Iterator[Server]:
+    """Start `redraft serve` with the registry's current draft. The server is not ready yet: see `Server.ready`."""
+    command = [
+        *(sys.executable, "-m", "redraft.recipes.serve.serve", str(target), "--registry", str(registry)),
+        *("--num-speculative-tokens", str(num_speculative_tokens), "--token-file", str(token_file)),
+        *("--capture.spool", str(spool), "--capture.tenants", TENANT),
+        *("--", "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "m", "--dtype", "float32"),
+        *("--enforce-eager", "--max-model-len", str(max_model_len), "--max-num-seqs", "16"),
+        *("--kv-cache-memory-bytes", str(128 << 20), "--no-enable-prefix-caching"),
+        *(ONE_SPEED, "--per-request-spec-decode-metrics", "detailed"),
+    ]
+    # By default vLLM would bind both servers to the first core.
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)), "VLLM_NO_USAGE_STATS": "1"}
+    with process_group(command, log=log, env=environment) as process:
+        yield Server(url=f"http://127.0.0.1:{port}", process=process, log=log)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One streamed answer as received by a client."""
+
+    prompt: Prompt
+    server: str
+    token_ids: list[int]
+    times_s: list[float]
+    """Monotonic times of the request and of every chunk."""
+
+
+class Traffic:
+    """`clients` streaming from the servers. A client pauses for `pause_s` after every answer."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        prompts: Mapping[str, Sequence[Prompt]],
+        *,
+        clients: int,
+        max_tokens: int,
+        pause_s: float,
+    ):
+        self.urls, self.clients, self.max_tokens, self.pause_s = urls, clients, max_tokens, pause_s
+        self._prompts = {domain: itertools.cycle(some) for domain, some in prompts.items()}
+        self.domain = next(iter(prompts))
+        """Domain of the next requests."""
+        self.answers: list[Answer] = []
+        self.failures: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def flowing(self) -> AsyncIterator[None]:
+        """Send traffic while the block runs, then wait for the answers in flight."""
+        is_over = asyncio.Event()
+
+        async def client(number: int, http: httpx.AsyncClient) -> None:
+            while not is_over.is_set():
+                prompt = next(self._prompts[self.domain])
+                try:
+                    self.answers.append(
+                        await stream(http, self.urls[number % len(self.urls)], prompt, self.max_tokens, captured=True)
+                    )
+                except (httpx.HTTPError, ValueError) as error:
+                    self.failures.append(repr(error))
+                await asyncio.sleep(self.pause_s)
+
+        async with httpx.AsyncClient(timeout=60) as http:
+            running = [asyncio.create_task(client(number, http)) for number in range(self.clients)]
+            try:
+                yield
+            finally:
+                is_over.set()
+                await asyncio.gather(*running)
+
+    def longest_gap_ms(self, server: str, begin_s: float, end_s: float) -> float:
+        """The longest wait for a chunk in any stream of this server, if the wait ended within the given time."""
+        gaps = [
+            later - earlier
+            for answer in self.answers
+            if answer.server == server
+            for earlier, later in itertools.pairwise(answer.times_s[1:])
+            if begin_s < later <= end_s
+        ]
+        return 1e3 * max(gaps, default=0.0)
+
+
+async def stream(http: httpx.AsyncClient, url: str, prompt: Prompt, max_tokens: int, *, captured: bool) -> Answer:
+    """Request one streamed greedy answer.
+
+    Raises:
+        httpx.HTTPError: if the request fails.
+        ValueError: if the stream holds an error or no token.
+    """
+    body = {
+        "model": "m",
+        "prompt": prompt.token_ids,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    headers = {"X-Redraft-Domain": prompt.domain} | ({"X-Redraft-Tenant": TENANT} if captured else {})
+    token_ids: list[int] = []
+    times_s = [time.monotonic()]
+    async with http.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise ValueError(str(event["error"]))
+            times_s.append(time.monotonic())
+            for choice in event["choices"]:
+                token_ids += choice.get("token_ids") or []
+    if not token_ids:
+        raise ValueError("an answer without a token")
+    return Answer(prompt=prompt, server=url, token_ids=token_ids, times_s=times_s)
+
+
+async def measure_tokens_per_s(
+    urls: Sequence[str], prompts: Sequence[Prompt], *, clients: int, max_tokens: int, captured: float
+) -> float:
+    """Output tokens per second of all servers together, with the share `captured` of the requests captured."""
+    waiting = iter(enumerate(prompts))
+    num_tokens = 0
+
+    async def client(number: int, http: httpx.AsyncClient) -> None:
+        nonlocal num_tokens
+        for index, prompt in waiting:
+            is_captured = int((index + 1) * captured) > int(index * captured)
+            answer = await stream(http, urls[number % len(urls)], prompt, max_tokens, captured=is_captured)
+            num_tokens += len(answer.token_ids)
+
+    async with httpx.AsyncClient(timeout=60) as http:
+        began_s = time.perf_counter()
+        await asyncio.gather(*(client(number, http) for number in range(clients)))
+        return num_tokens / (time.perf_counter() - began_s)

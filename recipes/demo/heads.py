@@ -1,0 +1,163 @@
+"""Train every family of heads for the small target, serve each in a real vLLM, and compare them.
+
+$ make demo-heads                       # about 25 minutes on two CPU cores
+$ redraft demo-heads --resume           # after an interruption: finished heads are kept
+
+Each head is trained by the recipe of its family with --preset demo, and has a separate report. All share the target's
+answers to the held-out prompts and the measurement without a draft, which depend only on the target.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from redraft.distill.data.conversations import load_conversations
+from redraft.distill.loss.divergences import Divergence
+from redraft.eval.machine import environment
+from redraft.eval.report.page import write_page
+from redraft.heads.catalog import find_family
+from redraft.heads.files.artifact import write_whole
+from redraft.recipes.cli import run_recipe
+
+RECIPES = Path(__file__).parents[1]
+TEMPLATE = Path(__file__).parent / "templates" / "heads.html.j2"
+
+
+@dataclass(frozen=True)
+class Head:
+    """A family in the demo."""
+
+    recipe: str
+    note: str = ""
+
+
+HeadName = Literal["eagle3", "eagle1", "mtp", "medusa", "mlp_speculator"]
+HEADS: dict[HeadName, Head] = {
+    "eagle3": Head("eagle3_llama8b"),
+    "eagle1": Head("eagle1_llama8b"),
+    "mtp": Head("mtp_qwen3_next", "one MTP layer in the target's weights in the MiMo layout"),
+    "medusa": Head("medusa_llama8b"),
+    "mlp_speculator": Head(
+        "mlp_speculator_llama8b",
+        "vLLM has no proposer for it, so the reference decoder stands in for the engine",
+    ),
+}
+DIVERGENCES = ("forward_kl", "total_variation", "lk_hybrid", "cross_entropy")
+"""Divergences of the ablation with EAGLE-3. The first is the preset's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    output: Path = Path("outputs/demo-heads")
+    """Folder for report.json, report.html and a folder per head."""
+    heads: tuple[HeadName, ...] = tuple(HEADS)
+    """Families to train."""
+    divergences: tuple[str, ...] = DIVERGENCES
+    """Divergences to compare with EAGLE-3."""
+    resume: bool = False
+    """Continue the runs in `output`."""
+    overwrite: bool = False
+    """Replace the runs in `output`."""
+    flags: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Word to append to the command of every recipe, once for each: --flags=--loop.steps --flags=2."""
+
+
+def draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
+    from redraft.recipes.demo.heads_charts import build_charts
+
+    return build_charts(report)
+
+
+def main(cfg: Config) -> None:
+    for name in cfg.divergences:
+        Divergence(name=name)  # report an unknown name now, not after the other runs
+    # 1. a quarter of the standard library's conversations, more than a demo reads
+    conversations = cfg.output / "conversations.jsonl"
+    if not conversations.is_file():
+        write_whole(conversations, "".join(json.dumps(row) + "\n" for row in load_conversations("stdlib")[::4]))
+
+    # 2. every head, and EAGLE-3 with every other divergence
+    others = [name for name in cfg.divergences if name != DIVERGENCES[0]] if "eagle3" in cfg.heads else []
+    runs: list[tuple[str, HeadName, tuple[str, ...]]] = [(name, name, ()) for name in cfg.heads]
+    runs += [(f"eagle3-{name}", "eagle3", ("--divergence.name", name)) for name in others]
+    if cfg.overwrite:
+        shutil.rmtree(cfg.output / "target", ignore_errors=True)
+    for number, (folder, name, flags) in enumerate(runs, 1):
+        print(f"\n{number} of {len(runs)}: {folder}", flush=True)
+        train_and_prove(HEADS[name].recipe, cfg.output / folder, cfg, flags)
+
+    # 3. compare
+    reports = {folder: json.loads((cfg.output / folder / "report.json").read_text()) for folder, _, _ in runs}
+    by_divergence = {DIVERGENCES[0]: "eagle3"} | {name: f"eagle3-{name}" for name in others}
+    page = write_page(
+        cfg.output,
+        {
+            "target": reports[cfg.heads[0]]["target"],
+            "command": shlex.join(sys.argv),
+            "families": {
+                name: {**extract_entry(reports[name]), "title": find_family(name).title, "note": HEADS[name].note}
+                for name in cfg.heads
+            },
+            "ablation": {name: extract_entry(reports[run]) for name, run in by_divergence.items()} if others else {},
+            "environment": environment(),
+            "duration_s": round(sum(report["duration_s"] for report in reports.values()), 1),
+        },
+        TEMPLATE,
+        draw_charts,
+    )
+    print(f"report: {page}")
+
+
+def train_and_prove(recipe: str, folder: Path, cfg: Config, flags: tuple[str, ...]) -> None:
+    """Run a recipe into `folder`, in a separate process, so that the peak memory in the report is this run's.
+
+    Raises:
+        ValueError: if it fails, after it has printed the reason.
+    """
+    if cfg.resume and (folder / "report.json").is_file():
+        print(f"{folder} is already done")
+        return
+    command = [sys.executable, str(RECIPES / f"{recipe}.py"), "--preset", "demo"]
+    command += ["--data.source", str(cfg.output / "conversations.jsonl"), "--output", str(folder)]
+    command += ["--prove.reference", str(cfg.output / "target"), *flags, *cfg.flags]
+    if cfg.resume:
+        command.append("--resume")
+    if cfg.overwrite:
+        command.append("--overwrite")
+    if subprocess.run(command).returncode:
+        raise ValueError(f"{folder.name} failed, see above: fix the problem and continue with --resume")
+
+
+def extract_entry(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of one head's report for the comparison."""
+    offline, engine, train = report["offline"], report["engine"], report["train"]
+    return {
+        "alpha_greedy_before": offline["alpha_greedy_before"],
+        "alpha_greedy_after": offline["alpha_greedy_after"],
+        "tau_before": offline["tau_before"],
+        "tau_forecast": offline["tau_forecast"],
+        "tau_engine": engine["tau"],
+        "forecast_error": engine["forecast_error"],
+        "acceptance_per_position": engine["acceptance_per_position"],
+        "lossless": engine["lossless"],
+        "ties": len(engine["ties"]),
+        "decoder": engine["decoder"],
+        "num_prompts": engine["num_prompts"],
+        "train_tokens_per_s": train["tokens_per_s"],
+        "peak_rss_mib": train["peak_rss_mib"],
+        "duration_s": report["duration_s"],
+    }
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

@@ -1,0 +1,103 @@
+"""Records like those of a server under load, made without a server, for capacity and the ingest benchmark.
+
+R = rows, K = kept top-k ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from redraft.online.engine.request_log import RequestInfo, RequestLog, Rows, VerifiedStep
+from redraft.online.records.record import Record, Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """The shape of the requests."""
+
+    prompt_tokens: int = 500
+    """Length of a prompt, in tokens."""
+    output_tokens: int = 250
+    """Length of an answer, in tokens."""
+    num_speculative_tokens: int = 3
+    """Draft tokens per step. A record has a row for each of them and one for the bonus token."""
+    tau: float = 2.5
+    """Tokens emitted per target step, bonus token included."""
+    top_k: int = 32
+    """Probabilities kept per row."""
+    vocab_size: int = 128_256
+    """Size of the target's vocabulary."""
+
+    def __post_init__(self) -> None:
+        if min(self.prompt_tokens, self.output_tokens, self.num_speculative_tokens, self.top_k) < 1:
+            raise ValueError(
+                "prompt_tokens, output_tokens, num_speculative_tokens and top_k must be at least 1, not "
+                f"{self.prompt_tokens}, {self.output_tokens}, {self.num_speculative_tokens} and {self.top_k}"
+            )
+        if not 1 <= self.tau <= self.num_speculative_tokens + 1:
+            raise ValueError(
+                f"tau is {self.tau}: with {self.num_speculative_tokens} draft tokens a step emits 1 to "
+                f"{self.num_speculative_tokens + 1}"
+            )
+
+
+def make_record(number: int, traffic: Traffic) -> Record:
+    """One complete request, assembled by the plugin's code. The same number always gives the same record.
+
+    Ids follow a power law, as words do. Log-probabilities fall along a row and use all bits of a float32: like real
+    ones, they hardly compress.
+    """
+    rng = np.random.default_rng(number)
+    prompt = _ids(rng, traffic, traffic.prompt_tokens)
+    log = RequestLog(info=_info(f"cmpl-{number:08d}", prompt, traffic))
+    log.append(len(prompt), [int(_ids(rng, traffic, 1)[0])], None)  # sampled from the prompt, before the first draft
+    while not log.is_complete:
+        start = len(prompt) + len(log.output)
+        num_accepted = _num_accepted(rng, traffic)
+        drafts = _ids(rng, traffic, traffic.num_speculative_tokens)
+        sampled = [*drafts[:num_accepted].tolist(), int(_ids(rng, traffic, 1)[0])]
+        log.append(start, sampled, _verified(rng, traffic, start, drafts, num_accepted))
+    record = log.cut_segment("0123456789abcdef", "0" * 64)
+    assert record is not None
+    return record
+
+
+def _info(request_id: str, prompt: np.ndarray, traffic: Traffic) -> RequestInfo:
+    return RequestInfo(
+        request_id=request_id,
+        prompt_ids=prompt.tolist(),
+        sampling=Sampling(),
+        max_tokens=traffic.output_tokens,
+        stop_ids=frozenset(),
+        domain="code",
+    )
+
+
+def _verified(
+    rng: np.random.Generator, traffic: Traffic, start: int, drafts: np.ndarray, num_accepted: int
+) -> VerifiedStep:
+    num_rows = len(drafts) + 1
+    gaps_RK = rng.exponential(0.5, (num_rows, traffic.top_k))
+    return VerifiedStep(
+        start=start,
+        draft_ids=drafts,
+        draft_probs=np.ones(len(drafts), np.float32),
+        num_accepted=num_accepted,
+        rows=Rows(
+            topk_ids_RK=_ids(rng, traffic, num_rows * traffic.top_k).reshape(num_rows, -1),
+            topk_log_probs_RK=-gaps_RK.cumsum(1).astype(np.float32),
+            log_sum_exp_R=rng.normal(20, 3, num_rows).astype(np.float32),
+        ),
+    )
+
+
+def _num_accepted(rng: np.random.Generator, traffic: Traffic) -> int:
+    """A random number of accepted draft tokens, tau - 1 on average."""
+    return int(rng.binomial(traffic.num_speculative_tokens, (traffic.tau - 1) / traffic.num_speculative_tokens))
+
+
+def _ids(rng: np.random.Generator, traffic: Traffic, count: int) -> np.ndarray:
+    ids: np.ndarray = (traffic.vocab_size ** rng.random(count)).astype(np.int32) - 1
+    return ids

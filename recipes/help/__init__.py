@@ -1,0 +1,1 @@
+"""Make `redraft COMMAND --help` quick to appear and pleasant to read."""

@@ -1,0 +1,79 @@
+"""Read a `Config` from the command line, with every field's docstring as whole lines of help.
+
+By itself, tyro keeps a line break of a docstring if the next line is indented, which breaks sentences in the middle,
+and shows the default of an empty tuple as `(default: )`. The rule below gives it the same fields without these two.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import textwrap
+from typing import Annotated, Any, get_type_hints
+
+import tyro
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
+
+registry = ConstructorRegistry()
+
+
+@registry.struct_rule
+def describe_dataclass(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """The fields of a dataclass, as in tyro's rule, with folded help."""
+    if not dataclasses.is_dataclass(info.type):
+        return None
+    hints = get_type_hints(info.type, include_extras=True)
+    docs = read_field_docs(info.type)
+    fields = []
+    for field in dataclasses.fields(info.type):
+        if not field.init:
+            continue
+        hint, default = hints[field.name], _find_default(field, info.default)
+        if tyro.conf.UseAppendAction not in getattr(hint, "__metadata__", ()):  # tyro calls those repeatable
+            if default in ((), "", {}):
+                hint = Annotated[hint, tyro.conf.arg(help_behavior_hint="(default: none)")]
+            elif default is tyro.MISSING_NONPROP:  # positional ones, of which tyro would accept none
+                hint = Annotated[hint, tyro.conf.arg(help_behavior_hint="(required)")]
+        fields.append(StructFieldSpec(name=field.name, type=hint, default=default, helptext=docs.get(field.name)))
+    return StructConstructorSpec(instantiate=info.type, fields=tuple(fields))
+
+
+def _find_default(field: dataclasses.Field[Any], owner: Any) -> Any:
+    """The field's value in `owner`, the default of the whole dataclass, if there is one; else the field's default."""
+    if dataclasses.is_dataclass(owner):
+        return getattr(owner, field.name)
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return tyro.MISSING if owner is tyro.MISSING else tyro.MISSING_NONPROP
+
+
+@functools.cache
+def read_field_docs(config_type: type) -> dict[str, str]:
+    """The docstring below each field, folded into one line; a subclass's field hides the parent's."""
+    docs: dict[str, str] = {}
+    for parent in reversed(config_type.__mro__):
+        if dataclasses.is_dataclass(parent):
+            for field, doc in itertools.pairwise(_read_body(parent)):
+                if (
+                    isinstance(field, ast.AnnAssign)
+                    and isinstance(field.target, ast.Name)
+                    and isinstance(doc, ast.Expr)
+                    and isinstance(doc.value, ast.Constant)
+                ):
+                    docs[field.target.id] = " ".join(str(doc.value.value).split())
+    return docs
+
+
+def _read_body(config_type: type) -> list[ast.stmt]:
+    """The statements of a class; none if the class was typed into an interpreter."""
+    try:
+        source = inspect.getsource(config_type)
+    except OSError:
+        return []
+    definition = ast.parse(textwrap.dedent(source)).body[0]
+    return definition.body if isinstance(definition, ast.ClassDef) else []

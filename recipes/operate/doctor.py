@@ -1,0 +1,103 @@
+"""Check a draft against a target before serving; without a draft, check this environment.
+
+$ redraft doctor                                            # versions, devices, engine, disk
+$ redraft doctor --target TARGET --draft DRAFT              # does serving see the same inputs as training?
+$ redraft doctor --target TARGET --draft DRAFT --no-engine  # seconds: configs, tensors and provenance only
+
+Every problem is printed with a cure. The exit status is 0 without problems, 1 with any, 2 if something cannot be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from redraft.eval.machine import describe, diagnose, gather
+from redraft.heads.catalog import Method
+from redraft.heads.doctor.pair import Finding
+from redraft.recipes.cli import run_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: str | None = None
+    """Folder or hub name of the served model. If it contains an MTP layer, it is also the draft."""
+    draft: str | None = None
+    """Folder or hub name of the draft to check."""
+    method: Method | None = None
+    """vLLM's method to serve the draft with. By default the method of its family."""
+    num_speculative_tokens: int | None = None
+    """Draft tokens per step. By default the number used in the training's evaluation, or 3."""
+    engine: bool = True
+    """Run the draft in the real vLLM. Without a draft, only import vLLM."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of the engine. By default float32 on a CPU and bfloat16 on a GPU."""
+    prompts: str | None = None
+    """Data with prompts for the engine, as for --data.source of distill; by default those held out in training."""
+    num_prompts: int = 16
+    """Number of prompts for the engine."""
+    max_tokens: int = 64
+    """Maximum length of each answer in tokens."""
+    output: Path = Path("outputs")
+    """Folder for runs. Its disk is checked, and the engine's log is written there."""
+
+
+def main(cfg: Config) -> None:
+    findings = check_environment(cfg) if cfg.draft is None and cfg.target is None else check_pair(cfg)
+    print(format_findings(findings))
+    if findings:
+        raise SystemExit(1)
+
+
+def check_environment(cfg: Config) -> list[Finding]:
+    facts = gather(cfg.output, import_engine=cfg.engine)
+    print(describe(facts))
+    return diagnose(facts)
+
+
+def check_pair(cfg: Config) -> list[Finding]:
+    """Check the draft against the target, and print the facts.
+
+    Raises:
+        FileNotFoundError: if a folder is missing.
+        ValueError: if the target is not given or the folder holds no draft.
+    """
+    from redraft.distill.doctor.check_draft import EngineCheck, check_draft  # torch, which an environment may lack
+
+    if cfg.target is None:
+        raise ValueError(f"--draft {cfg.draft} needs a target to be checked against: give --target as well")
+    engine = EngineCheck(
+        dtype=cfg.dtype,
+        prompts=cfg.prompts,
+        num_prompts=cfg.num_prompts,
+        max_tokens=cfg.max_tokens,
+        folder=cfg.output / "doctor",
+    )
+    checked = check_draft(
+        cfg.target,
+        cfg.draft or cfg.target,
+        method=cfg.method,
+        num_speculative_tokens=cfg.num_speculative_tokens,
+        engine=engine if cfg.engine else None,
+    )
+    for name, value in checked.facts.items():
+        print(f"{name:<14}{value}")
+    for note in checked.notes:
+        print(f"{'note':<14}{note}")
+    return checked.findings
+
+
+def format_findings(findings: Sequence[Finding]) -> str:
+    """The findings, each with a cure, as the last lines of the output."""
+    if not findings:
+        return "\nEverything fits."
+    lines = [f"\n{len(findings)} problem{'s' if len(findings) > 1 else ''}:"]
+    for finding in findings:
+        lines += [f"  {finding.problem}", f"    cure: {finding.cure}"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

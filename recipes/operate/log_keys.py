@@ -1,0 +1,56 @@
+"""Make the keys of an ingest log's two users, in a new folder.
+
+    $ redraft log-keys keys
+
+    servers.nk    private key of the servers: they may publish records, and read nothing (nats.credentials)
+    learner.nk    private key of the learner: it reads records, and manages their stream (nats.credentials)
+    users.conf    both public keys, included by the broker's nats.conf; not a secret
+
+The keys are NKeys: the broker knows only their public halves, and a private key never goes over the network. Each is
+readable by its owner only. The rights of both users are in recipes/deploy/compose/nats.conf.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from redraft.recipes.cli import run_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    folder: Annotated[Path, tyro.conf.Positional]
+    """Folder for the three files. Keys that are already there are never replaced."""
+
+
+def main(cfg: Config) -> None:
+    """Write the keys.
+
+    Raises: FileExistsError if the folder already holds one of the files.
+    """
+    import nkeys  # an extra, as nats-py is
+
+    cfg.folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for user in ("servers", "learner"):
+        seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)
+        public = nkeys.from_seed(bytearray(seed)).public_key.decode()
+        # Without a newline: nats-py takes every byte of the file for the key.
+        _write_new(cfg.folder / f"{user}.nk", seed, 0o600)
+        lines.append(f"{user.upper()}: {public}\n")
+    _write_new(cfg.folder / "users.conf", "".join(lines).encode(), 0o644)
+    print(f"{cfg.folder}: servers.nk, learner.nk and users.conf")
+
+
+def _write_new(path: Path, content: bytes, mode: int) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

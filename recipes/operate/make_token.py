@@ -1,0 +1,33 @@
+"""Create a bearer token for the routes that swap drafts, in a file that only you can read.
+
+    $ redraft token FILE
+
+Servers and learner read the same file: `redraft serve --token-file FILE`, and `token_file` below `[fleet]` in the
+learner's settings. An existing file is never overwritten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from redraft.online.tokens import write_token
+from redraft.recipes.cli import run_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    file: Annotated[Path, tyro.conf.Positional]
+    """File to create. It gets a token of 256 bits and mode 0600."""
+
+
+def main(cfg: Config) -> None:
+    write_token(cfg.file)
+    print(f"a new token is in {cfg.file}")
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

@@ -1,0 +1,58 @@
+"""Return the whole fleet to the previous version at once.
+
+    $ redraft rollback --config learner.toml
+
+During a rollout, the candidate is taken back. A running learner does the work and restarts training from the version
+then served; without a running learner, this command does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from redraft.online.daemon import control
+from redraft.online.daemon.config import LearnerConfig, load_config
+from redraft.online.fleet.discovery import discover
+from redraft.online.fleet.registry import Registry
+from redraft.online.fleet.server import connected, converge
+from redraft.recipes.cli import run_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    config: Path = Path("learner.toml")
+    """The learner's TOML file."""
+
+
+def main(cfg: Config) -> None:
+    print(f"the fleet serves {asyncio.run(roll_back(load_config(cfg.config)))}")
+
+
+async def roll_back(cfg: LearnerConfig) -> str:
+    """Roll back, and return the version that the fleet then serves.
+
+    Raises:
+        FileNotFoundError: if there is no previous version.
+        ConnectionError: if servers do not follow; the message names them.
+    """
+    try:
+        reply = await control.ask(cfg.folder, do="rollback")
+        if "behind" in reply:
+            print(f"some servers are not there yet, and the learner keeps asking them: {reply['behind']}")
+        return str(reply["version"])
+    except control.NoLearnerError:
+        pass
+    registry = Registry(cfg.registry)
+    with registry.owned():
+        version = registry.rollback()
+        async with connected(await discover(cfg.fleet, cfg.domain), registry) as servers:
+            back = await converge(servers, version, cfg.rollout.rollback_timeout_s)
+    if not back.is_complete:
+        raise ConnectionError(f"{version} is current, but: {back}")
+    return version
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

@@ -1,0 +1,75 @@
+"""Roll out a version from the registry: the gate is skipped, the canary is not.
+
+    $ redraft swap v000007 --config learner.toml
+
+One server takes the version first and is compared with the others; if it accepts less, all servers go back. A running
+learner does the work after its current task; without a running learner, this command does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from redraft.online.daemon import control
+from redraft.online.daemon.config import LearnerConfig, load_config
+from redraft.online.fleet.discovery import discover
+from redraft.online.fleet.registry import Registry
+from redraft.online.fleet.rollout import Outcome, roll_waves, try_canary
+from redraft.online.fleet.server import connected
+from redraft.recipes.cli import run_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    version: Annotated[str, tyro.conf.Positional]
+    """Version to roll out, e.g. v000007. `redraft versions` lists them."""
+    config: Path = Path("learner.toml")
+    """The learner's TOML file."""
+
+
+def main(cfg: Config) -> None:
+    learner = load_config(cfg.config)
+    policy = learner.rollout
+    longest_s = policy.warm_up_s + policy.window_timeout_s + len(policy.waves) * policy.watch_s
+    print(
+        f"{cfg.version}: one server first, compared over {policy.min_drafts} drafts or more (at most {longest_s:.0f} s)"
+    )
+    outcome = asyncio.run(roll_out(learner, cfg.version))
+    if not outcome.passed:
+        raise ValueError(f"the fleet serves {outcome.version}: {outcome.reason}")
+    print(f"the fleet serves {outcome.version}: {outcome.reason}")
+
+
+async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
+    """Roll out a version, through the running learner if there is one, and return the outcome.
+
+    Raises:
+        FileNotFoundError: if the version does not exist or there is none to go back to.
+        AlreadyOwnedError: if a learner that does not answer owns the registry.
+    """
+    try:
+        return Outcome(**await control.ask(cfg.folder, do="swap", version=version))
+    except control.NoLearnerError:
+        pass
+    registry = Registry(cfg.registry)
+    registry.path(version)
+    with registry.owned():
+        incumbent = registry.current()
+        if incumbent is None:
+            raise FileNotFoundError(f"{cfg.registry} has no current version to go back to: start the learner once")
+        async with connected(await discover(cfg.fleet, cfg.domain), registry) as servers:
+            outcome = await try_canary(servers, version, incumbent, cfg.rollout)
+            if outcome.passed:
+                outcome = await roll_waves(servers, version, incumbent, cfg.rollout)
+        if outcome.passed:
+            registry.promote(version)
+    return outcome
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

@@ -1,0 +1,88 @@
+"""List a draft's versions: the current one, the origin of each, and the gate's verdict.
+
+    $ redraft versions --config learner.toml
+    $ redraft versions --registry drafts/llama-8b
+
+With --config, also show the version on every server and the state of the learner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from redraft.heads.files.artifact import PROVENANCE
+from redraft.online.daemon import control
+from redraft.online.daemon.config import LearnerConfig, load_config
+from redraft.online.fleet.discovery import discover
+from redraft.online.fleet.registry import EVALUATION, Registry
+from redraft.online.fleet.server import FleetServer, RefusedError, UnreachableError, connected
+from redraft.recipes.cli import run_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    config: Path | None = None
+    """The learner's TOML file."""
+    registry: Path | None = None
+    """Folder of the versions, instead of --config."""
+
+
+def main(cfg: Config) -> None:
+    if cfg.config is None and cfg.registry is None:
+        raise ValueError("which registry? Give --config learner.toml, or --registry with the folder of the versions")
+    learner = load_config(cfg.config) if cfg.config else None
+    folder = cfg.registry or (learner.registry if learner else Path())
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no registry {folder}: the learner creates it when it first starts")
+    for line in version_lines(Registry(folder)):
+        print(line)
+    if learner is not None:
+        print()
+        for line in asyncio.run(live_lines(learner)):
+            print(line)
+
+
+def version_lines(registry: Registry) -> list[str]:
+    """One line per version, the newest first. The current and the previous one are marked."""
+    current, previous = registry.current(), registry.previous()
+    marks = {previous: "previous", current: "current"}
+    return [
+        f"{version}  {marks.get(version, ''):<9} {_origin(registry.path(version))}"
+        for version in reversed(registry.versions())
+    ] or ["no versions yet"]
+
+
+async def live_lines(cfg: LearnerConfig) -> list[str]:
+    """A line with the state of the learner, then one per server with the served version."""
+    try:
+        status = await control.ask(cfg.folder, do="status")
+        about = f" {status['candidate']}" if status["candidate"] else ""
+        lines = [f"learner: {status['phase']}{about}"]
+    except control.NoLearnerError as error:
+        lines = [str(error)]
+    async with connected(await discover(cfg.fleet, cfg.domain)) as servers:
+        return lines + list(await asyncio.gather(*map(_server_line, servers)))
+
+
+async def _server_line(server: FleetServer) -> str:
+    try:
+        status = await server.status()
+    except (UnreachableError, RefusedError) as error:
+        return str(error)
+    return f"{server.url}: {status.draft_version or 'no draft'}{'' if status.is_intact else ', damaged'}"
+
+
+def _origin(folder: Path) -> str:
+    """Origin of a version and the gate's verdict, in a few words."""
+    provenance = json.loads((folder / PROVENANCE).read_text())
+    evaluation = json.loads((folder / EVALUATION).read_text()) if (folder / EVALUATION).is_file() else {}
+    if "copied_from" in provenance:
+        return f"copy of {provenance['copied_from']}"
+    return f"from {provenance.get('trained_from', '?')}, {evaluation.get('verdict', 'not judged')}"
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

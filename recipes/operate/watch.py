@@ -1,0 +1,164 @@
+"""Watch the acceptance of a running fleet: tau and acceptance by position over time, from the servers' /metrics.
+
+$ redraft watch http://gpu1:8000 http://gpu2:8000                 # a line per server every 10 seconds
+$ redraft watch http://gpu1:8000 --min-tau 1.8                    # ends with status 1 once tau falls below
+$ redraft watch http://gpu1:8000 --min-tau 1.8 --polls 6          # for a cron job: one minute, then status 0 or 1
+
+The first line of a server covers everything since its start, each further line the time since the line before. If a
+server is away, its line says why, and polling goes on. The exit status is 2 if a server is away at the first reading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import httpx
+import tyro
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.counters import parse_counts
+from redraft.recipes.cli import run_recipe
+
+BARS = " ▁▂▃▄▅▆▇█"
+
+TIMEOUT_S = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    urls: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """vLLM servers with a draft, as http://HOST:PORT."""
+    interval_s: float = 10.0
+    """Time between two readings, in seconds."""
+    min_tau: float | None = None
+    """End with status 1 if the fleet's tau falls below this. By default only watch."""
+    min_drafts: int = 200
+    """Drafts to collect before tau is compared with --min-tau: tau of a few drafts is noise."""
+    polls: int = 0
+    """Readings after the first. 0 continues until interrupted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poll:
+    """One round of readings."""
+
+    counts: dict[str, AcceptanceCounts]
+    """Counts by server since the round before; in the first round, since the server's start."""
+    away: dict[str, str]
+    """Unreadable servers, with the reason."""
+    duration_s: float | None
+    """Time since the round before; None in the first round."""
+
+
+def main(cfg: Config) -> None:
+    """Print lines until interrupted.
+
+    Raises:
+        SystemExit: with status 1 if tau is below `min_tau`.
+        ConnectionError: if a server cannot be reached at first.
+        ValueError: if a server serves no draft, or none is given.
+    """
+    if not cfg.urls:
+        raise ValueError("no server to watch: give http://HOST:PORT")
+    recent = AcceptanceCounts.zero()
+    with contextlib.suppress(KeyboardInterrupt):  # the usual end of watching
+        for number, poll in enumerate(poll_servers(cfg)):
+            print(*format_poll(poll, time.strftime("%H:%M:%S")), sep="\n", flush=True)
+            if number > 0:  # the first round covers the hours before this command
+                recent = sum(poll.counts.values(), recent)
+            if cfg.min_tau is not None and recent.num_drafts >= max(cfg.min_drafts, 1):
+                require_tau(recent, cfg.min_tau)
+                recent = AcceptanceCounts.zero()
+
+
+def poll_servers(cfg: Config) -> Iterator[Poll]:
+    """Rounds of readings, `interval_s` apart.
+
+    Raises:
+        ConnectionError: if a server cannot be reached in the first round.
+        ValueError: if a server serves no draft.
+    """
+    last = {url: read_counts(url) for url in cfg.urls}
+    read_at = time.monotonic()
+    yield Poll(counts=dict(last), away={}, duration_s=None)
+    number = 0
+    while number < cfg.polls or not cfg.polls:
+        time.sleep(cfg.interval_s)
+        now, away = read_all(cfg.urls)
+        duration_s, read_at = time.monotonic() - read_at, time.monotonic()
+        # A counter that fell belongs to a new process, so all of its counts are new.
+        counts = {url: reading.since(last[url]) or reading for url, reading in now.items()}
+        yield Poll(counts=counts, away=away, duration_s=duration_s)
+        last |= now
+        number += 1
+
+
+def read_all(urls: Sequence[str]) -> tuple[dict[str, AcceptanceCounts], dict[str, str]]:
+    """(counts by server, reason by unreadable server)."""
+    found: dict[str, AcceptanceCounts] = {}
+    away: dict[str, str] = {}
+    for url in urls:
+        try:
+            found[url] = read_counts(url)
+        except (ConnectionError, ValueError) as error:
+            away[url] = str(error)
+    return found, away
+
+
+def read_counts(url: str) -> AcceptanceCounts:
+    """The counts of a server since it started, summed over its engines.
+
+    Raises:
+        ConnectionError: if it cannot be reached.
+        ValueError: if it serves no draft.
+    """
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/metrics", timeout=TIMEOUT_S)
+        answer.raise_for_status()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConnectionError(f"cannot read {url}/metrics: {reason}") from error
+    try:
+        return parse_counts(answer.text)
+    except ValueError as error:
+        raise ValueError(f"{url}: {error}") from error
+
+
+def format_poll(poll: Poll, clock: str) -> Iterator[str]:
+    """A line per server, and one for the fleet if there are several."""
+    width = max(len(name) for name in (*poll.counts, *poll.away, "fleet"))
+    for url, counts in poll.counts.items():
+        yield f"{clock}  {url:<{width}}  {format_counts(counts, poll.duration_s)}"
+    for url, reason in poll.away.items():
+        yield f"{clock}  {url:<{width}}  {reason}"
+    if len(poll.counts) > 1:
+        fleet = sum(poll.counts.values(), AcceptanceCounts.zero())
+        yield f"{clock}  {'fleet':<{width}}  {format_counts(fleet, poll.duration_s)}"
+
+
+def format_counts(counts: AcceptanceCounts, duration_s: float | None) -> str:
+    """tau, acceptance by position as bars and numbers, and drafts per second (in the first round, their number)."""
+    if not counts.num_drafts:
+        return "no drafts"
+    rates = counts.acceptance_per_position
+    bars = "".join(BARS[round(rate * (len(BARS) - 1))] for rate in rates)
+    numbers = " ".join(f"{rate:.2f}" for rate in rates)
+    pace = (
+        f"{counts.num_drafts / duration_s:,.0f} drafts/s" if duration_s else f"{counts.num_drafts:,.0f} drafts so far"
+    )
+    return f"tau {counts.tau:.2f}  |{bars}|  {numbers}  {pace}"
+
+
+def require_tau(counts: AcceptanceCounts, min_tau: float) -> None:
+    """Raise SystemExit with status 1 if tau is below `min_tau`."""
+    if counts.num_drafts and counts.tau < min_tau:
+        print(f"tau {counts.tau:.2f} over {counts.num_drafts:,.0f} drafts is below {min_tau:g}", flush=True)
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

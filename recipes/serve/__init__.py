@@ -1,0 +1,1 @@
+"""Commands that serve a target and learn from its traffic."""

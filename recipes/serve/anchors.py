@@ -1,0 +1,71 @@
+"""Write offline data as records that the learner replays beside live traffic, against forgetting.
+
+    $ redraft anchors --target models/llama-8b --data answers.jsonl --output anchors
+    $ redraft learner --config learner.toml --set 'anchors="anchors"'
+
+One pass of the target over every sample keeps the largest probabilities at each label, as capture does in a server.
+`replay.anchor_share` in learner.toml sets the share of anchors in every training step. Heads cannot use anchors, which
+hold no hidden states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from redraft.distill.data.conversations import load_conversations
+from redraft.distill.data.samples import build_samples
+from redraft.distill.inputs import Signal, load_target
+from redraft.distill.signal.sources import InProcessTarget
+from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.folder import model_folder
+from redraft.heads.progress import Progress
+from redraft.online.learning.anchors import write_anchors
+from redraft.recipes.cli import run_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: str
+    """Folder or hub name of the served model."""
+    data: str
+    """Text the draft must not forget: a hub name, a .jsonl or .parquet file, a folder of text, or `stdlib`. Answers
+    written by the target are best (redraft regenerate)."""
+    split: str = "train"
+    """Split of a data set on the hub."""
+    output: Path = Path("anchors")
+    """File to write the records to."""
+    overwrite: bool = False
+    """Replace `output` if it exists."""
+    num_conversations: int = 2000
+    """Maximum number of conversations, taken from the beginning of the data."""
+    max_length: int = 4096
+    """Maximum length of a text in tokens. Use the length the draft is trained with."""
+    top_k: int = 32
+    """Probabilities to keep at every label. Use the servers' --capture.top-k."""
+
+
+def main(cfg: Config) -> None:
+    """Write the anchors.
+
+    Raises:
+        FileExistsError: if the output exists.
+        ValueError: if the target or the data cannot be used.
+    """
+    if cfg.output.exists() and not cfg.overwrite:
+        raise FileExistsError(f"{cfg.output} already exists: choose another --output, or pass --overwrite")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_target(cfg.target, Signal(), device)
+    conversations = load_conversations(cfg.data, split=cfg.split)[: cfg.num_conversations]
+    samples, stats = build_samples(conversations, tokenizer, max_length=cfg.max_length)
+    print(f"data: {stats}")
+    target_id = fingerprint(model_folder(cfg.target))
+    bar = Progress(samples, desc="anchors", unit="sample")
+    write_anchors(cfg.output, bar, InProcessTarget(model), target_id, k=cfg.top_k)
+    print(f"anchors: {len(samples):,} records, {cfg.output.stat().st_size / 1e6:,.1f} MB in {cfg.output}")
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

@@ -1,0 +1,155 @@
+"""vLLM's OpenAI server with the plugin switched on: `redraft serve TARGET --draft D -- any vLLM argument`.
+
+    $ redraft serve meta-llama/Llama-3.1-8B-Instruct --registry drafts/llama8b --capture.spool spool -- --port 8001
+
+Everything after `--` goes to vLLM unchanged. The plugin reads settings from environment variables (REDRAFT_...), which
+this command sets. A deployment that starts vLLM itself sets VLLM_PLUGINS=redraft and those variables instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from redraft.eval.engine.command import vllm_command
+from redraft.heads.catalog import Method, find_family, list_methods
+from redraft.online.engine.config import PLUGIN_NAME, CaptureConfig, read_config
+from redraft.recipes.cli import run_recipe
+
+PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: Annotated[str, tyro.conf.Positional]
+    """Folder or hub name of the target."""
+    vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Further arguments of vLLM's server, after `--`."""
+    draft: str | None = None
+    """Folder or hub name of the draft. By default the current version of the registry."""
+    registry: Path | None = None
+    """Folder of the draft's versions (v000001, ..., current). Required for swapping."""
+    num_speculative_tokens: int = 3
+    """Draft tokens per step."""
+    method: Method | None = None
+    """vLLM's method for the draft. By default it follows from the draft's config.json."""
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    """How draft tokens are chosen. With `greedy` the acceptance is p(argmax q); with `probabilistic` it is
+    sum min(p, q), which is higher at temperatures above 0."""
+    token_file: Path | None = None
+    """File with the bearer token that protects /redraft/... The variable REDRAFT_TOKEN can hold the token instead."""
+    allow_remote: bool = False
+    """Allow other machines to use /redraft/... as well."""
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
+
+
+def main(cfg: Config) -> None:
+    environment = os.environ | plugin_environment(cfg, os.environ)
+    read_config(environment)  # report a wrong setting now, not after vLLM has loaded for minutes
+    command = server_command(cfg)
+    os.execve(command[0], command, environment)
+
+
+def server_command(cfg: Config) -> list[str]:
+    """The command line of vLLM's server.
+
+    Raises:
+        ValueError: if neither a draft nor a registry is given.
+        FileNotFoundError: if the registry has no current version.
+    """
+    draft = _draft(cfg)
+    speculative = {
+        "model": draft,
+        "method": cfg.method or _method(draft),
+        "num_speculative_tokens": cfg.num_speculative_tokens,
+        "draft_sample_method": cfg.draft_sample_method,
+    }
+    return vllm_command(cfg.target, ["--speculative-config", json.dumps(speculative), *cfg.vllm_args])
+
+
+def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that switch the plugin on, to be added to `environment`."""
+    capture = cfg.capture
+    variables = {
+        "VLLM_PLUGINS": _with_plugin(environment.get("VLLM_PLUGINS")),
+        # The plugin hooks into the V1 model runner; if Triton is installed, vLLM would choose the other one.
+        "VLLM_USE_V2_MODEL_RUNNER": environment.get("VLLM_USE_V2_MODEL_RUNNER", "0"),
+        "REDRAFT_REGISTRY": _absolute(cfg.registry),
+        "REDRAFT_TOKEN_FILE": _absolute(cfg.token_file),
+        "REDRAFT_ALLOW_REMOTE": "1" if cfg.allow_remote else None,
+    }
+    if capture.is_on:
+        variables |= {
+            "REDRAFT_CAPTURE_SPOOL": _absolute(capture.spool),
+            "REDRAFT_CAPTURE_INGEST": capture.ingest or None,
+            "REDRAFT_NATS_FLEET": capture.nats.fleet,
+            "REDRAFT_NATS_CREDENTIALS": _absolute(capture.nats.credentials),
+            "REDRAFT_NATS_CA": _absolute(capture.nats.ca),
+            "REDRAFT_NATS_CERTIFICATE": _absolute(capture.nats.certificate),
+            "REDRAFT_CAPTURE_FRACTION": str(capture.fraction),
+            "REDRAFT_CAPTURE_TENANTS": ",".join(capture.tenants),
+            "REDRAFT_CAPTURE_TOP_K": str(capture.top_k),
+            "REDRAFT_CAPTURE_SPOOL_BYTES": str(capture.spool_bytes),
+            "REDRAFT_CAPTURE_HIDDEN_STATES": "1" if capture.hidden_states else "0",
+        }
+    return {name: value for name, value in variables.items() if value is not None}
+
+
+def _absolute(path: Path | None) -> str | None:
+    return str(path.absolute()) if path else None
+
+
+def _with_plugin(allowed: str | None) -> str:
+    """VLLM_PLUGINS with redraft added. If it is unset, all plugins are allowed: they must be named to stay so."""
+    if allowed is None:
+        names = {entry.name for group in PLUGIN_GROUPS for entry in entry_points(group=group)}
+    else:
+        names = {name for name in allowed.split(",") if name}
+    return ",".join(sorted(names | {PLUGIN_NAME}))
+
+
+def _draft(cfg: Config) -> str:
+    if cfg.draft is not None:
+        return cfg.draft
+    if cfg.registry is None:
+        raise ValueError("no draft: give --draft, or --registry to serve its current version")
+    current = cfg.registry / "current"
+    if not current.is_dir():
+        raise FileNotFoundError(f"{cfg.registry} has no current version: give --draft, or publish one first")
+    return str(current.resolve())
+
+
+def _method(draft: str) -> Method:
+    """vLLM's method for a draft, by its config.json. A plain language model, or an unread hub name, is `draft_model`.
+
+    Raises:
+        ValueError: vLLM has no proposer for its family.
+    """
+    path = Path(draft) / "config.json"
+    if not path.is_file():  # a hub name: vLLM fetches it later
+        return "draft_model"
+    config = json.loads(path.read_text())
+    if name := config.get("redraft", {}).get("family"):
+        method = find_family(name).method
+        if method is None:
+            raise ValueError(f"vLLM has no proposer for {draft}, a draft of the family {name}")
+        return method
+    names = " ".join([*config.get("architectures", []), config.get("model_type", "")]).lower()
+    methods = sorted(list_methods(), key=len, reverse=True)  # longest first: eagle is a part of eagle3
+    return next((method for method in methods if method in names), "draft_model")
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

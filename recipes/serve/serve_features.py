@@ -1,0 +1,49 @@
+"""Serve a target's hidden states for the training of heads: vLLM with `extract_hidden_states` switched on.
+
+    $ redraft serve-features meta-llama/Llama-3.1-70B-Instruct --layers 2 40 77 -- --tensor-parallel-size 8 --port 8001
+    $ python recipes/eagle3_llama8b.py --signal.kind endpoint --signal.url http://127.0.0.1:8001
+
+The last hidden state is always sent as well. The states pass through `storage`, which the trainer must see under the
+same name: memory (/dev/shm) on one machine, a shared disk or object storage (s3://bucket/states) between machines. The
+trainer removes states after reading them. For more throughput, start several servers: --signal.url takes a list.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from redraft.distill.signal.features import server_args
+from redraft.eval.engine.command import vllm_command
+from redraft.heads.files.checkpoint import load_text_config
+from redraft.recipes.cli import run_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: Annotated[str, tyro.conf.Positional]
+    """Folder or hub name of the target."""
+    vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Further arguments of vLLM's server, after `--`."""
+    layers: tuple[int, ...] = ()
+    """Layers read by the head: k means the residual stream after k layers, 0 the embeddings."""
+    storage: str = "/dev/shm/redraft-features"
+    """Folder or fsspec URL through which the states pass. It must have room for all requests in flight."""
+
+
+def main(cfg: Config) -> None:
+    """Replace this process by the server.
+
+    Raises:
+        ValueError: for a layer the target does not have.
+    """
+    num_layers = load_text_config(cfg.target).num_hidden_layers
+    command = vllm_command(cfg.target, [*server_args(cfg.layers, num_layers, cfg.storage), *cfg.vllm_args])
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

@@ -1,0 +1,52 @@
+"""Record the traffic of an unmodified vLLM through a proxy: point the clients at this address instead of vLLM's.
+
+    $ redraft tap http://127.0.0.1:8000 --target /models/llama --spool spool --port 8001
+
+vLLM returns at most --max-logprobs probabilities per token (20 by default). The proxy does not see draft tokens, so its
+records can train a draft but do not show its acceptance. In front of several servers, `redraft router` records as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from redraft.heads.files.artifact import fingerprint
+from redraft.online.fleet.server import require_address
+from redraft.online.traffic.front import AdminServer, FrontConfig, serve
+from redraft.online.traffic.pools import Pools
+from redraft.online.traffic.proxy import Proxy
+from redraft.online.traffic.tap import Tap, TapConfig
+from redraft.recipes.cli import run_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TapConfig, FrontConfig):
+    upstream: Annotated[str, tyro.conf.Positional]
+    """Address of the vLLM server, http://HOST:PORT."""
+    target: Path
+    """Folder of the served model. Its fingerprint goes into every record."""
+    port: int = 8001
+    """Port on which clients are accepted."""
+    admin_port: int = 8082
+    """Port of /redraft/tap, which counts recorded and lost answers; 0 turns the port off."""
+
+    def __post_init__(self) -> None:
+        TapConfig.__post_init__(self)
+        FrontConfig.__post_init__(self)
+
+
+def main(cfg: Config) -> None:
+    require_address(cfg.upstream)
+    pools, tap = Pools(lambda: [(cfg.upstream, "")]), Tap(cfg, fingerprint(cfg.target))
+    proxy = Proxy(pools, tap=tap, max_body_bytes=cfg.max_body_bytes)
+    admin = AdminServer(proxy.admin_app(), cfg.admin_host, cfg.admin_port) if cfg.admin_port else None
+    print(f"tap: http://{cfg.host}:{cfg.port}, in front of {cfg.upstream}", flush=True)
+    serve(proxy.app(), cfg.host, cfg.port, admin)
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

@@ -1,0 +1,1 @@
+"""Draft models for speculative decoding: distilled, proven, kept trained from live traffic."""

@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+import zstandard
+
+from redraft.distill.data.conversations import (
+    Overlap,
+    conversation_hash,
+    load_conversations,
+    message_text,
+    remove_overlap,
+    split_held_out,
+)
+
+QUESTION_AND_ANSWER = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "<think>hm</think>so"}]
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": QUESTION_AND_ANSWER},
+        {"messages": QUESTION_AND_ANSWER, "prompt": "something else", "text": "and else"},
+        {"conversations": [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "<think>hm</think>so"}]},
+        {"prompt": "why?", "completion": "<think>hm</think>so"},
+        {"prompt": "why?", "response": "<think>hm</think>so"},
+        {"prompt": QUESTION_AND_ANSWER[:1], "completion": QUESTION_AND_ANSWER[1:]},
+        {"messages": [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in QUESTION_AND_ANSWER]},
+        {"instruction": "why?", "input": "", "output": "<think>hm</think>so"},
+    ],
+    ids=[
+        "messages",
+        "messages-first",
+        "sharegpt",
+        "completion",
+        "response",
+        "conversational-prompt",
+        "content-parts",
+        "alpaca",
+    ],
+)
+def test_every_usual_shape_reads_as_the_same_conversation(tmp_path: Path, row: dict) -> None:
+    expected = [{"messages": QUESTION_AND_ANSWER, "domain": "maths"}]
+    row = {**row, "domain": "maths"}
+    assert load_conversations(write_jsonl(tmp_path / "a.jsonl", [row])) == expected
+    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "a.parquet")
+    assert load_conversations(str(tmp_path / "a.parquet")) == expected
+
+
+def test_a_prompt_alone_is_a_conversation_to_regenerate_and_text_is_a_document(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "why?"}, {"text": "Once."}])
+    assert load_conversations(source) == [
+        {"messages": [{"role": "user", "content": "why?"}], "domain": "all"},
+        {"messages": [{"role": "text", "content": "Once."}], "domain": "all"},
+    ]
+
+
+def test_conversations_with_tools_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, {"role": "tool", "content": "5"}]
+    rows = [
+        {"messages": QUESTION_AND_ANSWER},
+        {"messages": [QUESTION_AND_ANSWER[0], *calls, QUESTION_AND_ANSWER[1]]},
+        {"messages": QUESTION_AND_ANSWER, "tools": [{"name": "add"}]},
+        {"conversations": [{"from": "human", "value": "why?"}, {"from": "function_call", "value": "{}"}]},
+        {"messages": QUESTION_AND_ANSWER, "tools": []},
+    ]
+    found = load_conversations(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert [conversation["messages"] for conversation in found] == [QUESTION_AND_ANSWER] * 2
+    assert "2 conversations; skipped rows: 3 with tools (first: line 2: " in capsys.readouterr().out
+
+
+def test_rows_may_differ_in_their_fields(tmp_path: Path) -> None:
+    rows = [{"messages": QUESTION_AND_ANSWER}, {"messages": QUESTION_AND_ANSWER, "cut": True, "domain": "code"}]
+    first, second = load_conversations(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert "cut" not in first
+    assert (second["cut"], second["domain"]) == (True, "code")
+
+
+def test_a_folder_of_text_is_one_document_a_file_with_its_folder_as_domain(tmp_path: Path) -> None:
+    (tmp_path / "law").mkdir()
+    (tmp_path / "law" / "a.txt").write_text("first")
+    (tmp_path / "b.md").write_text("second")
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "c.bin").write_bytes(b"\xff")
+    assert load_conversations(str(tmp_path)) == [
+        {"messages": [{"role": "text", "content": "second"}], "domain": "all"},
+        {"messages": [{"role": "text", "content": "first"}], "domain": "law"},
+    ]
+
+
+def test_the_standard_library_is_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "".join(f"    total = total + number * {i}\n" for i in range(9))
+    (tmp_path / "sums.py").write_text(
+        f'def add(total, number):\n    """{"Adds up. " * 12}"""\n{body}    return total\n'
+    )
+    # the whole standard library would take 30 s
+    monkeypatch.setattr("redraft.distill.data.corpus.sysconfig.get_path", lambda _: str(tmp_path))
+    assert {c["domain"] for c in load_conversations("stdlib")} == {"code", "prose"}
+
+
+def test_reasoning_that_a_server_parsed_out_is_put_back() -> None:
+    message = {"role": "assistant", "content": "\nso", "reasoning": "hm\n"}
+    assert message_text(message) == "<think>\nhm\n</think>\n\nso"
+    assert message_text({"content": None}) == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("", "holds no conversation"),
+        ('{"id": 1, "title": "a"}', "1 without a conversation .* the columns id, title: expected `messages`"),
+        ('\n{"prompt":', r"1 not JSON \(first: line 2: "),
+        ('{"messages": 5}', r"1 with messages that are not a list \(first: line 1: they are int"),
+        ('{"messages": []}', r"1 without messages \(first: line 1"),
+        ('{"messages": ["hello"]}', "1 with a message that has no role"),
+        ('{"messages": [{"content": "a"}]}', "1 with a message that has no role"),
+        ('{"conversations": [{"from": "alien", "value": "a"}]}', "1 with an unknown speaker .*'alien'"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "content that is not text .* type image"),
+        ('{"messages": [{"role": "user", "content": 5}]}', "content that is not text .* it is int"),
+        ('{"messages": null}', "1 without a conversation"),
+        ('{"prompt": "\\ud83d"}', "1 with half a character"),
+        ("[1]", r"1 not a JSON object \(first: line 1"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_refused_in_one_line_if_there_is_no_other(
+    tmp_path: Path, content: str, complaint: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=complaint) as error:
+        load_conversations(str(path))
+    assert "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+    path.write_text('{"prompt": "good"}\n' + content)
+    assert len(load_conversations(str(path))) == 1
+    if content:
+        with pytest.raises(ValueError, match=r"a\.jsonl, line [23]: .*; without --data\.strict it is skipped"):
+            load_conversations(str(path), strict=True)
+
+
+def test_unusable_rows_are_skipped_and_counted_by_reason_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt"\n\xff\n{"prompt": 7}\n5\n{"prompt"\n{"text": "b"}\n')
+    assert len(load_conversations(str(path))) == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "a.jsonl: 2 conversations; skipped rows: 2 not JSON (first: line 2: " in line
+    assert "1 not UTF-8 (first: line 3" in line
+    assert "1 with messages that are not a list (first: line 4" in line
+    assert "1 not a JSON object (first: line 5)" in line
+
+
+SHAREGPT = [
+    {"id": "a_0", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
+    {"id": "a_1", "conversations": [{"from": "gpt", "value": "and"}, {"from": "human", "value": "so?"}]},
+    {"id": "b_0", "conversations": []},
+]
+SHAREGPT_READ = [
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}], "domain": "all"},
+    {"messages": [{"role": "assistant", "content": "and"}, {"role": "user", "content": "so?"}], "domain": "all"},
+]
+
+
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("name", ["list.json", "lines.json", "lines.jsonl"])
+def test_sharegpt_is_read_as_a_list_or_as_lines_compressed_or_not(tmp_path: Path, name: str, compression: str) -> None:
+    text = json.dumps(SHAREGPT, indent=1) if name == "list.json" else "\n".join(map(json.dumps, SHAREGPT))
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[compression]
+    path = tmp_path / f"{name}{compression}"
+    path.write_bytes(compress(text.encode()))
+    assert load_conversations(str(path)) == SHAREGPT_READ
+
+
+def test_a_truncated_archive_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(json.dumps(SHAREGPT[0]).encode() * 99)[:-20])
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz is corrupt or truncated"):
+        load_conversations(str(tmp_path / "a.jsonl.gz"))
+    (tmp_path / "a.json").write_text(json.dumps(SHAREGPT)[:-9])
+    with pytest.raises(ValueError, match=r"a\.json is a JSON list with an error"):
+        load_conversations(str(tmp_path / "a.json"))
+
+
+def test_a_folder_of_data_files_is_read_whole_with_its_folders_as_domains(tmp_path: Path) -> None:
+    for folder in ("code", ".cache"):
+        (tmp_path / folder).mkdir()
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "one"}])
+    (tmp_path / "code" / "b.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "two"}\n{"prompt": "3", "domain": "c"}'))
+    write_jsonl(tmp_path / ".cache" / "c.jsonl", [{"prompt": "hidden"}])
+    (tmp_path / "README.md").write_text("a card of the data set, not a document")
+    found = [(c["messages"][0]["content"], c["domain"]) for c in load_conversations(str(tmp_path))]
+    assert found == [("one", "all"), ("two", "code"), ("3", "c")]
+
+
+def test_the_input_of_an_alpaca_row_follows_the_instruction_and_text_parts_are_joined(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two", "image_url": None}]
+    rows = [
+        {"instruction": "Translate.", "input": "un", "output": "one", "text": "the whole prompt"},
+        {"messages": [{"role": "user", "content": parts}]},
+    ]
+    first, second = load_conversations(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert [m["content"] for m in first["messages"]] == ["Translate.\n\nun", "one"]
+    assert second["messages"][0]["content"] == "one\ntwo"
+
+
+def test_a_missing_file_and_a_broken_parquet_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl: no such file"):
+        load_conversations(str(tmp_path / "nowhere.jsonl"))
+    (tmp_path / "a.parquet").write_bytes(b"not parquet at all")
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read as parquet: .*magic"):
+        load_conversations(str(tmp_path / "a.parquet"))
+
+
+def test_a_name_that_is_nothing_here_nor_on_the_hub_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"nosuch/thing is not a .* file, not a folder, and cannot be loaded"):
+        load_conversations("nosuch/thing")
+
+
+def test_the_split_is_by_content_alone_and_near_its_fraction() -> None:
+    conversations = [{"messages": [{"role": "user", "content": str(i)}], "domain": "all"} for i in range(4000)]
+    train, held_out = split_held_out(conversations, 0.1)
+    assert len(train) + len(held_out) == 4000
+    assert 330 < len(held_out) < 470  # 400 +- 3.7 standard deviations
+    more = split_held_out(conversations, 0.2)[1]
+    assert all(conversation in more for conversation in held_out)  # a larger fraction keeps what was held out
+    assert split_held_out(conversations, 0.0)[1] == []
+
+
+def test_the_hash_depends_on_roles_and_contents_only() -> None:
+    message = {"role": "user", "content": "é"}
+    assert conversation_hash([message]) == conversation_hash([{**message, "id": "7"}])
+    assert conversation_hash([message]) != conversation_hash([{**message, "role": "assistant"}])
+
+
+def make_chat(question: str, answer: str, system: str = "") -> dict:
+    start = [{"role": "system", "content": system}] if system else []
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": [*start, *chat], "domain": "all"}
+
+
+def test_all_answers_to_one_question_are_on_one_side() -> None:
+    conversations = [make_chat(f"question {i % 200}", f"answer {i}", "s" * (i % 3)) for i in range(2000)]
+    sides = [{c["messages"][-2]["content"] for c in part} for part in split_held_out(conversations, 0.3)]
+    assert len(sides[0]) + len(sides[1]) == 200
+    assert sides[1]
+    assert not sides[0] & sides[1]
+
+
+def test_repeated_conversations_and_held_out_answers_are_taken_out_of_training() -> None:
+    copied, short = "a long answer that a scraper found on two pages " * 3, "Yes."
+    held_out = [make_chat("h1", copied), make_chat("h2", short), make_chat("h3", "an answer of its own " * 9)]
+    train = [make_chat("t1", f" {copied}\n"), make_chat("t2", short), make_chat("t3", short), make_chat("t2", short)]
+    kept, overlap = remove_overlap(train, held_out)
+    assert kept == [train[1], train[2]]
+    assert overlap == Overlap(held_out_answers=2, shared_answers=1, repeated=1, sharing=1)
+    assert str(overlap).startswith("1 of 2 held-out answers stood in training word for word; 1 conversations with them")
+
+
+def test_the_split_of_the_standard_library_is_that_of_the_small_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights in tests/assets were trained on one side of a split by whole conversations."""
+    for i in range(60):
+        (tmp_path / f"m{i}.py").write_text(f'"""{f"About {i}. " * 12}"""\n')
+    monkeypatch.setattr("redraft.distill.data.corpus.sysconfig.get_path", lambda _: str(tmp_path))
+    conversations = load_conversations("stdlib")
+    _, held_out = split_held_out(conversations, 0.2)
+    by_whole = [c for c in conversations if int(conversation_hash(c["messages"])[:16], 16) < 0.2 * 2**64]
+    assert held_out == by_whole != []

@@ -1,0 +1,205 @@
+"""Against a small HTTP server that speaks the contract: it answers with the question and the length of the history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+from teachers import Reply, Teacher, teaching
+
+from redraft.distill.data.conversations import load_conversations
+from redraft.distill.data.regenerate import Sampling, regenerate
+from redraft.distill.signal.endpoint import Endpoint
+from redraft.recipes.regenerate import Config
+
+
+def answer(request: dict[str, Any]) -> Reply:
+    history = request["messages"]
+    message = {"role": "assistant", "content": f"{history[-1]['content']}! ({len(history)})"}
+    return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
+
+
+@dataclass
+class Scripted(Teacher):
+    """One that replies by a function of the request."""
+
+    script: Callable[[dict[str, Any]], Reply] = answer
+
+    def reply(self, request: dict[str, Any]) -> Reply:
+        return self.script(request)
+
+
+@contextmanager
+def serving(script: Callable[[dict[str, Any]], Reply] = answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(URL, the requests received so far) of a server that lists one model and replies by `script`."""
+    with teaching(Scripted(script=script)) as teacher:
+        yield teacher.url, teacher.requests
+
+
+def make_endpoint(url: str, **options: Any) -> Endpoint:
+    return Endpoint(url, **{"attempts": 3, "backoff_s": 0.01, "concurrency": 4, **options})
+
+
+def make_conversation(*contents: str) -> dict[str, Any]:
+    roles = ["user", "assistant"] * len(contents)
+    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    return {"messages": messages, "domain": "test"}
+
+
+def contents(output: Path) -> set[tuple[str, ...]]:
+    return {tuple(m["content"] for m in c["messages"]) for c in load_conversations(str(output))}
+
+
+def test_every_turn_is_answered_in_order_on_the_regenerated_history(tmp_path: Path) -> None:
+    output = tmp_path / "deep" / "answers.jsonl"
+    with serving() as (url, requests):
+        stats = regenerate(
+            [make_conversation("a", "old", "b", "old", "c"), make_conversation("lonely", "old")],
+            make_endpoint(url + "/v1/"),
+            output,
+            Sampling(temperature=0.5, max_tokens=7, template_options={"enable_thinking": False}),
+        )
+    assert stats.done == 2
+    assert contents(output) == {("a", "a! (1)", "b", "b! (3)", "c", "c! (5)"), ("lonely", "lonely! (1)")}
+    expected = {"model": "the-target", "temperature": 0.5, "max_tokens": 7}
+    assert all(expected.items() <= request.items() for request in requests)
+    assert requests[0]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert {c["domain"] for c in load_conversations(str(output))} == {"test"}
+
+
+def test_a_second_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    conversations = [make_conversation(f"question {i}", "old") for i in range(6)]
+    with serving() as (url, requests):
+        regenerate(conversations[:4], make_endpoint(url), output, Sampling())
+        with output.open("a") as file:
+            file.write('{"key": "torn by a ki')
+        stats = regenerate(conversations, make_endpoint(url), output, Sampling())
+    assert (stats.already_there, stats.done, len(requests)) == (4, 2, 6)
+    assert contents(output) == {(f"question {i}", f"question {i}! (1)") for i in range(6)}
+
+
+def test_an_overloaded_server_is_asked_again(tmp_path: Path) -> None:
+    failures = iter([503, 429, 500])
+
+    def overloaded(request: dict[str, Any]) -> Reply:
+        status = next(failures, 200)
+        return answer(request) if status == 200 else (status, {"error": {"message": "busy"}})
+
+    with serving(overloaded) as (url, requests):
+        stats = regenerate(
+            [make_conversation("a")], make_endpoint(url, attempts=4), tmp_path / "answers.jsonl", Sampling()
+        )
+    assert (stats.done, len(requests)) == (1, 4)
+
+
+def test_a_server_that_goes_away_is_named_and_what_was_regenerated_stays(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    left = iter(range(3))
+
+    def dying(request: dict[str, Any]) -> Reply:
+        return answer(request) if next(left, None) is not None else (503, {"error": {"message": "shutting down"}})
+
+    conversations = [make_conversation(f"question {i}") for i in range(8)]
+    with serving(dying) as (url, _), pytest.raises(ConnectionError) as error:
+        regenerate(conversations, make_endpoint(url), output, Sampling())
+    message = str(error.value)
+    assert "\n" not in message
+    assert f"{url}/v1/chat/completions did not answer in 3 tries (HTTP 503: shutting down)" in message
+    assert f"3 of 8 conversations are in {output}" in message
+    assert len(contents(output)) == 3
+
+
+def test_an_address_where_nothing_listens_is_named(tmp_path: Path) -> None:
+    with serving() as (url, _):
+        pass  # the port is free again
+    with pytest.raises(ConnectionError, match=rf"{url}/v1/models did not answer in 3 tries \(.*connect"):
+        regenerate([make_conversation("a")], make_endpoint(url), tmp_path / "answers.jsonl", Sampling())
+
+
+def test_a_conversation_that_the_server_refuses_is_counted_and_the_rest_goes_on(tmp_path: Path) -> None:
+    def picky(request: dict[str, Any]) -> Reply:
+        if request["messages"][0]["content"] == "too long":
+            return 400, {"error": {"message": "maximum context length is 9\nmore of it"}}
+        return answer(request)
+
+    with serving(picky) as (url, _):
+        stats = regenerate(
+            [make_conversation("too long"), make_conversation("fine")], make_endpoint(url), tmp_path / "a", Sampling()
+        )
+        assert (stats.done, stats.refused) == (1, 1)
+        assert "first: " + url in str(stats)
+        assert str(stats).endswith("HTTP 400: maximum context length is 9")
+        with pytest.raises(ValueError, match=r"nothing was regenerated: .*maximum context length is 9"):
+            regenerate([make_conversation("too long")], make_endpoint(url), tmp_path / "b", Sampling())
+
+
+def test_a_wrong_model_name_ends_the_run(tmp_path: Path) -> None:
+    def unknown(request: dict[str, Any]) -> Reply:
+        return 404, {"error": {"message": f"no model {request['model']}"}}
+
+    with serving(unknown) as (url, _), pytest.raises(ValueError, match="HTTP 404: no model wrong"):
+        regenerate([make_conversation("a")], make_endpoint(url, model="wrong"), tmp_path / "answers.jsonl", Sampling())
+
+
+def test_an_answer_cut_at_the_length_limit_ends_its_conversation(tmp_path: Path) -> None:
+    def cut(request: dict[str, Any]) -> Reply:
+        status, body = answer(request)
+        body["choices"][0]["finish_reason"] = "length"
+        return status, body
+
+    output = tmp_path / "answers.jsonl"
+    with serving(cut) as (url, _):
+        stats = regenerate([make_conversation("a", "old", "b", "old")], make_endpoint(url), output, Sampling())
+    assert stats.cut == 1
+    (conversation,) = load_conversations(str(output))
+    assert conversation["cut"]
+    assert len(conversation["messages"]) == 2
+
+
+def test_an_empty_answer_ends_its_conversation(tmp_path: Path) -> None:
+    def silent_at_b(request: dict[str, Any]) -> Reply:
+        status, body = answer(request)
+        if request["messages"][-1]["content"] == "b":
+            body["choices"][0]["message"]["content"] = None
+        return status, body
+
+    output = tmp_path / "answers.jsonl"
+    with serving(silent_at_b) as (url, _):
+        stats = regenerate(
+            [make_conversation("a", "old", "b", "old"), make_conversation("b")], make_endpoint(url), output, Sampling()
+        )
+    assert (stats.done, stats.refused) == (1, 1)
+    assert contents(output) == {("a", "a! (1)", "b")}
+
+
+def test_reasoning_that_the_server_parsed_out_stays_in_the_answer(tmp_path: Path) -> None:
+    def thinking(request: dict[str, Any]) -> Reply:
+        message = {"role": "assistant", "content": "so", "reasoning": "hm"}
+        return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
+
+    output = tmp_path / "answers.jsonl"
+    with serving(thinking) as (url, _):
+        regenerate([make_conversation("a")], make_endpoint(url), output, Sampling())
+    assert contents(output) == {("a", "<think>\nhm\n</think>\n\nso")}
+
+
+def test_an_output_of_other_settings_or_another_kind_is_refused(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    with serving() as (url, _):
+        regenerate([make_conversation("a")], make_endpoint(url), output, Sampling(max_tokens=5))
+        with pytest.raises(ValueError, match=r"was answered with .*'max_tokens': 5.*choose another output"):
+            regenerate([make_conversation("a")], make_endpoint(url), output, Sampling(max_tokens=6))
+        output.write_text('{"messages": []}\n')
+        with pytest.raises(ValueError, match="line 1: not a regenerated conversation"):
+            regenerate([make_conversation("a")], make_endpoint(url), output, Sampling())
+
+
+def test_template_options_can_be_given_on_the_command_line() -> None:
+    arguments = ["--source", "a", "--output", "b", "--sampling.template-options", "enable_thinking", "False"]
+    assert tyro.cli(Config, args=arguments).sampling.template_options == {"enable_thinking": False}

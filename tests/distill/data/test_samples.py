@@ -1,0 +1,389 @@
+"""Loss masks against what the templates say, for the four ways in which real ones treat an assistant turn."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from redraft.distill.data.samples import SampleStats, build_samples, data_hash, held_out_prompts, writes_date
+from redraft.recipes.demo.tiny_target import CHAT_TEMPLATE
+
+SPECIAL = ["<|pad|>", "<|bos|>", "<|end|>", "<|start|>", "<|close|>", "<|eot|>"]
+
+# Header and footer of special tokens, content trimmed, a system prompt of its own where none is given.
+TRIMMING = (
+    "{{ bos_token }}{% if messages[0].role != 'system' %}<|start|>system<|close|>\n\nBe brief.<|eot|>{% endif %}"
+    "{% for m in messages %}<|start|>{{ m.role }}<|close|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|close|>\n\n{% endif %}"
+)
+# Reasoning is dropped from all turns before the last question, and an empty block opens an answer that has none.
+THINKING = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% set thought, said = '', m.content %}{% if '</think>' in m.content %}"
+    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set said = m.content.split('</think>', 1)[1].lstrip('\n') %}{% endif %}"
+    "{% if loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>\n\n{{ said.lstrip('\n') }}{% else %}{{ said }}"
+    "{% endif %}{% else %}{{ m.content }}{% endif %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% if not enable_thinking | default(true) %}"
+    "<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+# The generation prompt opens the reasoning, and no rendering of an answer ever shows it.
+REASONING_OPENED = (
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content.split('</think>')[-1].lstrip() }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n<think>\n{% endif %}"
+)
+
+
+REASONING_KEPT = (  # of the last turn, as Qwen3.5 does
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and '<think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n<think>\n{% endif %}"
+)
+
+
+@functools.cache
+def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    words = Regex(
+        r"\p{L}+|\s*[\r\n]+|\s+|[^\s\p{L}]+"
+    )  # line ends stay together, as in the tokenizers of Llama 3 and Qwen
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(
+        ["Be brief.\n\n\n\nassistant\n\nuser system hello there <think>\n\n</think>\n\n"] * 3, trainer
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token="<|pad|>",
+        bos_token="<|bos|>",
+        eos_token="<|end|>",
+        additional_special_tokens=SPECIAL[3:],
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def make_conversation(*contents: str, system: str | None = None, cut: bool = False) -> dict:
+    """User and assistant take turns, the user first."""
+    roles = ["user", "assistant"] * len(contents)
+    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return {"messages": messages, "domain": "all", "cut": cut}
+
+
+def labelled(template: str, conversation: dict, **template_options: object) -> list[str]:
+    """The labelled text of every sample."""
+    tokenizer = make_tokenizer(template)
+    samples, _ = build_samples(
+        [conversation], tokenizer, max_length=4096, template_options=template_options, progress=False
+    )
+    return [tokenizer.decode(sample.input_ids[sample.loss_mask]) for sample in samples]
+
+
+def as_written(template: str, content: str) -> str:
+    """An answer as the template leaves it, with its end of turn."""
+    if template == CHAT_TEMPLATE:
+        return content + "<|end|>"
+    if template == TRIMMING:
+        return content.strip() + "<|eot|>"
+    if "</think>" not in content:
+        return content.lstrip("\n") + "<|end|>"
+    thought, said = content.split("</think>", 1)
+    thought = thought.split("<think>")[-1].strip("\n")
+    return f"<think>\n{thought}\n</think>\n\n" + said.lstrip("\n") + "<|end|>"
+
+
+plain = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=30)
+answers = st.one_of(
+    plain,
+    st.builds("{}{}{}".format, st.sampled_from(["", " ", "\n", "\n\n"]), plain, st.sampled_from(["", " ", "\n\n"])),
+    st.builds("<think>{}</think>{}".format, plain, plain),
+    st.builds("<think>\n{}\n</think>\n\n{}".format, plain, plain),
+    st.sampled_from(["<think>", "end", "|>", ">", "assistant\n", "<think>\n\n</think>\n\nhello", "</think>", "think"]),
+).filter(lambda text: text.strip() and text.split("</think>")[-1].strip())
+conversations = st.builds(
+    lambda turns, system: make_conversation(*(text for turn in turns for text in turn), system=system),
+    st.lists(st.tuples(plain, answers), min_size=1, max_size=3),
+    st.none() | plain,
+)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, TRIMMING, THINKING], ids=["verbatim", "trimming", "thinking"])
+@settings(max_examples=60, deadline=None)
+@given(conversation=conversations)
+def test_what_is_labelled_is_what_the_assistant_wrote_and_the_end_of_its_turn(
+    template: str, conversation: dict
+) -> None:
+    spoken = [m["content"] for m in conversation["messages"] if m["role"] == "assistant"]
+    assert "".join(labelled(template, conversation)) == "".join(as_written(template, content) for content in spoken)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, TRIMMING, THINKING], ids=["verbatim", "trimming", "thinking"])
+@settings(max_examples=40, deadline=None)
+@given(conversation=conversations)
+def test_every_answer_follows_its_prompt_token_by_token_as_served(template: str, conversation: dict) -> None:
+    tokenizer = make_tokenizer(template)
+    samples, _ = build_samples([conversation], tokenizer, max_length=4096, progress=False)
+    messages = conversation["messages"]
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
+        if template == THINKING and "</think>" not in message["content"]:
+            prompt += "<think>\n\n</think>\n\n"
+        served = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        assert any(
+            s.input_ids[: len(served)].tolist() == served
+            and s.loss_mask[len(served)]
+            and not s.loss_mask[len(served) - 1]
+            for s in samples
+        )
+
+
+def test_turns_of_a_stable_template_share_one_sample() -> None:
+    assert labelled(CHAT_TEMPLATE, make_conversation("a", "one", "b", "two")) == ["one<|end|>two<|end|>"]
+    assert labelled(TRIMMING, make_conversation("a", " one ", "b", "two", system="s")) == ["one<|eot|>two<|eot|>"]
+
+
+def test_an_answer_that_begins_with_a_newline_does_not_merge_with_its_prompt() -> None:
+    tokenizer = make_tokenizer(CHAT_TEMPLATE)
+    conversation = make_conversation("a", "\nassistant", "b", "two")
+    samples, _ = build_samples([conversation], tokenizer, max_length=64, progress=False)
+    newline, double = tokenizer("\n")["input_ids"], tokenizer("\n\n")["input_ids"]
+    assert len(double) == 1  # so the served prompt of the second turn holds another token than the model wrote
+    first = samples[0].loss_mask.argmax()
+    assert samples[0].input_ids[first - 1 : first + 1].tolist() == newline * 2
+    assert double[0] in samples[1].input_ids
+    assert labelled(CHAT_TEMPLATE, conversation) == ["\nassistant<|end|>", "two<|end|>"]
+
+
+def test_a_template_that_drops_reasoning_makes_a_sample_of_each_turn() -> None:
+    conversation = make_conversation("a", "<think>\nhm\n</think>\n\none", "b", "<think>\nso\n</think>\n\ntwo")
+    assert labelled(THINKING, conversation) == [
+        "<think>\nhm\n</think>\n\none<|end|>",
+        "<think>\nso\n</think>\n\ntwo<|end|>",
+    ]
+
+
+def test_an_empty_think_block_that_the_template_adds_is_no_label() -> None:
+    assert labelled(THINKING, make_conversation("a", "one")) == ["one<|end|>"]
+    assert labelled(THINKING, make_conversation("a", "one"), enable_thinking=False) == ["one<|end|>"]
+
+
+def test_an_empty_think_block_that_the_assistant_wrote_is_labelled() -> None:
+    answer = "<think>\n\n</think>\n\none"
+    assert labelled(THINKING, make_conversation("a", answer)) == [answer + "<|end|>"]
+
+
+def test_reasoning_is_labelled_where_the_generation_prompt_opens_it() -> None:
+    answers = ("<think>\nhm\n</think>\n\none", "hm\n</think>\n\none")
+    for template in (REASONING_OPENED, REASONING_KEPT):
+        for answer in answers[: 1 if template == REASONING_KEPT else 2]:
+            assert labelled(template, make_conversation("a", answer)) == ["hm\n</think>\n\none<|end|>"]
+
+
+def test_an_answer_cut_at_a_length_limit_has_no_end_of_turn() -> None:
+    conversation = make_conversation("a", "one", "b", "two", cut=True)
+    assert labelled(CHAT_TEMPLATE, conversation) == ["one<|end|>two"]
+
+
+def test_plain_text_is_all_label_and_cut_into_windows() -> None:
+    document = {"messages": [{"role": "text", "content": "abcdefgh " * 20}], "domain": "notes"}
+    tokenizer = make_tokenizer(None)
+    samples, stats = build_samples([document], tokenizer, max_length=32, progress=False)
+    assert tokenizer.decode(np.concatenate([s.input_ids for s in samples])) == "abcdefgh " * 20
+    assert all(len(s.input_ids) == 32 for s in samples[:-1])
+    assert all(s.loss_mask[1:].all() and not s.loss_mask[0] for s in samples)
+    assert (stats.truncated, samples[0].domain) == (0, "notes")
+
+
+def test_what_is_left_out_is_counted() -> None:
+    conversations = [
+        make_conversation("a", "one"),
+        make_conversation("only a question"),
+        make_conversation("b", "x " * 200),
+        make_conversation("y " * 200, "too late"),
+        {"messages": [], "domain": "all"},
+    ]
+    samples, stats = build_samples(conversations, make_tokenizer(CHAT_TEMPLATE), max_length=64, progress=False)
+    assert stats == SampleStats(
+        conversations=5,
+        samples=2,
+        tokens=sum(len(s.input_ids) for s in samples),
+        labels=sum(s.loss_mask.sum() for s in samples),
+        truncated=1,
+        without_answer=2,
+        beyond_window=1,
+    )
+    assert max(len(s.input_ids) for s in samples) == 64
+    assert "2 without an assistant turn; 1 with no answer inside the window; 1 truncated" in str(stats)
+
+
+def test_a_conversation_that_the_template_refuses_is_counted_with_its_reason() -> None:
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + CHAT_TEMPLATE
+    conversations = [make_conversation("a", "one"), make_conversation("a", "one", system="s")]
+    samples, stats = build_samples(conversations, make_tokenizer(template), max_length=64, progress=False)
+    assert len(samples) == stats.refused == 1
+    assert stats.refusal == "no system here"
+
+
+STRICT = (
+    "{% for m in messages if m.role != 'system' %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHAT_TEMPLATE
+)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, STRICT], ids=["any-order", "user-first"])
+def test_an_answer_to_nothing_is_not_learned_and_counted(template: str) -> None:
+    opening = {"role": "assistant", "content": "to nothing"}
+    (whole, alone) = make_conversation("a", "one"), {"messages": [opening], "domain": "all"}
+    whole["messages"].insert(0, opening)
+    tokenizer = make_tokenizer(template)
+    samples, stats = build_samples([whole, alone], tokenizer, max_length=64, progress=False)
+    assert [tokenizer.decode(s.input_ids[s.loss_mask]) for s in samples] == ["one<|end|>"]
+    assert ("to nothing" in tokenizer.decode(samples[0].input_ids)) == (template == CHAT_TEMPLATE)
+    assert (stats.unprompted, stats.refused, stats.without_answer) == (2, 0, 0)
+    assert "2 opening answers with no question before them" in str(stats)
+    (prompt,) = held_out_prompts([whole, alone], tokenizer, num_prompts=4, max_length=64)
+    assert tokenizer.decode(prompt.token_ids).endswith("a<|end|>\n<|assistant|>\n")
+
+
+def test_a_held_out_conversation_that_the_template_refuses_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    twice = make_conversation("a", "one", "b", "two")
+    del twice["messages"][1]
+    tokenizer = make_tokenizer(STRICT)
+    (prompt,) = held_out_prompts([twice, make_conversation("c", "one")], tokenizer, num_prompts=4, max_length=64)
+    assert "c<|end|>" in tokenizer.decode(prompt.token_ids)
+    assert "1 refused by the chat template (roles must alternate)" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"none of 1 .* 1 refused by the chat template \(roles must alternate\)"):
+        held_out_prompts([twice], tokenizer, num_prompts=4, max_length=64)
+
+
+DATED = "Today is {{ strftime_now('%d %b %Y') }}.\n" + CHAT_TEMPLATE
+LEAP_DAY = datetime.date(2024, 2, 29)
+
+
+def test_a_template_that_writes_the_date_writes_the_given_day() -> None:
+    tokenizer, conversations = make_tokenizer(DATED), [make_conversation("a", "one")]
+    options = {"max_length": 64, "day": LEAP_DAY}
+    samples, _ = build_samples(conversations, tokenizer, progress=False, **options)
+    (prompt,) = held_out_prompts(conversations, tokenizer, num_prompts=1, **options)
+    for ids in (samples[0].input_ids, prompt.token_ids):
+        assert tokenizer.decode(ids).startswith("Today is 29 Feb 2024.")
+    today, _ = build_samples(conversations, tokenizer, progress=False, max_length=64)
+    assert tokenizer.decode(today[0].input_ids).startswith(f"Today is {datetime.date.today():%d %b %Y}.")
+    assert data_hash(samples) != data_hash(today)
+    assert writes_date(tokenizer)
+    assert not writes_date(make_tokenizer(CHAT_TEMPLATE))
+    assert not writes_date(make_tokenizer(None))
+
+
+# The part of Magistral's template (mistralai/Magistral-Small-2509) about text, and gpt-oss's about its last answer.
+MAGISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == "
+    "'system' %}[SYSTEM_PROMPT]{{ m.content }}[/SYSTEM_PROMPT]{% else %}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{% if part.type == 'thinking' %}[THINK]{{ part.thinking }}[/THINK]{% else %}"
+    "{{ part.text }}{% endif %}{% endfor %}{% endif %}<|end|>{% endif %}{% endfor %}"
+)
+GPT_OSS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% if loop.last and 'thinking' in m %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|eot|>{% else %}"
+    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "written"),
+    [
+        (MAGISTRAL, "<think>\nhm\n</think>\n\nso", "[THINK]hm[/THINK]so<|end|>"),
+        (MAGISTRAL, "[THINK]hm [/THINK] so", "[THINK]hm [/THINK] so<|end|>"),
+        (MAGISTRAL, "so", "so<|end|>"),
+        (THINKING, "[THINK]hm[/THINK]so", "<think>\nhm\n</think>\n\nso<|end|>"),
+        (THINKING, "<seed:think>hm</seed:think>so", "<think>\nhm\n</think>\n\nso<|end|>"),
+        (GPT_OSS, "so", "so<|eot|>"),
+        (GPT_OSS, "an answer about <think> and </think>", "an answer about <think> and </think><|eot|>"),
+        (CHAT_TEMPLATE, "<think>hm</think>so", "<think>hm</think>so<|end|>"),
+    ],
+)
+def test_reasoning_is_labelled_in_the_tags_of_the_target(template: str, content: str, written: str) -> None:
+    assert labelled(template, make_conversation("a", content)) == [written]
+
+
+def test_reasoning_in_tags_is_refused_in_one_line_if_the_target_writes_channels() -> None:
+    thinking = make_conversation("a", "<think>hm</think>so", "b", "two")
+    samples, stats = build_samples(
+        [thinking, make_conversation("c", "one")], make_tokenizer(GPT_OSS), max_length=64, progress=False
+    )
+    assert (len(samples), stats.refused) == (1, 1)
+    assert "refused by the chat template (reasoning in <think>, while this target writes channels)" in str(stats)
+    with pytest.raises(ValueError, match=r"1 refused .* channels"):
+        held_out_prompts([thinking], make_tokenizer(GPT_OSS), num_prompts=1, max_length=64)
+
+
+def test_nothing_left_to_train_on_is_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match=r"nothing to train on: .*2 without an assistant turn") as error:
+        build_samples(
+            [make_conversation("a"), make_conversation("b")],
+            make_tokenizer(CHAT_TEMPLATE),
+            max_length=64,
+            progress=False,
+        )
+    assert "\n" not in str(error.value)
+
+
+def test_conversations_need_a_chat_template() -> None:
+    with pytest.raises(ValueError, match="no chat template"):
+        build_samples([make_conversation("a", "one")], make_tokenizer(None), max_length=64, progress=False)
+
+
+def test_samples_and_their_hash_do_not_depend_on_the_order_of_the_conversations() -> None:
+    conversations = [make_conversation(f"question {i}", f"answer {i}") for i in range(10)]
+    tokenizer = make_tokenizer(CHAT_TEMPLATE)
+    forward, _ = build_samples(conversations, tokenizer, max_length=64, progress=False)
+    backward, _ = build_samples(conversations[::-1], tokenizer, max_length=64, progress=False)
+    shorter, _ = build_samples(conversations, tokenizer, max_length=len(forward[0].input_ids) - 1, progress=False)
+    assert data_hash(forward) == data_hash(backward) != data_hash(shorter)
+
+
+def test_held_out_prompts_end_where_the_last_answer_begins() -> None:
+    conversation = make_conversation("a", "one", "b", "two")
+    tokenizer = make_tokenizer(CHAT_TEMPLATE)
+    (prompt,) = held_out_prompts([conversation], tokenizer, num_prompts=4, max_length=64)
+    assert tokenizer.decode(prompt.token_ids).endswith("one<|end|>\n<|user|>\nb<|end|>\n<|assistant|>\n")
+    with pytest.raises(ValueError, match="at most 3 tokens"):
+        held_out_prompts([conversation], tokenizer, num_prompts=4, max_length=3)
+
+
+def test_held_out_prompts_come_from_every_domain_alike() -> None:
+    conversations = [make_conversation(f"question {i}", "x") for i in range(20)]
+    for i, conversation in enumerate(conversations):
+        conversation["domain"] = "rare" if i < 3 else "usual"
+    prompts = held_out_prompts(conversations, make_tokenizer(CHAT_TEMPLATE), num_prompts=8, max_length=64)
+    assert [prompt.domain for prompt in prompts] == ["rare", "usual"] * 3 + ["usual"] * 2
+
+
+def test_held_out_prompts_are_the_same_whatever_the_order() -> None:
+    conversations = [make_conversation(f"question {i}", "x") for i in range(20)]
+    tokenizer = make_tokenizer(CHAT_TEMPLATE)
+    some = held_out_prompts(conversations, tokenizer, num_prompts=5, max_length=64)
+    assert some == held_out_prompts(conversations[::-1], tokenizer, num_prompts=5, max_length=64)
+    assert len(some) == 5

@@ -1,0 +1,485 @@
+"""The target's hidden states from three sources: in this process, from disk, from a real vLLM server.
+
+A cache in the target's own dtype gives its bits. A bfloat16 cache of a float32 target rounds each number by at most
+2^-8 of itself. The engine computes in float32 too, in another order: 2e-4 on hidden states of size 1 to 10.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from teachers import Teacher, teaching
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from redraft.distill.data.packing import PackedDataset
+from redraft.distill.data.samples import Sample, SampleStats, data_hash
+from redraft.distill.inputs import Signal, target_signal
+from redraft.distill.loss.divergences import Divergence
+from redraft.distill.prove import leave_gpu
+from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, HiddenDtype, HiddenStates, TopK
+from redraft.distill.signal.endpoint import Endpoint
+from redraft.distill.signal.endpoints import Endpoints
+from redraft.distill.signal.features import EndpointHiddenStates, load_skeleton, server_args
+from redraft.distill.signal.features_store import take_states, write_states
+from redraft.distill.signal.shards import write_cache
+from redraft.distill.signal.sources import InProcessTarget
+from redraft.distill.train.loop import LoadedData
+from redraft.distill.train.step import distill_loss
+from redraft.eval.engine.server import VllmServer, vllm_server
+from redraft.heads.draft import Batch, ExactTarget, TargetSignal
+from redraft.heads.families import eagle3, medusa
+from redraft.heads.files.artifact import fingerprint
+from redraft.heads.target import Target
+
+LAYERS = (0, 1, 2)
+"""All that a target of two layers has: the embeddings, between the layers, before the final norm."""
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def make_samples(vocab_size: int = 512, num: int = 12, seed: int = 0) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    return [
+        Sample(
+            input_ids=rng.integers(1, vocab_size, length).astype(np.int32),
+            loss_mask=np.arange(length) >= length // 2,
+            conversation=str(i),
+            domain="all",
+        )
+        for i, length in enumerate(rng.integers(2, 30, num))
+    ]
+
+
+def make_batch(samples: Sequence[Sample], seed: int = 3) -> Batch:
+    """All samples, packed into rows of 64 in another order than a cache is written in."""
+    return next(PackedDataset(samples, sequence_length=64, seed=seed).in_order(64))
+
+
+def make_cache(
+    folder: Path,
+    samples: list[Sample],
+    source: Callable[[Batch], TargetSignal],
+    layers: tuple[int, ...] = LAYERS,
+    dtype: HiddenDtype = "float32",
+) -> None:
+    content = HiddenStates(layers=layers, hidden_size=64, dtype=dtype)
+    write_cache(samples, source, folder, content, target="the-target", sequence_length=32, batch_size=2)
+
+
+def read_cache(
+    folder: Path, samples: list[Sample], model: Any, layers: Sequence[int] = LAYERS, target: str = "the-target"
+) -> CachedHiddenStates:
+    head_VD = model.get_output_embeddings().weight.detach()
+    return CachedHiddenStates(folder, target=target, data=data_hash(samples), layers=layers, head_VD=head_VD)
+
+
+def states(signal: TargetSignal, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(last hidden state, streams) of the rows that anything is learned from: all but the last of each document."""
+    same = batch.document_BT[:, 1:] == batch.document_BT[:, :-1]
+    used_BT = torch.nn.functional.pad(same & (batch.document_BT[:, 1:] >= 0), (0, 1))
+    assert isinstance(signal.distribution, ExactTarget)
+    assert signal.aux_BTLD is not None
+    return signal.distribution.hidden_BTD[used_BT], signal.aux_BTLD[used_BT]
+
+
+def train_once(model: Any, batch: Batch, signal: TargetSignal) -> tuple[Tensor, dict[str, Tensor]]:
+    """(loss, gradients) of one step of an EAGLE-3 head on a signal."""
+    torch.manual_seed(0)
+    config = eagle3.Config(aux_layer_ids=LAYERS, num_steps=3)
+    head = eagle3.Eagle3(config, Target.from_model(model))
+    result = distill_loss(head.draft_steps(batch, signal), batch, signal, Divergence(), scale=0.01)
+    result.loss.backward()
+    return result.loss.detach(), {name: p.grad for name, p in head.named_parameters() if p.grad is not None}
+
+
+def assert_trains_alike(model: Any, batch: Batch, one: TargetSignal, other: TargetSignal, tolerance: float) -> None:
+    """The same loss, and every gradient within `tolerance` of its norm."""
+    loss, gradients = train_once(model, batch, one)
+    other_loss, other_gradients = train_once(model, batch, other)
+    assert float((loss - other_loss).abs()) <= tolerance * float(loss)
+    assert gradients.keys() == other_gradients.keys()
+    assert len(gradients) > 10
+    for name, gradient in gradients.items():
+        assert (gradient - other_gradients[name]).norm() <= tolerance * gradient.norm(), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cache_in_the_targets_own_dtype_gives_the_bits_of_the_target(
+    dtype: HiddenDtype, random_target: Path, tmp_path: Path
+) -> None:
+    model = load(random_target, getattr(torch, dtype))
+    for index, sample in enumerate(make_samples()):  # one at a time: other shapes would round otherwise
+        batch = next(PackedDataset([sample], sequence_length=32).in_order(1))
+        exact = InProcessTarget(model, LAYERS)(batch)
+        make_cache(tmp_path / str(index), [sample], InProcessTarget(model, LAYERS), dtype=dtype)
+        cached = read_cache(tmp_path / str(index), [sample], model)(batch)
+        for one, other in zip(states(exact, batch), states(cached, batch), strict=True):
+            assert one.dtype == other.dtype == model.dtype
+            assert torch.equal(one, other)
+
+
+def test_a_bfloat16_cache_of_a_float32_target_rounds_and_no_more(random_target: Path, tmp_path: Path) -> None:
+    model, samples = load(random_target), make_samples()
+    source = InProcessTarget(model, LAYERS)
+    make_cache(tmp_path, samples, source, dtype="bfloat16")
+    batch = make_batch(samples)
+    exact, cached = source(batch), read_cache(tmp_path, samples, model)(batch)
+    for one, other in zip(states(exact, batch), states(cached, batch), strict=True):
+        assert other.dtype == torch.float32
+        torch.testing.assert_close(other, one, rtol=2**-8, atol=1e-5)
+    assert_trains_alike(model, batch, exact, cached, tolerance=0.02)
+
+
+def test_a_head_learns_the_same_from_a_float32_cache_as_in_process(random_target: Path, tmp_path: Path) -> None:
+    model, samples = load(random_target), make_samples()
+    source = InProcessTarget(model, LAYERS)
+    make_cache(tmp_path, samples, source)
+    batch = make_batch(samples)
+    assert_trains_alike(model, batch, source(batch), read_cache(tmp_path, samples, model)(batch), tolerance=1e-4)
+
+
+def test_a_cache_serves_any_head_whose_layers_it_holds(random_target: Path, tmp_path: Path) -> None:
+    model, samples = load(random_target), make_samples()
+    make_cache(tmp_path, samples, InProcessTarget(model, LAYERS))
+    batch = make_batch(samples)
+    whole = read_cache(tmp_path, samples, model)(batch)
+    part = read_cache(tmp_path, samples, model, layers=(2, 0))(batch)
+    assert whole.aux_BTLD is not None
+    assert part.aux_BTLD is not None
+    assert torch.equal(part.aux_BTLD, whole.aux_BTLD[:, :, [0, 2]])
+    assert read_cache(tmp_path, samples, model, layers=())(batch).aux_BTLD is None
+
+
+def test_the_cache_of_another_target_other_data_or_other_layers_is_refused(random_target: Path, tmp_path: Path) -> None:
+    model, samples = load(random_target), make_samples()
+    make_cache(tmp_path / "states", samples, InProcessTarget(model, (0, 2)), layers=(0, 2))
+    with pytest.raises(ValueError, match=r"a cache for another target \(the-target, wanted another-targ\)"):
+        read_cache(tmp_path / "states", samples, model, target="another-target")
+    with pytest.raises(ValueError, match="a cache for another data"):
+        read_cache(tmp_path / "states", make_samples(seed=1), model)
+    with pytest.raises(
+        ValueError, match=r"holds target layers \[0, 2\], but this head reads \[1, 2\]: layers \[1\] are missing"
+    ):
+        read_cache(tmp_path / "states", samples, model, layers=(1, 2))
+    with pytest.raises(ValueError, match="is a cache of the target's hidden states, a cache of its top k is needed"):
+        CachedTarget(tmp_path / "states", target="the-target", data=data_hash(samples))
+    write_cache(
+        samples,
+        InProcessTarget(model),
+        tmp_path / "top",
+        TopK(4),
+        target="the-target",
+        sequence_length=32,
+        batch_size=2,
+    )
+    with pytest.raises(ValueError, match="is a cache of the target's top k, a cache of its hidden states is needed"):
+        read_cache(tmp_path / "top", samples, model)
+
+
+def test_a_flipped_bit_is_found_when_its_document_is_read(random_target: Path, tmp_path: Path) -> None:
+    model, samples = load(random_target), make_samples()
+    make_cache(tmp_path, samples, InProcessTarget(model, LAYERS))
+    shard = tmp_path / "shard-000000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1000] ^= 4
+    shard.write_bytes(content)
+    with pytest.raises(ValueError, match=r"shard-000000\.safetensors is corrupt \(a CRC-32 differs\): delete it"):
+        read_cache(tmp_path, samples, model)(make_batch(samples))
+
+
+def test_the_size_of_hidden_states_is_said_to_the_byte(
+    random_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = make_samples(num=200)
+    make_cache(tmp_path, samples, InProcessTarget(load(random_target), LAYERS), dtype="bfloat16")
+    tokens = sum(len(sample.input_ids) for sample in samples)
+    said = f"caching target layers [0, 1, 2] and the last hidden state of {tokens:,} tokens: 512 bytes per token"
+    assert f"{said}, {512 * tokens:,} bytes" in capsys.readouterr().out
+    written = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert 512 * tokens <= written < 512 * tokens * 1.1
+
+
+def test_opening_and_reading_a_cache_copies_none_of_it(tmp_path: Path) -> None:
+    hidden_size = 4096
+    ids = [np.arange(i, i + 2000, dtype=np.int32) for i in range(8)]
+    samples = [Sample(input_ids=i, loss_mask=np.ones(2000, bool), conversation="", domain="all") for i in ids]
+    head_VD = torch.zeros(3, hidden_size)
+
+    def source(batch: Batch) -> TargetSignal:
+        hidden_BTD = batch.input_ids_BT[..., None].expand(-1, -1, hidden_size).float()
+        distribution = ExactTarget(hidden_BTD=hidden_BTD, head_VD=head_VD)
+        return TargetSignal(distribution=distribution, aux_BTLD=hidden_BTD[:, :, None])
+
+    content = HiddenStates(layers=(1,), hidden_size=hidden_size)
+    write_cache(samples, source, tmp_path, content, target="t", sequence_length=2000, batch_size=1)
+    before = anonymous_bytes()
+    cached = CachedHiddenStates(tmp_path, target="t", data=data_hash(samples), layers=(1,), head_VD=head_VD)
+    opened = anonymous_bytes() - before
+    signal = cached(next(PackedDataset(samples[:1], sequence_length=2000).in_order(1)))
+    assert signal.aux_BTLD is not None
+    needed = signal.aux_BTLD.nbytes * 2  # the last hidden state has the size of the one layer
+    assert opened < 2**20
+    assert anonymous_bytes() - before < 1.2 * needed
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def make_data(samples: list[Sample]) -> LoadedData:
+    packed = PackedDataset(samples, sequence_length=32)
+    return LoadedData(
+        train=packed,
+        held_out=PackedDataset(make_samples(seed=7, num=3), sequence_length=32),
+        prompts=[],
+        stats=SampleStats(),
+        hash=data_hash(samples),
+        end_ids=(2,),
+    )
+
+
+def test_a_head_trains_from_a_whole_cache_without_the_weights_of_the_target(
+    random_target: Path, tmp_path: Path
+) -> None:
+    samples, accelerator = make_samples(), Accelerator(cpu=True)
+    data, signal = make_data(samples), Signal(kind="cache", cache=tmp_path / "cache", cache_dtype="float32")
+    name, model = str(random_target), load(random_target)
+    written = target_signal(signal, model, name, data, tmp_path, accelerator, aux_layers=LAYERS)
+    skeleton = load_skeleton(name, torch.float32, torch.device("cpu"))
+    assert all(p.is_meta == (".layers." in n) for n, p in skeleton.named_parameters())
+    read = target_signal(signal, skeleton, name, data, tmp_path, accelerator, aux_layers=LAYERS)
+    batch = make_batch(samples)
+    for one, other in zip(states(written(batch), batch), states(read(batch), batch), strict=True):
+        assert torch.equal(one, other)
+    assert_trains_alike(skeleton, batch, InProcessTarget(model, LAYERS)(batch), read(batch), tolerance=1e-4)
+    header = json.loads((tmp_path / "cache" / "cache.json").read_text())
+    assert header["target"] == fingerprint(random_target)
+
+
+# ------------------------------------------------------------------------------------------------------------ a fleet
+
+
+ONE_AT_A_TIME = threading.Lock()
+"""Streams are read by hooks on a model, which another thread's pass would set off too."""
+
+
+def make_teacher(model: Any, storage: str, harm: Callable[[Path, int], None] = lambda path, count: None) -> Teacher:
+    """A server that speaks the features contract, `harm`ing the states of its requests, counted from 0."""
+    source, count = InProcessTarget(model, LAYERS), itertools.count()
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        ids_BT = torch.tensor([request["prompt"]])
+        batch = Batch.padded([request["prompt"]])
+        with ONE_AT_A_TIME:
+            streams_BTLD, number = source(batch).aux_BTLD, next(count)
+            log_p_TV = model(input_ids=ids_BT).logits[0].log_softmax(-1)
+        assert streams_BTLD is not None
+        url = f"{storage}/{id(source)}-{number}"
+        write_states(url, streams_BTLD[0], LAYERS)
+        harm(Path(f"{url}.bin"), number)
+        entries = [
+            {str(token): {"logprob": float(log_p_TV[t, token])}} for t, token in enumerate(request["prompt"][1:])
+        ]
+        return {"choices": [{"prompt_logprobs": [None, *entries]}], "kv_transfer_params": {"hidden_states": url}}
+
+    return Teacher(answer=answer)
+
+
+def from_teachers(teachers: Sequence[Teacher], folder: Path) -> EndpointHiddenStates:
+    skeleton = load_skeleton(str(folder), torch.float32, torch.device("cpu"))
+    endpoints = Endpoints([Endpoint(teacher.url, attempts=1, concurrency=2) for teacher in teachers])
+    return EndpointHiddenStates(endpoints, skeleton, LAYERS)
+
+
+def test_a_fleet_sends_what_the_model_computes_and_lost_states_are_asked_for_again(
+    random_target: Path, tmp_path: Path
+) -> None:
+    def flip_a_bit(path: Path, number: int) -> None:
+        if number == 1:
+            data = bytearray(path.read_bytes())
+            data[40] ^= 64
+            path.write_bytes(data)
+
+    model, batch = load(random_target), make_batch(make_samples())
+    one, other = make_teacher(model, str(tmp_path)), make_teacher(model, str(tmp_path), flip_a_bit)
+    with teaching(one), teaching(other):
+        live = from_teachers([one, other], random_target)
+        live.require_target()
+        assert (len(one.requests), len(other.requests)) == (1, 1)
+        streamed = live(batch)
+    assert min(len(one.requests), len(other.requests)) > 1
+    for mine, its in zip(states(InProcessTarget(model, LAYERS)(batch), batch), states(streamed, batch), strict=True):
+        torch.testing.assert_close(its, mine, atol=2e-4, rtol=1e-4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fleet_with_a_server_of_another_target_names_it(
+    random_target: Path, served_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    right, wrong = (make_teacher(load(folder), str(tmp_path)) for folder in (random_target, served_pair[1]))
+    with teaching(right), teaching(wrong), pytest.raises(ValueError, match=f"{wrong.url} does not serve this target"):
+        from_teachers([right, wrong], random_target).require_target()
+
+
+def test_a_teacher_that_is_dead_at_the_start_is_passed_over_and_has_to_hold_the_target_when_it_is_back(
+    random_target: Path, served_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, batch = load(random_target), make_batch(make_samples())
+    alive, dead, wrong = (
+        make_teacher(load(folder), str(tmp_path)) for folder in (random_target, random_target, served_pair[1])
+    )
+    with teaching(alive), teaching(dead):
+        pass
+    with pytest.raises(ConnectionError, match="did not answer"):
+        from_teachers([alive, dead], random_target).require_target()
+    with teaching(alive, port=alive.port):
+        live = from_teachers([alive, dead], random_target)
+        assert isinstance(live.endpoint, Endpoints)
+        live.endpoint.pause_s = live.endpoint.longest_pause_s = 0.05
+        live.require_target()
+        streamed = live(batch)
+        with teaching(wrong, port=dead.port):
+            live._runner.run(until(lambda: wrong.requests))
+            live(batch)
+            assert live.endpoint.members[1].is_dead
+            assert len(wrong.requests[0]["prompt"]) == 16, "it was asked for its target, and for nothing else"
+            assert {len(request["prompt"]) for request in wrong.requests} == {16}
+        with teaching(dead, port=dead.port):
+            dead.requests.clear()
+            live._runner.run(until(lambda: not live.endpoint.members[1].is_dead))
+            live(batch)
+            assert len(dead.requests) > 1
+    for mine, its in zip(states(InProcessTarget(model, LAYERS)(batch), batch), states(streamed, batch), strict=True):
+        torch.testing.assert_close(its, mine, atol=2e-4, rtol=1e-4)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.01)
+
+
+def test_a_target_whose_layers_are_elsewhere_leaves_the_gpu_too(random_target: Path) -> None:
+    skeleton = load_skeleton(str(random_target), torch.float32, torch.device("cpu"))
+    leave_gpu(skeleton)
+    assert any(parameter.is_meta for parameter in skeleton.parameters())
+    assert not skeleton.get_output_embeddings().weight.is_meta
+
+
+# ------------------------------------------------------------------------------------------------------ the real engine
+
+
+@pytest.fixture(scope="module")
+def states_server(served_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """A real vLLM that sends the streams after layers 0 and 1 of the target, and after its last, 2."""
+    folder = tmp_path_factory.mktemp("states")
+    extra = server_args((0, 1), num_layers=2, storage=str(folder / "storage"))
+    with vllm_server(served_pair[0], log=folder / "vllm.log", max_model_len=128, extra_args=extra) as server:
+        yield server
+
+
+def from_server(server: VllmServer, folder: Path, layers: Sequence[int] = LAYERS) -> EndpointHiddenStates:
+    skeleton = load_skeleton(str(folder), torch.float32, torch.device("cpu"))
+    return EndpointHiddenStates(Endpoint(server.url), skeleton, layers)
+
+
+@pytest.mark.vllm
+def test_a_real_server_sends_what_the_model_computes_in_process(
+    states_server: VllmServer, served_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, samples = served_pair[0], make_samples()
+    model, batch = load(folder), make_batch(samples)
+    live = from_server(states_server, folder)
+    live.require_target()
+    streamed, exact = live(batch), InProcessTarget(model, LAYERS)(batch)
+    for one, other in zip(states(exact, batch), states(streamed, batch), strict=True):
+        torch.testing.assert_close(other, one, atol=2e-4, rtol=1e-4)
+    assert_trains_alike(model, batch, exact, streamed, tolerance=1e-3)
+    make_cache(tmp_path, samples, live)
+    cached = read_cache(tmp_path, samples, model)(batch)
+    assert_trains_alike(model, batch, exact, cached, tolerance=1e-3)
+
+
+@pytest.mark.vllm
+def test_nothing_stays_in_the_servers_folder(states_server: VllmServer, served_pair: tuple[Path, Path]) -> None:
+    live = from_server(states_server, served_pair[0], layers=())
+    batch = make_batch(make_samples())
+    assert live(batch).aux_BTLD is None
+    model = load(served_pair[0])
+    prompt = batch.input_ids_BT[0, :9].tolist()
+    greedy = model.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False, eos_token_id=None)
+    assert live.greedy([prompt], 5) == [greedy[0, 9:].tolist()]
+    answer = live._runner.run(live.endpoint.post("/v1/completions", prompt=[3, 4, 5], max_tokens=1))
+    url = answer["kv_transfer_params"]["hidden_states"]
+    take_states(url, lambda *_: None)
+    assert list(Path(url).parent.iterdir()) == []
+
+
+@pytest.mark.vllm
+def test_nothing_is_written_for_a_trainer_that_is_gone(states_server: VllmServer) -> None:
+    async def ask_and_leave() -> None:
+        async with httpx.AsyncClient(base_url=states_server.url) as http:
+            body = {"prompt": list(range(3, 60)), "max_tokens": 60, "ignore_eos": True}
+            for wait_s in (0.02, 0.05, 0.1, 0.2):
+                asked = [http.post("/v1/completions", json=body, timeout=wait_s) for _ in range(12)]
+                await asyncio.gather(*asked, return_exceptions=True)
+            answer = await http.post("/v1/completions", json=body | {"max_tokens": 1}, timeout=60)
+        url = answer.json()["kv_transfer_params"]["hidden_states"]
+        await asyncio.to_thread(take_states, url, lambda *_: None)
+        left.extend(Path(url).parent.iterdir())
+
+    left: list[Path] = []
+    asyncio.run(ask_and_leave())
+    assert left == []
+
+
+@pytest.mark.vllm
+def test_a_server_of_another_target_other_layers_or_none_is_refused(
+    states_server: VllmServer, engine_with_draft: VllmServer, served_pair: tuple[Path, Path]
+) -> None:
+    target, draft = served_pair
+    with pytest.raises(ValueError, match=r"does not serve this target: its log-probabilities are \S+ nats from"):
+        from_server(states_server, draft).require_target()
+    lacking = from_server(states_server, target)
+    lacking.layers = [0, 5]
+    with pytest.raises(ValueError, match=r"sends target layers \[0, 1, 2\] and not \[5\]: start it with `redraft"):
+        lacking.require_target()
+    with pytest.raises(ValueError, match="sends no hidden states: start it with `redraft serve-features`"):
+        from_server(engine_with_draft, target).require_target()
+
+
+def test_layers_that_the_target_does_not_have_are_refused_before_a_server_starts() -> None:
+    with pytest.raises(ValueError, match=r"auxiliary layers \[3\] of a target that has 2 layers"):
+        server_args((1, 3), num_layers=2, storage="anywhere")
+
+
+def test_a_medusa_head_reads_the_last_hidden_state_of_a_cache(random_target: Path, tmp_path: Path) -> None:
+    model, samples = load(random_target), make_samples()
+    make_cache(tmp_path, samples, InProcessTarget(model), layers=())
+    batch = make_batch(samples)
+    head = medusa.Medusa(medusa.Config(), Target.from_model(model))
+    cached = read_cache(tmp_path, samples, model, layers=())(batch)
+    exact = InProcessTarget(model)(batch)
+    losses = [
+        distill_loss(head.draft_steps(batch, signal), batch, signal, Divergence(), scale=0.01).loss
+        for signal in (exact, cached)
+    ]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=0)

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+
+from redraft.distill.data.packing import collate
+from redraft.distill.data.samples import Sample
+from redraft.distill.signal.endpoint import Endpoint
+from redraft.distill.signal.sources import EndpointTarget, InProcessTarget, documents, top_k
+from redraft.eval.engine.server import VllmServer
+from redraft.heads.draft import Batch, ExactTarget, TopKTarget, label_rows
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-eager": ("Llama", {"attn_implementation": "eager"}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "sliding-window": ("Mistral", {"sliding_window": 4}),
+}
+
+
+def make_model(family: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    attention = options.pop("attn_implementation", "sdpa")
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **options})
+    config._attn_implementation = attention
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+def make_batch(
+    vocab_size: int = 97, rows: tuple[tuple[int, ...], ...] = ((9, 7, 8), (11,), (5, 1, 12)), width: int = 26
+) -> Batch:
+    """Rows of documents of these lengths, their last two thirds labelled, padded with the id 0."""
+    rng = np.random.default_rng(0)
+    samples = [
+        [
+            Sample(
+                input_ids=rng.integers(1, vocab_size, length).astype(np.int32),
+                loss_mask=np.arange(length) >= length // 3,
+                conversation="",
+                domain="all",
+            )
+            for length in row
+        ]
+        for row in rows
+    ]
+    return collate(samples, width, pad_id=0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packed_documents_get_what_the_plain_model_says_of_each_alone(architecture: str) -> None:
+    family, options = ARCHITECTURES[architecture]
+    model = make_model(family, **options)
+    batch = make_batch()
+    exact = InProcessTarget(model)(batch).distribution
+    assert isinstance(exact, ExactTarget)
+    logits_NV = F.linear(exact.hidden_BTD, exact.head_VD).flatten(0, 1)
+    assert not logits_NV.requires_grad
+    count = 0
+    for tokens in documents(batch):
+        alone_TV = model(input_ids=batch.input_ids_BT.flatten()[tokens][None]).logits[0]
+        torch.testing.assert_close(logits_NV[tokens], alone_TV.detach(), atol=2e-5, rtol=1e-5)
+        count += 1
+    assert count == 7
+
+
+def test_auxiliary_streams_are_those_before_each_layer_and_the_last_one_before_the_norm() -> None:
+    model = make_model("Llama")
+    batch = make_batch(rows=((12,), (12,)), width=12)
+    signal = InProcessTarget(model, aux_layers=(3, 0, 2))(batch)
+    with torch.no_grad():
+        output = model(input_ids=batch.input_ids_BT, output_hidden_states=True)
+    assert signal.aux_BTLD is not None
+    assert signal.aux_BTLD.shape == (2, 12, 3, 32)
+    torch.testing.assert_close(signal.aux_BTLD[:, :, 0], output.hidden_states[0])
+    torch.testing.assert_close(signal.aux_BTLD[:, :, 1], output.hidden_states[2])
+    torch.testing.assert_close(model.model.norm(signal.aux_BTLD[:, :, 2]), output.hidden_states[3])
+    assert not torch.allclose(signal.aux_BTLD[:, :, 2], output.hidden_states[3])
+
+
+def test_no_hook_is_left_on_the_model() -> None:
+    model = make_model("Llama")
+    source = InProcessTarget(model, aux_layers=(0, 3))
+    before = [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in model.model.layers]
+    source(make_batch())
+    assert [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in model.model.layers] == before
+
+
+def test_auxiliary_layers_beyond_the_target_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"auxiliary layers \[2, 4\] of a target that has 3 layers"):
+        InProcessTarget(make_model("Llama"), aux_layers=(4, 2))
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Cohere", "Granite", "Phi"])
+def test_a_head_with_softcapping_scaling_or_a_bias_is_refused(family: str) -> None:
+    model = make_model(family, **({"logits_scaling": 8.0} if family == "Granite" else {}))
+    if family == "Phi":
+        torch.nn.init.normal_(model.lm_head.bias)
+    with pytest.raises(ValueError, match=f"the logits of {family}ForCausalLM are not head @ hidden"):
+        InProcessTarget(model)
+
+
+def test_a_cap_is_found_in_bfloat16_too() -> None:
+    model = make_model("Gemma2").bfloat16()
+    with pytest.raises(ValueError, match="are not head @ hidden"):
+        InProcessTarget(model)
+    model.config.final_logit_softcapping = None
+    assert InProcessTarget(model)
+
+
+def test_a_model_whose_packed_documents_see_each_other_is_refused() -> None:
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
+    with pytest.raises(ValueError, match="packed documents see each other in BloomForCausalLM"):
+        InProcessTarget(transformers.BloomForCausalLM(config))
+
+
+def test_top_k_is_that_of_the_full_softmax() -> None:
+    exact = ExactTarget(hidden_BTD=torch.randn(2, 300, 8), head_VD=torch.randn(50, 8))
+    rows_N = torch.arange(0, 600, 2)
+    ids_NK, log_probs_NK = top_k(exact, rows_N, 5)
+    expected_NV = (exact.hidden_BTD.double().flatten(0, 1) @ exact.head_VD.double().T).log_softmax(-1)[rows_N]
+    torch.testing.assert_close(log_probs_NK.double(), expected_NV.topk(5).values, atol=1e-5, rtol=0)
+    torch.testing.assert_close(expected_NV.gather(1, ids_NK), log_probs_NK.double(), atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="the top 51 of a vocabulary of 50"):
+        top_k(exact, rows_N, 51)
+
+
+@pytest.mark.vllm
+def test_a_real_server_gives_the_log_probabilities_of_the_model_that_it_serves(
+    engine_with_draft: VllmServer, served_pair: tuple[Path, Path]
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(served_pair[0], dtype=torch.float32)
+    batch = make_batch(model.config.vocab_size, rows=((40, 30), (25, 2, 20)), width=72)
+    live = EndpointTarget(Endpoint(engine_with_draft.url), k=20)(batch).distribution
+    exact = InProcessTarget(model)(batch).distribution
+    assert isinstance(live, TopKTarget)
+    assert isinstance(exact, ExactTarget)
+    rows_N = label_rows(batch, 0).flatten().nonzero().squeeze(1)
+    _, expected_NK = top_k(exact, rows_N, 20)
+    ids_NK = live.ids_BTK.flatten(0, 1)[rows_N]
+    full_NV = F.linear(exact.hidden_BTD, exact.head_VD).flatten(0, 1)[rows_N].log_softmax(-1)
+    assert len(rows_N) == 27 + 20 + 17 + 1 + 14  # the first token of a document labels no row
+    torch.testing.assert_close(live.log_probs_BTK.flatten(0, 1)[rows_N], expected_NK, atol=1e-4, rtol=0)
+    torch.testing.assert_close(full_NV.gather(1, ids_NK), expected_NK, atol=1e-4, rtol=0)
+    assert all(len(set(row)) == 20 for row in ids_NK.tolist())
+    assert (live.ids_BTK[~label_rows(batch, 0)] == -1).all()
+
+
+@pytest.mark.vllm
+def test_more_log_probabilities_than_a_real_server_allows_names_its_flag(engine_with_draft: VllmServer) -> None:
+    with pytest.raises(ValueError, match="start the server with --max-logprobs 21") as error:
+        EndpointTarget(Endpoint(engine_with_draft.url), k=21)(make_batch())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.vllm
+def test_a_second_batch_reuses_the_connection_and_one_without_labels_asks_nothing(
+    engine_with_draft: VllmServer,
+) -> None:
+    source = EndpointTarget(Endpoint(engine_with_draft.url), k=3)
+    first, second = source(make_batch()), source(make_batch())
+    assert isinstance(first.distribution, TopKTarget)
+    assert isinstance(second.distribution, TopKTarget)
+    assert torch.equal(first.distribution.ids_BTK, second.distribution.ids_BTK)
+    silent = make_batch(rows=((1,),), width=4)
+    assert (EndpointTarget(Endpoint("http://nowhere.invalid"), k=3)(silent).distribution.ids_BTK == -1).all()

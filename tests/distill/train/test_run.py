@@ -1,0 +1,39 @@
+"""The folder of a run: what may change between its beginning and its resumption."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redraft.distill.train.loop import make_accelerator
+from redraft.distill.train.run import Run
+
+
+def open_run(folder: Path, resume: bool = False, **config: Any) -> Run:
+    return Run.open(folder, config, make_accelerator(1, None, None), resume=resume, overwrite=False)
+
+
+def test_a_run_is_resumed_though_its_teachers_moved(tmp_path: Path) -> None:
+    open_run(tmp_path / "run", signal={"kind": "endpoint", "url": ("http://a:1", "http://b:2")}, seed=1)
+    open_run(tmp_path / "run", resume=True, signal={"kind": "endpoint", "url": ("http://c:3",)}, seed=1)
+    with pytest.raises(ValueError, match=r"cannot resume .*: signal was .*'endpoint'.* and is now .*'model'"):
+        open_run(tmp_path / "run", resume=True, signal={"kind": "model", "url": ()}, seed=1)
+    with pytest.raises(ValueError, match="seed was 1 and is now 2"):
+        open_run(tmp_path / "run", resume=True, signal={"kind": "endpoint", "url": ("http://c:3",)}, seed=2)
+
+
+def test_a_resumed_run_keeps_the_date_of_its_start(tmp_path: Path) -> None:
+    run = open_run(tmp_path / "run")
+    assert run.date == datetime.date.today()
+    path = tmp_path / "run" / "run.json"
+    about = json.loads(path.read_text())
+    path.write_text(json.dumps({**about, "date": "2024-02-29"}))
+    resumed = open_run(tmp_path / "run", resume=True)
+    assert resumed.date == resumed.beside("ce-baseline").date == datetime.date(2024, 2, 29)
+    del about["date"]  # a run of an older redraft
+    path.write_text(json.dumps(about))
+    assert open_run(tmp_path / "run", resume=True).date == datetime.date.today()

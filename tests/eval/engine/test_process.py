@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from redraft.eval.engine.process import process_group
+
+PARENT_OF_A_DEAF_CHILD = """
+import signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"])
+print("pids", child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def wait_for(log: Path, *words: str) -> str:
+    deadline = time.monotonic() + 60
+    while not all(word in (text := log.read_text() if log.exists() else "") for word in words):
+        assert time.monotonic() < deadline, text
+        time.sleep(0.05)
+    return text
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int) -> None:
+    """Wait until the process is gone. A killed one takes a moment; one that was not killed would sleep for minutes."""
+    deadline = time.monotonic() + 20
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def child_pid(text: str) -> int:
+    return int(text.split("pids ")[1].split()[0])
+
+
+def test_a_child_that_ignores_sigterm_is_gone_on_exit(tmp_path: Path):
+    log = tmp_path / "log"
+    with process_group([sys.executable, "-c", PARENT_OF_A_DEAF_CHILD], log=log) as process:
+        child = child_pid(wait_for(log, "deaf", "pids"))
+        assert is_running(child)
+    assert process.returncode == -signal.SIGTERM
+    wait_until_gone(child)
+
+
+def test_the_group_is_gone_after_an_error_in_the_body(tmp_path: Path):
+    with (
+        pytest.raises(RuntimeError, match="body"),
+        process_group([sys.executable, "-c", "import time; time.sleep(600)"], log=tmp_path / "log") as process,
+    ):
+        raise RuntimeError("body")
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_a_process_that_ended_by_itself_is_no_error(tmp_path: Path):
+    with process_group([sys.executable, "-c", "print('done')"], log=tmp_path / "log") as process:
+        process.wait()
+    assert (process.returncode, (tmp_path / "log").read_text()) == (0, "done\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_the_process_dies_with_a_killed_owner(tmp_path: Path):
+    log = tmp_path / "log"
+    owner_code = f"""
+import sys, time
+from pathlib import Path
+from redraft.eval.engine.process import process_group
+sleeper = "import os, time; print('pids', os.getpid(), flush=True); time.sleep(600)"
+with process_group([sys.executable, "-c", sleeper], log=Path({str(log)!r})):
+    time.sleep(600)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", owner_code], cwd=Path(__file__).parents[3])
+    sleeper = child_pid(wait_for(log, "pids", "\n"))
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    wait_until_gone(sleeper)

@@ -1,0 +1,247 @@
+"""The plan, the results and the reports of a serving benchmark, and its page in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+from chromium import browser, open_in_chromium
+from make_serving import ACCEPTED, make_load_result, make_serving_report, make_sweep, serve, step_s
+
+from redraft.eval.serving import report as serving_report
+from redraft.eval.serving.cost import StepCosts, advise
+from redraft.eval.serving.report import compose_answer, read_serving, write_serving
+from redraft.eval.serving.sweep import ALONE, Cell, Results, Variant, build_row, fit_step_costs, group_by_variant, plan
+from redraft.heads.files.kept import fingerprint_path
+
+SCHEMA = json.loads((Path(serving_report.__file__).parent / "serving.schema.json").read_text())
+
+
+def test_a_question_varies_one_setting() -> None:
+    questions = plan(make_sweep())
+    base = make_sweep().load()
+    assert (base.concurrency, base.input_tokens, base.num_prompts, base.request_rate) == (4, 64, 8, None)
+    assert {cell.load for cell in questions["draft"]} == {base}
+    assert {cell.variant.draft for cell in questions["draft"]} == {None, "runs/good/draft", "ngram"}
+    assert {(c.variant.num_speculative_tokens, c.load.concurrency) for c in questions["tokens"]} == {
+        (k, b) for k in (0, 1, 3, 5) for b in (1, 4, 16)
+    }
+    assert {c.load.num_prompts for c in questions["tokens"]} == {2, 8, 32}, (
+        "the same number of prompts for every client"
+    )
+    assert {(c.load.request_rate, c.load.concurrency) for c in questions["request_rate"]} == {(2, None), (8, None)}
+    assert {c.load.input_tokens for c in questions["input_tokens"]} == {64, 256}
+    assert {c.load.data for c in questions["data"]} == {"sonnet", "random"}
+    assert {c.variant.quantization for c in questions["quantization"]} == {None, "fp8"}
+
+
+def test_every_question_includes_the_loads_without_a_draft() -> None:
+    for cells in plan(make_sweep()).values():
+        assert {cell.alone() for cell in cells} <= set(cells)
+
+
+def test_a_setting_that_is_not_varied_is_no_question() -> None:
+    sweep = make_sweep(request_rates=(), input_tokens=(64,), data=("sonnet",), quantizations=())
+    assert list(plan(sweep)) == ["draft", "tokens"]
+
+
+def test_an_engine_that_can_accept_everything_measures_the_ideal() -> None:
+    cells = plan(make_sweep(engine_has_ideal=True))["tokens"]
+    assert sum(cell.variant.is_ideal for cell in cells) == 9
+    assert not any(cell.variant.is_ideal for cell in plan(make_sweep())["tokens"])
+
+
+def test_every_server_starts_once() -> None:
+    questions = plan(make_sweep())
+    groups = group_by_variant(cell for cells in questions.values() for cell in cells)
+    assert next(iter(groups)) == ALONE
+    assert len(groups) == 6  # alone, k = 1, 3, 5, ngram, fp8
+    assert sum(map(len, groups.values())) == len({cell for cells in questions.values() for cell in cells})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"drafts": ()}, "at least one --draft"),
+        ({"num_speculative_tokens": (0,)}, "at least 1"),
+        ({"prompts_per_client": 0}, "at least 1"),
+        ({"request_rates": (0.0,)}, "above 0"),
+        ({"output_tokens": 1}, "at least 2"),
+    ],
+)
+def test_a_sweep_of_nothing_is_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make_sweep(**changes)
+
+
+def test_a_row_is_compared_with_the_same_load_without_a_draft() -> None:
+    cell = Cell(variant=Variant(draft="d", num_speculative_tokens=3), load=make_sweep().load())
+    made = build_row(cell, make_load_result(150.0, 0.02, tau=2.0), make_load_result(100.0, 0.01))
+    assert made["speedup"] == pytest.approx(1.5)
+    assert made["speedup_e2e"] == pytest.approx(1.5)
+    assert made["speedup_ideal"] == pytest.approx(4 * 0.01 / 0.02), "k + 1 tokens in each of the measured steps"
+    measured_ideal = build_row(
+        cell, make_load_result(150.0, 0.02), make_load_result(100.0, 0.01), make_load_result(190.0)
+    )
+    assert measured_ideal["speedup_ideal"] == pytest.approx(1.9)
+    assert build_row(cell, make_load_result(), None)["speedup"] is None
+
+
+def test_an_interrupted_run_keeps_its_finished_cells(tmp_path: Path) -> None:
+    cell = Cell(variant=ALONE, load=make_sweep().load())
+    other = replace(cell, load=replace(cell.load, concurrency=5))
+    results = Results(tmp_path, {"target": "t"})
+    results.add(cell, 0, make_load_result(100.0))
+    results.add(cell, 1, make_load_result(300.0))
+    again = Results(tmp_path, {"target": "t"})
+    assert again.has(cell, 0)
+    assert not again.has(cell, 2)
+    assert not again.has(other, 0)
+    assert again.median(cell, 1) == make_load_result(100.0)
+    again.add(cell, 2, make_load_result(200.0))
+    median = again.median(cell, 3)
+    assert median is not None
+    assert median.tokens_per_s == 200.0
+    assert again.median(other, 3) is None
+    assert not Results(tmp_path, {"target": "another"}).has(cell, 0)
+
+
+def test_a_retrained_draft_is_measured_again(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "model.safetensors").write_bytes(b"one")
+    cell = Cell(variant=Variant(draft=str(draft), num_speculative_tokens=1), load=make_sweep().load())
+    results = Results(tmp_path, {})
+    results.add(cell, 0, make_load_result())
+    assert results.has(cell, 0)
+    (draft / "model.safetensors").write_bytes(b"another")
+    assert not results.has(cell, 0)
+    assert (fingerprint_path("owner/name"), fingerprint_path("")) == ("owner/name", "")
+
+
+def test_a_changed_text_is_measured_again(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("one line\nanother\n")
+    cell = Cell(variant=ALONE, load=replace(make_sweep().load(), data=f"sonnet:{text}"))
+    results = Results(tmp_path, {})
+    results.add(cell, 0, make_load_result())
+    assert results.has(cell, 0)
+    text.write_text("other lines\naltogether\n")
+    assert not results.has(cell, 0)
+
+
+def test_costs_and_acceptance_are_recovered_from_the_table() -> None:
+    report = make_serving_report()
+    draft = report["drafts"]["runs/good/draft"]
+    costs = fit_step_costs(report["tables"]["tokens"], "runs/good/draft")
+    assert costs is not None
+    for b in (1, 4, 16):
+        for k in (0, 1, 3, 5):
+            assert costs.step_s(b, k) == pytest.approx(step_s(b, k))
+        assert costs.draft_s[b] == pytest.approx(0.001)
+    assert StepCosts.from_json(draft["costs"]) == costs
+    assert draft["acceptance_per_position"] == pytest.approx(ACCEPTED)
+    assert draft["advice"]["sentence"] == advise(ACCEPTANCE := draft["acceptance_per_position"], costs).sentence
+    assert draft["speculative_config"] == advise(ACCEPTANCE, costs).speculative_config(draft["config"])
+    assert report["drafts"]["ngram"]["costs"] is None, "measured at one concurrency and one k only"
+
+
+def test_the_report_follows_its_schema(tmp_path: Path) -> None:
+    write_serving(tmp_path, make_serving_report())
+    report = read_serving(tmp_path / "serving.json")
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(report, SCHEMA)
+    del report["tables"]["draft"][0]["measured"]["tau"]
+    with pytest.raises(jsonschema.ValidationError, match="'tau' is a required property"):
+        jsonschema.validate(report, SCHEMA)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "not json", '{"version": 2, "tables": {}}'])
+def test_another_file_than_a_serving_json_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "serving.json").write_text(text)
+    with pytest.raises(ValueError, match=r"serving\.json"):
+        read_serving(tmp_path / "serving.json")
+
+
+def test_the_markdown_begins_with_the_answer_and_has_a_table_for_every_question(tmp_path: Path) -> None:
+    report = make_serving_report()
+    write_serving(tmp_path, report)
+    text = (tmp_path / "serving.md").read_text()
+    speedup = serve_ratio(4, 3)
+    assert f"With good and 3 draft tokens, output is {speedup:.2f}x as fast with 4 concurrent requests" in text
+    assert list(compose_answer(report))[1] in text
+    assert [line for line in text.splitlines() if line.startswith("## By")] == [
+        "## By draft",
+        "## By number of draft tokens and concurrency",
+        "## By request rate",
+        "## By input length",
+        "## By data",
+    ]
+    speed = 4 * 1.65 / step_s(4, 3)
+    assert f"| ngram | 3 | {speed / (4 / step_s(4, 0)):.2f}x |" in text
+    assert f"| 1.65 | {speed:,.0f} |" in text
+    assert "Not measured: good in fp8 k=3: fp8 quantization is currently not supported in cpu." in text
+    alone, with_5 = (b * tau / step_s(b, k) for b, k, tau in ((16, 0, 1), (16, 5, 1 + sum(ACCEPTED))))
+    assert f"| 16 | {alone:,.0f} |" in text
+    assert f"| {with_5 / alone:.2f}x ({with_5:,.0f}) |" in text
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        assert len({line.count("|") for line in table.splitlines()}) == 1, "every row has as many cells"
+
+
+def serve_ratio(b: int, k: int) -> float:
+    return (1 + sum(ACCEPTED[:k])) * step_s(b, 0) / step_s(b, k)
+
+
+def test_the_page_begins_with_the_answer(tmp_path: Path) -> None:
+    html = write_serving(tmp_path, make_serving_report()).read_text()
+    heading = re.sub(r"<[^>]+>", "", html.split("<h1>")[1].split("</h1>")[0])
+    sentence = make_serving_report()["drafts"]["runs/good/draft"]["advice"]["sentence"]
+    assert heading == f"With good, output is {serve_ratio(4, 3):.2f}× as fast with 4 concurrent requests; {sentence}."
+    assert "good in fp8 k=3 was not measured" in html
+    assert len(html.encode()) < 3e6
+    page = html.split("<script>")[0]
+    assert re.findall(r"(?:src|href)=\"(?!data:|#)[^\"]*\"|url\(|@import|https?:", page) == []
+
+
+def test_equal_benchmarks_give_equal_bytes(tmp_path: Path) -> None:
+    write_serving(tmp_path / "one", make_serving_report())
+    write_serving(tmp_path / "other", dict(reversed(make_serving_report().items())))
+    for name in ("serving.json", "serving.md", "serving.html"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
+
+
+def test_a_benchmark_of_one_question_has_a_complete_report(tmp_path: Path) -> None:
+    sweep = make_sweep(
+        drafts=("ngram",),
+        num_speculative_tokens=(3,),
+        concurrency=(4,),
+        request_rates=(),
+        input_tokens=(64,),
+        data=("sonnet",),
+        quantizations=(),
+    )
+    report = make_serving_report(sweep)
+    html = write_serving(tmp_path, report).read_text()
+    jsonschema.validate(json.loads((tmp_path / "serving.json").read_text()), SCHEMA)
+    assert 'id="by-draft"' in html
+    assert 'id="by-rate"' not in html
+    assert "quantization" not in make_serving_report()["tables"], "the engine refused the quantised draft"
+    assert serve(plan(sweep)["draft"][1]).tau == pytest.approx(1.65)
+
+
+@browser
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_chart_of_the_benchmark_renders_without_an_error_or_a_request(tmp_path: Path, dark: bool) -> None:
+    page = write_serving(tmp_path, make_serving_report())
+    flags = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    dom, console, asked = open_in_chromium(page, tmp_path, *flags)
+    for chart in ("by-draft", "by-tokens", "ideal", "by-rate", "by-input", "by-data", "advice"):
+        drawn = re.search(rf'id="{chart}".*?</svg>', dom, re.DOTALL)
+        assert drawn, f"{chart} is not drawn"
+        assert len(re.findall("<path", drawn[0])) >= 2, f"{chart} is empty"
+    assert console == []
+    assert asked == []

@@ -1,0 +1,443 @@
+"""Broken checkpoints of every family: each fault is named, with its cure, and the unbroken one is clean."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from make_heads import HIDDEN, VOCAB, make_random, make_target
+from make_tokenizers import make_byte_tokenizer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from redraft.heads.doctor.checks import notes, static_findings
+from redraft.heads.doctor.eagle3 import compare_maps
+from redraft.heads.doctor.pair import Finding, Pair
+from redraft.heads.families import eagle1, eagle3, medusa, mlp_speculator, mtp
+from redraft.heads.families.mtp_folder import as_mimo, stitch
+from redraft.heads.files.artifact import fingerprint, publish
+from redraft.heads.target import Target
+
+DRAFT_IDS = torch.arange(3, 90, 2)
+AUX = (1, 2, 4)
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def make_eagle1(target: Target) -> Any:
+    return eagle1.Eagle1(eagle1.Config(), target)
+
+
+def make_eagle3(target: Target, ids: Tensor | None = DRAFT_IDS, **options: Any) -> Any:
+    return eagle3.Eagle3(eagle3.Config(**{"aux_layer_ids": AUX, **options}), target, ids)
+
+
+def make_medusa(target: Target) -> Any:
+    return medusa.Medusa(medusa.Config(), target)
+
+
+def make_speculator(target: Target) -> Any:
+    return mlp_speculator.MLPSpeculator(mlp_speculator.Config(), target)
+
+
+def make_pair(
+    folder: Path, make: Callable[..., Any], target_options: Mapping[str, Any] | None = None, **export: Any
+) -> tuple[Path, Path]:
+    model = make_target(**(target_options or {}))
+    model.save_pretrained(folder / "target")
+    make_random(make(Target.from_model(model))).export(folder / "draft", **export)
+    return folder / "target", folder / "draft"
+
+
+def make_mimo(folder: Path, *, alone: bool) -> tuple[Path, Path]:
+    make_target(num_attention_heads=4, head_dim=8).save_pretrained(folder / "llama")
+    as_mimo(folder / "llama", folder / "mimo")
+    head = make_random(mtp.Mtp(mtp.Config(), Target.from_folder(folder / "mimo")))
+    if alone:
+        head.export(folder / "draft")
+        return folder / "mimo", folder / "draft"
+    stitch(folder / "mimo", head.checkpoint_tensors(), folder / "stitched", {"redraft": head.record()})
+    return folder / "stitched", folder / "stitched"
+
+
+def make_standalone(folder: Path) -> tuple[Path, Path]:
+    tokenizer = make_byte_tokenizer()
+    for name, layers in (("target", 3), ("draft", 1)):
+        make_target(num_hidden_layers=layers, vocab_size=len(tokenizer)).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder / "target", folder / "draft"
+
+
+def edit_config(folder: Path, *removed: str, **changed: Any) -> None:
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changed}
+    path.write_text(json.dumps({key: value for key, value in config.items() if key not in removed}))
+
+
+def edit_tensors(folder: Path, *removed: str, **changed: Tensor) -> None:
+    """Tensors by name, "." written as "__"."""
+    path = folder / "model.safetensors"
+    tensors = {**load_file(path), **{name.replace("__", "."): tensor for name, tensor in changed.items()}}
+    save_file({name: tensor for name, tensor in tensors.items() if name not in removed}, path, {"format": "pt"})
+
+
+def findings(folders: tuple[Path, Path], method: str | None = None, num_speculative_tokens: int = 3) -> list[Finding]:
+    return static_findings(Pair.read(*folders), method=method, num_speculative_tokens=num_speculative_tokens)
+
+
+def only(found: list[Finding]) -> Finding:
+    (finding,) = found
+    assert "\n" not in finding.problem + finding.cure
+    assert finding.cure
+    return finding
+
+
+UNBROKEN = {
+    "eagle1": (lambda folder: make_pair(folder, make_eagle1), "eagle"),
+    "eagle3": (lambda folder: make_pair(folder, make_eagle3), "eagle3"),
+    "eagle3, speculators": (lambda folder: make_pair(folder, make_eagle3, layout="speculators"), "eagle3"),
+    "eagle3, llama3 rope": (
+        lambda folder: make_pair(folder, make_eagle3, {"rope_parameters": LLAMA3_ROPE}, dtype=torch.bfloat16),
+        "eagle3",
+    ),
+    "medusa": (lambda folder: make_pair(folder, make_medusa), "medusa"),
+    "mlp_speculator": (lambda folder: make_pair(folder, make_speculator), None),
+    "mtp, stitched": (lambda folder: make_mimo(folder, alone=False), "mtp"),
+    "mtp, alone": (lambda folder: make_mimo(folder, alone=True), "mtp"),
+    "standalone": (make_standalone, "draft_model"),
+}
+
+
+@pytest.mark.parametrize("name", UNBROKEN)
+def test_an_unbroken_checkpoint_is_clean(name: str, tmp_path: Path) -> None:
+    make, method = UNBROKEN[name]
+    folders = make(tmp_path)
+    assert Pair.read(*folders).family.name == name.split(",")[0]
+    assert findings(folders) == []
+    assert findings(folders, method) == []
+
+
+@pytest.mark.parametrize("layout", ["vllm", "speculators"])
+@pytest.mark.parametrize(("shift", "side"), [(1, "above"), (-1, "below")])
+def test_aux_layers_off_by_one(shift: int, side: str, layout: str, tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_eagle3, layout=layout)
+    edit_config(folders[1], eagle_aux_hidden_state_layer_ids=[k + shift for k in AUX])
+    finding = only(findings(folders))
+    assert f"aux layers {[k + shift for k in AUX]}, the head was trained on [1, 2, 4]: off by one" in finding.problem
+    assert side in finding.problem
+    assert '"eagle_aux_hidden_state_layer_ids": [1, 2, 4]' in finding.cure
+
+
+def test_aux_layers_that_are_others_or_do_not_exist(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_eagle3)
+    edit_config(folders[1], eagle_aux_hidden_state_layer_ids=[0, 2, 5])
+    assert only(findings(folders)).problem.endswith("aux layers [0, 2, 5], the head was trained on [1, 2, 4]")
+    edit_config(folders[1], eagle_aux_hidden_state_layer_ids=[1, 2, 6])
+    assert "[1, 2, 6] are not distinct ascending layers" in only(findings(folders)).problem
+    edit_config(folders[1], eagle_aux_hidden_state_layer_ids=[2, 4])
+    assert [f.problem for f in findings(folders)] == [
+        "the engine is told aux layers [2, 4], the head was trained on [1, 2, 4]",
+        "2 aux layers [2, 4] are fed, the weights of fc read 3",
+    ]
+
+
+def test_aux_layers_nested_instead_of_at_the_top_level(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_eagle3)
+    key = "eagle_aux_hidden_state_layer_ids"
+    edit_config(folders[1], key, eagle_config={key: list(AUX)})
+    finding = only(findings(folders))
+    assert "[1, 2, 4] are nested in another section" in finding.problem
+    assert "at the top level" in finding.cure
+
+
+def test_aux_layers_that_are_nowhere(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, lambda target: make_eagle3(target, aux_layer_ids=(0, 2, 3)))
+    edit_config(folders[1], "eagle_aux_hidden_state_layer_ids", "redraft")
+    assert "[2, 2, 2] are not distinct" in only(findings(folders)).problem
+    folders = make_pair(tmp_path / "deep", make_eagle3, {"num_hidden_layers": 7})
+    edit_config(folders[1], "eagle_aux_hidden_state_layer_ids")
+    assert "names none and the engine takes aux layers [2, 3, 4]" in only(findings(folders)).problem
+
+
+def test_a_number_of_aux_layers_that_vllm_does_not_count(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, lambda target: make_eagle3(target, aux_layer_ids=(1, 4)))
+    edit_config(folders[1], "num_aux_hidden_states")
+    finding = only(findings(folders))
+    assert finding.problem == "vLLM makes room for 3 aux layers, the weights of fc read 2"
+    assert finding.cure == 'write "num_aux_hidden_states": 2 into config.json'
+
+
+@pytest.mark.parametrize("layout", ["vllm", "speculators"])
+def test_d2t_is_missing(layout: str, tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_eagle3, layout=layout)
+    edit_tensors(folders[1], "d2t", "t2d")
+    finding = only(findings(folders))
+    assert f"d2t is missing: {len(DRAFT_IDS)} draft ids" in finding.problem
+    assert "put d2t" in finding.cure
+
+
+@pytest.mark.parametrize("kept", ["t2d", "no t2d"])
+def test_d2t_is_absolute(kept: str, tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_eagle3)
+    edit_tensors(folders[1], *([] if kept == "t2d" else ["t2d"]), d2t=DRAFT_IDS)
+    finding = only(findings(folders))
+    assert "d2t holds the target's ids themselves" in finding.problem
+    assert "the offset" in finding.cure
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"t2d": torch.arange(VOCAB) < len(DRAFT_IDS)}, "d2t and t2d contradict each other"),
+        ({"t2d": torch.zeros(VOCAB, dtype=torch.bool)}, "d2t and t2d contradict each other"),
+        ({"d2t": DRAFT_IDS - torch.arange(len(DRAFT_IDS)) + 7}, "ids that do not ascend within the target's 0 to 95"),
+        ({"d2t": (DRAFT_IDS - torch.arange(len(DRAFT_IDS))).bfloat16()}, "d2t is stored as BF16, which rounds"),
+        ({"d2t": torch.arange(5)}, f"d2t has 5 entries, the draft's head {len(DRAFT_IDS)} rows"),
+    ],
+)
+def test_a_wrong_vocabulary_map(changed: dict[str, Tensor], problem: str, tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_eagle3)
+    edit_tensors(folders[1], **changed)
+    assert problem in only(findings(folders)).problem
+
+
+def test_a_map_whose_offsets_ascend_is_no_list_of_ids() -> None:
+    odd = torch.arange(1, 40, 2)
+    offset = odd - torch.arange(len(odd))
+    assert list(compare_maps(offset, odd, 40)) == list(compare_maps(offset, None, 40)) == []
+    whole = torch.arange(40)
+    assert list(compare_maps(torch.zeros_like(whole), whole, 40)) == []
+    assert "themselves" in only(list(compare_maps(whole, whole, 40))).problem
+
+
+def test_a_draft_vocabulary_that_does_not_fit(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_eagle3)
+    edit_config(folders[1], draft_vocab_size=50)
+    assert "draft_vocab_size is 50, the head has 44 rows" in only(findings(folders)).problem
+    edit_config(folders[1], draft_vocab_size=97)
+    edit_tensors(folders[1], lm_head__weight=torch.zeros(97, HIDDEN))
+    assert "97 ids is larger than the target's 96" in only(findings(folders)).problem
+
+
+@pytest.mark.parametrize("make", [make_eagle1, make_eagle3])
+def test_a_random_embedding_is_left_over(make: Callable[..., Any], tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make)
+    own = load_file(folders[0] / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(folders[1], embed_tokens__weight=own.bfloat16())
+    assert findings(folders) == []  # rounded, no more
+    edit_tensors(folders[1], embed_tokens__weight=torch.randn(VOCAB, HIDDEN))
+    finding = findings(folders)[0]
+    assert "embed_tokens.weight is not the target's" in finding.problem
+    assert "random left-over" in finding.problem
+    assert "remove embed_tokens.weight" in finding.cure
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_mtp_was_trained_on_the_wrong_side_of_the_norm(alone: bool, tmp_path: Path) -> None:
+    folders = make_mimo(tmp_path, alone=alone)
+    given = {"reads_normed": True, "zero_at_start": True, "embedding_first": False}
+    edit_config(folders[1], redraft={"family": "mtp", "trained_with": given})
+    finding = only(findings(folders))
+    assert "hidden state before its final norm, it was trained with the target's hidden state after" in finding.problem
+    edit_config(folders[1], redraft={"family": "mtp", "trained_with": {**given, "reads_normed": False}})
+    assert findings(folders) == []
+
+
+def test_mtp_was_trained_without_the_mask_of_the_first_token(tmp_path: Path) -> None:
+    folders = make_mimo(tmp_path, alone=False)
+    given = {"reads_normed": False, "zero_at_start": False, "embedding_first": False}
+    edit_config(folders[1], redraft={"family": "mtp", "trained_with": given})
+    assert "the embedding at position 0 set to zero, it was trained with the embedding at position 0 as it is" in (
+        only(findings(folders)).problem
+    )
+
+
+def test_an_mtp_target_that_does_not_count_its_layers(tmp_path: Path) -> None:
+    folders = make_mimo(tmp_path, alone=False)
+    edit_config(folders[1], "num_nextn_predict_layers")
+    assert only(findings(folders)).cure == 'write "num_nextn_predict_layers": 1 into config.json'
+
+
+@pytest.mark.parametrize(("layout", "default"), [("vllm", "false"), ("speculators", "true")])
+@pytest.mark.parametrize("trained", [False, True])
+def test_norm_before_residual_is_unset(trained: bool, layout: str, default: str, tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, lambda target: make_eagle3(target, norm_before_residual=trained), layout=layout)
+    edit_config(folders[1], "norm_before_residual")
+    finding = only(findings(folders))
+    assert f"norm_before_residual is unset: the engine takes {default}, the head was trained" in finding.problem
+    assert f'write "norm_before_residual": {str(trained).lower()}' in finding.cure
+
+
+@pytest.mark.parametrize("key", ["fc_norm", "norm_output"])
+def test_an_option_of_eagle3_that_changed(key: str, tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, lambda target: make_eagle3(target, **{key: True}))
+    edit_config(folders[1], key)
+    assert f"{key} is unset: the engine takes false, the head was trained with true" in only(findings(folders)).problem
+    edit_config(folders[1], **{key: False})
+    assert f"{key} is false, the head was trained with true" in only(findings(folders)).problem
+
+
+def test_medusa_drops_its_bias(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_medusa)
+    edit_config(folders[1], "medusa_fc_bias")
+    finding = only(findings(folders))
+    assert finding.problem == "medusa_fc_bias is unset, so the engine drops the biases that the checkpoint holds"
+    assert finding.cure == 'write "medusa_fc_bias": true into config.json'
+    edit_config(folders[1], medusa_fc_bias=False)
+    assert "is false" in only(findings(folders)).problem
+    edit_tensors(folders[1], *(f"blocks.{i}.layers.0.bias" for i in range(3)))
+    assert "trained with biases that the checkpoint lacks" in only(findings(folders)).problem
+
+
+def test_more_tokens_are_asked_of_medusa_than_it_has_heads(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_medusa)
+    assert only(findings(folders, num_speculative_tokens=4)).problem.startswith(
+        "4 tokens are to be drafted, the draft proposes 3"
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in UNBROKEN if UNBROKEN[name][1]])
+def test_the_wrong_method_flag(name: str, tmp_path: Path) -> None:
+    make, method = UNBROKEN[name]
+    folders = make(tmp_path)
+    wrong = "eagle" if method != "eagle" else "eagle3"
+    finding = only(findings(folders, wrong))
+    assert f'method "{wrong}" does not run' in finding.problem
+    assert finding.cure == f'serve it with "method": "{method}"'
+
+
+def test_a_config_that_names_another_family(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_eagle3, layout="speculators")
+    edit_config(folders[1], speculators_model_type="peagle")
+    assert 'speculators_model_type "peagle", the tensors are those of eagle3' in only(findings(folders)).problem
+    folders = make_pair(tmp_path / "other", make_eagle1)
+    edit_config(folders[1], redraft={"family": "eagle3"})
+    assert "names the family eagle3, the tensors are those of eagle1" in only(findings(folders)).problem
+
+
+def test_a_path_that_steers_vllm_to_another_method(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path / "drafts-EAGLE-8b", make_medusa)
+    assert 'makes vLLM take the method "eagle", even if it is told "medusa"' in only(findings(folders)).problem
+    assert findings(make_pair(tmp_path / "eagle3-llama", make_eagle3)) == []
+
+
+@pytest.mark.parametrize("layout", ["vllm", "speculators"])
+def test_rope_that_is_not_the_targets(layout: str, tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_eagle3, {"rope_parameters": LLAMA3_ROPE}, layout=layout)
+    path = folders[1] / "config.json"
+    config = json.loads(path.read_text())
+    layer = config.get("transformer_layer_config", config)
+    layer["rope_parameters"]["rope_theta"] = 10000.0
+    path.write_text(json.dumps(config))
+    assert only(findings(folders)).problem == "the draft's rope_theta is 10000.0, the target's is 500000.0"
+    del layer["rope_parameters"], layer["rope_theta"]
+    path.write_text(json.dumps(config))
+    problems = [finding.problem for finding in findings(folders)]
+    assert "the draft's rope_theta is 10000.0, the target's is 500000.0" in problems
+    assert "the draft's rope_type is default, the target's is llama3" in problems
+
+
+@pytest.mark.parametrize("make", [lambda folder: make_pair(folder, make_eagle1), make_standalone])
+def test_fewer_positions_than_the_target(make: Callable[[Path], tuple[Path, Path]], tmp_path: Path) -> None:
+    folders = make(tmp_path)
+    edit_config(folders[1], max_position_embeddings=64)
+    finding = only(findings(folders))
+    assert finding.problem == "the draft has 64 positions, the target serves 128: nothing is drafted beyond"
+    assert "--max-model-len 64" in finding.cure
+
+
+def test_a_head_of_a_wider_target(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_eagle1)
+    shutil.rmtree(folders[0])
+    make_target(hidden_size=48).save_pretrained(folders[0])
+    assert only(findings(folders)).problem == "hidden_size is 32, the target's is 48"
+
+
+@pytest.mark.parametrize("make", [make_eagle1, make_eagle3])
+def test_a_bias_of_fc(make: Callable[..., Any], tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make)
+    edit_tensors(folders[1], fc__bias=torch.ones(HIDDEN))
+    assert "fc.bias, which the engine does not add" in only(findings(folders)).problem
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(make_eagle1, "layers.0.mlp.up_proj.weight"), (make_eagle3, "norm.weight"), (make_medusa, "lm_heads.1.weight")],
+)
+def test_a_tensor_is_missing(make: Callable[..., Any], name: str, tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make)
+    edit_tensors(folders[1], name)
+    assert f"lacks 1 tensors of its head, the first is {name}" in only(findings(folders)).problem
+
+
+def test_another_target_than_the_one_trained_for(tmp_path: Path) -> None:
+    target, draft = make_pair(tmp_path, make_eagle1)
+    provenance = {"target": "org/target", "target_fingerprint": fingerprint(target)}
+    publish(tmp_path / "published", lambda partial: shutil.copytree(draft, partial, dirs_exist_ok=True), provenance)
+    assert findings((target, tmp_path / "published")) == []
+    make_target(seed=1).save_pretrained(tmp_path / "other")
+    finding = only(findings((tmp_path / "other", tmp_path / "published")))
+    assert "trained for another target: org/target" in finding.problem
+
+
+def test_a_file_that_changed_after_it_was_published(tmp_path: Path) -> None:
+    target, draft = make_pair(tmp_path, make_eagle1)
+    publish(tmp_path / "published", lambda partial: shutil.copytree(draft, partial, dirs_exist_ok=True), {})
+    weights = tmp_path / "published" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert "model.safetensors is corrupt (its SHA-256 differs)" in only(findings((target, weights.parent))).problem
+
+
+def test_a_standalone_draft_of_another_tokenizer(tmp_path: Path) -> None:
+    folders = make_standalone(tmp_path)
+    path = folders[1] / "tokenizer.json"
+    text = json.loads(path.read_text())
+    vocabulary = text["model"]["vocab"]
+    a, b = "a", "b"
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    path.write_text(json.dumps(text))
+    finding = only(findings(folders))
+    assert "the draft's tokenizer is not the target's: token" in finding.problem
+    assert "transplant" in finding.cure
+
+
+def test_a_standalone_draft_with_fewer_rows(tmp_path: Path) -> None:
+    target, draft = make_standalone(tmp_path)
+    edit_config(draft, vocab_size=200)
+    assert "the draft has 200 rows in its vocabulary" in findings((target, draft))[0].problem
+
+
+def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
+    said = list(notes(Pair.read(*make_pair(tmp_path, make_speculator))))
+    assert "vLLM has no proposer for MLPSpeculator: redraft's reference decoder serves it" in said
+    assert any("has no manifest.json" in note for note in said)
+    assert any("has no provenance.json" in note for note in said)
+    folders = make_pair(tmp_path / "long", make_eagle3)
+    provenance = {"config": {"loop": {"sequence_length": 64}}}
+    (folders[1] / "provenance.json").write_text(json.dumps(provenance))
+    edit_config(folders[1], "redraft")
+    said = list(notes(Pair.read(*folders)))
+    assert any(note.startswith("trained on 64 positions, the target serves 128") for note in said)
+    assert any("does not record how it was trained" in note for note in said)
+
+
+def test_a_folder_that_holds_no_draft_is_refused(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_eagle1)
+    with pytest.raises(FileNotFoundError, match="holds no config"):
+        Pair.read(folders[0], tmp_path / "nowhere")
+    save_file({"something": torch.zeros(1)}, folders[1] / "model.safetensors")
+    with pytest.raises(ValueError, match="holds no draft of a known family: its tensors are such as something"):
+        Pair.read(*folders)

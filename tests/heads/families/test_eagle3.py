@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from make_heads import (
+    HIDDEN,
+    VOCAB,
+    assert_every_parameter_learns,
+    assert_packed_equals_unpacked,
+    assert_round_trip,
+    assert_training_equals_decoding,
+    make_batch,
+    make_ids,
+    make_random,
+    make_signal,
+    make_target,
+    signal_of_prefix,
+)
+from safetensors.torch import load_file, save_file
+
+from redraft.heads.families.eagle3 import Config, Eagle3
+from redraft.heads.target import Target
+
+DRAFT_IDS = torch.arange(3, VOCAB, 4)
+VARIANTS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
+    "plain": ({}, None),
+    "reduced vocabulary": ({}, DRAFT_IDS),
+    "the target's head": ({"own_head": False}, None),
+    "the target's rows": ({"own_head": False}, DRAFT_IDS),
+    "norm before residual": ({"norm_before_residual": True}, None),
+    "3.1": ({"fc_norm": True, "norm_output": True}, DRAFT_IDS),
+    "one layer": ({"aux_layer_ids": (5,)}, None),
+    "four layers from the embeddings on": ({"aux_layer_ids": (0, 1, 3, 4)}, None),
+}
+
+
+def make_head(variant: str = "plain", **options: Any) -> tuple[Eagle3, Any]:
+    chosen, draft_ids = VARIANTS[variant]
+    model = make_target()
+    torch.manual_seed(0)
+    config = Config(**{"aux_layer_ids": (1, 2, 4), "num_steps": 3, **chosen, **options})
+    return make_random(Eagle3(config, Target.from_model(model), draft_ids)), model
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_training_sees_what_decoding_sees(variant: str) -> None:
+    head, model = make_head(variant, num_steps=5)
+    assert_training_equals_decoding(head, model, num_steps=5)
+
+
+@pytest.mark.parametrize("variant", ["plain", "3.1"])
+def test_packed_documents_do_not_see_each_other(variant: str) -> None:
+    assert_packed_equals_unpacked(*make_head(variant))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_learns(variant: str) -> None:
+    assert_every_parameter_learns(*make_head(variant))
+
+
+@pytest.mark.parametrize("layout", ["vllm", "speculators"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_export_loads_equal(variant: str, layout: str, tmp_path: Path) -> None:
+    assert_round_trip(*make_head(variant), tmp_path, layout=layout, target_name="target")
+
+
+def test_the_number_of_steps_can_be_chosen_for_evaluation() -> None:
+    head, model = make_head(num_steps=2)
+    batch = make_batch([[make_ids(9)]])
+    signal = make_signal(model, batch, head.aux_layer_ids)
+    assert [step.shift for step in head.draft_steps(batch, signal)] == [1, 2]
+    assert [step.shift for step in head.draft_steps(batch, signal, num_steps=4)] == [1, 2, 3, 4]
+
+
+def test_steps_shift_mask_and_weigh_as_written_by_hand() -> None:
+    head, model = make_head(num_steps=3, step_decay=0.5)
+    batch = make_batch([[make_ids(7), make_ids(4)]], loss_from=3)
+    steps = head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids))
+    # labels are tokens 3..6 of the first document and token 3 of the second, which lies at 10; row = label - 1 - shift
+    assert [step.mask_BT[0].nonzero().flatten().tolist() for step in steps] == [
+        [1, 2, 3, 4, 8],
+        [0, 1, 2, 3, 7],
+        [0, 1, 2],
+    ]
+    assert [step.weight for step in steps] == [1.0, 0.5, 0.25]
+
+
+def test_a_reduced_vocabulary_is_written_as_offsets_and_mask(tmp_path: Path) -> None:
+    head, _ = make_head("reduced vocabulary")
+    head.export(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["d2t"].dtype == torch.int64
+    assert tensors["d2t"].tolist() == [3 + 3 * i for i in range(len(DRAFT_IDS))]
+    assert tensors["t2d"].nonzero().flatten().tolist() == DRAFT_IDS.tolist()
+    assert tensors["lm_head.weight"].shape == (len(DRAFT_IDS), HIDDEN)
+
+
+def test_a_draft_never_proposes_an_id_outside_its_vocabulary() -> None:
+    head, model = make_head("reduced vocabulary")
+    prefix = make_ids(8)
+    for token, q_V in head.propose(prefix, signal_of_prefix(head, model, prefix), 5, temperature=1.0):
+        assert token in DRAFT_IDS.tolist()
+        assert q_V.nonzero().flatten().tolist() == DRAFT_IDS.tolist()
+
+
+def test_the_shared_head_is_not_exported_and_an_own_one_is(tmp_path: Path) -> None:
+    make_head("the target's head")[0].export(tmp_path / "shared")
+    make_head("plain")[0].export(tmp_path / "own")
+    assert "lm_head.weight" not in load_file(tmp_path / "shared" / "model.safetensors")
+    assert "lm_head.weight" in load_file(tmp_path / "own" / "model.safetensors")
+
+
+def test_engines_find_their_keys_where_they_look(tmp_path: Path) -> None:
+    head, _ = make_head("four layers from the embeddings on")
+    head.export(tmp_path / "vllm")
+    config = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3, 4]
+    assert config["num_aux_hidden_states"] == 4
+    head.export(tmp_path / "speculators", layout="speculators", target_name="org/target", num_speculative_tokens=5)
+    config = json.loads((tmp_path / "speculators" / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3, 4]
+    assert config["transformer_layer_config"]["num_aux_hidden_states"] == 4
+    assert config["norm_before_residual"] is False
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "org/target"
+
+
+def test_a_targets_partial_rotary_is_not_the_heads(tmp_path: Path) -> None:
+    model = make_target()
+    model.config.rope_parameters = {**model.config.rope_parameters, "partial_rotary_factor": 0.25}
+    Eagle3(Config(aux_layer_ids=(1, 2, 4)), Target.from_model(model)).export(tmp_path)
+    assert "partial_rotary_factor" not in json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+
+
+def test_the_head_of_others_is_what_its_own_config_says(tmp_path: Path) -> None:
+    head, model = make_head()
+    head.export(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for name in ("redraft", "rope_parameters", "rope_theta", "eagle_aux_hidden_state_layer_ids"):
+        config.pop(name)
+    nested = {"eagle_aux_hidden_state_layer_ids": list(head.aux_layer_ids)}
+    path.write_text(json.dumps(config | {"rms_norm_eps": 1e-2, "rope_theta": 4321.0, "eagle_config": nested}))
+    theirs = Eagle3.load(tmp_path, Target.from_model(model))
+    theirs.export(tmp_path / "trained-further")
+    for loaded in (theirs, Eagle3.load(tmp_path / "trained-further", Target.from_model(model))):
+        assert (loaded.shape.rms_norm_eps, loaded.shape.rope_parameters["rope_theta"]) == (1e-2, 4321.0)
+        assert loaded.aux_layer_ids == head.aux_layer_ids
+
+
+def test_begun_from_the_last_layer_the_head_holds_that_layer() -> None:
+    model = make_target()
+    head = Eagle3(Config(aux_layer_ids=(1, 2, 4)), Target.from_model(model))
+    random_half = head.midlayer.self_attn.q_proj.weight[:, :HIDDEN].clone()
+    last = model.model.layers[-1]
+    head.init_from_layer(last, model.model.norm)
+    torch.testing.assert_close(head.midlayer.mlp.down_proj.weight, last.mlp.down_proj.weight)
+    torch.testing.assert_close(head.midlayer.self_attn.q_proj.weight[:, HIDDEN:], last.self_attn.q_proj.weight)
+    torch.testing.assert_close(head.midlayer.self_attn.q_proj.weight[:, :HIDDEN], random_half)
+    batch = make_batch([[make_ids(6)]])
+    signal = make_signal(model, batch, head.aux_layer_ids)
+    torch.testing.assert_close(head.feature(signal), signal.aux_BTLD[:, :, -1])
+
+
+@pytest.mark.parametrize(
+    ("options", "draft_ids", "message"),
+    [
+        ({"aux_layer_ids": (1, 2, 6)}, None, r"aux layers \(1, 2, 6\): the target has layers 0 to 5"),
+        ({"aux_layer_ids": (2, 1)}, None, "give distinct ones, ascending"),
+        ({}, None, r"aux layers \(2, 2, 2\) of a target of 5 layers: give distinct ones"),
+        ({"aux_layer_ids": (1,)}, torch.arange(VOCAB + 1), "97 ids is larger than the target's 96"),
+        ({"aux_layer_ids": (1,)}, torch.tensor([3, 3]), "must ascend within 0..95"),
+        ({"aux_layer_ids": (1,)}, torch.tensor([3, 200]), "must ascend within 0..95"),
+    ],
+)
+def test_what_the_target_does_not_have_is_refused(
+    options: dict[str, Any], draft_ids: torch.Tensor | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Eagle3(Config(**options), Target.from_model(make_target()), draft_ids)
+
+
+def test_a_map_of_absolute_ids_is_refused(tmp_path: Path) -> None:
+    head, model = make_head("reduced vocabulary")
+    head.export(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "d2t": DRAFT_IDS}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="d2t must be the target's id minus the draft's"):
+        Eagle3.load(tmp_path, Target.from_model(model))
+    del tensors["t2d"]
+    save_file({**tensors, "d2t": DRAFT_IDS}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="is d2t an offset, not the target's id"):
+        Eagle3.load(tmp_path, Target.from_model(model))
+
+
+def test_a_missing_map_is_refused(tmp_path: Path) -> None:
+    head, model = make_head("reduced vocabulary")
+    head.export(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["d2t"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head\.weight is \(24, 32\) instead of \(96, 32\)"):
+        Eagle3.load(tmp_path, Target.from_model(model))
+
+
+def test_embeddings_that_are_not_the_targets_are_refused(tmp_path: Path) -> None:
+    head, _ = make_head()
+    head.export(tmp_path, layout="speculators")
+    with pytest.raises(ValueError, match="embeddings that are not the target's"):
+        Eagle3.load(tmp_path, Target.from_model(make_target(seed=1)))
+
+
+def test_a_signal_of_other_layers_is_refused() -> None:
+    head, model = make_head()
+    batch = make_batch([[make_ids(4)]])
+    with pytest.raises(ValueError, match=r"reads target layers \(1, 2, 4\), the signal holds 2 layers"):
+        head.draft_steps(batch, make_signal(model, batch, (1, 2)))
+
+
+def test_a_draft_vocabulary_moves_with_its_head_and_is_no_tensor_of_it() -> None:
+    head, _ = make_head("reduced vocabulary")
+    assert not any("ids" in name for name in head.state_dict())
+    assert head.to("meta")._draft_ids_W.device.type == "meta"

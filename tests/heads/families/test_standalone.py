@@ -1,0 +1,315 @@
+"""The standalone draft: its steps equal the model's own logits, and every way to begin one keeps what it should."""
+
+import copy
+import math
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.models.granite import GraniteConfig, GraniteForCausalLM
+
+from redraft.heads.draft import Batch
+from redraft.heads.families import standalone
+from redraft.heads.families.standalone import Init, StandaloneDraft, from_config, linear_head, make_draft, prune_layers
+
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "num_hidden_layers": 4, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def make_llama(**config: object) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES | config)).eval()
+
+
+def make_qwen(**config: object) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES | config)).eval()
+
+
+def make_mistral(**config: object) -> MistralForCausalLM:
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**SIZES | config)).eval()
+
+
+def make_batch(*lengths: int, padding: int = 0) -> Batch:
+    """One row of documents of the given lengths; all but their first two tokens are labels."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = sum(lengths) + padding
+    positions = [position for length in lengths for position in range(length)]
+    documents = [index for index, length in enumerate(lengths) for _ in range(length)]
+    return Batch(
+        input_ids_BT=torch.randint(3, 97, (1, tokens), generator=generator),
+        loss_mask_BT=torch.tensor([[position >= 2 for position in positions] + [False] * padding]),
+        document_BT=torch.tensor([documents + [-1] * padding]),
+        position_ids_BT=torch.tensor([positions + [0] * padding]),
+    )
+
+
+def step_logits(draft: StandaloneDraft, batch: Batch) -> torch.Tensor:
+    (step,) = draft.draft_steps(batch)
+    return step.hidden_BTD @ step.head_WD.T
+
+
+def alone(model: torch.nn.Module, batch: Batch, lengths: tuple[int, ...]) -> torch.Tensor:
+    """The logits of every document fed by itself, end to end."""
+    parts = batch.input_ids_BT[:, : sum(lengths)].split(lengths, dim=1)
+    return torch.cat([model(part).logits for part in parts], dim=1)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        make_llama(),
+        make_llama(tie_word_embeddings=True),
+        make_qwen(),
+        make_qwen(use_sliding_window=True, sliding_window=5, max_window_layers=2),
+        make_mistral(sliding_window=4),
+    ],
+    ids=["llama", "llama-tied", "qwen2", "qwen2-two-sliding-layers", "mistral-all-sliding"],
+)
+@torch.no_grad()
+def test_packed_documents_get_the_logits_they_have_alone(model):
+    lengths = (12, 3, 9)
+    batch = make_batch(*lengths, padding=4)
+    logits = step_logits(StandaloneDraft(model), batch)
+    torch.testing.assert_close(logits[:, :24], alone(model, batch, lengths), rtol=1e-4, atol=1e-5)
+    assert logits.isfinite().all(), "padding looks at itself"
+
+
+@torch.no_grad()
+def test_the_sliding_window_matters_in_this_test():
+    wide, narrow = make_mistral(sliding_window=None), make_mistral(sliding_window=4)
+    ids_BT = make_batch(12).input_ids_BT
+    difference_T = (wide(ids_BT).logits - narrow(ids_BT).logits).abs().amax((0, 2))
+    assert difference_T[:4].max() < 1e-5 < difference_T[4:].min()
+
+
+def test_the_step_trains_exactly_the_rows_before_a_label():
+    (step,) = StandaloneDraft(make_llama()).draft_steps(make_batch(4, 3, padding=1))
+    assert step.shift == 0
+    assert step.mask_BT.int().tolist() == [[0, 1, 1, 0, 0, 1, 0, 0]]
+
+
+def test_a_cross_entropy_over_the_steps_has_the_models_own_gradient():
+    model, batch = make_llama().double(), make_batch(10)
+    reference = copy.deepcopy(model)
+    labels_BT = torch.where(batch.loss_mask_BT, batch.input_ids_BT, -100)
+    reference(batch.input_ids_BT, labels=labels_BT).loss.backward()
+    (step,) = StandaloneDraft(model).draft_steps(batch)
+    logits_NV = (step.hidden_BTD @ step.head_WD.T)[step.mask_BT]
+    targets_N = batch.input_ids_BT.roll(-1, 1)[step.mask_BT]
+    torch.nn.functional.cross_entropy(logits_NV, targets_N).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_gradient_checkpointing_changes_no_gradient_and_switches_off():
+    draft, batch = StandaloneDraft(make_llama()).train(), make_batch(10)
+    grads = []
+    for enabled in (False, True):
+        draft.set_gradient_checkpointing(enabled)
+        assert draft.model.is_gradient_checkpointing == enabled
+        draft.zero_grad()
+        step_logits(draft, batch).square().mean().backward()
+        grads.append([parameter.grad.clone() for parameter in draft.parameters()])
+    draft.set_gradient_checkpointing(False)
+    assert not draft.model.is_gradient_checkpointing
+    for plain, recomputed in zip(*grads, strict=True):
+        torch.testing.assert_close(plain, recomputed)
+
+
+def test_greedy_proposals_are_what_transformers_generates():
+    draft = StandaloneDraft(make_qwen())
+    prefix = [5, 6, 7, 8]
+    generated = draft.model.generate(torch.tensor([prefix]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    drafted = draft.propose(prefix, None, 6)
+    assert [token for token, _ in drafted] == generated[0, 4:].tolist()
+    assert all(q_V[token] == 1 and q_V.sum() == 1 for token, q_V in drafted)
+
+
+@torch.no_grad()
+def test_sampled_proposals_come_with_the_distribution_they_were_drawn_from():
+    draft = StandaloneDraft(make_llama())
+    drafted = draft.propose([5, 6, 7], None, 4, temperature=0.7, generator=torch.Generator().manual_seed(3))
+    text = [5, 6, 7]
+    for token, q_V in drafted:
+        expected_V = (draft.model(torch.tensor([text])).logits[0, -1] / 0.7).softmax(-1)
+        torch.testing.assert_close(q_V, expected_V, rtol=1e-4, atol=1e-6)
+        text.append(token)
+    again = draft.propose([5, 6, 7], None, 4, temperature=0.7, generator=torch.Generator().manual_seed(3))
+    assert [token for token, _ in again] == text[3:]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (PhiForCausalLM(PhiConfig(**SIZES | {"num_key_value_heads": 4})), "bias in its head"),
+        (GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)), "logits_scaling"),
+    ],
+    ids=["bias", "scaling"],
+)
+def test_a_head_that_is_not_a_plain_matrix_is_refused(model, said):
+    with pytest.raises(ValueError, match=said):
+        linear_head(model)
+    with pytest.raises(ValueError, match=said):
+        StandaloneDraft(model)
+
+
+def test_a_scale_of_one_is_a_plain_matrix():
+    model = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=1.0))
+    assert linear_head(model) is model.lm_head.weight
+
+
+def test_attention_that_cannot_read_the_document_mask_is_refused():
+    model = make_llama()
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="SDPA attention, not eager"):
+        StandaloneDraft(model)
+
+
+@pytest.mark.parametrize("make", [make_llama, make_qwen])
+@torch.no_grad()
+def test_a_pruned_target_is_the_target_with_the_other_layers_taken_out(make):
+    target, ids_BT = make(), make_batch(8).input_ids_BT
+    draft = prune_layers(target, [0, 3])
+    shortened = copy.deepcopy(target)
+    shortened.model.layers = torch.nn.ModuleList([target.model.layers[0], target.model.layers[3]])
+    shortened.config.num_hidden_layers = 2
+    expected = shortened(ids_BT, use_cache=False).logits
+    assert torch.equal(draft.model(ids_BT, use_cache=False).logits, expected)
+    assert not torch.equal(draft.model(ids_BT).logits, target(ids_BT).logits)
+    assert [layer.self_attn.layer_idx for layer in draft.model.model.layers] == [0, 1]
+    assert draft.model.get_input_embeddings().weight.data_ptr() != target.get_input_embeddings().weight.data_ptr()
+
+
+@torch.no_grad()
+def test_keeping_every_layer_keeps_the_target():
+    for target in (make_llama(), make_qwen(tie_word_embeddings=True), make_mistral(sliding_window=4)):
+        ids_BT = make_batch(8).input_ids_BT
+        assert torch.equal(prune_layers(target, [0, 1, 2, 3]).model(ids_BT).logits, target(ids_BT).logits)
+
+
+def test_layer_types_follow_the_layers_that_stay():
+    target = make_qwen(use_sliding_window=True, sliding_window=5, max_window_layers=2)
+    assert target.config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
+    draft = prune_layers(target, [1, 3])
+    assert draft.model.config.layer_types == ["full_attention", "sliding_attention"]
+    assert target.config.num_hidden_layers == 4, "the target's config is its own"
+
+
+@torch.no_grad()
+def test_pruning_finds_layers_by_another_name():
+    torch.manual_seed(0)
+    target = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=3, n_head=2, n_positions=64)).eval()
+    draft, ids_BT = prune_layers(target, [0, 1, 2]), make_batch(8).input_ids_BT
+    assert torch.equal(draft.model(ids_BT).logits, target(ids_BT).logits)
+
+
+@pytest.mark.parametrize("layers", [[], [0, 4], [-1, 2], [2, 1], [1, 1]])
+def test_impossible_layers_are_refused(layers):
+    with pytest.raises(ValueError, match="ascending numbers from 0 to 3"):
+        prune_layers(make_llama(), layers)
+
+
+def test_a_new_config_takes_the_targets_vocabulary_and_special_ids():
+    target = make_qwen(max_position_embeddings=512, vocab_size=101)
+    draft = from_config(target.config, num_layers=2, hidden_size=128)
+    config = draft.model.config
+    assert (config.vocab_size, config.max_position_embeddings, config.eos_token_id) == (101, 512, 2)
+    assert (config.num_attention_heads, config.head_dim, config.intermediate_size) == (2, 64, 384)
+    logits = step_logits(draft, make_batch(6))
+    uniform_nats = math.log(101)
+    assert logits.shape == (1, 6, 101)
+    assert abs(-logits.log_softmax(-1).mean().item() - uniform_nats) < 0.1, "it knows nothing yet"
+    with pytest.raises(ValueError, match="not a multiple of head_dim"):
+        from_config(target.config, num_layers=2, hidden_size=100)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("make", [make_llama, make_qwen])
+@torch.no_grad()
+def test_an_exported_draft_loads_with_equal_logits(tmp_path, byte_tokenizer, make, tied):
+    draft, ids_BT = prune_layers(make(tie_word_embeddings=tied), [1, 2]), make_batch(8).input_ids_BT
+    draft.export(tmp_path, tokenizer=byte_tokenizer)
+    for loaded in (AutoModelForCausalLM.from_pretrained(tmp_path), StandaloneDraft.load(tmp_path).model):
+        assert torch.equal(loaded(ids_BT).logits, draft.model(ids_BT).logits)
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path).get_vocab() == byte_tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_export_in_bf16_leaves_the_training_weights_alone(tmp_path, byte_tokenizer, tied):
+    draft = StandaloneDraft(make_llama(tie_word_embeddings=tied))
+    draft.export(tmp_path, tokenizer=byte_tokenizer, dtype=torch.bfloat16)
+    loaded = StandaloneDraft.load(tmp_path)
+    assert loaded.model.dtype == torch.bfloat16, "the config says what the file holds"
+    assert draft.model.dtype == torch.float32
+    assert sum(p.numel() for p in loaded.parameters()) == sum(p.numel() for p in draft.parameters())
+    stored = (tmp_path / "model.safetensors").stat().st_size
+    assert stored < 1.2 * 2 * sum(p.numel() for p in draft.parameters()) + 4096, "tied weights are stored once"
+    for ours, theirs in zip(draft.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(ours.bfloat16(), theirs)
+
+
+def test_weights_gathered_elsewhere_are_the_ones_exported(tmp_path, byte_tokenizer):
+    draft = StandaloneDraft(make_llama())
+    gathered = {name: tensor + 1 for name, tensor in draft.state_dict().items()}
+    draft.export(tmp_path, tokenizer=byte_tokenizer, weights=gathered)
+    assert torch.equal(StandaloneDraft.load(tmp_path).model.lm_head.weight, draft.model.lm_head.weight + 1)
+
+
+def test_a_draft_begins_as_its_init_says(tmp_path, byte_tokenizer):
+    target = make_llama(vocab_size=384).bfloat16()
+    StandaloneDraft(make_llama(vocab_size=len(byte_tokenizer))).export(tmp_path, tokenizer=byte_tokenizer)
+    for init, num_layers, hidden_size in [
+        (Init(checkpoint=str(tmp_path)), 4, 32),
+        (Init(checkpoint="unused/default", layers=(0, 3)), 2, 32),
+        (Init(checkpoint="unused/default", num_layers=1, hidden_size=64), 1, 64),
+    ]:
+        draft = make_draft(init, target, byte_tokenizer)
+        assert (draft.model.config.num_hidden_layers, draft.model.config.hidden_size) == (num_layers, hidden_size)
+        assert draft.model.config.vocab_size == 384, "a checkpoint with fewer rows is padded"
+        assert draft.model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("wrong", [{}, {"layers": (0,), "num_layers": 2}])
+def test_a_draft_begins_one_way(wrong):
+    with pytest.raises(ValueError, match="a draft begins with"):
+        Init(**wrong)
+
+
+def test_layers_of_a_target_whose_weights_are_elsewhere_are_refused():
+    target = make_llama()
+    target.model.layers.to("meta")  # behind a server: only embeddings and head are here
+    with pytest.raises(ValueError, match=r"begin with draft\.checkpoint or draft\.num_layers"):
+        make_draft(Init(layers=(0,)), target, None)
+
+
+def test_a_recurrent_draft_is_refused(monkeypatch):
+    recurrent = StandaloneDraft(make_llama())
+    recurrent.model.config.layer_types = ["linear_attention", "full_attention"]
+    monkeypatch.setattr(standalone, "_make_initial", lambda *_: recurrent)
+    with pytest.raises(ValueError, match="has layers of linear_attention, whose state would run on"):
+        make_draft(Init(num_layers=2), make_llama(), None)
+
+
+def test_a_draft_that_begins_at_random_is_the_same_at_every_call():
+    target = make_llama(vocab_size=384)
+    torch.manual_seed(5)
+    one = make_draft(Init(num_layers=1, hidden_size=64), target, None)
+    again, other = (make_draft(Init(num_layers=1, hidden_size=64), target, None, seed) for seed in (0, 1))
+    weights, its, others = (draft.state_dict() for draft in (one, again, other))
+    assert all(torch.equal(weight, its[name]) for name, weight in weights.items())
+    assert not all(torch.equal(weight, others[name]) for name, weight in weights.items())

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from make_heads import make_target
+
+from redraft.heads.catalog import FAMILIES, Family, detect_family, find_family, find_method, list_methods
+from redraft.heads.draft import Draft
+from redraft.heads.target import Target
+
+WITH_WEIGHTS = [family for family in FAMILIES if not family.is_lookup]
+
+
+def family_name(family: Family) -> str:
+    return family.name
+
+
+@pytest.mark.parametrize("name", sorted({f.name for f in WITH_WEIGHTS if f.is_head} - {"mtp"}))
+def test_a_family_makes_exports_and_recognises_its_heads(name: str, tmp_path: Path) -> None:
+    model = make_target(num_hidden_layers=7)
+    chosen = find_family(name)
+    head = chosen.draft_class()(chosen.config_class()(), Target.from_model(model))
+    assert isinstance(head, torch.nn.Module)
+    assert head.is_autoregressive is False
+    head.export(tmp_path)
+    assert detect_family(tmp_path) is chosen
+    assert type(detect_family(tmp_path).load(tmp_path, lambda: Target.from_model(model))) is chosen.draft_class()
+
+
+@pytest.mark.parametrize("family", WITH_WEIGHTS, ids=family_name)
+def test_a_family_has_every_member_of_the_protocol_with_the_same_parameters(family: Family) -> None:
+    draft = family.draft_class()
+    for name in ("draft_steps", "propose", "feature", "export", "load"):
+        wanted = list(inspect.signature(getattr(Draft, name)).parameters)
+        mine = dict(inspect.signature(getattr(draft, name)).parameters)
+        shared = [
+            "self" if parameter == "head" else parameter for parameter in mine
+        ]  # a function that a class took over
+        assert [parameter for parameter in shared if parameter in wanted] == wanted
+        further = [value for parameter, value in zip(shared, mine.values(), strict=True) if parameter not in wanted]
+        assert all(value.default is not value.empty for value in further), f"{name} needs nothing else"
+    assert {"is_autoregressive", "max_tokens", "engine_output"} <= set(dir(draft))
+    assert family.parity is None or "v1" in family.decoders
+
+
+def test_the_table_is_read_without_torch() -> None:
+    code = "import sys, redraft.heads.catalog, redraft.heads.doctor.pair\n"
+    code += "assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_methods_are_those_of_vllm_and_lead_back_to_their_family() -> None:
+    assert list_methods() == ["draft_model", "eagle", "eagle3", "medusa", "mtp"]
+    assert [getattr(find_method(method), "name", None) for method in ("eagle", "suffix")] == ["eagle1", "suffix"]
+    assert find_method(None) is None
+    assert find_method("dflash") is None
+
+
+def test_a_head_of_others_is_recognised_by_its_architecture(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    assert detect_family(tmp_path).name == "eagle3"
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(ValueError, match=r"not a head of a known family \(architecture LlamaForCausalLM\)"):
+        detect_family(tmp_path)
+
+
+def test_an_unknown_family_is_refused() -> None:
+    with pytest.raises(ValueError, match="there is no draft family egale3: choose one of eagle1, eagle3"):
+        find_family("egale3")

@@ -1,0 +1,58 @@
+"""Launches of scripts on two processes of this machine, on one node or as two nodes of one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from redraft.eval.engine.process import free_port
+
+ROOT = Path(__file__).parents[2]
+
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def require(config: str) -> None:
+    if config.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'redraft[deepspeed]'")
+
+
+def accelerate_launch(config: str, *options: str, nodes: int = 1) -> list[list[str]]:
+    """The command of each node, as a user gives it: a shipped config, and what this machine has other than a server."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    shipped = ["--config_file", str(ROOT / f"recipes/accelerate/{config}.yaml")]
+    here = ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", str(free_port()), *options]
+    base = [*launcher, *shipped, *here]
+    if nodes == 1:
+        return [base]
+    between = ["--num_machines", str(nodes), "--main_process_ip", "127.0.0.1"]
+    return [[*base, *between, "--machine_rank", str(rank)] for rank in range(nodes)]
+
+
+def run_all(commands: Sequence[Sequence[str]], script: Sequence[str], timeout_s: float = 300) -> list[str]:
+    """What each node's launcher wrote, once all have ended well."""
+    started = [
+        subprocess.Popen(
+            [*command, *script], cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for command in commands
+    ]
+    try:
+        said = [process.communicate(timeout=timeout_s)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, text in zip(started, said, strict=True):
+        assert process.returncode == 0, text[-4000:]
+    return said

@@ -1,0 +1,344 @@
+"""Heads that learn online: hidden states travel from the engine into records and batches, then a verdict and a
+version."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from fake_fleet import TOKEN
+from learner_world import QUICK, World, make_records, ship, until
+from real_server import running_server
+from transformers import LlamaForCausalLM
+
+from redraft.distill.data.packing import collate
+from redraft.distill.data.samples import Sample
+from redraft.distill.signal.sources import InProcessTarget
+from redraft.eval.prompts import Prompt
+from redraft.heads.draft import TargetSignal, final_hidden
+from redraft.heads.families import eagle1, eagle3
+from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.target import Target
+from redraft.online.daemon.learner import provide_first_version
+from redraft.online.engine.request_log import States, join_states
+from redraft.online.fleet.discovery import FleetConfig
+from redraft.online.fleet.registry import Registry
+from redraft.online.learning.anchors import write_anchors
+from redraft.online.learning.buffer import Buffer, BufferConfig
+from redraft.online.learning.candidate import read_hidden_shape
+from redraft.online.learning.config import DraftConfig
+from redraft.online.learning.replay import make_batches
+from redraft.online.learning.scoring import score
+from redraft.online.records.record import Record, decode_record, encode_record, read_frames, training_sequences
+from redraft.online.records.spool import spool_files
+from redraft.recipes.demo.fleet import Traffic
+
+LAYERS = (0, 1, 2)
+
+
+def make_head(name, target, folder, seed=0):
+    """An exported head with random weights."""
+    torch.manual_seed(seed)
+    borrowed = Target.from_folder(target)
+    if name == "eagle3":
+        head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=LAYERS, num_steps=3), borrowed)
+        head.lm_head.weight.data += 0.01 * torch.randn_like(head.lm_head.weight)  # its own, as in a trained head
+    else:
+        head = eagle1.Eagle1(eagle1.Config(num_steps=3), borrowed)
+    head.export(folder)
+    return folder
+
+
+def states_of(target, ids, name):
+    """The states the head reads of the target, float32 [T, L, D], by Hugging Face's forward pass."""
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    sample = Sample(input_ids=np.array(ids, np.int32), loss_mask=np.ones(len(ids), bool), conversation="", domain="")
+    signal = InProcessTarget(model, LAYERS if name == "eagle3" else ())(collate([[sample]], len(ids), 0))
+    return signal.aux_BTLD[0] if name == "eagle3" else final_hidden(signal)[0][:, None]
+
+
+def words(states_HLD):
+    return states_HLD.bfloat16().contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+def floats(words_HLD):
+    return torch.from_numpy(words_HLD.astype(np.uint16).view(np.int16)).view(torch.bfloat16).float()
+
+
+def with_states(record, target, name, begin=0):
+    """The record as a server would have written it: all states from `begin` on, except the last token's."""
+    ids = np.concatenate([record.context_ids, record.output_ids])
+    states_HLD = states_of(target, ids, name)[begin:-1]
+    hidden = {"hidden_begin": begin, "hidden_shape": tuple(states_HLD.shape[1:]), "hidden": words(states_HLD).tobytes()}
+    return decode_record(encode_record(msgspec.structs.replace(record, **hidden)))
+
+
+# --- records and batches
+
+
+def test_hidden_states_survive_the_wire_and_wrong_ones_do_not(random_target):
+    (record,) = make_records(random_target, 1)
+    whole = with_states(record, random_target, "eagle3", begin=2)
+    assert whole.hidden_words.shape == (29, 3, 64)
+    for change in ({"hidden_begin": 4}, {"hidden_begin": -1}, {"hidden": whole.hidden[:-2]}, {"hidden_shape": (0, 64)}):
+        with pytest.raises(ValueError, match="hidden states"):
+            decode_record(encode_record(msgspec.structs.replace(whole, **change)))
+
+
+def test_states_are_joined_without_a_gap_and_the_later_of_two_counts():
+    def chunk(begin, *values):
+        return States(begin, np.array(values, np.uint16)[:, None, None])
+
+    def shown(states):
+        return states and (states.begin, states.words_HLD.flatten().tolist())
+
+    assert shown(join_states([chunk(0, 1, 2), chunk(2, 3)], 9)) == (0, [1, 2, 3])
+    assert shown(join_states([chunk(0, 1, 2), chunk(3, 4)], 9)) == (3, [4]), "a step between them was lost"
+    assert shown(join_states([chunk(0, 1, 2, 3), chunk(1, 7)], 9)) == (0, [1, 7]), "read again after a preemption"
+    assert shown(join_states([chunk(0, 1, 2, 3)], 2)) == (0, [1, 2])
+    assert join_states([chunk(4, 1)], 4) is join_states([], 9) is None
+
+
+@pytest.mark.parametrize("reads", ["layers", "last"])
+def test_every_token_of_a_batch_has_its_own_states_and_only_rows_with_states_count(random_target, reads):
+    name = {"layers": "eagle3", "last": "eagle1"}[reads]
+    one, two = make_records(random_target, 2)
+    records = [with_states(one, random_target, name, 0), with_states(two, random_target, name, 12)]
+    texts = [training_sequences(record)[0] for record in records]
+    (batch,) = make_batches(texts, num_batches=1, sequence_length=64, seed=0, reads=reads)
+    states_BTLD = batch.signal.aux_BTLD if reads == "layers" else batch.signal.hidden_BTD[:, :, None]
+    found = 0
+    for record, begin in zip(records, (0, 12), strict=True):
+        ids = np.concatenate([record.context_ids, record.output_ids])[begin:].tolist()
+        for b, row in enumerate(batch.input_ids_BT.tolist()):
+            for at in range(len(row) - len(ids) + 1):
+                if row[at : at + len(ids)] == ids:
+                    found += 1
+                    assert torch.equal(states_BTLD[b, at : at + len(ids) - 1].float(), floats(record.hidden_words))
+                    assert not states_BTLD[b, at + len(ids) - 1].any(), "the last token was never read"
+                    labels = batch.loss_mask_BT[b, at : at + len(ids)].nonzero().flatten().tolist()
+                    assert labels == list(range(max(8 - begin, 1), len(ids)))
+    assert found == 2
+
+
+def test_a_record_that_the_head_cannot_read_is_counted_and_not_kept(random_target):
+    one, two, foreign = make_records(random_target, 3)
+    good = with_states(one, random_target, "eagle3")
+    other = with_states(two, random_target, "eagle1")
+    foreign = msgspec.structs.replace(foreign, target_fingerprint="another")
+    frames = b"".join(map(encode_record, (good, other, two, foreign)))
+    with Buffer(BufferConfig(held_out_fraction=0.0), fingerprint(random_target), (3, 64)) as buffer:
+        counts = buffer.append(read_frames(frames), 0.0)
+        assert counts == {"stored": 1, "stateless": 2, "foreign": 1}
+        assert [stored.record for stored in buffer.fresh(0, 9)] == [good]
+
+
+def test_the_exported_head_says_what_it_reads(random_target, tmp_path):
+    assert read_hidden_shape("eagle3", make_head("eagle3", random_target, tmp_path / "3")) == (3, 64)
+    assert read_hidden_shape("eagle1", make_head("eagle1", random_target, tmp_path / "1")) == (1, 64)
+    assert read_hidden_shape("standalone", tmp_path) is None
+    with pytest.raises(ValueError, match="only eagle1, eagle3, standalone do"):
+        read_hidden_shape("medusa", tmp_path)
+
+
+# --- judging
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+def test_the_expected_counts_are_those_of_the_reference_decoder(random_target, tmp_path, name):
+    """Block by block, the head proposes from the states an engine would give it, and the target's text decides."""
+    borrowed = Target.from_folder(random_target)
+    module = {"eagle1": eagle1.Eagle1, "eagle3": eagle3.Eagle3}[name]
+    head = module.load(make_head(name, random_target, tmp_path / "head", seed=3), borrowed).eval()
+    if name == "eagle3":  # a useless head would accept nothing, and prove nothing
+        model = LlamaForCausalLM.from_pretrained(random_target)
+        head.init_from_layer(model.base_model.layers[-1], model.base_model.norm)
+    records = [with_states(r, random_target, name) for r in make_records(random_target, 6)]
+    reads = "layers" if name == "eagle3" else "last"
+    scored = score(head, records, num_speculative_tokens=2, method="greedy", sequence_length=64, reads=reads)
+    for record, found in zip(records, scored, strict=True):
+        ids = [*record.context_ids.tolist(), *record.output_ids.tolist()]
+        states_TLD = floats(record.hidden_words)[None]
+        drafts = accepted = 0
+        # Row r predicts token r + 1; the last row would need the last token's states.
+        row, last = record.num_prompt_tokens - 1, len(ids) - 2
+        while row + 1 <= last:
+            prefix = ids[: row + 1]
+            aux_BTLD = states_TLD[:, :row]
+            signal = TargetSignal(
+                distribution=None,
+                aux_BTLD=aux_BTLD if reads == "layers" else None,
+                hidden_BTD=aux_BTLD[:, :, 0] if reads == "last" else None,
+            )
+            proposed = [token for token, _ in head.propose(prefix, signal, 2)]
+            matches = [a == b for a, b in zip(proposed, ids[row + 1 :], strict=False)]
+            number = 2 if all(matches) else matches.index(False)
+            drafts, accepted, row = drafts + 1, accepted + number, row + number + 1
+        assert (found.num_drafts, found.num_accepted) == (drafts, accepted)
+    if name == "eagle3":
+        assert sum(one.num_accepted for one in scored) > 0
+
+
+# --- the learner
+
+
+@pytest.fixture(scope="module")
+def records(random_target):
+    return [with_states(record, random_target, "eagle3") for record in make_records(random_target, 400)]
+
+
+@pytest.fixture
+def world(random_target, tmp_path, monkeypatch):
+    monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
+    return World.make(tmp_path, random_target, make_head("eagle3", random_target, tmp_path / "head"))
+
+
+def play(world, script, **changes):
+    async def main():
+        draft = DraftConfig(family="eagle3", initial=world.draft)
+        async with world.fleet(), world.learner(draft=draft, **changes) as task:
+            await script(task)
+
+    asyncio.run(main())
+
+
+def test_a_better_head_is_trained_from_records_proven_and_swapped_in(world, records):
+    settings = replace(world.config().training, lr=3e-3, patience=50)
+
+    async def script(task):
+        ship(world.spool, records)
+        await until(lambda: world.registry.current() not in (None, "v000001"), task)
+        version = world.registry.current()
+        await until(lambda: all(fake.version == version for fake in world.fakes), task)
+
+    # 64 records at a time teach a random target's head little: the gain is small, but proven.
+    play(world, script, training=settings, gate=replace(world.config().gate, min_gain=0.005))
+    version = world.registry.path(world.registry.current())
+    trained = eagle3.Eagle3.load(version, Target.from_folder(world.target))
+    begun = eagle3.Eagle3.load(world.draft, Target.from_folder(world.target))
+    assert not torch.equal(trained.fc.weight, begun.fc.weight)
+    assert json.loads((version / "config.json").read_text()) == json.loads((world.draft / "config.json").read_text())
+
+
+def test_records_without_states_are_told_and_a_head_of_another_family_is_refused(world, random_target, tmp_path):
+    async def script(task):
+        ship(world.spool, make_records(random_target, 5))
+        await until(lambda: (world.last("buffer", "dropped") or {}).get("stateless") == 5, task)
+
+    play(world, script)
+    (tmp_path / "other").mkdir()
+    other = World.make(tmp_path / "other", random_target, make_head("eagle1", random_target, tmp_path / "eagle1"))
+    with pytest.raises(ValueError, match="holds a head of the family eagle1, not eagle3"):
+        play(other, script)
+
+
+def test_a_head_whose_matrix_the_engine_would_share_is_refused_at_the_start(world, random_target, tmp_path):
+    untrained = eagle3.Eagle3(eagle3.Config(aux_layer_ids=LAYERS, num_steps=3), Target.from_folder(random_target))
+    untrained.export(tmp_path / "untrained")
+    settings = world.config(draft=DraftConfig(family="eagle3", initial=tmp_path / "untrained"))
+    with pytest.raises(ValueError, match=r"lm_head\.weight of .*untrained is the target's: vLLM would share it"):
+        provide_first_version(settings, Registry(tmp_path / "registry"), fingerprint(random_target))
+    assert not Registry(tmp_path / "registry").versions()
+
+
+def test_anchors_without_states_are_refused(world, random_target, tmp_path):
+    model = LlamaForCausalLM.from_pretrained(random_target)
+    sample = Sample(input_ids=np.arange(5, 25, dtype=np.int32), loss_mask=np.arange(20) > 8, conversation="", domain="")
+    write_anchors(tmp_path / "anchors", [sample], InProcessTarget(model), fingerprint(random_target), k=4)
+
+    async def script(task):
+        await task
+
+    with pytest.raises(ValueError, match="a head learns without anchors"):
+        play(world, script, anchors=tmp_path / "anchors")
+
+
+# --- the engine
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", ["eagle3", "eagle1"])
+def test_what_is_captured_is_what_the_head_reads_in_serving(random_target, tmp_path, name):
+    """Over prompts of one step and of several, cached or not, of requests running side by side."""
+    rng = np.random.default_rng(0)
+    long, short, other = (rng.integers(8, 500, count).tolist() for count in (150, 20, 33))
+    draft = make_head(name, random_target, tmp_path / "head")
+    spec = {
+        "target": str(random_target),
+        "draft": str(draft),
+        "method": {"eagle3": "eagle3", "eagle1": "eagle"}[name],
+        "spool": str(tmp_path / "spool"),
+        "rounds": [[long, short, other], [long]],
+    }
+    script = Path(__file__).parents[2] / "helpers/run_heads_capture.py"
+    done = subprocess.run([sys.executable, script, json.dumps(spec)], capture_output=True, text=True, timeout=800)
+    answers = next((line for line in done.stdout.splitlines() if line.startswith("REPORT")), None)
+    assert answers, done.stderr[-3000:]
+    first, second = json.loads(answers.removeprefix("REPORT"))
+    frames = [frame for path in spool_files(tmp_path / "spool") for frame in read_frames(path.read_bytes())]
+    records = [record for _, record in frames]
+    assert all(isinstance(record, Record) for record in records)
+    texts = [long + first[0], short + first[1], other + first[2], long + second[0]]
+    found = [np.concatenate([record.context_ids, record.output_ids]).tolist() for record in records]
+    assert sorted(found) == sorted(texts)
+    for record, text in zip(records, found, strict=True):
+        expected_TLD = states_of(random_target, text, name)
+        states_HLD = floats(record.hidden_words)
+        begin, end = record.hidden_begin, record.hidden_begin + len(states_HLD)
+        assert end >= len(text) - 1, "the newest tokens are there"
+        torch.testing.assert_close(states_HLD, expected_TLD[begin:end], atol=0.03, rtol=0.01)
+    begins = sorted(record.hidden_begin for record in records)
+    assert begins[:3] == [0, 0, 0]
+    assert begins[3] > 0, "the second time the prompt was cached"
+
+
+@pytest.fixture
+def tiny_world(tiny_target, tmp_path, monkeypatch):
+    """A target with words to predict, and a head initialised from its last layer."""
+    monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
+    model = LlamaForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=(2, 4, 7), num_steps=3, own_head=False), Target.from_model(model))
+    head.init_from_layer(model.base_model.layers[-1], model.base_model.norm)
+    head.export(tmp_path / "head")
+    world = World.make(tmp_path, tiny_target, tmp_path / "head", servers=0)
+    provide_first_version(world.config(draft=DraftConfig(family="eagle3", initial=world.draft)), world.registry,
+                          fingerprint(tiny_target))  # fmt: skip
+    return world
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_real_server_ends_with_a_head_that_was_trained_on_its_own_traffic(tiny_world, tmp_path):
+    world = tiny_world
+    ids = load_tokenizer(world.target)(Path(ast.__file__).read_text())["input_ids"]
+    prompts = [Prompt(token_ids=ids[begin : begin + 24], domain="code") for begin in range(0, len(ids) - 24, 24)]
+
+    async def main():
+        options = ["--method", "eagle3", "--capture.hidden-states"]
+        with running_server(world.target, world.registry.folder, tmp_path, options) as server:
+            clients = Traffic([server.url], {"code": prompts}, clients=4, max_tokens=48, pause_s=0.05)
+            cfg = {
+                "draft": DraftConfig(family="eagle3", initial=world.draft),
+                "fleet": FleetConfig(servers=(server.url,), poll_s=0.5),
+                "training": replace(world.config().training, sequence_length=128, patience=50),
+                "rollout": replace(QUICK, min_drafts=200, window_timeout_s=60, swap_timeout_s=10),
+            }
+            async with world.learner(**cfg) as task, clients.flowing():
+                await until(lambda: world.registry.current() != "v000001", task, timeout_s=500)
+            status = server.status()
+            assert (status["draft_version"], status["target_intact"]) == (world.registry.current(), True)
+            assert clients.answers
+            assert clients.failures == []
+
+    asyncio.run(main())
+    assert world.last("buffer", "dropped").get("stateless", 0) == 0

@@ -1,0 +1,114 @@
+"""A learner beside one server of three that hangs or lies: it sees the others at every poll, and rolls back at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from itertools import pairwise
+
+import pytest
+from fake_fleet import TOKEN
+from learner_world import World, make_draft, until
+
+from redraft.heads.files.artifact import fingerprint
+from redraft.online.daemon import control
+from redraft.online.fleet.discovery import FleetConfig
+
+FIRST, SECOND = "v000001", "v000002"
+POLL_S = 1.0
+STATUS, SWAP, METRICS = "/redraft/status", "/redraft/swap", "/metrics"
+
+
+@pytest.fixture(scope="module")
+def draft(random_target, tmp_path_factory):
+    return make_draft(random_target, tmp_path_factory.mktemp("noisy-draft"))
+
+
+@pytest.fixture
+def world(random_target, draft, tmp_path, monkeypatch):
+    """Three servers and two promoted versions."""
+    monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
+    world = World.make(tmp_path, random_target, draft, servers=3)
+    for _ in range(2):
+        version = world.registry.publish(
+            lambda folder: shutil.copytree(draft, folder, dirs_exist_ok=True),
+            target_fingerprint=fingerprint(random_target), provenance={}, evaluation={},
+        )  # fmt: skip
+        world.registry.promote(version)
+    return world
+
+
+def fleet(world, poll_s=POLL_S):
+    return FleetConfig(servers=tuple(fake.url for fake in world.fakes), poll_s=poll_s)
+
+
+def looks(world, fake):
+    return [entry.time_s for entry in world.entries("acceptance") if entry.server == fake.url]
+
+
+@pytest.mark.parametrize("trouble", [
+    {STATUS: "hang"}, {STATUS: "drip"}, {METRICS: "drip"}, {SWAP: "hang"}, {SWAP: "drip"},
+    {STATUS: "hang", SWAP: "hang", METRICS: "hang"},  # as stopped by SIGSTOP
+], ids=str)  # fmt: skip
+def test_one_server_that_hangs_neither_blinds_the_learner_nor_blocks_a_rollback(world, trouble):
+    hung, *well = world.fakes
+    hung.trouble = trouble
+
+    async def main():
+        async with world.fleet(), world.learner(fleet=fleet(world)) as task:
+            await until(lambda: all(fake.version == SECOND for fake in well), task, 20)
+            await until(lambda: world.entries("state"), task, 20)
+            await asyncio.sleep(2.2 * POLL_S)
+            began_s = time.monotonic()
+            rollback = asyncio.create_task(control.ask(world.root / "learner", do="rollback"))
+            await until(lambda: all(fake.version == FIRST for fake in well), task, 20)
+            assert time.monotonic() - began_s < 5
+            reply = await rollback
+            assert time.monotonic() - began_s < 5
+            assert reply["version"] == FIRST
+            assert world.registry.current() == FIRST
+            await asyncio.sleep(2.2 * POLL_S)
+
+    asyncio.run(main())
+    for fake in well:
+        seen_s = looks(world, fake)
+        assert len(seen_s) >= 4
+        assert max(later - earlier for earlier, later in pairwise(seen_s)) < 1.7 * POLL_S
+
+
+def test_a_server_that_lies_is_told_and_the_learner_goes_on(world):
+    lying, *well = world.fakes
+    good = {
+        "server_id": "boot", "draft_version": SECOND, "draft_intact": True, "target_intact": True,
+        "target_fingerprint": fingerprint(world.target), "capture": None,
+    }  # fmt: skip
+    statuses = [{"draft_version": "a b"}, {"draft_version": 3}, {"draft_version": []}, {"target_fingerprint": None},
+                {"capture": []}, {"capture": {"dropped_records_spool": float("nan")}}]  # fmt: skip
+    page = "vllm:spec_decode_num_drafts_total %s\nvllm:spec_decode_num_draft_tokens_total 1\n"
+    page += "vllm:spec_decode_num_accepted_tokens_total 1\n"
+
+    async def main():
+        async with world.fleet(), world.learner(fleet=fleet(world, 0.1)) as task:
+            await until(lambda: all(fake.version == SECOND for fake in world.fakes), task, 20)
+            lies = [(STATUS, json.dumps(good | change).encode()) for change in statuses]
+            lies += [(METRICS, (page % drafts).encode()) for drafts in ("NaN", "+Inf", "-1", "1e300")]
+            lies += [(METRICS, (page % "1\nvllm:spec_decode_num_accepted_tokens_per_pos_total 1").encode())]
+            for path, answer in lies:
+                before = len(faults(world))
+                lying.answers = {path: answer}
+                await until(lambda before=before: len(faults(world)) > before, task, 20)
+                lying.answers = {}
+                seen = len(looks(world, lying))
+                await until(lambda seen=seen: len(looks(world, lying)) > seen + 1, task, 20)
+            assert len(faults(world)) == len(lies)
+            assert not task.done()
+
+    def faults(world):
+        return [entry for entry in world.entries("fault") if entry.what == "server_nonsense"]
+
+    asyncio.run(main())
+    assert {entry.detail for entry in faults(world)} == {lying.url}
+    assert all(lying.url in entry.reason for entry in faults(world))
+    assert len(looks(world, well[0])) >= len(looks(world, lying))

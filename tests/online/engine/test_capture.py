@@ -1,0 +1,655 @@
+"""Capture: the parts by hand, then records from the real engine against Hugging Face's forward pass."""
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from redraft.online.engine import request_log
+from redraft.online.engine.capture import Capture
+from redraft.online.engine.config import CaptureConfig
+from redraft.online.engine.reduction import ScratchMemory, find_largest, reduce_logits
+from redraft.online.engine.request_log import RequestInfo, RequestLog, Rows, States, VerifiedStep
+from redraft.online.engine.runner_v1 import _copy_rows, install_capture, require_known_runner
+from redraft.online.engine.steps import REDUCED_BYTES, EngineStep, StepPart, StepQueue
+from redraft.online.records.record import (
+    Record,
+    Sampling,
+    decode_record,
+    encode_record,
+    read_frames,
+    training_sequences,
+)
+from redraft.online.records.spool import SpoolWriter, spool_files
+
+V, K = 50, 4
+
+
+def make_info(**changes):
+    fields = {
+        "request_id": "cmpl-a",
+        "prompt_ids": [1, 2, 3],
+        "sampling": Sampling(),
+        "max_tokens": 100,
+        "stop_ids": frozenset(),
+    }
+    return RequestInfo(**(fields | changes))
+
+
+def make_verified(start, drafts, num_accepted):
+    """A step in which row j has the made-up top ids 100 * start + j."""
+    count = len(drafts) + 1
+    ids_RK = np.repeat(100 * start + np.arange(count, dtype=np.int32)[:, None], K, axis=1)
+    return VerifiedStep(
+        start=start,
+        draft_ids=np.array(drafts, np.int32),
+        draft_probs=np.ones(len(drafts), np.float32),
+        num_accepted=num_accepted,
+        rows=Rows(
+            topk_ids_RK=ids_RK,
+            topk_log_probs_RK=np.zeros((count, K), np.float32),
+            log_sum_exp_R=np.zeros(count, np.float32),
+        ),
+    )
+
+
+def segment(log):
+    record = log.cut_segment("boot", "target")
+    return None if record is None else decode_record(encode_record(record))
+
+
+def make_step(info, start, *, sampled, drafts, version="v000001", logits_RV=None):
+    part = StepPart(request=info, start=start, sampled_row=0, num_drafts=len(drafts), first_row=0, first_draft=0)
+    return EngineStep(
+        draft_version=version,
+        parts=[part],
+        finished=[],
+        sampled_BK=torch.tensor([sampled + [-1] * (len(drafts) + 1 - len(sampled))]),
+        logits_RV=torch.randn(len(drafts) + 1, V) if logits_RV is None else logits_RV,
+        draft_ids_S=torch.tensor(drafts, dtype=torch.int32),
+    )
+
+
+# --- one request's log
+
+
+def test_a_rejection_leaves_rows_that_hang_on_the_rejected_tokens():
+    log = RequestLog(info=make_info())
+    log.append(3, [7], None)  # the prompt's own step
+    assert log.append(4, [8, 9], make_verified(4, [8, 50, 51], 1))
+    record = segment(log)
+    np.testing.assert_array_equal(record.context_ids, [1, 2, 3])
+    np.testing.assert_array_equal(record.output_ids, [7, 8, 9])
+    np.testing.assert_array_equal(record.positions, [4, 5, 6, 7])
+    np.testing.assert_array_equal(record.branches, [0, 0, 1, 2])
+    np.testing.assert_array_equal(record.draft_ids, [8, 50, 51, -1])
+    np.testing.assert_array_equal(record.accepted, [True, False, False, False])
+    text, branch = training_sequences(record)
+    np.testing.assert_array_equal(branch.input_ids_T, [1, 2, 3, 7, 8, 50, 51])
+    np.testing.assert_array_equal(branch.rows_R, [5, 6])
+    np.testing.assert_array_equal(text.rows_R, [3, 4])
+
+
+def test_the_next_segment_carries_the_text_before_it():
+    log = RequestLog(info=make_info())
+    log.append(3, [7], None)
+    log.append(4, [8, 9], make_verified(4, [8], 1))
+    first = segment(log)
+    assert segment(log) is None  # nothing new
+    log.append(6, [10], make_verified(6, [60], 0))
+    second = segment(log)
+    assert (first.sequence, second.sequence) == (0, 1)
+    np.testing.assert_array_equal(second.context_ids, [1, 2, 3, 7, 8, 9])
+    np.testing.assert_array_equal(second.output_ids, [10])
+    assert second.num_prompt_tokens == 3
+    assert first.record_id != second.record_id
+
+
+@pytest.mark.parametrize("change", [{"max_tokens": 2}, {"stop_ids": frozenset({8})}], ids=["length", "stop"])
+def test_the_record_ends_where_the_scheduler_cuts(change):
+    log = RequestLog(info=make_info(**change))
+    log.append(3, [7], None)
+    log.append(4, [8, 9, 10], make_verified(4, [8, 9, 50], 2))
+    assert log.is_complete
+    record = segment(log)
+    np.testing.assert_array_equal(record.output_ids, [7, 8])
+    np.testing.assert_array_equal(record.positions, [4])  # no row of a text beyond the end
+
+
+def test_tokens_that_the_scheduler_threw_away_are_forgotten_with_their_rows():
+    log = RequestLog(info=make_info())
+    log.append(3, [7], None)
+    log.append(4, [8, 9], make_verified(4, [8], 1))
+    log.append(6, [10, 11], make_verified(6, [10], 1))
+    assert log.append(7, [20], None)  # resumed in the middle of the step: token 11 never counted
+    log.append(8, [21], make_verified(8, [60], 0))
+    record = segment(log)
+    np.testing.assert_array_equal(record.output_ids, [7, 8, 9, 10, 20, 21])
+    assert set(record.positions) == {4, 5, 8, 9}
+
+
+def test_a_lost_step_is_noticed():
+    log = RequestLog(info=make_info())
+    log.append(3, [7], None)
+    assert not log.append(5, [9], make_verified(5, [50], 0))
+
+
+# --- queue, reduction, thread
+
+
+def test_the_full_queue_lets_the_oldest_go_and_counts_it():
+    queue = StepQueue(max_steps=2)
+    for start in (4, 5, 6):
+        queue.put(make_step(make_info(), start, sampled=[7], drafts=[50]))
+    assert queue.num_dropped_steps == 1
+    assert [step.parts[0].start for step in queue.take()] == [5, 6]
+    assert queue.take() == []
+
+
+def test_requests_that_ended_are_known_of_steps_that_were_let_go_too():
+    queue = StepQueue(max_steps=1)
+    for ended in (["cmpl-a"], ["cmpl-b"], []):
+        queue.put(EngineStep(draft_version="v000001", parts=[], finished=ended))
+    assert [step.finished for step in queue.take()] == [["cmpl-a", "cmpl-b"]]
+
+
+def test_the_queue_is_bounded_by_bytes_and_always_takes_the_newest():
+    one = make_step(make_info(), 4, sampled=[7], drafts=[50])
+    queue = StepQueue(max_bytes=2 * one.num_bytes)
+    for start in range(4, 14):
+        queue.put(make_step(make_info(), start, sampled=[7], drafts=[50]))
+    assert [step.parts[0].start for step in queue.take()] == [12, 13]
+    small = StepQueue(max_bytes=1)
+    small.put(one)
+    assert small.take() == [one]
+
+
+def test_steps_wait_until_there_are_enough_to_reduce_together():
+    queue = StepQueue()
+    half = make_step(make_info(), 4, sampled=[7], drafts=[50], logits_RV=torch.empty(2, REDUCED_BYTES // 16))
+    queue.put(half)
+    assert not queue.is_due.is_set()
+    queue.put(half)
+    queue.put(half)
+    assert queue.is_due.is_set()
+    assert [len(queue.take()), queue.is_due.is_set(), len(queue.take())] == [2, False, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reduction_is_the_log_softmax(dtype):
+    logits_RV = (torch.randn(5, V, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
+    rows = reduce_logits([logits_RV[:2], logits_RV[2:]], K, ScratchMemory())
+    log_probs_RV = logits_RV.double().log_softmax(-1)
+    np.testing.assert_allclose(rows.topk_log_probs_RK, log_probs_RV.topk(K).values, atol=1e-5)
+    ids_RK = torch.from_numpy(rows.topk_ids_RK).long()  # any of several equal logits
+    np.testing.assert_allclose(rows.topk_log_probs_RK, log_probs_RV.gather(1, ids_RK), atol=1e-5)
+    assert rows.topk_log_probs_RK.dtype == np.float32
+    np.testing.assert_allclose(rows.log_sum_exp_R, logits_RV.double().logsumexp(-1), atol=1e-5)
+
+
+# From no group at all to groups that do not divide the vocabulary evenly.
+@pytest.mark.parametrize("size", [3, 64, 1000, 4099])
+@pytest.mark.parametrize("kind", ["distinct", "full of ties", "masked", "all alike"])
+def test_the_largest_logits_are_those_of_a_sort(size, kind):
+    logits_RV = torch.randn(7, size, generator=torch.Generator().manual_seed(size)) * 5 - 3
+    if kind == "full of ties":
+        logits_RV = logits_RV.round()
+    elif kind == "masked":
+        logits_RV[:, ::2] = -torch.inf
+    elif kind == "all alike":
+        logits_RV[:] = -1.5
+    k = min(16, size)
+    found_RK, ids_RK = find_largest(logits_RV, k)
+    assert torch.equal(found_RK, logits_RV.sort(descending=True).values[:, :k])
+    assert torch.equal(found_RK, logits_RV.gather(1, ids_RK))
+    assert all(len(set(ids)) == k for ids in ids_RK.tolist())
+
+
+def test_the_first_of_the_kept_ids_is_what_a_greedy_target_says():
+    logits_RV = torch.randn(50, 4099, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    logits_RV[:, 7] = logits_RV[:, 4000] = logits_RV.max() + 1  # two that are equal
+    assert torch.equal(find_largest(logits_RV, 32)[1][:, 0], logits_RV.argmax(-1))
+
+
+def run_capture(folder, steps, **config):
+    capture = Capture(CaptureConfig(spool=folder, top_k=K, **config), "boot", "target", "v000001")
+    for step in steps:
+        capture.queue.put(step)
+    capture.start()
+    capture.stop()
+    frames = [frame for path in spool_files(folder) for frame in read_frames(path.read_bytes())]
+    return capture, [record for _, record in frames]
+
+
+def test_steps_become_records_of_one_draft_version_each(tmp_path):
+    info = make_info(max_tokens=5)
+    steps = [
+        make_step(info, 3, sampled=[7], drafts=[]),
+        make_step(info, 4, sampled=[8, 9], drafts=[8, 50]),
+        make_step(info, 6, sampled=[10, 11], drafts=[10, 51], version="v000002"),
+    ]
+    capture, records = run_capture(tmp_path, steps)
+    assert [record.draft_version for record in records] == ["v000001", "v000002"]
+    assert [record.sequence for record in records] == [0, 1]
+    np.testing.assert_array_equal(records[1].context_ids, [1, 2, 3, 7, 8, 9])
+    wanted = steps[1].logits_RV.double().log_softmax(-1).topk(K)
+    np.testing.assert_allclose(records[0].topk_log_probs, wanted.values, atol=1e-5)
+    assert capture.status()["records"] == 2
+    assert capture.status()["shipped_records"] == 2
+
+
+def make_shared_step(starts, sampled, drafts, draft_probs=None):
+    """A step of requests a and b; between them is a third one, not captured."""
+    count = len(drafts[0])
+    infos = (make_info(), make_info(request_id="cmpl-b", prompt_ids=[4, 5]))
+    parts = [
+        StepPart(
+            request=info,
+            start=start,
+            sampled_row=row,
+            num_drafts=count,
+            first_row=row * (count + 1),
+            first_draft=row * count,
+        )
+        for info, start, row in zip(infos, starts, (0, 2), strict=True)
+    ]
+    return EngineStep(
+        draft_version="v000001",
+        parts=parts,
+        finished=[],
+        sampled_BK=torch.tensor([sampled[0], [49] * len(sampled[0]), sampled[1]]),
+        logits_RV=torch.randn(3 * (count + 1), V) if count else None,
+        draft_ids_S=torch.tensor([*drafts[0], *[49] * count, *drafts[1]], dtype=torch.int32) if count else None,
+        draft_probs_S=draft_probs,
+    )
+
+
+def test_steps_that_are_reduced_together_keep_their_own_rows_and_drafts(tmp_path):
+    torch.manual_seed(0)
+    steps = [
+        make_shared_step((3, 2), ([7], [8]), ([], [])),
+        make_shared_step((4, 3), ([9, 10, -1], [11, -1, -1]), ([9, 12], [13, 14])),
+        make_shared_step((6, 4), ([15, -1], [16, 17]), ([18], [16]), torch.tensor([0.25, 0.5, 0.75])),
+        EngineStep(draft_version="v000001", parts=[], finished=["cmpl-a", "cmpl-b"]),
+    ]
+    _, records = run_capture(tmp_path, steps)
+    assert [record.request_id for record in records] == ["cmpl-a", "cmpl-b"]
+    first, second = steps[1].logits_RV, steps[2].logits_RV
+    for record, logits_RV in zip(
+        records, (torch.cat([first[:3], second[:2]]), torch.cat([first[6:], second[4:]])), strict=True
+    ):
+        np.testing.assert_array_equal(record.topk_ids, logits_RV.topk(K).indices)
+        np.testing.assert_allclose(record.log_sum_exp, logits_RV.logsumexp(-1), atol=1e-5)
+    np.testing.assert_array_equal(records[0].draft_ids, [9, 12, -1, 18, -1])
+    np.testing.assert_array_equal(records[1].draft_ids, [13, 14, -1, 16, -1])
+    np.testing.assert_array_equal(records[0].draft_probs, np.array([1, 1, np.nan, 0.25, np.nan], np.float32))
+    np.testing.assert_array_equal(records[1].draft_probs, np.array([1, 1, np.nan, 0.75, np.nan], np.float32))
+    np.testing.assert_array_equal(records[1].accepted, [False, False, False, True, False])
+
+
+def test_nothing_of_a_step_is_read_before_its_device_has_computed_it(tmp_path):
+    wanted = make_step(make_info(max_tokens=2), 3, sampled=[7, 8], drafts=[7])
+    tensors = ("sampled_BK", "logits_RV", "draft_ids_S")
+    early = replace(wanted, **{name: torch.zeros_like(getattr(wanted, name)) for name in tensors})
+
+    class Event:
+        def synchronize(self):
+            for name in tensors:
+                getattr(early, name).copy_(getattr(wanted, name))
+
+    (record,) = run_capture(tmp_path, [replace(early, computed=Event())])[1]
+    np.testing.assert_array_equal(record.output_ids, [7, 8])
+    np.testing.assert_array_equal(record.topk_ids, wanted.logits_RV.topk(K).indices)
+
+
+def test_few_rows_of_many_are_copied_and_found_again():
+    logits_RV = torch.randn(12, V)
+    parts = [
+        StepPart(request=make_info(), start=3, sampled_row=row, num_drafts=drafts, first_row=first, first_draft=0)
+        for row, (drafts, first) in enumerate([(2, 1), (0, 4), (1, 9)])
+    ]
+    moved, kept_RV = _copy_rows(parts, logits_RV)
+    assert torch.equal(kept_RV, logits_RV[[1, 2, 3, 9, 10]])
+    assert [part.first_row for part in moved if part.num_drafts] == [0, 3]
+
+
+def test_of_a_long_text_no_more_hidden_states_are_kept_than_a_record_holds(monkeypatch):
+    monkeypatch.setattr(request_log, "MAX_HIDDEN_BYTES", 100 * 2 * 8)
+    log = RequestLog(info=make_info(prompt_ids=[1] * 1000))
+    states_HLD = np.arange(1001 * 8, dtype=np.uint16).reshape(-1, 2, 4)
+    for begin in range(0, 1000, 250):  # a prompt, read in chunks larger than the kept states
+        log.add_states([States(begin, states_HLD[begin : begin + 250])])
+        assert sum(states.words_HLD.base is None for states in log.states) == len(log.states), "no view of a whole step"
+    for begin in range(960, 1000, 7):
+        log.add_states([States(begin, states_HLD[begin : begin + 7].copy())])  # and read once more
+    assert sum(states.num_bytes for states in log.states) <= 2 * 100 * 2 * 8
+    log.append(1000, [5], make_verified(1000, [], 0))
+    log.add_states([States(1000, states_HLD[1000:].copy())])
+    record = segment(log)
+    assert (record.hidden_begin, len(record.hidden_words)) == (901, 100)
+    np.testing.assert_array_equal(record.hidden_words, states_HLD[901:])
+    assert sum(states.num_bytes for states in log.states) == request_log.KEPT_STATES * 2 * 8
+
+
+def test_a_dropped_step_ends_the_record_before_it(tmp_path):
+    info = make_info()
+    steps = [
+        make_step(info, 3, sampled=[7], drafts=[]),
+        make_step(info, 4, sampled=[8], drafts=[50]),
+        make_step(info, 6, sampled=[9], drafts=[51]),
+        make_step(info, 7, sampled=[9], drafts=[51]),
+    ]
+    capture, records = run_capture(tmp_path, steps)
+    np.testing.assert_array_equal(records[0].output_ids, [7, 8])
+    assert len(records) == 1
+    assert capture.status()["broken_requests_gap"] == 1
+
+
+def test_a_spool_that_cannot_be_written_costs_records_only(tmp_path):
+    (tmp_path / "spool").write_text("in the way")
+    info = make_info(max_tokens=2)
+    steps = [make_step(info, 3, sampled=[7], drafts=[]), make_step(info, 4, sampled=[8], drafts=[50])]
+    capture, records = run_capture(tmp_path / "spool", steps)
+    assert records == []
+    assert capture.status()["dropped_records_spool"] == 1
+    assert capture.status()["last_error"]
+
+
+def test_sampling_keeps_the_fraction_it_is_told_and_only_the_tenants(tmp_path):
+    capture = Capture(CaptureConfig(spool=tmp_path, fraction=0.3, tenants=("a",)), "b", "t", "v")
+    kept = [capture.is_sampled(f"cmpl-{i}", "a") for i in range(4000)]
+    assert 0.25 < np.mean(kept) < 0.35
+    assert kept == [capture.is_sampled(f"cmpl-{i}", "a") for i in range(4000)]
+    assert not any(capture.is_sampled(f"cmpl-{i}", "b") for i in range(100))
+    assert capture.counts["skipped_requests_tenant"] == 100
+
+
+def test_the_spool_lets_the_oldest_go_above_its_budget_whoever_wrote_it(tmp_path):
+    old, new = SpoolWriter(tmp_path, "old", 1000), SpoolWriter(tmp_path, "new", 1000)
+    old.write([b"x" * 400])
+    old.write([b"y" * 400])
+    new.write([b"z" * 400])
+    assert [path.read_bytes()[:1] for path in spool_files(tmp_path)] == [b"y", b"z"]
+    assert new.num_evicted_files == 1
+    new.write([b"w" * 5000])  # above the budget on its own
+    assert [path.read_bytes()[:1] for path in spool_files(tmp_path)] == [b"w"]
+
+
+def write_until_killed(folder, number):
+    writer = SpoolWriter(folder, f"boot{number}", 1 << 30)
+    frame = encode_record(segment_of_one())
+    while True:
+        writer.write([frame] * 50)
+
+
+def segment_of_one():
+    log = RequestLog(info=make_info())
+    log.append(3, [7], None)
+    log.append(4, [8], make_verified(4, [50], 0))
+    return log.cut_segment("boot", "target")
+
+
+def test_a_server_killed_while_it_writes_leaves_whole_files_and_its_rest_is_cleared_away(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    for number in range(10):
+        server = fork.Process(target=write_until_killed, args=(tmp_path, number))
+        server.start()
+        while len(spool_files(tmp_path)) < 5 * (number + 1):
+            time.sleep(0.001)
+        server.kill()
+        server.join()
+    frames = [frame for path in spool_files(tmp_path) for frame in read_frames(path.read_bytes())]
+    assert all(isinstance(record, Record) for _, record in frames)
+    left = tmp_path / ".0-killed-0.partial"
+    left.write_bytes(b"users' text")
+    writer = SpoolWriter(tmp_path, "next", 1 << 30)
+    writer.write([b"x"])
+    assert left.exists(), "another server may be writing it"
+    os.utime(left, (0, 0))
+    writer.write([b"x"])
+    assert not left.exists()
+
+
+def test_nobody_else_reads_a_spool_that_was_made_here(tmp_path):
+    SpoolWriter(tmp_path / "spool", "boot", 1000).write([b"x"])
+    assert (tmp_path / "spool").stat().st_mode & 0o077 == 0
+
+
+def test_an_unknown_runner_is_refused():
+    class GPUModelRunner:
+        pass
+
+    with pytest.raises(RuntimeError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        require_known_runner(GPUModelRunner())
+
+
+def test_a_hook_that_fails_costs_records_and_nothing_else(tmp_path):
+    """As with an engine whose internals have changed: this runner has no attributes at all."""
+    sampled = SimpleNamespace(sampled_token_ids=None)
+    runner = SimpleNamespace(
+        _sample=lambda logits, metadata: sampled,
+        _get_spec_decode_draft_probs=lambda metadata: None,
+        _on_request_state_removed=lambda request_id, state: None,
+        propose_draft_token_ids=lambda *tensors: "drafts",
+    )
+    capture = Capture(CaptureConfig(spool=tmp_path, hidden_states=True), "boot", "target", "v000001")
+    install_capture(runner, capture)
+    assert runner._sample(None, None) is sampled
+    runner._sample.__self__.unread = make_step(make_info(), 3, sampled=[7], drafts=[])
+    assert runner.propose_draft_token_ids("too", "few") == "drafts"
+    assert (capture.counts["errors_hook"], capture.counts["errors_hidden_states"]) == (1, 1)
+
+
+@pytest.mark.parametrize("recorded_is_last", [False, True])
+def test_the_end_of_a_request_is_known_at_once_when_the_engine_falls_idle(tmp_path, recorded_is_last):
+    """Whichever of two requests goes last, only one of them recorded: no step may follow for a long time."""
+    runner = SimpleNamespace(
+        _sample=None,
+        _get_spec_decode_draft_probs=None,
+        _on_request_state_removed=lambda request_id, state: None,
+        propose_draft_token_ids=None,
+        requests={"recorded": None, "other": None},
+    )
+    capture = Capture(CaptureConfig(spool=tmp_path), "boot", "target", "v000001")
+    install_capture(runner, capture)
+    runner._sample.__self__.requests = {"recorded": make_info(), "other": None}
+    for request_id in sorted(runner.requests, reverse=not recorded_is_last):
+        del runner.requests[request_id]
+        runner._on_request_state_removed(request_id, None)
+    assert [step.finished for step in capture.queue.take()] == [["recorded"]]
+
+
+def test_a_step_that_cannot_be_reduced_costs_itself_only(tmp_path):
+    info = make_info(max_tokens=2)
+    broken = replace(
+        make_step(make_info(request_id="cmpl-b"), 3, sampled=[7], drafts=[50]), draft_ids_S=None, finished=["cmpl-c"]
+    )
+    steps = [make_step(info, 3, sampled=[7], drafts=[]), make_step(info, 4, sampled=[8], drafts=[50])]
+    capture = Capture(CaptureConfig(spool=tmp_path, top_k=K), "boot", "target", "v000001")
+    capture.queue.put(make_step(make_info(request_id="cmpl-c"), 3, sampled=[7], drafts=[]))
+    capture.start()
+    while not capture.status()["open_requests"]:
+        time.sleep(0.01)
+    capture.queue.put(broken)
+    deadline = time.monotonic() + 30
+    while not capture.counts["errors_reduce"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for step in steps:
+        capture.queue.put(step)
+    capture.stop()
+    assert capture.status()["shipped_records"] == 1
+    assert [*capture._logs] == ["cmpl-a"]  # which reached its length limit, but has not been reported as finished yet
+
+
+# --- the engine
+
+
+@pytest.fixture(scope="module")
+def reference(random_target):
+    return LlamaForCausalLM.from_pretrained(random_target, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def target_log_probs(model, ids_T, temperature=1.0):
+    logits_TV = model(input_ids=torch.tensor(np.array(ids_T))[None].long()).logits[0]
+    return (logits_TV / temperature).double().log_softmax(-1).numpy()
+
+
+def make_prompts(count, length, seed):
+    return np.random.default_rng(seed).integers(8, 500, (count, length)).tolist()
+
+
+@pytest.fixture(scope="module")
+def greedy(server):
+    """Responses to prompts of 20 and of 150 tokens (more than one step reads) under a half-good draft, and records."""
+    server.swap(server.noisy)
+    prompts = [*make_prompts(3, 20, 0), *make_prompts(2, 150, 1)]
+    with ThreadPoolExecutor() as pool:
+        responses = list(pool.map(lambda prompt: server.complete(prompt, max_tokens=40, ignore_eos=True), prompts))
+    return prompts, responses, server.records(responses)
+
+
+@pytest.fixture(scope="module")
+def sampled(server):
+    """The same with temperature, top-p and penalties."""
+    server.swap(server.noisy)
+    parameters = {"temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.5, "ignore_eos": True, "max_tokens": 40}
+    prompts = make_prompts(4, 30, 2)
+    with ThreadPoolExecutor() as pool:
+        responses = list(pool.map(lambda prompt: server.complete(prompt, **parameters), prompts))
+    return prompts, responses, server.records(responses)
+
+
+def by_request(responses, records):
+    return [[r for r in records if r.request_id.startswith(response["id"])] for response in responses]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("traffic", ["greedy", "sampled"])
+def test_the_captured_distribution_is_the_targets_before_sampling_parameters_also_on_branches(
+    traffic, request, reference
+):
+    _, _, records = request.getfixturevalue(traffic)
+    rows = {False: 0, True: 0}
+    for record in records:
+        for sequence in training_sequences(record):
+            expected_TV = target_log_probs(reference, sequence.input_ids_T)[sequence.rows_R]
+            found_RK = np.take_along_axis(expected_TV, sequence.topk_ids_RK.astype(np.int64), -1)
+            np.testing.assert_allclose(sequence.topk_log_probs_RK, found_RK, atol=1e-3)
+            largest_RK = -np.sort(-expected_TV, -1)[:, : record.top_k]
+            np.testing.assert_allclose(sequence.topk_log_probs_RK, largest_RK, atol=1e-3)
+            rows[sequence.is_branch] += len(sequence.rows_R)
+    assert rows[False] > 100
+    assert rows[True] > 20, "the draft is too good for this test"
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("traffic", ["greedy", "sampled"])
+def test_the_record_has_the_text_of_the_response_and_every_token_behind_the_first_once(traffic, request):
+    prompts, responses, records = request.getfixturevalue(traffic)
+    for prompt, response, segments in zip(prompts, responses, by_request(responses, records), strict=True):
+        output = np.concatenate([record.output_ids for record in segments])
+        np.testing.assert_array_equal(output, response["choices"][0]["token_ids"])
+        np.testing.assert_array_equal(segments[0].context_ids, prompt)
+        labelled = np.concatenate([record.positions[record.branches == 0] for record in segments])
+        np.testing.assert_array_equal(labelled, len(prompt) + np.arange(1, len(output)))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("traffic", ["greedy", "sampled"])
+def test_a_draft_token_is_accepted_exactly_where_it_is_the_texts_token(traffic, request):
+    _, _, records = request.getfixturevalue(traffic)
+    accepted = []
+    for record in records:
+        text = np.concatenate([record.context_ids, record.output_ids])
+        rows = (record.branches == 0) & (record.draft_ids >= 0)
+        np.testing.assert_array_equal(record.accepted[rows], record.draft_ids[rows] == text[record.positions[rows]])
+        assert not record.accepted[~rows].any()
+        accepted += record.accepted[rows].tolist()
+    assert 0.1 < np.mean(accepted) < 0.95  # both cases occur
+
+
+@pytest.mark.vllm
+def test_the_sampling_parameters_come_with_the_record(sampled):
+    assert all(
+        record.sampling == Sampling(temperature=pytest.approx(0.7), top_p=pytest.approx(0.9), presence_penalty=0.5)
+        for record in sampled[2]
+    )
+
+
+@pytest.mark.vllm
+def test_above_temperature_zero_a_copy_of_the_target_is_always_accepted_and_its_probability_is_the_targets(
+    server, reference
+):
+    server.swap(server.copy)
+    responses = [server.complete(prompt, temperature=0.7, ignore_eos=True) for prompt in make_prompts(3, 20, 3)]
+    records = server.records(responses)
+    accepted = np.concatenate([record.accepted[record.draft_ids >= 0] for record in records])
+    assert accepted.mean() > 0.99
+    for record in records:
+        text, *_ = training_sequences(record)
+        expected_TV = target_log_probs(reference, text.input_ids_T, temperature=0.7)[text.rows_R]
+        drafted = (record.draft_ids >= 0)[record.branches == 0]
+        expected = expected_TV[np.arange(len(drafted)), text.draft_ids_R][drafted]
+        found = np.log(record.draft_probs[record.branches == 0][drafted])
+        np.testing.assert_allclose(found, expected, atol=2e-3)
+
+
+@pytest.mark.vllm
+def test_the_record_ends_at_the_stop_token(server):
+    server.swap(server.copy)
+    (prompt,) = make_prompts(1, 20, 4)
+    free = server.complete(prompt, ignore_eos=True)["choices"][0]["token_ids"]
+    response = server.complete(prompt, stop_token_ids=[free[9]], ignore_eos=True)
+    (record,) = server.records([response])
+    assert response["choices"][0]["finish_reason"] == "stop"
+    np.testing.assert_array_equal(record.output_ids, response["choices"][0]["token_ids"])
+
+
+@pytest.mark.vllm
+def test_headers_label_the_record_and_keep_it_out(server):
+    prompts = make_prompts(2, 20, 5)
+    labels = {"X-Redraft-Tenant": "acme", "X-Redraft-Domain": "code"}
+    opted_out = server.status()["capture"].get("skipped_requests_opt_out", 0)
+    labelled = server.complete(prompts[0], headers=labels)
+    spoofed = server.complete(prompts[0], vllm_xargs={"redraft": "nonsense"})
+    refused = server.complete(prompts[1], headers=labels | {"X-Redraft-Opt-Out": "1"})
+    later = server.complete(prompts[0], headers={"X-Redraft-Opt-Out": "0"})
+    records = server.records([labelled, spoofed, later])
+    assert {(r.tenant, r.domain) for r in records if r.request_id.startswith(labelled["id"])} == {("acme", "code")}
+    assert {r.tenant for r in records if not r.request_id.startswith(labelled["id"])} == {""}
+    assert not [r for r in server.all_records() if r.request_id.startswith(refused["id"])]
+    assert server.status()["capture"]["skipped_requests_opt_out"] == opted_out + 1
+
+
+@pytest.mark.vllm
+def test_masked_distributions_are_not_recorded(server):
+    response = server.complete(make_prompts(1, 20, 6)[0], structured_outputs={"choice": ["yes", "no"]})
+    assert response["choices"][0]["finish_reason"]
+    assert server.status()["capture"]["skipped_requests_structured_output"] == 1
+
+
+@pytest.mark.vllm
+def test_serving_goes_on_without_a_spool_and_capture_resumes_by_itself(server):
+    away = server.spool.with_name("away")
+    server.spool.rename(away)
+    server.spool.write_text("in the way")
+    before = server.status()["capture"].get("dropped_records_spool", 0)
+    prompts = make_prompts(2, 20, 7)
+    server.complete(prompts[0], ignore_eos=True)
+    deadline = time.monotonic() + 15
+    while server.status()["capture"].get("dropped_records_spool", 0) == before:
+        assert time.monotonic() < deadline, "nothing was dropped"
+        time.sleep(0.1)
+    server.spool.unlink()
+    away.rename(server.spool)
+    (record, *_) = server.records([server.complete(prompts[1], ignore_eos=True)])
+    assert isinstance(record, Record)

@@ -1,0 +1,272 @@
+"""The plugin's routes over a fake engine of two ranks that fail as told, which no real engine here can be made to
+do."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from redraft.heads.files.artifact import publish
+from redraft.online.engine import routes as plugin_routes
+from redraft.online.engine.config import PluginConfig
+from redraft.online.engine.routes import Endpoint
+from redraft.online.fleet.registry import Registry, hash_manifest
+
+READ = ["redraft_stage", "redraft_staged"]
+LOADED = {"ok": True, "load_ms": 3.0, "checksum_before": "a", "checksum_after": "a"}
+BROKEN = {"ok": False, "touched": True, "error": "OSError: the disk went away"}
+REFUSED = {"ok": False, "touched": False, "error": "v000002 differs in config.json"}
+OVERWRITTEN = LOADED | {"checksum_after": "b"}
+
+
+@dataclass
+class Engine:
+    """The part of vLLM's engine client that the routes use."""
+
+    answers: Mapping[str, list[dict[str, Any]]]
+    """Answers of every rank, by the worker's method."""
+    calls: list[str] = field(default_factory=list)
+    load_s: float = 0.0
+    """Duration of a load, in seconds."""
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append(method)
+        status = {"draft_version": "v000001", "draft_intact": True, "target_intact": True}
+        status |= {"target_fingerprint": "target", "capture": None}
+        answer = {
+            "redraft_status": [status] * 2,
+            "redraft_stage": [{"ok": True}] * 2,
+            "redraft_discard": [None] * 2,
+            "redraft_commit": [None] * 2,
+            **self.answers,
+        }[method]
+        if method == "redraft_load":
+            await asyncio.sleep(self.load_s)
+        if not answer:
+            raise RuntimeError("the engine died")
+        return answer
+
+    async def pause_generation(self, **how: Any) -> None:
+        assert how == {"mode": "keep", "clear_cache": True}
+        self.calls.append("pause")
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+
+@pytest.fixture
+def registry(tmp_path):
+    publish(tmp_path / "v000002", lambda folder: (folder / "weights").touch(), {"target_fingerprint": "target"})
+    return tmp_path
+
+
+def staged(registry, version="v000002", **changes):
+    """A rank's answer about a version in memory."""
+    read = {"done": True, "error": "", "damaged": False, "manifest_sha256": hash_manifest(registry / version)}
+    return read | changes
+
+
+def make_client(registry, engine):
+    endpoint = Endpoint()
+    endpoint.config = PluginConfig(registry=registry, token="right", allow_remote=True)
+    endpoint.engine = engine
+    app = FastAPI()
+    endpoint.attach_router(app)
+    return TestClient(app, raise_server_exceptions=False, headers={"Authorization": "Bearer right"})
+
+
+def swap(registry, load_s=0.0, body=None, **answers):
+    """The answer to a swap, and the calls the engine received meanwhile."""
+    engine = Engine({"redraft_staged": [staged(registry)] * 2} | answers, load_s=load_s)
+    client = make_client(registry, engine)
+    answer = client.post("/redraft/swap", json=body or {"version": "v000002"})
+    return answer, engine.calls[1:]
+
+
+def test_a_swap_pauses_loads_on_all_ranks_and_names_the_version(registry):
+    answer, calls = swap(registry, redraft_load=[LOADED, LOADED | {"load_ms": 5.0}])
+    assert answer.status_code == 200
+    assert calls == [*READ, "pause", "redraft_load", "redraft_commit", "resume", "redraft_discard"]
+    assert (answer.json()["previous"], answer.json()["load_ms"]) == ("v000001", 5.0)
+
+
+@pytest.mark.parametrize("ranks", [[LOADED, BROKEN], [BROKEN, BROKEN], [LOADED, REFUSED]])
+def test_where_a_rank_fails_half_way_every_rank_gets_the_last_good_draft_back(registry, ranks):
+    answer, calls = swap(registry, redraft_load=ranks, redraft_restore=[LOADED, LOADED])
+    assert answer.status_code == 500
+    assert "v000001 was restored" in answer.text
+    assert calls == [*READ, "pause", "redraft_load", *READ, "redraft_restore", "resume", "redraft_discard"]
+
+
+def test_where_nothing_was_touched_nothing_is_put_back(registry):
+    answer, calls = swap(registry, redraft_load=[REFUSED, REFUSED])
+    assert (answer.status_code, "still serving v000001" in answer.text) == (409, True)
+    assert calls == [*READ, "pause", "redraft_load", "resume", "redraft_discard"]
+
+
+def test_a_draft_that_cannot_be_restored_is_reported(registry):
+    answer, calls = swap(registry, redraft_load=[BROKEN, LOADED], redraft_restore=[LOADED, BROKEN])
+    assert (answer.status_code, "could not be restored" in answer.text) == (500, True)
+    assert calls[-2:] == ["resume", "redraft_discard"]
+
+
+def test_a_target_that_was_overwritten_is_told(registry):
+    answer, _ = swap(registry, redraft_load=[LOADED, OVERWRITTEN])
+    assert (answer.status_code, "the target's weights changed" in answer.text) == (500, True)
+
+
+def test_generation_is_resumed_whatever_happens(registry):
+    answer, calls = swap(registry, redraft_load=[])
+    assert answer.status_code == 500
+    assert calls[-2:] == ["resume", "redraft_discard"]
+
+
+def test_tokens_are_compared_in_constant_time(registry, monkeypatch):
+    compared = []
+
+    def compare(given: bytes, wanted: bytes) -> bool:
+        compared.append((given, wanted))
+        return False
+
+    monkeypatch.setattr(plugin_routes.hmac, "compare_digest", compare)
+    assert plugin_routes.hmac is hmac
+    answer, calls = swap(registry)
+    assert answer.status_code == 401, "nothing else decides"
+    assert compared == [(b"Bearer right", b"Bearer right")]
+    assert calls == []
+
+
+# --- reading before the pause
+
+
+@pytest.mark.parametrize(
+    ("rank", "code", "told"),
+    [
+        ({"error": "model.safetensors is corrupt", "damaged": True}, 422, "v000002 is damaged: model.safetensors"),
+        ({"error": "v000002 differs in config.json"}, 409, "differs in config.json; still serving v000001"),
+        ({"manifest_sha256": "0" * 64}, 409, "changed while it was read"),
+    ],
+)
+def test_a_version_that_cannot_be_read_never_pauses_the_engine(registry, rank, code, told):
+    answer, calls = swap(registry, redraft_staged=[staged(registry), staged(registry, **rank)])
+    assert (answer.status_code, told in answer.text) == (code, True), answer.text
+    assert calls == [*READ, "redraft_discard"]
+
+
+def test_a_storage_that_hangs_on_the_ranks_ends_in_504_without_a_pause(registry, monkeypatch):
+    monkeypatch.setattr(plugin_routes, "STAGE_TIMEOUT_S", 0.3)
+    answer, calls = swap(registry, redraft_staged=[staged(registry), staged(registry, done=False)])
+    assert (answer.status_code, "took longer than" in answer.text) == (504, True)
+    assert "still serving v000001" in answer.text
+    assert calls[-1] == "redraft_discard"
+    assert not {"pause", "redraft_load"} & set(calls)
+
+
+def test_a_storage_that_hangs_in_the_api_process_leaves_other_routes_alone(registry, monkeypatch):
+    """Also its event loop, and the threads that vLLM shares with asyncio."""
+    monkeypatch.setattr(plugin_routes, "STAGE_TIMEOUT_S", 0.3)
+    hangs = threading.Event()
+    monkeypatch.setattr(plugin_routes, "_read_version", lambda folder: hangs.wait(30))
+    engine = Engine({})
+    codes = []
+    with make_client(registry, engine) as client:
+        for number in range(plugin_routes.MAX_STUCK_READS + 1):
+            asked = threading.Thread(target=lambda: codes.append(client.post(SWAP, json=BODY).status_code))
+            asked.start()
+            began_s = time.monotonic()
+            assert client.get("/redraft/status").status_code == 200
+            assert time.monotonic() - began_s < 0.25
+            asked.join()
+            assert codes[-1] == (504 if number < plugin_routes.MAX_STUCK_READS else 503)
+    hangs.set()
+    assert set(engine.calls) == {"redraft_status"}
+
+
+def test_a_load_that_hangs_is_given_up_and_generation_resumed(registry, monkeypatch):
+    monkeypatch.setattr(plugin_routes, "PAUSE_TIMEOUT_S", 0.2)
+    answer, calls = swap(registry, load_s=30, redraft_load=[LOADED, LOADED])
+    assert (answer.status_code, "was not loaded within" in answer.text) == (504, True)
+    assert calls == [*READ, "pause", "redraft_load", "resume", "redraft_discard"]
+
+
+# --- which version
+
+
+SWAP, BODY = "/redraft/swap", {"version": "v000002"}
+
+
+@pytest.fixture
+def owned(tmp_path):
+    """A learner's registry with two versions."""
+    registry = Registry(tmp_path / "owned")
+    with registry.owned():
+        for _ in range(2):
+            registry.publish(
+                lambda folder: (folder / "w").touch(), target_fingerprint="target", provenance={}, evaluation={}
+            )
+    return registry
+
+
+def test_the_version_of_this_registry_with_these_bytes_is_taken(owned):
+    body = BODY | vars(owned.identify("v000002"))
+    answer, _ = swap(owned.folder, body=body, redraft_load=[LOADED, LOADED])
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"registry": "0" * 32}, "not of 000000000000: give each server one learner"),
+        ({"manifest_sha256": "0" * 64}, "not 000000000000: copy the registry again"),
+    ],
+)
+def test_a_version_of_another_registry_or_with_other_bytes_is_refused(owned, changed, told):
+    answer, calls = swap(owned.folder, body=BODY | vars(owned.identify("v000002")) | changed)
+    assert (answer.status_code, told in answer.text) == (409, True), answer.text
+    assert calls == []
+
+
+def test_a_server_whose_registry_has_no_id_stays_with_the_first_learner(registry):
+    engine = Engine({"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED, LOADED]})
+    with make_client(registry, engine) as client:
+        assert client.post(SWAP, json=BODY | {"registry": "a" * 32}).status_code == 200
+        assert client.get("/redraft/status").json()["registry"] == "a" * 32
+        assert client.post(SWAP, json=BODY | {"registry": "b" * 32}).status_code == 409
+        assert client.post(SWAP, json=BODY).status_code == 200, "a learner of an earlier release"
+
+
+def test_the_same_name_with_other_bytes_is_not_served_already(registry):
+    publish(registry / "v000001", lambda folder: (folder / "weights").touch(), {"target_fingerprint": "target"})
+    status = {"draft_version": "v000001", "draft_intact": True, "target_intact": True, "target_fingerprint": "target"}
+    for manifest, is_swapped in ((hash_manifest(registry / "v000001"), False), ("0" * 64, True), ("", False)):
+        ranks = [status | {"capture": None, "manifest_sha256": manifest}]
+        answer, _ = swap(
+            registry, body={"version": "v000001"}, redraft_status=ranks, redraft_load=[LOADED],
+            redraft_staged=[staged(registry, "v000001")],
+        )  # fmt: skip
+        assert answer.json()["swapped"] is is_swapped
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (json.dumps({"version": "v" + 5000 * "1"}), 404),
+        (json.dumps({"version": "v\u0661\u0661\u0661\u0661\u0661\u0661"}), 404),
+        ('{"version": ' + 100_000 * "[", 400),
+        (json.dumps({"version": "v000002", "registry": 3}), 400),
+        ("[]", 400),
+    ],
+)
+def test_an_odd_body_is_the_callers_mistake(registry, content, code):
+    client = make_client(registry, Engine({}))
+    assert client.post(SWAP, content=content).status_code == code

@@ -1,0 +1,207 @@
+"""Drafts read into memory: compared with the manifest, given up, freed, and never in the way of the engine's thread."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from redraft.heads.files.artifact import publish
+from redraft.online.engine import worker as plugin_worker
+from redraft.online.engine.staging import Staging
+from redraft.online.engine.swap import _read_tensors
+from redraft.online.fleet.registry import hash_manifest
+
+TENSORS = {"a.weight": torch.randn(8, 4), "embed.weight": torch.randn(16, 4), "b": torch.randn(3).to(torch.bfloat16)}
+
+
+def write_draft(folder, tensors=TENSORS):
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 4}))
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """The served draft, and one with other weights in the same layout."""
+    publish(tmp_path / "v000001", write_draft, {})
+    publish(tmp_path / "v000002", lambda folder: write_draft(folder, TENSORS | {"a.weight": torch.ones(8, 4)}), {})
+    return tmp_path / "v000001", tmp_path / "v000002"
+
+
+def stage(folder, current, shared=frozenset()):
+    staging = Staging(folder, current, set(shared))
+    deadline_s = time.monotonic() + 20
+    while not staging.is_done:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    return staging
+
+
+def count_files():
+    return sum(os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:") for name in os.listdir("/proc/self/fd")
+               if os.path.islink(f"/proc/self/fd/{name}"))  # fmt: skip
+
+
+def test_what_is_in_memory_is_the_version_and_is_freed(folders):
+    current, folder = folders
+    before = count_files()
+    staging = stage(folder, current, {"embed"})
+    assert staging.error == ""
+    assert staging.manifest_sha256 == hash_manifest(folder)
+    for path in folder.iterdir():
+        path.unlink()  # nothing is read from the storage any more
+    tensors = dict(_read_tensors(staging.files, {"embed"}))
+    assert tensors.keys() == {"a.weight", "b"}
+    assert torch.equal(tensors["a.weight"], torch.ones(8, 4))
+    assert torch.equal(tensors["b"], TENSORS["b"])
+    assert count_files() == before + 1
+    staging.discard()
+    assert count_files() == before
+
+
+def test_a_draft_of_the_command_line_needs_no_manifest(folders, tmp_path):
+    (tmp_path / "start").mkdir()
+    write_draft(tmp_path / "start")
+    staging = stage(tmp_path / "start", folders[0])
+    assert (staging.error, staging.manifest_sha256, len(staging.files)) == ("", "", 1)
+    staging.discard()
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda folder: flip(folder / "model.safetensors"), "model.safetensors is corrupt (its SHA-256 differs)"),
+        (lambda folder: flip(folder / "config.json"), "config.json is corrupt (its SHA-256 differs)"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 100), "100 bytes instead of"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "is missing"),
+        (lambda folder: save_file({"x": torch.ones(1)}, folder / "more.safetensors"), "is not in the manifest"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "is corrupt"),
+    ],
+)
+def test_damage_is_told_and_holds_no_memory(folders, damage, told):
+    current, folder = folders
+    damage(folder)
+    before = count_files()
+    staging = stage(folder, current)
+    assert staging.is_damaged
+    assert told in staging.error
+    assert staging.files == []
+    assert count_files() == before
+
+
+def test_another_layout_or_other_shared_tensors_are_told(folders, tmp_path):
+    current, _ = folders
+    publish(tmp_path / "v000003", lambda folder: write_draft(folder, TENSORS | {"b": torch.ones(4)}), {})
+    publish(tmp_path / "v000004", lambda folder: write_draft(folder, TENSORS | {"embed.weight": torch.ones(16, 4)}), {})
+    wider = stage(tmp_path / "v000003", current)
+    assert (wider.is_damaged, "b is [4] instead of [3]" in wider.error) == (False, True)
+    other = stage(tmp_path / "v000004", current, {"embed"})
+    assert "v000004 brings a different embed.weight" in other.error
+    assert stage(tmp_path / "v000004", current).error == "", "not shared"
+
+
+def test_a_storage_that_hangs_stops_only_the_thread_and_frees_all_when_it_ends(folders, tmp_path):
+    current, _ = folders
+    folder = tmp_path / "hung"
+    folder.mkdir()
+    write_draft(folder)
+    os.mkfifo(folder / "z.safetensors")  # opened after the first file, and nobody writes
+    before, began_s = count_files(), time.monotonic()
+    staging = Staging(folder, current, set())
+    while count_files() == before:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert not staging.is_done
+    staging.discard()
+    assert time.monotonic() - began_s < 5
+    writer = threading.Thread(target=lambda: (folder / "z.safetensors").open("wb").close())
+    writer.start()
+    writer.join()
+    while not staging.is_done:
+        time.sleep(0.01)
+    assert count_files() == before
+
+
+# --- the worker's methods, without an engine
+
+
+@pytest.fixture
+def worker(folders):
+    state = plugin_worker.WorkerState(
+        server_id="id", target_fingerprint="f", target_checksum="c", draft_version="v000001", draft_folder=folders[0]
+    )
+    runner = SimpleNamespace(get_model=lambda: nn.Linear(2, 2), get_draft_model=lambda: nn.Linear(2, 2))
+    config = SimpleNamespace(speculative_config=SimpleNamespace(method="draft_model"))
+    return SimpleNamespace(redraft=state, model_runner=runner, vllm_config=config, device=torch.device("cpu"))
+
+
+def wait(worker):
+    while not (read := plugin_worker.redraft_staged(worker))["done"]:
+        time.sleep(0.01)
+    return read
+
+
+def test_only_a_draft_that_is_whole_in_memory_is_loaded(worker, folders, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(plugin_worker, "load_draft", lambda draft, target, files, *rest: loaded.append(files))
+    folder = folders[1]
+    assert "was not read into memory" in plugin_worker.redraft_load(worker, str(folder))["error"]
+    assert plugin_worker.redraft_stage(worker, str(folder)) == {"ok": True}
+    assert wait(worker)["error"] == ""
+    assert not plugin_worker.redraft_load(worker, str(folders[0]))["ok"], "another one was read"
+    assert plugin_worker.redraft_load(worker, str(folder))["ok"]
+    assert not worker.redraft.is_draft_intact, "another rank may fail"
+    plugin_worker.redraft_commit(worker, str(folder), "v000002")
+    state = worker.redraft
+    assert (state.is_draft_intact, state.draft_version) == (True, "v000002")
+    assert state.manifest_sha256 == hash_manifest(folder)
+    plugin_worker.redraft_discard(worker)
+    assert (len(loaded), state.staging, state.stuck) == (1, None, [])
+
+
+def test_after_a_failed_load_the_last_good_draft_is_read_and_restored(worker, folders, monkeypatch):
+    monkeypatch.setattr(plugin_worker, "load_draft", lambda *args: 1 / 0)
+    plugin_worker.redraft_stage(worker, str(folders[1]))
+    wait(worker)
+    assert plugin_worker.redraft_load(worker, str(folders[1]))["error"].startswith("ZeroDivisionError")
+    monkeypatch.setattr(plugin_worker, "load_draft", lambda *args: None)
+    plugin_worker.redraft_stage(worker, None)
+    wait(worker)
+    assert not worker.redraft.is_draft_intact
+    assert plugin_worker.redraft_restore(worker)["ok"]
+    assert worker.redraft.is_draft_intact
+    plugin_worker.redraft_discard(worker)
+
+
+def test_reads_that_hang_are_bounded_and_forgotten_when_they_end(worker, tmp_path):
+    folder = tmp_path / "hung"
+    folder.mkdir()
+    os.mkfifo(folder / "z.safetensors")
+    for _ in range(plugin_worker.MAX_STUCK_READS):
+        assert plugin_worker.redraft_stage(worker, str(folder)) == {"ok": True}
+    plugin_worker.redraft_discard(worker)
+    refused = plugin_worker.redraft_stage(worker, str(folder))
+    assert (refused["ok"], "the registry's storage hangs" in refused["error"]) == (False, True)
+    writer = threading.Thread(target=lambda: (folder / "z.safetensors").open("wb").close())
+    writer.start()
+    writer.join()
+    deadline_s = time.monotonic() + 20
+    while worker.redraft.stuck:
+        plugin_worker.redraft_discard(worker)
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert plugin_worker.redraft_stage(worker, None) == {"ok": True}
+    plugin_worker.redraft_discard(worker)

@@ -1,0 +1,342 @@
+"""Swapping a draft: the parts on small modules, then under load in the real engine."""
+
+import json
+import subprocess
+import sys
+import threading
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from fastapi import HTTPException
+from safetensors.torch import load_file, save_file
+from starlette.requests import Request
+from torch import nn
+
+from redraft.heads.families.eagle3 import Config, Eagle3
+from redraft.heads.files.artifact import fingerprint
+from redraft.heads.target import Target
+from redraft.online.engine.config import PluginConfig, read_config
+from redraft.online.engine.cpu_fix import expand_kernel
+from redraft.online.engine.routes import authorize
+from redraft.online.engine.swap import checksum, require_same_layout, without_shared_modules
+
+# --- the parts
+
+
+class Model(nn.Module):
+    def __init__(self, embedding=None):
+        super().__init__()
+        self.embed_tokens = embedding or nn.Embedding(8, 4)
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.register_buffer("table", torch.arange(3))
+
+
+def test_what_the_draft_shares_with_the_target_is_out_of_reach_and_comes_back():
+    target = Model()
+    draft = nn.Sequential(Model(target.embed_tokens))
+    with without_shared_modules(draft, target) as shared:
+        assert shared == {"embed_tokens"}
+        assert not any("embed_tokens" in name for name, _ in draft.named_parameters())
+        assert len(dict(draft.named_parameters())) == 4
+    assert draft[0].embed_tokens is target.embed_tokens
+    assert target.embed_tokens is not None
+
+
+def test_the_shared_modules_come_back_after_an_exception():
+    target = Model()
+    draft = Model(target.embed_tokens)
+    with pytest.raises(KeyError), without_shared_modules(draft, target):
+        raise KeyError
+    assert draft.embed_tokens is target.embed_tokens
+
+
+def test_a_shared_tensor_in_a_module_of_its_own_is_refused():
+    target, draft = Model(), Model()
+    draft.embed_tokens.weight = target.embed_tokens.weight
+    with pytest.raises(ValueError, match="is a tensor of the target"), without_shared_modules(draft, target):
+        pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+def test_the_checksum_sees_every_bit_and_every_exchange(dtype):
+    model = nn.Module()
+    model.weight = nn.Parameter((10 * torch.randn(5, 7)).to(dtype), requires_grad=False)
+    before = checksum(model)
+    assert checksum(model) == before
+    raw = model.weight.data.view(torch.uint8)
+    raw[3, 2] ^= 1
+    assert checksum(model) != before
+    raw[3, 2] ^= 1
+    assert checksum(model) == before
+    model.weight.data = model.weight.data.flip(0)
+    assert checksum(model) != before
+
+
+def test_the_checksum_sees_a_packed_layer():
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    layer.input_size_per_partition = 4
+    weight = torch.randn(3, 4)
+    layer.cpu_linear = lambda x, packed, bias: x @ weight.T
+    before = checksum(layer)
+    weight[1, 2] += 1e-3
+    assert checksum(layer) != before
+
+
+def test_another_layout_is_told_before_anything_is_touched(registry):
+    folders = sorted(path for path in registry.iterdir() if not path.is_symlink())
+    require_same_layout(folders[0], folders[1])
+    with pytest.raises(ValueError, match=r"lm_head.weight is \[\d+, 64\] instead of"):
+        require_same_layout(folders[0], folders[4])
+
+
+def test_a_changed_setting_is_told(registry, tmp_path):
+    (start,) = registry.glob("v000001")
+    config = json.loads((start / "config.json").read_text()) | {"rms_norm_eps": 0.5, "use_cache": "whatever"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config.json: rms_norm_eps$"):
+        require_same_layout(start, tmp_path)
+
+
+def make_request(host, token):
+    headers = [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
+    return Request({"type": "http", "client": (host, 1), "headers": headers})
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "config", "code"),
+    [
+        ("127.0.0.1", "right", {"token": "right"}, None),
+        ("::1", "right", {"token": "right"}, None),
+        ("127.0.0.1", "wrong", {"token": "right"}, 401),
+        ("127.0.0.1", None, {"token": "right"}, 401),
+        ("127.0.0.1", "", {}, 503),
+        ("10.0.0.5", "right", {"token": "right"}, 403),
+        ("10.0.0.5", "right", {"token": "right", "allow_remote": True}, None),
+        ("10.0.0.5", "wrong", {"token": "right", "allow_remote": True}, 401),
+    ],
+)
+def test_who_may_use_the_routes(host, token, config, code):
+    if code is None:
+        authorize(make_request(host, token), PluginConfig(**config))
+    else:
+        with pytest.raises(HTTPException) as error:
+            authorize(make_request(host, token), PluginConfig(**config))
+        assert error.value.status_code == code
+
+
+def test_the_token_comes_from_a_file_and_stays_out_of_logs(tmp_path):
+    (tmp_path / "token").write_text("secret\n")
+    config = read_config({"REDRAFT_TOKEN_FILE": str(tmp_path / "token")})
+    assert config.token == "secret"
+    assert "secret" not in repr(config)
+    (tmp_path / "token").write_text("\n")
+    with pytest.raises(ValueError, match="is empty"):
+        read_config({"REDRAFT_TOKEN_FILE": str(tmp_path / "token")})
+
+
+def test_nothing_is_captured_unless_asked_for(tmp_path):
+    assert read_config({}).capture is None
+    capture = read_config({"REDRAFT_CAPTURE_SPOOL": str(tmp_path), "REDRAFT_CAPTURE_TENANTS": "a,b"}).capture
+    assert capture is not None
+    assert capture.tenants == ("a", "b")
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        read_config({"REDRAFT_CAPTURE_SPOOL": str(tmp_path), "REDRAFT_CAPTURE_FRACTION": "3"})
+
+
+def test_the_fixed_kernel_fills_float_outputs():
+    output = torch.full((6,), -5.0)
+    expand_kernel(output, torch.tensor([0.0, 0.7, 0.3]), torch.tensor([2, 2, 6]), 0.0, 1.0)
+    np.testing.assert_allclose(output, [1, 1, 0.3, 0.3, 0.3, 0.3])
+
+
+# --- the engine
+
+
+def make_prompt(seed, length=100):
+    return np.random.default_rng(seed).integers(8, 500, length).tolist()
+
+
+def acceptance(response):
+    """Accepted tokens per step, of 3."""
+    metrics = response["metrics"]["speculative_decoding"]
+    return metrics["mean_acceptance_length"] - 1
+
+
+def tokens(response):
+    return response["choices"][0]["token_ids"]
+
+
+@pytest.mark.vllm
+def test_a_good_draft_is_accepted_at_once_also_for_cached_prompts(server):
+    server.swap(server.random)
+    prompts = [make_prompt(seed) for seed in range(10, 13)]
+    before = [server.complete(prompt, ignore_eos=True) for prompt in prompts]
+    assert max(map(acceptance, before)) < 0.5
+    report = server.swap(server.copy)
+    after = [server.complete(prompt, ignore_eos=True) for prompt in prompts]
+    assert min(map(acceptance, after)) > 2.8, "stale keys and values of the old draft"
+    assert [tokens(r) for r in after] == [tokens(r) for r in before]
+    assert report["target_checksum_before"] == report["target_checksum_after"]
+    assert report["previous"] == server.random
+
+
+class Stream(NamedTuple):
+    id: str
+    token_ids: list[int]
+    finish: str
+    sizes: list[int]
+    """Tokens of each event; an event is one engine step."""
+
+
+def stream(server, prompt, started=None):
+    """A streamed completion of 400 tokens; `started` is released once the first tokens are there."""
+    body = {"model": "m", "prompt": prompt, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        json.dumps(body | {"stream": True, "return_token_ids": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    lines = []
+    # Only read here: a client slower than the engine would see the swap after everything is over.
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        for line in answer:
+            lines.append(line)
+            if len(lines) == 5 and started is not None:
+                started.release()
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {")]
+    parts = [event["choices"][0]["token_ids"] or [] for event in events]
+    finish = [event["choices"][0]["finish_reason"] for event in events if event["choices"][0]["finish_reason"]]
+    return Stream(
+        events[0]["id"], [token for part in parts for token in part], finish[0], [len(part) for part in parts]
+    )
+
+
+@pytest.mark.vllm
+def test_streams_that_run_during_a_swap_end_well_and_with_the_same_text(server):
+    prompts = [make_prompt(seed, 40) for seed in range(20, 26)]
+    server.swap(server.copy)
+    wanted = [stream(server, prompt).token_ids for prompt in prompts]
+    server.swap(server.random)
+    started = threading.Semaphore(0)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        running = [pool.submit(stream, server, prompt, started) for prompt in prompts]
+        for _ in prompts:
+            assert started.acquire(timeout=60)
+        assert not any(future.done() for future in running)
+        server.swap(server.copy)
+        results = [future.result() for future in running]
+    assert [result.token_ids for result in results] == wanted
+    assert {result.finish for result in results} == {"length"}
+    assert np.mean([result.sizes[-6:-1] for result in results]) > 3.8  # of 4 tokens per step
+    # Captured meanwhile: records of two versions, which together hold the text.
+    records = server.records([{"id": result.id, "choices": [{"token_ids": result.token_ids}]} for result in results])
+    assert {record.draft_version for record in records} == {server.random, server.copy}
+    for result in results:
+        parts = [record.output_ids for record in records if record.request_id.startswith(result.id)]
+        np.testing.assert_array_equal(np.concatenate(parts), result.token_ids)
+
+
+@pytest.mark.vllm
+def test_the_served_version_is_not_loaded_again(server):
+    server.swap(server.copy)
+    before = server.status()["num_swaps"]
+    assert server.swap(server.copy)["swapped"] is False
+    assert server.status()["num_swaps"] == before
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("body", "code", "reason"),
+    [
+        ({"version": "v000099"}, 404, "no version"),
+        ({"version": "../v000001"}, 404, "no version"),
+        ({"version": "current"}, 404, "no version"),
+        ({"version": 3}, 404, "no version"),
+        ({}, 400, "send a JSON body"),
+        ([], 400, "send a JSON body"),
+        ({"version": "v000004"}, 422, "is corrupt"),
+        ({"version": "v000005"}, 409, "lm_head.weight"),
+        ({"version": "v000006"}, 409, "trained for target"),
+    ],
+)
+def test_an_invalid_version_is_refused_and_the_old_draft_goes_on(server, body, code, reason):
+    server.swap(server.copy)
+    answer = server.http.post("/redraft/swap", json=body)
+    assert (answer.status_code, reason in answer.text) == (code, True), answer.text
+    status = server.status()
+    assert (status["draft_version"], status["draft_intact"], status["target_intact"]) == (server.copy, True, True)
+    assert acceptance(server.complete(make_prompt(30), ignore_eos=True)) > 2.8
+
+
+@pytest.mark.vllm
+def test_without_the_token_nobody_swaps_or_looks(server):
+    for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": ""}, {"Authorization": server.token}):
+        assert server.http.get("/redraft/status", headers=headers).status_code == 401
+        answer = server.http.post("/redraft/swap", json={"version": server.random}, headers=headers)
+        assert answer.status_code == 401
+
+
+@pytest.mark.vllm
+def test_the_status_names_draft_target_and_engine(server, random_target):
+    status = server.status()
+    assert status["target_fingerprint"] == fingerprint(random_target)
+    assert len(status["target_checksum"]) == 64
+    assert (status["method"], status["num_speculative_tokens"]) == ("draft_model", 3)
+    assert status["vllm_version"].startswith("0.")
+
+
+def run_swaps(target, draft, method, swaps):
+    spec = {"target": str(target), "draft": str(draft), "method": method, "swaps": swaps}
+    script = Path(__file__).parents[2] / "helpers/run_swaps.py"
+    result = subprocess.run([sys.executable, script, json.dumps(spec)], capture_output=True, text=True, timeout=800)
+    line = next((line for line in result.stdout.splitlines() if line.startswith("REPORT")), None)
+    assert line, result.stderr[-3000:]
+    return json.loads(line.removeprefix("REPORT"))
+
+
+@pytest.mark.vllm
+def test_a_load_that_fails_half_way_puts_the_last_good_draft_back(random_target, registry):
+    good, other = registry / "v000002", registry / "v000001"
+    start, failed, restored = run_swaps(random_target, good, "draft_model", [["fail", str(other)], ["restore"]])
+    assert failed["result"] == {"ok": False, "touched": True, "error": "OSError: the disk went away"}
+    assert failed["status"]["draft_intact"] is False
+    assert restored["result"]["ok"]
+    assert restored["status"]["draft_intact"] is True
+    assert failed["accepted"] < start["accepted"] == restored["accepted"]
+    assert start["output"] == failed["output"] == restored["output"]
+    assert restored["result"]["checksum_before"] == restored["result"]["checksum_after"]
+
+
+@pytest.fixture
+def eagles(random_target, tmp_path):
+    """EAGLE-3 heads with the target's embedding and head: one, another, and one with a different embedding."""
+    target = Target.from_folder(random_target)
+    folders = []
+    for name, seed in (("first", 0), ("second", 1), ("own", 1)):
+        torch.manual_seed(seed)
+        Eagle3(Config(aux_layer_ids=(0, 1, 2)), target).export(tmp_path / name)
+        file = tmp_path / name / "model.safetensors"
+        embed_VD = target.embed_VD if name != "own" else torch.randn_like(target.embed_VD)
+        save_file(load_file(file) | {"embed_tokens.weight": embed_VD.clone()}, file, metadata={"format": "pt"})
+        folders.append(tmp_path / name)
+    return folders
+
+
+@pytest.mark.vllm
+def test_what_a_head_shares_with_the_target_is_never_written(random_target, eagles):
+    first, second, own = eagles
+    start, swapped, refused = run_swaps(random_target, first, "eagle3", [["load", str(second)], ["load", str(own)]])
+    assert swapped["result"]["ok"], swapped["result"]
+    assert swapped["result"]["checksum_before"] == swapped["result"]["checksum_after"]
+    assert swapped["output"] == start["output"]
+    assert not refused["result"]["ok"]
+    assert not refused["result"]["touched"]
+    assert "a different embed_tokens.weight" in refused["result"]["error"]
+    assert refused["output"] == start["output"]
+    assert refused["status"]["draft_intact"]

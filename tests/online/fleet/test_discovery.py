@@ -1,0 +1,170 @@
+"""Servers that come, go and lag, found in a file or by a name, and the learner's reaction."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+
+import pytest
+from fake_fleet import TOKEN, FakeServer, running
+from learner_world import World, make_draft, until
+
+from redraft.heads.files.artifact import fingerprint
+from redraft.online.fleet.discovery import FleetConfig, Members, discover, read_fleet, resolve_addresses
+from redraft.online.fleet.server import FleetServer
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
+
+
+def write_fleet(path, *servers):
+    """A fleet.toml with these (url, domain) pairs."""
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(f'[[servers]]\nurl = "{url}"\ndomain = "{domain}"\n' for url, domain in servers))
+    os.replace(partial, path)
+
+
+def test_a_file_lists_the_servers_of_every_domain(tmp_path):
+    (tmp_path / "special").write_text("another token\n")
+    path = tmp_path / "fleet.toml"
+    write_fleet(path, ("http://a:8000/", "code"), ("http://b:8000", "prose"))
+    with path.open("a") as file:
+        file.write('[[servers]]\nurl = "http://c:8000"\ndomain = "code"\ntoken_file = "special"\n')
+    assert read_fleet(path, "code", "t") == {"http://a:8000": "t", "http://c:8000": "another token"}
+    assert list(read_fleet(path, "", "t")) == ["http://a:8000", "http://b:8000", "http://c:8000"]
+    assert read_fleet(path, "maths", "t") == {}
+
+
+@pytest.mark.parametrize(
+    "url", ["http://10.0.0.5:80OO", "http://10.0.0.5:80000", "10.0.0.5:8000", "ftp://a", "http://"]
+)
+def test_what_can_be_no_servers_address_is_told_before_it_is_asked(tmp_path, url):
+    write_fleet(tmp_path / "fleet.toml", ("http://fine:8000", ""), (url, ""))
+    with pytest.raises(ValueError, match="is not the address of a server: it must be like"):
+        read_fleet(tmp_path / "fleet.toml", "", "t")
+    with pytest.raises(ValueError, match="is not the address of a server: it must be like"):
+        FleetConfig(servers=("http://fine:8000", url))
+
+
+@pytest.mark.parametrize("text", ["[[server]]\nurl = 'x'", "[[servers]]\ndomain = 'code'", "[[servers]]\nurl = 1", "="])
+def test_a_file_that_lists_no_servers_is_told_by_name(tmp_path, text):
+    (tmp_path / "fleet.toml").write_text(text)
+    with pytest.raises(ValueError, match=r"fleet\.toml lists no servers"):
+        read_fleet(tmp_path / "fleet.toml", "", "t")
+
+
+def test_every_address_behind_a_name_is_a_server(monkeypatch):
+    def resolve(host, port, *args, **kwargs):
+        assert (host, port) == ("vllm.default.svc", 8000)
+        addresses = ["10.0.0.7", "10.0.0.5", "10.0.0.5"]
+        six = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::1", port, 0, 0))
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses] + [six]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    found = asyncio.run(discover(FleetConfig(servers=("http://fixed:1/",), name="http://vllm.default.svc:8000")))
+    assert list(found) == ["http://fixed:1", "http://10.0.0.5:8000", "http://10.0.0.7:8000", "http://[fd00::1]:8000"]
+    assert set(found.values()) == {TOKEN}
+
+
+def test_a_name_that_nobody_knows_is_an_error_and_localhost_is_not():
+    with pytest.raises(OSError, match=r"."):
+        asyncio.run(resolve_addresses("http://no-such-name.invalid:8000"))
+    assert "http://127.0.0.1:8000" in asyncio.run(resolve_addresses("http://localhost:8000"))
+
+
+@pytest.mark.parametrize("name", ["vllm.default.svc:8000", "http://vllm:80OO", "http://vllm", "http://:8000"])
+def test_a_name_without_host_or_port_is_refused(name):
+    with pytest.raises(ValueError, match=r"fleet\.name"):
+        FleetConfig(name=name)
+
+
+def test_members_come_and_go_in_one_list():
+    async def main():
+        members = Members(FleetServer)
+        servers = members.servers
+        assert members.update({"http://a:1": "t", "http://b:1": "t"}) == []
+        a, b = servers
+        assert members.update({"http://b:1": "t", "http://c:1": "t"}) == [a]
+        assert [server.url for server in servers] == ["http://b:1", "http://c:1"]
+        assert servers[0] is b, "its connections are kept"
+        assert members.update({"http://b:1": "a new token", "http://c:1": "t"}) == [b]
+        assert {server.url: server.token for server in servers} == {"http://b:1": "a new token", "http://c:1": "t"}
+        await members.aclose()
+        assert not servers
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def world(random_target, tmp_path):
+    return World.make(tmp_path, random_target, make_draft(random_target, tmp_path / "draft"), servers=2)
+
+
+def test_a_learner_brings_late_joiners_along_reports_laggards_and_leaves_other_domains_alone(world, tmp_path):
+    late = FakeServer(world.traffic, started_with="start", target_fingerprint=fingerprint(world.target))
+    other = FakeServer(world.traffic, started_with="start", target_fingerprint=fingerprint(world.target))
+    path = tmp_path / "fleet.toml"
+
+    def listed(*servers):
+        write_fleet(path, (other.url, "prose"), *((server.url, "code") for server in servers))
+
+    async def main():
+        async with running(*world.fakes, late, other):
+            listed(*world.fakes)
+            async with world.learner(fleet=FleetConfig(file=path, poll_s=0.1), domain="code") as task:
+                await until(lambda: {fake.version for fake in world.fakes} == {"v000001"}, task)
+                listed(*world.fakes, late)
+                await until(lambda: late.version == "v000001", task)
+
+                late.refuses, late.version = {"v000001"}, "start"
+                await until(lambda: faults(world, "server_behind") == [late.url], task)
+                late.refuses = set()
+                await until(lambda: late.version == "v000001", task)
+
+                path.write_text("not TOML")
+                await until(lambda: faults(world, "fleet_unknown"), task)
+                late.version = "start"
+                await until(lambda: late.version == "v000001", task)  # the known ones still are
+
+                listed(*world.fakes)  # it has left: its version no longer concerns the learner
+                await until(lambda: late.url not in looked_at(world), task)
+                late.version = "start"
+                await until(lambda: len(looks(world)) > 30, task)
+                assert late.version == "start"
+                changes = [(entry.server, entry.change) for entry in world.entries("server")]
+                known = [(fake.url, "joined") for fake in world.fakes]
+                assert changes == [*known, (late.url, "joined"), (late.url, "left")]
+        assert (other.version, other.swaps) == ("start", [])
+
+    asyncio.run(main())
+
+
+def faults(world, what):
+    return [entry.detail for entry in world.entries("fault") if entry.what == what]
+
+
+def looks(world):
+    return [entry for entry in world.entries("acceptance") if entry.server is not None]
+
+
+def looked_at(world):
+    """The servers found in the last looks."""
+    return {entry.server for entry in looks(world)[-4:]}
+
+
+def test_recipes_find_the_servers_of_the_file_too(world, tmp_path, capsys):
+    from redraft.recipes.operate.versions import live_lines
+
+    async def main():
+        async with running(*world.fakes):
+            write_fleet(tmp_path / "fleet.toml", *((fake.url, "") for fake in world.fakes))
+            config = world.config(fleet=FleetConfig(file=tmp_path / "fleet.toml"))
+            shutil.rmtree(config.folder, ignore_errors=True)
+            lines = await live_lines(config)
+        assert lines[1:] == [f"{fake.url}: start" for fake in world.fakes]
+
+    asyncio.run(main())

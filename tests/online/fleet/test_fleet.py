@@ -1,0 +1,414 @@
+"""Rollouts over real sockets: whatever the servers do, the fleet ends on one version."""
+
+import asyncio
+import functools
+import random
+from dataclasses import replace
+
+import httpx
+import numpy as np
+import pytest
+from fake_fleet import TOKEN, FakeServer, Traffic, running
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.intervals import Estimate
+from redraft.online.fleet.rollout import Finding, RolloutPolicy, decide, estimate_loss, roll_waves, try_canary
+from redraft.online.fleet.server import (
+    FleetServer,
+    RefusedError,
+    UnreachableError,
+    Window,
+    converge,
+    is_alarming,
+    reconcile,
+)
+from redraft.online.fleet.watch import JournaledServer
+from redraft.online.journal import Journal
+
+OLD, NEW = "v000001", "v000002"
+
+QUICK = RolloutPolicy(
+    warm_up_s=0.01, poll_s=0.01, watch_s=0.01, window_timeout_s=60, swap_timeout_s=30, rollback_timeout_s=30
+)
+"""Long timeouts, because a busy machine takes its time. Tests that wait for a timeout use IMPATIENT."""
+
+IMPATIENT = replace(QUICK, window_timeout_s=0.3, swap_timeout_s=0.3, rollback_timeout_s=0.3)
+
+
+def in_event_loop(test):
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        return asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+async def roll_out(servers, candidate, policy=QUICK, incumbent=OLD):
+    outcome = await try_canary(servers, candidate, incumbent, policy)
+    return await roll_waves(servers, candidate, incumbent, policy) if outcome.passed else outcome
+
+
+@in_event_loop
+async def test_a_better_draft_reaches_every_server_after_its_canary():
+    fakes = [FakeServer(Traffic()) for _ in range(8)]
+    async with running(*fakes) as servers:
+        canary = await try_canary(servers, NEW, OLD, QUICK)
+        assert canary.passed
+        assert (canary.tau_candidate, canary.tau_control) == (2.5, 2.0)
+        assert "against the control group: tau 2.500 (" in canary.reason
+        assert [fake.version for fake in fakes] == [NEW] + [OLD] * 7
+        rolled = await roll_waves(servers, NEW, OLD, QUICK)
+        assert (rolled.passed, rolled.version) == (True, NEW)
+        assert {fake.version for fake in fakes} == {NEW}
+        assert all(fake.swaps == [NEW] for fake in fakes), "one swap each, the canary included"
+
+
+@in_event_loop
+async def test_a_canary_worse_than_the_control_group_is_taken_back():
+    fakes = [FakeServer(Traffic()) for _ in range(4)]
+    async with running(*fakes) as servers:
+        outcome = await try_canary(servers, "worse", OLD, QUICK)
+        assert (outcome.passed, outcome.version) == (False, OLD)
+        assert "0.200 worse, 0.1 allowed: tau 1.800" in outcome.reason
+        assert fakes[0].swaps == ["worse", OLD]
+        assert all(fake.swaps == [] for fake in fakes[1:])
+
+
+@in_event_loop
+async def test_traffic_that_gets_harder_at_the_swap_is_not_held_against_the_canary():
+    """Compared before and after, the good candidate would look 0.5 worse; over the same window it is 0.5 better."""
+    traffic = Traffic()
+    fakes = [FakeServer(traffic) for _ in range(4)]
+    async with running(*fakes) as servers:
+        policy = replace(QUICK, warm_up_s=0.2)
+        rollout = asyncio.ensure_future(try_canary(servers, NEW, OLD, policy))
+        while fakes[0].version == OLD:
+            await asyncio.sleep(0.001)
+        traffic.harder = 0.9
+        outcome = await rollout
+        assert outcome.passed
+        assert (outcome.tau_candidate, outcome.tau_control) == pytest.approx((1.6, 1.1))
+
+
+@in_event_loop
+async def test_the_warm_up_is_not_counted():
+    """Right after the swap the canary is bad: running requests hold keys and values of the previous draft."""
+    traffic = Traffic()
+    fakes = [FakeServer(traffic) for _ in range(3)]
+    async with running(*fakes) as servers:
+        policy = replace(QUICK, warm_up_s=0.3)
+        traffic.tau[NEW] = 1.2
+        rollout = asyncio.ensure_future(try_canary(servers, NEW, OLD, policy))
+        while fakes[0].version == OLD:
+            await asyncio.sleep(0.001)
+        fakes[0]._metrics()  # 500 drafts at 1.2, within the warm-up
+        traffic.tau[NEW] = 2.5
+        outcome = await rollout
+        assert outcome.tau_candidate == 2.5
+
+
+@in_event_loop
+async def test_a_draft_that_is_hardly_accepted_is_stopped_before_the_window_is_full():
+    fakes = [FakeServer(Traffic()) for _ in range(3)]
+    async with running(*fakes) as servers:
+        policy = replace(QUICK, min_drafts=10**9, window_timeout_s=600)
+        outcome = await asyncio.wait_for(try_canary(servers, "bad", OLD, policy), 10)
+        assert not outcome.passed
+        assert "hardly accepted" in outcome.reason
+        assert {fake.version for fake in fakes} == {OLD}
+
+
+@in_event_loop
+async def test_too_little_traffic_is_no_proof():
+    fakes = [FakeServer(Traffic(drafts_per_reading=1)) for _ in range(3)]
+    async with running(*fakes) as servers:
+        outcome = await try_canary(servers, NEW, OLD, IMPATIENT)
+        assert not outcome.passed
+        assert outcome.is_inconclusive
+        assert "inconclusive: fewer than 5000 drafts" in outcome.reason
+        assert {fake.version for fake in fakes} == {OLD}
+
+
+@in_event_loop
+async def test_a_candidate_may_stay_on_the_canary_until_traffic_tells():
+    traffic = Traffic(drafts_per_reading=1)
+    fakes = [FakeServer(traffic) for _ in range(3)]
+    async with running(*fakes) as servers:
+        rollout = asyncio.ensure_future(try_canary(servers, NEW, OLD, replace(IMPATIENT, keep_inconclusive=True)))
+        await asyncio.sleep(3 * IMPATIENT.window_timeout_s)
+        assert not rollout.done()
+        assert fakes[0].version == NEW
+        traffic.drafts_per_reading = 5000
+        assert (await asyncio.wait_for(rollout, 30)).passed
+
+
+def test_the_finding_on_a_loss_follows_its_interval():
+    policy = RolloutPolicy(max_loss=0.1, confidence=0.95)  # at this many degrees of freedom, 1.96 errors each way
+    findings = {
+        (0.0, 0.05): Finding.PASSED,  # -0.098 to 0.098
+        (0.0, 0.06): Finding.INCONCLUSIVE,  # -0.118 to 0.118
+        (0.2, 0.05): Finding.WORSE,  # 0.102 to 0.298
+        (0.2, 0.06): Finding.INCONCLUSIVE,
+        (0.09, 0.02): Finding.PASSED,  # 0.051 to 0.129: as narrow as it gets, so the estimate decides
+        (0.11, 0.02): Finding.WORSE,
+    }
+    for (value, error), finding in findings.items():
+        assert decide(Estimate(value, error, 1e6), policy) is finding, (value, error)
+
+
+def test_a_requests_drafts_are_not_taken_for_independent():
+    """Each request of 16 polls has one tau; 64 polls are four requests, and no interval of four is narrow."""
+    canary = [(100.0, 100.0 * tau) for tau in (0.6, 1.4, 0.8, 1.2) for _ in range(16)]
+    control = [(100.0, 100.0 * tau) for tau in (1.2, 0.8, 1.4, 0.6) for _ in range(16)]
+    loss = estimate_loss(np.array(canary), np.array(control))
+    assert loss.value == pytest.approx(0)
+    assert decide(loss, RolloutPolicy()) is Finding.INCONCLUSIVE
+
+
+@in_event_loop
+async def test_one_server_of_two_that_refuses_leaves_both_on_the_incumbent():
+    for refusing in range(2):
+        fakes = [FakeServer(Traffic(), refuses={NEW} if i == refusing else set()) for i in range(2)]
+        async with running(*fakes) as servers:
+            outcome = await roll_out(servers, NEW)
+            assert (outcome.passed, outcome.version, outcome.refused) == (False, OLD, {})
+            assert f"{fakes[refusing].url} answers POST /redraft/swap with 500" in outcome.reason
+            assert [fake.version for fake in fakes] == [OLD, OLD]
+
+
+@in_event_loop
+async def test_a_fleet_of_one_is_compared_with_itself_before():
+    traffic = Traffic()
+    async with running(FakeServer(traffic)) as servers:
+        outcome = await roll_out(servers, NEW)
+        assert outcome.passed
+    async with running(FakeServer(traffic)) as servers:
+        outcome = await try_canary(servers, "worse", OLD, QUICK)
+        assert not outcome.passed
+        assert (outcome.tau_candidate, outcome.tau_control) == pytest.approx((1.8, 2.0))
+    fake = FakeServer(Traffic(drafts_per_reading=0))
+    async with running(fake) as servers:
+        assert not (await try_canary(servers, NEW, OLD, IMPATIENT)).passed
+        assert fake.swaps == [], "without a measurement before there is nothing to compare with"
+
+
+@in_event_loop
+async def test_a_single_server_can_leave_a_draft_that_is_hardly_accepted():
+    fake = FakeServer(Traffic(), started_with="bad")
+    async with running(fake) as servers:
+        outcome = await roll_out(servers, NEW, incumbent="bad")
+        assert (outcome.passed, fake.version) == (True, NEW)
+
+
+@in_event_loop
+async def test_a_canary_that_restarts_in_its_window_has_not_passed():
+    fakes = [FakeServer(Traffic(drafts_per_reading=10)) for _ in range(3)]
+    async with running(*fakes) as servers:
+        rollout = asyncio.ensure_future(try_canary(servers, NEW, OLD, replace(QUICK, warm_up_s=0)))
+        while fakes[0].drafts < 30 or fakes[0].version == OLD:
+            await asyncio.sleep(0.001)
+        await fakes[0].restart()
+        outcome = await rollout
+        assert not outcome.passed
+        assert "restarted" in outcome.reason
+        assert {fake.version for fake in fakes} == {OLD}
+
+
+@in_event_loop
+async def test_a_restarted_control_server_is_left_out_of_the_window():
+    fakes = [FakeServer(Traffic()) for _ in range(3)]
+    async with running(*fakes) as servers:
+        window = await Window.open(servers)
+        await fakes[1].restart()
+        fakes[2].stop()
+        assert list(await window.read()) == [servers[0]]
+
+
+@in_event_loop
+async def test_an_alarm_in_a_wave_brings_all_servers_back():
+    """The canary's traffic suits the draft, another server's does not."""
+    fakes = [FakeServer(Traffic()) for _ in range(6)]
+    fakes[4].traffic = Traffic(tau={OLD: 2.0, NEW: 1.01})
+    async with running(*fakes) as servers:
+        outcome = await roll_out(servers, NEW)
+        assert not outcome.passed
+        assert f"{fakes[4].url} hardly accepts its draft: tau 1.010 over 500 drafts" in outcome.reason
+        assert {fake.version for fake in fakes} == {OLD}
+
+
+@in_event_loop
+async def test_waves_grow_and_later_servers_wait():
+    fakes = [FakeServer(Traffic(), refuses={NEW} if i >= 2 else set()) for i in range(10)]
+    async with running(*fakes) as servers:
+        policy = replace(QUICK, waves=(0.2, 0.5, 1.0))
+        await roll_waves(servers, NEW, OLD, policy)
+        assert [len(fake.swaps) for fake in fakes] == [2, 2] + [0] * 8
+
+
+@pytest.mark.parametrize("away", [0, 3])
+@in_event_loop
+async def test_a_server_that_is_away_is_left_to_reconcile(away):
+    fakes = [FakeServer(Traffic()) for _ in range(5)]
+    async with running(*fakes) as servers:
+        fakes[away].stop()
+        policy = replace(IMPATIENT, window_timeout_s=60, waves=(0.2, 1.0))
+        outcome = await roll_out(servers, NEW, policy)
+        assert outcome.passed
+        assert list(outcome.absent) == [fakes[away].url]
+        await fakes[away].start()
+        assert fakes[away].version == OLD
+        assert (await reconcile(servers, outcome.version)).is_complete
+        assert {fake.version for fake in fakes} == {NEW}
+
+
+@in_event_loop
+async def test_a_fleet_that_falls_silent_is_not_rolled_on():
+    fakes = [FakeServer(Traffic()) for _ in range(8)]
+    async with running(*fakes) as servers:
+        assert (await try_canary(servers, NEW, OLD, QUICK)).passed
+        for fake in fakes[4:]:
+            fake.stop()
+        outcome = await roll_waves(servers, NEW, OLD, IMPATIENT)
+        assert not outcome.passed
+        assert "servers are gone" in outcome.reason
+        assert {fake.version for fake in fakes[:4]} == {OLD}
+        assert set(outcome.absent) == {fake.url for fake in fakes[4:]}
+
+
+@in_event_loop
+async def test_the_only_server_gone_is_no_rollout():
+    fake = FakeServer(Traffic())
+    async with running(fake) as servers:
+        assert (await try_canary(servers, NEW, OLD, QUICK)).passed
+        fake.stop()
+        outcome = await roll_waves(servers, NEW, OLD, IMPATIENT)
+        assert (outcome.passed, outcome.version) == (False, OLD)
+
+
+@in_event_loop
+async def test_a_fleet_without_any_server_up_does_not_raise():
+    fake = FakeServer(Traffic())
+    async with running(fake) as servers:
+        fake.stop()
+        outcome = await try_canary(servers, NEW, OLD, IMPATIENT)
+        assert (outcome.passed, list(outcome.absent)) == (False, [fake.url])
+        assert not (await reconcile(servers, NEW)).is_complete
+        assert not (await try_canary([], NEW, OLD, IMPATIENT)).passed
+
+
+@in_event_loop
+async def test_a_lost_draft_is_pushed_again():
+    """After a sleep that dropped the draft's weights, the version is right but the draft is not."""
+    fake = FakeServer(Traffic())
+    async with running(fake) as servers:
+        fake.intact = False
+        assert (await reconcile(servers, OLD)).is_complete
+        assert fake.swaps == [OLD]
+
+
+@in_event_loop
+async def test_a_server_that_cannot_go_back_either_is_named():
+    fakes = [FakeServer(Traffic()), FakeServer(Traffic(), refuses={NEW})]
+    async with running(*fakes) as servers:
+        assert (await try_canary(servers, NEW, OLD, QUICK)).passed
+        fakes[0].refuses = {OLD}
+        outcome = await roll_waves(servers, NEW, OLD, IMPATIENT)
+        assert (outcome.passed, list(outcome.refused)) == (False, [fakes[0].url])
+
+
+@in_event_loop
+async def test_a_killed_rollout_can_be_run_again_from_any_point():
+    fakes = [FakeServer(Traffic()) for _ in range(10)]
+    async with running(*fakes) as servers:
+        for interrupt_s in (0.005, 0.02, 0.05, 0.1, 0.2):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(roll_out(servers, NEW, replace(QUICK, watch_s=5)), interrupt_s)
+        assert (await roll_out(servers, NEW)).passed
+        assert {fake.version for fake in fakes} == {NEW}
+
+
+@pytest.mark.parametrize(("num_servers", "num_rollouts"), [(200, 3), (12, 16)])
+@in_event_loop
+async def test_unreliable_servers_end_on_one_version_every_time(num_servers, num_rollouts):
+    """One swap in ten is cut off or ends in a restart; every other candidate is also refused by some servers."""
+    rng = random.Random(4)
+    versions = [f"v{i:06d}" for i in range(1, num_rollouts + 2)]
+    traffic = Traffic(tau=dict.fromkeys(versions, 2.0), registry=set(versions))
+    fakes = [FakeServer(traffic, rng=random.Random(i), down_s=0.1) for i in range(num_servers)]
+    policy = replace(QUICK, min_drafts=500, waves=(0.1, 1.0))
+    current, passed = versions[0], []
+    async with running(*fakes) as servers:
+        for number, candidate in enumerate(versions[1:]):
+            for fake in fakes:
+                fake.failure_rate = 0.1
+                fake.faults = ("500", "cut before", "cut after", "restart")[1 - number % 2 :]
+                fake.refuses = {candidate} if number % 2 and rng.random() < 3 / num_servers else set()
+            outcome = await roll_out(servers, candidate, policy, incumbent=current)
+            for fake in fakes:
+                fake.failure_rate = 0.0
+            await asyncio.sleep(0.2)  # the last ones restart
+            await converge(servers, outcome.version, 30)
+            assert {fake.version for fake in fakes} == {outcome.version}, outcome.reason
+            assert outcome.version == (candidate if outcome.passed else current)
+            passed.append(outcome.passed)
+            current = outcome.version
+    assert sum(fake.boot for fake in fakes) > num_servers, "servers restarted"
+    assert set(passed) == {True, False}, "some rollouts went through and some were taken back"
+
+
+@in_event_loop
+async def test_a_wrong_token_is_a_refusal_and_never_shown():
+    fake = FakeServer(Traffic())
+    async with running(fake) as servers:
+        stranger = FleetServer(fake.url, "not-the-token", servers[0].http)
+        with pytest.raises(RefusedError, match="401"):
+            await stranger.status()
+        assert TOKEN not in repr(servers[0])
+
+
+@in_event_loop
+async def test_a_port_that_nobody_listens_on_is_unreachable():
+    fake = FakeServer(Traffic())
+    async with running(fake) as servers:
+        fake.stop()
+        with pytest.raises(UnreachableError, match="does not answer"):
+            await servers[0].status()
+
+
+@in_event_loop
+async def test_another_service_on_the_address_is_a_refusal():
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello")
+        writer.close()
+
+    listener = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with listener, httpx.AsyncClient() as http:
+        server = FleetServer(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", TOKEN, http)
+        assert (await converge([server], NEW, 0)).refused
+        with pytest.raises(RefusedError, match="something else than a status"):
+            await server.status()
+
+
+@in_event_loop
+async def test_the_journal_takes_the_swap_of_a_server_that_came_without_a_draft(tmp_path):
+    fake = FakeServer(Traffic(), started_with="")
+    async with running(fake) as servers:
+        journal = Journal(tmp_path)
+        (server,) = [JournaledServer(one.url, one.token, one.http, journal) for one in servers]
+        assert (await converge([server], NEW, 5)).is_complete
+        assert (await converge([server], OLD, 5)).is_complete
+    found = [(entry.from_version, entry.version, entry.outcome) for entry in journal.read().entries]
+    assert found == [(None, NEW, "swapped"), (NEW, OLD, "rolled_back")]
+
+
+@pytest.mark.parametrize(("drafts", "accepted", "alarming"), [(1000, 10, True), (1000, 500, False), (50, 0, False)])
+def test_the_alarm_needs_both_enough_drafts_and_hardly_any_acceptance(drafts, accepted, alarming):
+    assert is_alarming(AcceptanceCounts(num_drafts=drafts, num_accepted=accepted)) is alarming
+
+
+def test_waves_must_reach_the_whole_fleet():
+    with pytest.raises(ValueError, match=r"rise from above 0 to 1\.0"):
+        RolloutPolicy(waves=(0.1, 0.5))
+    with pytest.raises(ValueError, match="waves"):
+        RolloutPolicy(waves=(0.5, 0.1, 1.0))

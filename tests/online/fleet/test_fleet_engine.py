@@ -1,0 +1,66 @@
+"""The fleet's client against the plugin in a real vLLM, to justify the fake servers of test_fleet.py."""
+
+import asyncio
+
+import pytest
+from real_server import COPY, CORRUPT, RANDOM, TOKEN
+
+from redraft.online.fleet.rollout import RolloutPolicy, roll_waves, try_canary
+from redraft.online.fleet.server import Window, connected, converge, reconcile
+
+pytestmark = pytest.mark.vllm
+
+POLICY = RolloutPolicy(warm_up_s=0.1, min_drafts=40, poll_s=0.2, window_timeout_s=60, watch_s=0.1)
+
+
+async def traffic(server):
+    """Requests one after the other, until cancelled."""
+    number = 0
+    while True:
+        await asyncio.to_thread(server.complete, [5 + number % 50, 6, 7])
+        number += 1
+
+
+async def roll_out_under_traffic(server, candidate, incumbent):
+    async with connected({server.url: TOKEN}) as servers:
+        await converge(servers, incumbent, 60)
+        requests = asyncio.ensure_future(traffic(server))
+        try:
+            outcome = await try_canary(servers, candidate, incumbent, POLICY)
+            return await roll_waves(servers, candidate, incumbent, POLICY) if outcome.passed else outcome, outcome
+        finally:
+            requests.cancel()
+
+
+def test_a_real_engines_counters_over_a_window_agree_with_the_responses(server):
+    async def measure():
+        async with connected({server.url: TOKEN}) as servers:
+            assert (await reconcile(servers, COPY)).is_complete
+            window = await Window.open(servers)
+            answers = [server.complete([9, 8, 7 + n])["metrics"]["speculative_decoding"] for n in range(4)]
+            return (await window.read())[servers[0]], answers
+
+    counted, answers = asyncio.run(measure())
+    histograms = [answer["acceptance_histogram"] for answer in answers]
+    assert counted.num_drafts == sum(map(sum, histograms))
+    assert counted.num_accepted == sum(n * times for h in histograms for n, times in enumerate(h))
+    assert sum(counted.accepted_per_position) == counted.num_accepted
+    assert counted.num_draft_tokens >= counted.num_accepted
+
+
+def test_a_better_draft_passes_and_a_bad_one_is_taken_back(server):
+    rolled, canary = asyncio.run(roll_out_under_traffic(server, COPY, RANDOM))
+    assert rolled.passed, rolled.reason
+    assert canary.tau_candidate > 2 > canary.tau_control
+    assert server.status()["draft_version"] == COPY
+    taken_back, _ = asyncio.run(roll_out_under_traffic(server, RANDOM, COPY))
+    assert not taken_back.passed
+    assert (taken_back.version, taken_back.refused, taken_back.absent) == (COPY, {}, {})
+    assert server.status()["draft_version"] == COPY
+
+
+def test_a_damaged_version_is_refused_and_nothing_changes(server):
+    outcome, _ = asyncio.run(roll_out_under_traffic(server, CORRUPT, COPY))
+    assert not outcome.passed
+    assert "answers POST /redraft/swap with 422" in outcome.reason
+    assert server.status()["draft_version"] == COPY

@@ -1,0 +1,310 @@
+"""One server that hangs, drips, lies or belongs to another registry, and what it does to the looks at the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+
+import httpx
+import pytest
+from fake_fleet import TOKEN, FakeServer, Traffic, running
+from test_fleet import NEW, OLD, in_event_loop
+
+from redraft.eval.engine.counters import ACCEPTED, ACCEPTED_PER_POSITION, DRAFT_TOKENS, DRAFTS
+from redraft.online.fleet import reconciler, server
+from redraft.online.fleet.reconciler import Reconciler
+from redraft.online.fleet.registry import Registry
+from redraft.online.fleet.server import (
+    FleetServer,
+    NonsenseError,
+    RefusedError,
+    UnreachableError,
+    Window,
+    connected,
+    converge,
+)
+from redraft.online.fleet.watch import JournaledServer, Watch
+from redraft.online.journal import Journal
+
+STATUS, SWAP, METRICS = "/redraft/status", "/redraft/swap", "/metrics"
+
+
+@pytest.fixture
+def deadlines(monkeypatch):
+    """Deadlines that a test can wait for."""
+    monkeypatch.setattr(server, "STATUS_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(server, "SWAP_TIMEOUT_S", 1.0)
+
+
+# --- deadlines
+
+
+@pytest.mark.parametrize("trouble", ["hang", "drip"])
+@pytest.mark.parametrize("path", [STATUS, METRICS, SWAP])
+@in_event_loop
+async def test_every_request_has_a_deadline_as_a_whole(deadlines, path, trouble):
+    fake = FakeServer(Traffic(), trouble={path: trouble})
+    async with running(fake) as (one,):
+        ask = {STATUS: one.status, METRICS: one.read, SWAP: lambda: one.swap(NEW)}[path]
+        began_s = time.monotonic()
+        with pytest.raises(UnreachableError, match=r"does not answer .* within"):
+            await ask()
+        assert time.monotonic() - began_s < 5
+
+
+@in_event_loop
+async def test_an_answer_without_end_is_nonsense():
+    fake = FakeServer(Traffic(), trouble={METRICS: "pour"})
+    async with running(fake) as (one,):
+        with pytest.raises(NonsenseError, match="more than 8 MiB"):
+            await one.read()
+
+
+@pytest.mark.parametrize("trouble", [{STATUS: "hang"}, {STATUS: "drip"}, {METRICS: "hang"}, {METRICS: "drip"}])
+@in_event_loop
+async def test_looks_at_the_others_return_after_the_patience_and_count_every_draft(trouble):
+    fakes = [FakeServer(Traffic()), FakeServer(Traffic(), trouble=trouble), FakeServer(Traffic())]
+    async with running(*fakes) as servers:
+        watch = Watch(servers, patience_s=0.3)
+        for number in range(4):
+            began_s = time.monotonic()
+            looked = await watch.look()
+            assert time.monotonic() - began_s < 1.5
+            assert [one.fault for one in looked] == ["", "server_unreachable", ""]
+            assert [one.since_last.num_drafts for one in looked] == [500 * (number > 0), 0, 500 * (number > 0)]
+        fakes[1].trouble.clear()
+        fakes[1].stop()
+        await fakes[1].start()
+        while (await watch.look())[1].fault:
+            await asyncio.sleep(0.05)
+        await watch.aclose()
+
+
+@in_event_loop
+async def test_a_window_is_read_over_the_same_time_also_beside_a_server_that_hangs(deadlines):
+    fakes = [FakeServer(Traffic()), FakeServer(Traffic())]
+    async with running(*fakes) as servers:
+        window = await Window.open(servers)
+        fakes[1].trouble = {STATUS: "drip", METRICS: "drip"}
+        began_s = time.monotonic()
+        assert list(await window.read()) == [servers[0]]
+        assert time.monotonic() - began_s < 3
+
+
+# --- pushes
+
+
+@pytest.mark.parametrize("trouble", ["hang", "drip"])
+@pytest.mark.parametrize("path", [STATUS, SWAP])
+@in_event_loop
+async def test_a_push_to_all_waits_for_no_minority_and_ends_at_once_when_told(path, trouble):
+    fakes = [FakeServer(Traffic()), FakeServer(Traffic(), trouble={path: trouble}), FakeServer(Traffic())]
+    async with running(*fakes) as servers:
+        pushes = Reconciler()
+        began_s = time.monotonic()
+        convergence = await pushes.bring_all(servers, NEW, 300)
+        assert time.monotonic() - began_s < 5
+        assert list(convergence.absent) == [fakes[1].url]
+        assert (fakes[0].version, fakes[2].version) == (NEW, NEW)
+        await asyncio.wait_for(pushes.stop(), 1)
+
+
+@in_event_loop
+async def test_a_push_to_all_waits_for_a_fleet_that_is_slow_as_a_whole(monkeypatch):
+    monkeypatch.setattr(reconciler, "PATIENCE_S", 0.0)
+    fakes = [FakeServer(Traffic(), trouble={SWAP: "drip"}) for _ in range(3)]
+    monkeypatch.setattr(FakeServer, "_swap", lambda fake, version: asyncio.sleep(0, (500, b"")))
+    async with running(*fakes) as servers:
+        began_s = time.monotonic()
+        convergence = await Reconciler().bring_all(servers, NEW, 1.0)
+        assert time.monotonic() - began_s >= 1.0
+        assert len(convergence.absent) + len(convergence.refused) == 3
+
+
+@in_event_loop
+async def test_a_push_is_not_begun_twice_and_one_that_fails_is_told():
+    fakes = [FakeServer(Traffic(), trouble={SWAP: "hang"}), FakeServer(Traffic(), refuses={NEW})]
+    async with running(*fakes) as servers:
+        pushes = Reconciler()
+        for _ in range(3):
+            pushes.push(servers, NEW)
+            await asyncio.sleep(0.1)
+        assert [pushes.is_failing(one) for one in servers] == [False, True]
+        assert fakes[0].swaps == []
+        pushes.forget(servers[1])
+        assert not pushes.is_failing(servers[1])
+        await pushes.stop()
+
+
+@in_event_loop
+async def test_a_swap_that_is_given_up_is_not_journaled_as_done(tmp_path):
+    fake = FakeServer(Traffic(), trouble={SWAP: "hang"})
+    async with running(fake) as (one,):
+        journal = Journal(tmp_path)
+        swap = asyncio.create_task(JournaledServer(one.url, one.token, one.http, journal).swap(NEW))
+        await asyncio.sleep(0.2)
+        swap.cancel()
+        await asyncio.wait([swap])
+    assert [entry.outcome for entry in journal.read().entries] == ["unreachable"]
+
+
+# --- nonsense
+
+
+GOOD = {
+    "server_id": "boot", "draft_version": OLD, "draft_intact": True, "target_intact": True,
+    "target_fingerprint": "target", "capture": {"dropped_steps_queue_full": 1}, "more": [1],
+}  # fmt: skip
+
+
+def status(**changes):
+    return json.dumps(GOOD | changes).encode()
+
+
+def metrics(drafts="500", line=""):
+    labels = '{engine="0"}'
+    lines = [f"{DRAFTS}{labels} {drafts}", f"{DRAFT_TOKENS}{labels} 1500", f"{ACCEPTED}{labels} 500", line]
+    return "\n".join(["# TYPE x gauge", *lines, ""]).encode()
+
+
+STATUSES = {
+    "a blank in the version": status(draft_version="v 1"),
+    "a number as version": status(draft_version=3),
+    "a list as version": status(draft_version=["v000001"]),
+    "no version": status(draft_version=None),
+    "a version of 5,000 characters": status(draft_version="v" * 5000),
+    "a line break in the version": status(draft_version="v000001\n"),
+    "a terminal's escape in the version": status(draft_version="\x1b[2J"),
+    "a lone surrogate": b'{"draft_version": "\\ud800"}',
+    "no fingerprint": status(target_fingerprint=None),
+    "a blank fingerprint": status(target_fingerprint=" "),
+    "an id that is a number": status(server_id=7),
+    "intact as a word": status(draft_intact="yes"),
+    "capture as a list": status(capture=[]),
+    "capture as a word": status(capture="none"),
+    "a counter that is a word": status(capture={"dropped_steps_queue_full": "many"}),
+    "a negative counter": status(capture={"dropped_steps_queue_full": -1}),
+    "a counter that is a fraction": status(capture={"dropped_steps_queue_full": 0.5}),
+    "a counter above all": status(capture={"dropped_steps_queue_full": 10**30}),
+    "a counter that is no number": status(capture={"dropped_steps_queue_full": float("nan")}),
+    "a hash that is a list": status(manifest_sha256=["a"]),
+    "a list": b"[]",
+    "nothing": b"",
+    "half a status": status()[:40],
+    "bytes": bytes(range(256)),
+    "a deep nest": b'{"capture": ' + b"[" * 100_000,
+}
+PAGES = {
+    "NaN": metrics("NaN"),
+    "infinity": metrics("+Inf"),
+    "a negative counter": metrics("-1"),
+    "a counter above all": metrics("1e300"),
+    "a word": metrics("many"),
+    "no value": metrics(""),
+    "a position without a label": metrics(line=f"{ACCEPTED_PER_POSITION} 3"),
+    "a position that is a word": metrics(line=f'{ACCEPTED_PER_POSITION}{{position="x"}} 3'),
+    "open labels": metrics(line=f'{ACCEPTED_PER_POSITION}{{position="'),
+    "too many positions": metrics(line="\n".join(f'{ACCEPTED_PER_POSITION}{{position="{i}"}} 1' for i in range(300))),
+    "lines without end": metrics(line=f"{DRAFTS} 1\n" * 20_000),
+    "bytes": bytes(range(256)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "answer"), [
+    *(pytest.param(STATUS, answer, id=f"status-{name}") for name, answer in STATUSES.items()),
+    *(pytest.param(METRICS, answer, id=f"metrics-{name}") for name, answer in PAGES.items()),
+])  # fmt: skip
+@in_event_loop
+async def test_nonsense_is_the_fault_of_its_server_alone(path, answer, tmp_path):
+    fakes = [FakeServer(Traffic(), answers={path: answer}), FakeServer(Traffic())]
+    async with running(*fakes) as servers:
+        lying, other = await Watch(servers).look()
+        assert (lying.fault, other.fault) == ("server_nonsense", "")
+        Journal(tmp_path).write("fault", what=lying.fault, detail=servers[0].url, reason=lying.reason)
+        if path == STATUS:
+            assert lying.status is None
+            assert list((await converge(servers, OLD, 0)).refused) == [servers[0].url]
+        assert not (await converge([servers[1]], OLD, 0)).refused
+
+
+@in_event_loop
+async def test_fuzzed_answers_are_counts_or_a_fault(tmp_path):
+    rng = random.Random(7)
+    labels = [f'{ACCEPTED_PER_POSITION}{{engine="0",position="{i}"}} {9 - i}' for i in range(3)]
+    page, found, journal = metrics(line="\n".join(labels)), {"counts": 0, "fault": 0}, Journal(tmp_path)
+
+    def answer(request):
+        if request.url.path == STATUS:
+            return httpx.Response(200, stream=httpx.ByteStream(status()))
+        fuzzed = bytearray(page)
+        for _ in range(rng.randrange(1, 8)):
+            at = rng.randrange(len(fuzzed))
+            fuzzed[at : at + rng.randrange(4)] = rng.choice([b"\n", b'"', b"{", b"}", b"\\", b"-", b"e9", b"\xff", b""])
+        return httpx.Response(200, stream=httpx.ByteStream(bytes(fuzzed)))
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        one = FleetServer("http://fuzzed:1", TOKEN, http)
+        for _ in range(2000):
+            try:
+                total = (await one.read()).total
+            except RefusedError:
+                found["fault"] += 1
+                continue
+            found["counts"] += 1
+            entry = {"drafts": total.num_drafts, "accepted": total.num_accepted, "tau": total.tau}
+            journal.write("acceptance", draft_version=OLD, accepted_at=total.accepted_per_position, **entry)
+    assert min(found.values()) > 100, found
+
+
+# --- the same version
+
+
+def make_registry(folder, *contents):
+    registry = Registry(folder)
+    with registry.owned():
+        for content in contents:
+            registry.publish(
+                lambda partial, content=content: (partial / "weights").write_bytes(content),
+                target_fingerprint="target", provenance={}, evaluation={},
+            )  # fmt: skip
+    return registry
+
+
+@in_event_loop
+async def test_a_version_is_known_by_name_and_bytes(tmp_path):
+    ours, theirs = make_registry(tmp_path / "ours", b"1", b"2"), make_registry(tmp_path / "theirs", b"1", b"two")
+    manifests = {version: ours.identify(version).manifest_sha256 for version in ours.versions()}
+    fake = FakeServer(Traffic(), manifests=manifests, registry_id=ours.identify(OLD).registry, started_with=NEW)
+    async with running(fake) as ([plain]):
+        async with connected({fake.url: TOKEN}, ours) as (one,):
+            assert (await converge([one], NEW, 0)).is_complete
+            assert fake.swaps == [], "it serves it already"
+            assert (await converge([one], OLD, 0)).is_complete
+            assert fake.bodies == [{"version": OLD, **vars(ours.identify(OLD))}]
+        async with connected({fake.url: TOKEN}, theirs) as (one,):
+            assert (await converge([one], OLD, 0)).is_complete, "the same bytes are the same version"
+            refused = (await converge([one], NEW, 0)).refused
+            assert "another registry" in refused[fake.url]
+        assert fake.swaps == [OLD], "the second learner swaps nothing"
+        assert (await converge([plain], NEW, 0)).refused, "a learner of an earlier release says no hash"
+
+
+@in_event_loop
+async def test_a_server_with_other_bytes_of_the_same_name_is_pushed_again(tmp_path):
+    ours = make_registry(tmp_path / "ours", b"1")
+    fake = FakeServer(Traffic(), manifests={OLD: "0" * 64})
+    async with running(fake), connected({fake.url: TOKEN}, ours) as (one,):
+        assert not one.serves(await one.status(), OLD)
+        assert "409" in str(await converge([one], OLD, 0))
+
+
+@in_event_loop
+async def test_a_server_of_an_earlier_release_is_known_by_the_name_alone(tmp_path):
+    ours = make_registry(tmp_path / "ours", b"1", b"2")
+    fake = FakeServer(Traffic())
+    async with running(fake), connected({fake.url: TOKEN}, ours) as (one,):
+        assert (await converge([one], NEW, 0)).is_complete
+        assert one.serves(await one.status(), NEW)
+        assert fake.swaps == [NEW]

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.online.learning.gate import Decision, Policy, judge, spent_confidence
+
+LENIENT = Policy(min_requests=10, min_domain_requests=10)
+
+Scored = list[AcceptanceCounts]
+
+
+def make_counts(drafts: float, accepted: float) -> AcceptanceCounts:
+    return AcceptanceCounts(num_drafts=drafts, num_accepted=accepted)
+
+
+def make_scored(accepted_per_draft: list[float], drafts: float = 40) -> Scored:
+    return [make_counts(drafts, drafts * rate) for rate in accepted_per_draft]
+
+
+def make_requests(rng: np.random.Generator, num: int, gain: float) -> tuple[Scored, Scored]:
+    """Candidate and incumbent on the same requests, of very unequal length and difficulty; `gain` is the true gain."""
+    drafts = np.maximum(1, rng.lognormal(3, 0.8, num).round())
+    difficulty = 3 * rng.beta(6, 4, num)
+
+    def scored(shift: float) -> Scored:
+        accepted = drafts * (difficulty + shift + rng.normal(0, 0.3, num)) + rng.normal(0, 1.2, num) * np.sqrt(drafts)
+        return [make_counts(d, a) for d, a in zip(drafts, np.maximum(accepted, 0), strict=True)]
+
+    return scored(gain), scored(0)
+
+
+def promotion_rate(policy: Policy, gain: float, num_requests: int, trials: int) -> float:
+    rng = np.random.default_rng(7)
+    promoted = 0
+    for _ in range(trials):
+        candidate, incumbent = make_requests(rng, num_requests, gain)
+        promoted += judge(candidate, incumbent, ["chat"] * num_requests, policy).decision is Decision.PROMOTE
+    return promoted / trials
+
+
+def test_tau_counts_the_bonus_token_and_weighs_requests_by_their_drafts() -> None:
+    candidate = [
+        make_counts(10, 20),
+        make_counts(90, 90),
+    ] * 10
+    incumbent = [
+        make_counts(10, 10),
+        make_counts(90, 45),
+    ] * 10
+    overall = judge(candidate, incumbent, ["chat"] * 20, LENIENT).overall
+    assert overall is not None
+    assert overall.tau_candidate == pytest.approx(1 + 110 / 100)
+    assert overall.tau_incumbent == pytest.approx(1 + 55 / 100)
+
+
+def test_bounds_agree_with_scipys_paired_bootstrap_on_many_requests() -> None:
+    candidate, incumbent = make_requests(np.random.default_rng(3), 600, 0.1)
+    overall = judge(candidate, incumbent, ["chat"] * 600, Policy()).overall
+    assert overall is not None
+
+    def gain(ca, cd, ia, id_, axis):
+        return ca.sum(axis) / cd.sum(axis) - ia.sum(axis) / id_.sum(axis)
+
+    columns = [[s.num_accepted for s in candidate], [s.num_drafts for s in candidate]]
+    columns += [[s.num_accepted for s in incumbent], [s.num_drafts for s in incumbent]]
+    expected = stats.bootstrap(
+        columns, gain, paired=True, vectorized=True, method="percentile", confidence_level=0.95, n_resamples=20_000,
+        batch=1000, random_state=1,
+    ).confidence_interval  # fmt: skip
+    assert overall.lower == pytest.approx(expected.low, abs=0.003)
+
+
+def test_an_equal_candidate_is_promoted_no_more_often_than_the_confidence_allows() -> None:
+    trials = 300
+    rate = promotion_rate(Policy(), gain=0.0, num_requests=60, trials=trials)
+    assert stats.binomtest(round(rate * trials), trials, 0.05, alternative="greater").pvalue > 0.001
+
+
+def test_a_gain_right_at_the_bar_passes_at_the_first_look_about_one_time_in_forty() -> None:
+    trials = 300
+    policy = Policy(min_gain=0.05, max_domain_loss=9)
+    rate = promotion_rate(policy, gain=0.05, num_requests=100, trials=trials)
+    assert stats.binomtest(round(rate * trials), trials, 0.03, alternative="greater").pvalue > 0.001
+
+
+def test_the_errors_of_all_looks_sum_to_the_policys() -> None:
+    assert spent_confidence(0.95, 1) == pytest.approx(0.975)
+    assert spent_confidence(0.95, 2) == pytest.approx(1 - 0.05 / 6)
+    assert sum(1 - spent_confidence(0.95, look) for look in range(1, 10_000)) == pytest.approx(0.05, abs=1e-5)
+
+
+def test_a_later_look_needs_more_evidence_to_promote_and_no_more_to_reject() -> None:
+    candidate, incumbent = make_requests(np.random.default_rng(0), 80, 0.25)
+    gains = [judge(candidate, incumbent, ["chat"] * 80, Policy(), look).overall for look in (1, 2, 10)]
+    first, second, tenth = (gain for gain in gains if gain is not None)
+    assert first.lower > second.lower > tenth.lower
+    assert first.upper == second.upper == tenth.upper
+    with pytest.raises(ValueError, match="counted from 1, got 0"):
+        judge(candidate, incumbent, ["chat"] * 80, Policy(), 0)
+
+
+def test_a_real_gain_is_found() -> None:
+    assert promotion_rate(Policy(), gain=0.25, num_requests=100, trials=60) > 0.9
+
+
+def test_a_worse_candidate_is_rejected_with_its_numbers() -> None:
+    candidate, incumbent = make_requests(np.random.default_rng(0), 80, -0.5)
+    verdict = judge(candidate, incumbent, ["chat"] * 80, Policy())
+    assert verdict.decision is Decision.REJECT
+    assert verdict.overall is not None
+    assert f"tau {verdict.overall.tau_incumbent:.3f} -> {verdict.overall.tau_candidate:.3f}" in verdict.reason
+    assert "over 80 requests" in verdict.reason
+
+
+def test_a_small_noisy_gain_is_inconclusive_not_a_pass() -> None:
+    incumbent = make_scored([1.0] * 30)
+    candidate = make_scored([0.5, 1.6] * 15)  # mean gain 0.05, spread 0.55
+    verdict = judge(candidate, incumbent, ["chat"] * 30, LENIENT)
+    assert verdict.decision is Decision.INCONCLUSIVE
+    assert "not proven" in verdict.reason
+
+
+def test_few_requests_are_inconclusive_however_large_the_gain() -> None:
+    verdict = judge(make_scored([3.0] * 49), make_scored([0.0] * 49), ["chat"] * 49, Policy())
+    assert verdict.decision is Decision.INCONCLUSIVE
+    assert "49 held-out requests with drafts, 50 needed" in verdict.reason
+    assert judge([], [], [], Policy()).decision is Decision.INCONCLUSIVE
+
+
+def test_requests_without_drafts_are_no_evidence() -> None:
+    idle = [make_counts(0, 0)] * 40
+    verdict = judge([*make_scored([2.0] * 12), *idle], [*make_scored([1.0] * 12), *idle], ["chat"] * 52, LENIENT)
+    assert verdict.overall is not None
+    assert verdict.overall.num_requests == 12
+
+
+def test_a_gain_on_average_does_not_excuse_a_domain_that_loses() -> None:
+    domains = ["code"] * 90 + ["prose"] * 30
+    candidate = make_scored([2.0] * 90 + [0.5] * 30)
+    verdict = judge(candidate, make_scored([1.0] * 120), domains, LENIENT)
+    assert verdict.decision is Decision.REJECT
+    assert "domain prose loses more than 0.1" in verdict.reason
+    assert verdict.overall is not None
+    assert verdict.overall.lower > 0.02
+
+
+def test_a_domain_that_may_lose_is_inconclusive() -> None:
+    domains = ["code"] * 90 + ["prose"] * 30
+    candidate = make_scored([2.0] * 90 + [0.4, 1.6] * 15)
+    verdict = judge(candidate, make_scored([1.0] * 120), domains, LENIENT)
+    assert verdict.decision is Decision.INCONCLUSIVE
+    assert "domain prose may lose more" in verdict.reason
+
+
+def test_a_rare_domain_does_not_block_but_is_named() -> None:
+    candidate = make_scored([2.0] * 90 + [0.0] * 5)
+    verdict = judge(candidate, make_scored([1.0] * 95), ["code"] * 90 + ["legal"] * 5, LENIENT)
+    assert verdict.decision is Decision.PROMOTE
+    assert "legal (5)" in verdict.reason
+    assert set(verdict.domains) == {"code"}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+def test_a_candidate_that_computes_nonsense_is_rejected(bad: float) -> None:
+    verdict = judge(
+        [*make_scored([2.0] * 59), make_counts(1, bad)],
+        make_scored([1.0] * 60),
+        ["a"] * 60,
+        LENIENT,
+    )
+    assert verdict.decision is Decision.REJECT
+
+
+def test_an_incumbent_that_computes_nonsense_is_an_error() -> None:
+    with pytest.raises(ValueError, match="incumbent"):
+        judge(make_scored([1.0]), make_scored([math.nan]), ["a"], LENIENT)
+
+
+def test_sequences_must_pair_up() -> None:
+    with pytest.raises(ValueError, match="must pair up"):
+        judge(make_scored([1.0] * 2), make_scored([1.0]), ["a"], LENIENT)
+
+
+def test_the_same_numbers_give_the_same_verdict() -> None:
+    candidate, incumbent = make_requests(np.random.default_rng(5), 60, 0.05)
+    assert judge(candidate, incumbent, ["a"] * 60, Policy()) == judge(candidate, incumbent, ["a"] * 60, Policy())

@@ -1,0 +1,196 @@
+"""The record's frames, and the training rows extracted from a record."""
+
+import zlib
+
+import msgspec
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from redraft.online.records.record import (
+    MAGIC,
+    MAX_RECORD_BYTES,
+    CorruptRecordError,
+    Record,
+    Sampling,
+    decode_record,
+    encode_record,
+    read_frames,
+    training_sequences,
+)
+
+
+def i32(*values):
+    return np.array(values, "<i4").tobytes()
+
+
+def f32(*values):
+    return np.array(values, "<f4").tobytes()
+
+
+def make_record(**changes):
+    """Context 10 11 12, then two steps of 2 draft tokens: the first rejects its first, the second accepts both.
+
+    Step 1 begins after 12 with drafts 90 91: target says 20 at position 3. Step 2: drafts 21 22 accepted, bonus 23.
+    """
+    fields = {
+        "server_id": "boot",
+        "request_id": "cmpl-1",
+        "sequence": 0,
+        "time_s": 1.5,
+        "domain": "code",
+        "tenant": "acme",
+        "target_fingerprint": "t",
+        "draft_version": "v000001",
+        "sampling": Sampling(temperature=0.7),
+        "num_prompt_tokens": 2,
+        "top_k": 2,
+        "context": i32(10, 11, 12),
+        "output": i32(20, 21, 22, 23),
+        "row_positions": i32(3, 4, 5, 4, 5, 6),
+        "row_branches": i32(0, 1, 2, 0, 0, 0),
+        "row_drafts": i32(90, 91, -1, 21, 22, -1),
+        "row_draft_probs": f32(1, 1, np.nan, 1, 1, np.nan),
+        "row_accepted": bytes([0, 0, 0, 1, 1, 0]),
+        "row_topk_ids": i32(20, 1, 2, 3, 4, 5, 21, 6, 22, 7, 23, 8),
+        "row_topk_log_probs": f32(*(-0.1 * i for i in range(12))),
+        "row_log_sum_exp": f32(1, 2, 3, 4, 5, 6),
+    }
+    return Record(**(fields | changes))
+
+
+def test_a_record_survives_its_frame():
+    record = make_record()
+    again = decode_record(encode_record(record))
+    assert again == record
+    assert again.record_id == record.record_id
+    np.testing.assert_array_equal(again.context_ids, [10, 11, 12])
+    np.testing.assert_array_equal(again.accepted, [False, False, False, True, True, False])
+    assert again.topk_log_probs.shape == (6, 2)
+
+
+def test_the_id_follows_from_server_request_and_sequence_alone():
+    record = make_record()
+    assert record.record_id == make_record(time_s=9.0, domain="other").record_id
+    others = [make_record(server_id="b"), make_record(request_id="b"), make_record(sequence=1)]
+    assert len({record.record_id, *(other.record_id for other in others)}) == 4
+    # The parts are kept apart, not concatenated.
+    assert (
+        make_record(server_id="ab", request_id="c").record_id != make_record(server_id="a", request_id="bc").record_id
+    )
+
+
+@given(st.data())
+def test_a_flipped_bit_anywhere_is_rejected(data):
+    frame = bytearray(encode_record(make_record()))
+    bit = data.draw(st.integers(0, 8 * len(frame) - 1))
+    frame[bit // 8] ^= 1 << (bit % 8)
+    with pytest.raises(CorruptRecordError):
+        decode_record(bytes(frame))
+
+
+def test_a_frame_torn_anywhere_is_rejected():
+    frame = encode_record(make_record())
+    for size in range(len(frame)):
+        with pytest.raises(CorruptRecordError):
+            decode_record(frame[:size])
+    with pytest.raises(CorruptRecordError, match="torn"):
+        decode_record(frame + b"x")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"row_drafts": i32(1)},
+        {"row_accepted": b""},
+        {"row_log_sum_exp": f32(1)},
+        {"top_k": 0},
+        {"top_k": 3},
+        {"context": b"abc"},
+        {"num_prompt_tokens": 4},
+        {"row_branches": i32(1, 2, 3, 0, 0, 0)},
+        {"row_branches": i32(0, 2, 3, 0, 0, 0)},
+        {"row_positions": i32(3, 4, 5, 4, 5, 8)},
+        {"row_positions": i32(0, 4, 5, 4, 5, 6)},
+        {"row_branches": i32(0, 0, 0, 1, 2, 0)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_record_that_disagrees_with_itself_is_rejected_though_its_crc_is_right(change):
+    with pytest.raises(CorruptRecordError, match="inconsistent"):
+        decode_record(encode_record(make_record(**change)))
+
+
+def frame_around(payload):
+    return MAGIC + len(payload).to_bytes(4, "little") + zlib.crc32(payload).to_bytes(4, "little") + payload
+
+
+def test_a_payload_that_is_no_record_is_rejected():
+    with pytest.raises(CorruptRecordError, match="unreadable"):
+        decode_record(frame_around(zstandard.compress(msgspec.msgpack.encode({"server_id": "x"}))))
+
+
+@pytest.mark.parametrize("is_size_written", [True, False])
+def test_a_small_frame_that_would_fill_the_memory_is_rejected(is_size_written):
+    compressor = zstandard.ZstdCompressor(write_content_size=is_size_written).compressobj(
+        size=MAX_RECORD_BYTES + 1 if is_size_written else -1
+    )
+    payload = compressor.compress(bytes(MAX_RECORD_BYTES + 1)) + compressor.flush()
+    assert len(payload) < 10_000
+    with pytest.raises(CorruptRecordError, match="oversized" if is_size_written else "unreadable"):
+        decode_record(frame_around(payload))
+
+
+def test_a_bad_frame_costs_itself_only():
+    frames = [encode_record(make_record(sequence=i)) for i in range(3)]
+    for position in (20, 5):  # in the payload, and in the length
+        flipped = bytearray(frames[1])
+        flipped[position] ^= 0x40
+        found = [record for _, record in read_frames(frames[0] + bytes(flipped) + frames[2])]
+        assert [r.sequence for r in found if isinstance(r, Record)] == [0, 2]
+        assert sum(isinstance(r, CorruptRecordError) for r in found) == 1
+
+
+def test_a_torn_tail_leaves_the_records_before_it():
+    found = [
+        record for _, record in read_frames(encode_record(make_record()) + encode_record(make_record(sequence=1))[:-3])
+    ]
+    assert isinstance(found[0], Record)
+    assert isinstance(found[1], CorruptRecordError)
+    assert len(found) == 2
+
+
+def test_frames_come_back_as_they_were_written():
+    frames = [encode_record(make_record(sequence=i)) for i in range(3)]
+    assert [frame for frame, _ in read_frames(b"".join(frames))] == frames
+
+
+def test_training_rows_of_the_text_and_of_the_branch():
+    text, branch = training_sequences(make_record())
+    np.testing.assert_array_equal(text.input_ids_T, [10, 11, 12, 20, 21, 22, 23])
+    np.testing.assert_array_equal(text.rows_R, [2, 3, 4, 5])  # the row after 12 predicts 20, and so on
+    np.testing.assert_array_equal(text.topk_ids_RK[:, 0], text.input_ids_T[text.rows_R + 1])
+    np.testing.assert_array_equal(text.accepted_R, [False, True, True, False])
+    assert not text.is_branch
+
+    np.testing.assert_array_equal(branch.input_ids_T, [10, 11, 12, 90, 91])
+    np.testing.assert_array_equal(branch.rows_R, [3, 4])  # after 90, and after 91
+    np.testing.assert_array_equal(branch.topk_ids_RK, [[2, 3], [4, 5]])
+    assert branch.is_branch
+
+
+def test_branches_of_consecutive_steps_are_kept_apart():
+    record = make_record(
+        output=i32(20, 21),
+        row_positions=i32(3, 4, 5, 4, 5, 6),
+        row_branches=i32(0, 1, 2, 0, 1, 2),
+        row_drafts=i32(90, 91, -1, 80, 81, -1),
+        row_accepted=bytes(6),
+    )
+    _, first, second = training_sequences(record)
+    np.testing.assert_array_equal(first.input_ids_T, [10, 11, 12, 90, 91])
+    np.testing.assert_array_equal(second.input_ids_T, [10, 11, 12, 20, 80, 81])
+    np.testing.assert_array_equal(second.rows_R, [4, 5])
+    assert [s.is_branch for s in training_sequences(record, branches=False)] == [False]

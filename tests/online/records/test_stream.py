@@ -1,0 +1,484 @@
+"""The ingest log on a real nats-server: every record a server sends arrives in the buffer, once."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import json
+import os
+import subprocess
+import time
+from collections import Counter
+from itertools import count
+
+import nats
+import nkeys
+import pytest
+from nats.js.errors import NotFoundError
+from real_broker import running_broker
+from run_stream import TARGET, VOCAB, make_record
+
+from redraft.online.learning.buffer import Buffer, BufferConfig, BufferFullError
+from redraft.online.learning.stream import StreamSource
+from redraft.online.records.nats_config import Nats, StreamLimits, hide_credentials, parse_addresses
+from redraft.online.records.nats_link import BrokerError, connect, probe
+from redraft.online.records.publisher import Publisher
+from redraft.online.records.record import Frame, decode_record, encode_frame, encode_record
+
+fleets = count()
+
+
+@pytest.fixture
+def nats_config():
+    """A separate stream for every test on the one broker."""
+    return Nats(fleet=f"fleet-{next(fleets)}")
+
+
+@pytest.fixture
+def buffer():
+    with Buffer(BufferConfig(held_out_fraction=0), TARGET) as buffer:
+        yield buffer
+
+
+def in_event_loop(test):
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        return asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+def make_source(broker, config, buffer, **limits):
+    return StreamSource(broker.url, config, StreamLimits(**{"max_bytes": 64 << 20} | limits), buffer, VOCAB)
+
+
+async def publish(broker, config, *records, timeout_s=20):
+    """Wait until all of them are acknowledged."""
+    publisher = Publisher(broker.url, config)
+    publisher.write([encode_frame(record) for record in records])
+    await until(lambda: publisher.counts["published_records"] == len(records), timeout_s, publisher.status)
+    await asyncio.to_thread(publisher.close)
+
+
+async def until(condition, timeout_s=20, about=lambda: ""):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, about()
+        await asyncio.sleep(0.02)
+
+
+async def take_all(source, wanted, timeout_s=20):
+    """The fate of the next `wanted` records."""
+    counts = Counter()
+    deadline_s = time.monotonic() + timeout_s
+    while counts.total() < wanted:
+        assert time.monotonic() < deadline_s, counts
+        counts += (await source.take()).counts
+    return counts
+
+
+async def stream_state(broker, config):
+    client = await nats.connect(broker.url)
+    try:
+        return (await client.jetstream().stream_info(config.stream)).state
+    finally:
+        await client.close()
+
+
+@in_event_loop
+async def test_records_arrive_in_order_and_leave_the_log_once_they_are_stored(broker, nats_config, buffer):
+    records = [make_record(number, rows=4) for number in range(300)]
+    source = make_source(broker, nats_config, buffer)
+    assert not (await source.take()).counts, "there is a stream now, and nothing in it"
+    await publish(broker, nats_config, *records)
+    assert await take_all(source, 300) == {"stored": 300}
+    await source.take()  # acknowledgements are sent, not waited for
+    assert (await stream_state(broker, nats_config)).messages == 0
+    await source.close()
+    assert [encode_record(s.record) for s in buffer.fresh(0, 1000)] == [encode_record(record) for record in records]
+
+
+@in_event_loop
+async def test_a_record_that_is_sent_twice_is_stored_once(broker, nats_config, buffer):
+    source = make_source(broker, nats_config, buffer)
+    await source.take()
+    record = make_record(1)
+    await publish(broker, nats_config, record)
+    await publish(broker, nats_config, record)
+    assert (await stream_state(broker, nats_config)).messages == 1, "the log knows it by its id"
+    assert await take_all(source, 1) == {"stored": 1}
+    client = await nats.connect(broker.url)
+    await client.jetstream().publish(nats_config.subject("code"), encode_record(record))  # without a message id
+    await client.close()
+    assert await take_all(source, 1) == {"duplicate": 1}
+    await source.close()
+
+
+@in_event_loop
+async def test_what_was_taken_and_not_stored_comes_again(broker, nats_config, buffer, monkeypatch):
+    source = make_source(broker, nats_config, buffer)
+    await source.take()
+    await publish(broker, nats_config, *(make_record(number) for number in range(20)))
+    append, full = buffer.append, [True]
+
+    def fail_first(*args):
+        if full:
+            full.pop()
+            raise BufferFullError(28, "the buffer can not write")
+        return append(*args)
+
+    monkeypatch.setattr(buffer, "append", fail_first)
+    with pytest.raises(BufferFullError):
+        await take_all(source, 1)
+    assert await take_all(source, 20) == {"stored": 20}
+    await source.close()
+
+
+@in_event_loop
+async def test_damaged_and_strange_messages_are_counted_and_do_not_come_again(broker, nats_config, buffer):
+    source = make_source(broker, nats_config, buffer)
+    await source.take()
+    frame = bytearray(encode_record(make_record(1)))
+    frame[-5] ^= 1
+    client = await nats.connect(broker.url)
+    for payload in (bytes(frame), b"not a record", encode_record(make_record(2, target_fingerprint="another")), b""):
+        await client.jetstream().publish(nats_config.subject("a.b c*"), payload)
+    await client.close()
+    assert await take_all(source, 3) == {"corrupt": 2, "foreign": 1}
+    await source.take()
+    assert (await stream_state(broker, nats_config)).messages == 0
+    await source.close()
+
+
+@in_event_loop
+async def test_a_server_that_publishes_before_there_is_a_stream_waits_for_it(broker, nats_config, buffer):
+    publisher = Publisher(broker.url, nats_config)
+    publisher.write([encode_frame(make_record(number)) for number in range(5)])
+    await until(lambda: "NoStreamResponse" in publisher.last_error or publisher.last_error, about=publisher.status)
+    assert publisher.counts["published_records"] == 0
+    source = make_source(broker, nats_config, buffer)
+    assert await take_all(source, 5) == {"stored": 5}
+    assert publisher.last_error == ""
+    await source.close()
+    await asyncio.to_thread(publisher.close)
+
+
+@in_event_loop
+async def test_the_log_is_bounded_and_its_oldest_records_go_first(broker, nats_config, buffer):
+    source = make_source(broker, nats_config, buffer, max_bytes=200_000)
+    await source.take()
+    await source.close()
+    await publish(broker, nats_config, *(make_record(number, rows=100) for number in range(30)))
+    state = await stream_state(broker, nats_config)
+    assert 0 < state.bytes <= 200_000
+    source = make_source(broker, nats_config, buffer, max_bytes=200_000)
+    await take_all(source, state.messages)
+    await source.close()
+    numbers = [int(s.record.request_id.removeprefix("cmpl-")) for s in buffer.fresh(0, 100)]
+    assert numbers == list(range(30))[-state.messages :]
+
+
+@in_event_loop
+async def test_the_streams_limits_follow_the_configuration(broker, nats_config, buffer):
+    for max_age_s in (3600.0, 60.0):
+        source = make_source(broker, nats_config, buffer, max_age_s=max_age_s)
+        await source.take()
+        await source.close()
+        client = await nats.connect(broker.url)
+        found = (await client.jetstream().stream_info(nats_config.stream)).config
+        await client.close()
+        assert (found.max_age, found.discard, found.storage) == (max_age_s, "old", "file")
+
+
+@in_event_loop
+async def test_the_subject_says_fleet_and_domain(broker, nats_config, buffer):
+    source = make_source(broker, nats_config, buffer)
+    await source.take()
+    client = await nats.connect(broker.url)
+    seen = []
+    subscription = await client.subscribe("redraft.>")
+    await client.flush()  # the broker knows of the subscription before the first record is sent
+    domains = ["code", "", "a.b *>\n"]
+    await publish(broker, nats_config, *(make_record(i, domain=domain) for i, domain in enumerate(domains)))
+    for _ in domains:
+        message = await subscription.next_msg(timeout=5)
+        seen.append((message.subject, decode_record(message.data).domain))
+    await client.close()
+    await source.close()
+    fleet = nats_config.fleet
+    assert seen == [
+        (f"redraft.{fleet}.code", "code"),
+        (f"redraft.{fleet}.all", ""),
+        (f"redraft.{fleet}.a_b____-ec878b9b", "a.b *>\n"),
+    ]
+
+
+@in_event_loop
+async def test_a_record_above_the_brokers_payload_is_dropped_and_the_others_are_not(broker, nats_config, buffer):
+    source = make_source(broker, nats_config, buffer)
+    await source.take()
+    huge = make_record(1, context=os.urandom(9 << 20), num_prompt_tokens=0)
+    publisher = Publisher(broker.url, nats_config)
+    publisher.write([encode_frame(record) for record in (make_record(0), huge, make_record(2))])
+    assert await take_all(source, 2) == {"stored": 2}
+    await until(lambda: publisher.counts["dropped_records_too_large"] == 1)
+    await until(lambda: publisher.status()["waiting_bytes"] == 0)
+    await asyncio.to_thread(publisher.close)
+    await source.close()
+
+
+@in_event_loop
+async def test_records_around_the_brokers_payload_hold_nobody_up(tmp_path, buffer):
+    limit, sizes = 4096, Counter()
+
+    def of_size(size):
+        sizes[size] += 1
+        frame = Frame(bytes(size))
+        frame.record_id, frame.domain = f"{size}-{sizes[size]}", ""
+        return frame
+
+    with running_broker(tmp_path / "store", f"max_payload: {limit}") as broker:
+        source = make_source(broker, Nats(), buffer)
+        await source.take()
+        publisher = Publisher(broker.url, Nats())
+        publisher.write([of_size(limit + 1) for _ in range(4100)])  # more than nats-py allows to be in flight
+        publisher.write([of_size(limit - header) for header in (0, 30, 60)])  # the broker counts a header too
+        publisher.write([encode_frame(make_record(2, rows=1))])
+        assert await take_all(source, 1) == {"stored": 1}
+        await until(lambda: publisher.counts["dropped_records_too_large"] == 4103)
+        assert publisher.status()["broker_error"] == ""
+        await asyncio.to_thread(publisher.close)
+        await source.close()
+
+
+@in_event_loop
+async def test_learners_by_domain_take_over_from_one_for_all_and_back(broker, nats_config, buffer):
+    source = make_source(broker, nats_config, buffer)
+    await source.take()
+    with Buffer(BufferConfig(held_out_fraction=0), TARGET, domain="code") as of_code:
+        by_domain = make_source(broker, nats_config, of_code)
+        with pytest.raises(BrokerError, match=r"learner of redraft-.* takes all records already"):
+            await by_domain.take()
+        await source.close()  # the pending pull request expires, or ends with the connection
+        await publish(broker, nats_config, make_record(1, domain="code"), make_record(2, domain="prose"))
+        assert await take_when_free(by_domain) == {"stored": 1}
+        with pytest.raises(BrokerError, match=r"learner-code of redraft-.* already"):
+            await source.take()
+        await by_domain.close()
+        assert await take_when_free(source) == {"stored": 1}
+        await source.close()
+
+
+async def take_when_free(source, timeout_s=30):
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return await take_all(source, 1)
+        except BrokerError:
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.2)
+
+
+@in_event_loop
+async def test_what_no_learner_takes_can_be_deleted(broker, nats_config):
+    with Buffer(BufferConfig(held_out_fraction=0), TARGET, domain="code") as of_code:
+        source = make_source(broker, nats_config, of_code)
+        await source.take()
+        domains = ("prose", "", "all", "code")
+        await publish(broker, nats_config, *(make_record(n, domain=domain) for n, domain in enumerate(domains)))
+        await source.purge_unread()
+        assert await take_all(source, 1) == {"stored": 1}
+        await source.take()
+        assert (await stream_state(broker, nats_config)).messages == 0
+        await source.close()
+
+
+def test_no_two_domains_share_a_subject():
+    domains = ["", "all", "a.b", "a_b", "a b", "a*b", "code"]
+    assert len({Nats().subject(domain) for domain in domains}) == len(domains)
+    assert (Nats().subject(""), Nats().subject("code")) == ("redraft.default.all", "redraft.default.code")
+
+
+@in_event_loop
+async def test_a_stream_that_is_deleted_under_the_learner_is_made_again(broker, nats_config, buffer):
+    source = make_source(broker, nats_config, buffer)
+    await source.take()
+    client = await nats.connect(broker.url)
+    await client.jetstream().delete_stream(nats_config.stream)
+    await client.close()
+    with pytest.raises(BrokerError):
+        await take_all(source, 1, timeout_s=60)
+    await publish_while_taking(broker, nats_config, source)
+    await source.close()
+
+
+async def publish_while_taking(broker, config, source):
+    publishing = asyncio.ensure_future(publish(broker, config, make_record(7)))
+    assert await take_all(source, 1) == {"stored": 1}
+    await publishing
+
+
+@in_event_loop
+async def test_a_broker_that_is_not_there_is_told_in_one_line_without_a_password(nats_config, buffer, tmp_path):
+    source = StreamSource("nats://user:secret@127.0.0.1:1", nats_config, StreamLimits(), buffer, VOCAB)
+    with pytest.raises(BrokerError, match=r"^nats://127\.0\.0\.1:1: ") as raised:
+        await source.take()
+    assert "secret" not in str(raised.value)
+    with pytest.raises(BrokerError):
+        await probe("nats://127.0.0.1:1", nats_config)
+
+
+@pytest.mark.parametrize("ingest", ["http://host:4222", "host:4222", "nats://", "nats://a:4222,ftp://b"])
+def test_an_address_of_another_kind_is_refused(ingest):
+    with pytest.raises(ValueError, match="it must be nats://HOST:4222"):
+        parse_addresses(ingest)
+
+
+def test_an_address_is_shown_without_its_password():
+    assert hide_credentials("nats://user:secret@one:4222, tls://two:4222") == "nats://one:4222,tls://two:4222"
+
+
+@pytest.mark.parametrize("fleet", ["", "a.b", "a b", "*"])
+def test_a_fleet_is_named_by_what_a_subject_can_hold(fleet):
+    with pytest.raises(ValueError, match=r"nats\.fleet"):
+        Nats(fleet=fleet)
+
+
+def test_a_file_of_credentials_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nats\.ca: there is no file"):
+        Nats(ca=tmp_path / "ca.pem")
+
+
+# ------------------------------------------------------------------------------------------------- who may connect
+
+
+def certificate(folder, name, *, ca=None):
+    """(certificate, key) of `name`, signed by `ca` or by itself."""
+    key, request, signed = (folder / f"{name}.{end}" for end in ("key", "csr", "pem"))
+    subject = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", str(key)]
+    if ca is None:
+        run("openssl", "req", "-x509", *curve, *subject, "-out", str(signed), "-days", "2")
+    else:
+        run("openssl", "req", *curve, *subject, "-out", str(request))
+        by = ["-CA", str(ca[0]), "-CAkey", str(ca[1]), "-CAcreateserial", "-copy_extensions", "copy"]
+        run("openssl", "x509", "-req", "-in", str(request), *by, "-out", str(signed), "-days", "2")
+    return signed, key
+
+
+def run(*command):
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@in_event_loop
+async def test_the_broker_and_the_client_know_each_other_by_their_certificates(tmp_path, buffer):
+    ca = certificate(tmp_path, "ca")
+    server, client = certificate(tmp_path, "server", ca=ca), certificate(tmp_path, "client", ca=ca)
+    both = tmp_path / "both.pem"
+    both.write_text("".join(path.read_text() for path in client))
+    settings = f'tls {{ cert_file: "{server[0]}", key_file: "{server[1]}", ca_file: "{ca[0]}", verify: true }}'
+    with running_broker(tmp_path / "store", settings) as broker:
+        url = broker.url.replace("nats://", "tls://")
+        for known in (Nats(), Nats(ca=ca[0])):
+            with pytest.raises(BrokerError):
+                await connect(url, known)
+        for plain in (url, broker.url):
+            client = await connect(plain, Nats(ca=ca[0], certificate=both))
+            await client.close()
+        source = StreamSource(url, Nats(ca=ca[0], certificate=both), StreamLimits(), buffer, VOCAB)
+        assert not (await source.take()).counts
+        await source.close()
+
+
+@in_event_loop
+async def test_where_tls_is_asked_for_nothing_goes_over_a_connection_without(broker, tmp_path):
+    ca, _ = certificate(tmp_path, "ca")
+    for url, config in ((broker.url.replace("nats://", "tls://"), Nats()), (broker.url, Nats(ca=ca))):
+        with pytest.raises(BrokerError, match="does not speak TLS"):
+            await connect(url, config)
+
+
+@in_event_loop
+async def test_users_are_known_by_password_or_by_the_seed_of_an_nkey(tmp_path):
+    seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)
+    public = nkeys.from_seed(bytearray(seed)).public_key.decode()
+    file = tmp_path / "seed"
+    file.write_bytes(seed)
+    settings = f"authorization {{ users: [ {{user: learner, password: secret}}, {{nkey: {public}}} ] }}"
+    with running_broker(tmp_path / "store", settings) as broker:
+        with pytest.raises(BrokerError, match="Authorization"):
+            await connect(broker.url, Nats())
+        with_password = broker.url.replace("nats://", "nats://learner:secret@")
+        for client in (await connect(with_password, Nats()), await connect(broker.url, Nats(credentials=file))):
+            assert client.is_connected
+            await client.close()
+
+
+@in_event_loop
+async def test_a_file_of_credentials_with_a_signed_token_opens_an_account(tmp_path, buffer):
+    operator, system, account, user = (new_key(kind) for kind in (b"O", b"A", b"A", b"U"))
+    limits = dict.fromkeys(("subs", "data", "payload", "conn", "leaf", "imports", "exports"), -1)
+    stores = dict.fromkeys(("mem_storage", "disk_storage", "streams", "consumer"), -1)
+    account_token = sign_token(operator, account, {"type": "account", "version": 2, "limits": limits | stores})
+    user_token = sign_token(
+        account, user, {"type": "user", "version": 2} | dict.fromkeys(("subs", "data", "payload"), -1)
+    )
+    operator_token = sign_token(operator, operator, {"type": "operator", "version": 2})
+    tokens = {account: account_token, system: sign_token(operator, system, {"type": "account", "version": 2})}
+    preloaded = ", ".join(f"{key.public_key.decode()}: {token}" for key, token in tokens.items())
+    settings = (
+        f"operator: {operator_token}\nsystem_account: {system.public_key.decode()}\n"
+        f"resolver: MEMORY\nresolver_preload: {{ {preloaded} }}"
+    )
+    file = tmp_path / "learner.creds"
+    file.write_text(
+        f"-----BEGIN NATS USER JWT-----\n{user_token}\n------END NATS USER JWT------\n\n"
+        f"-----BEGIN USER NKEY SEED-----\n{user.seed.decode()}\n------END USER NKEY SEED------\n"
+    )
+    with running_broker(tmp_path / "store", settings) as broker:
+        with pytest.raises(BrokerError):
+            await connect(broker.url, Nats())
+        source = StreamSource(broker.url, Nats(credentials=file), StreamLimits(max_bytes=1 << 20), buffer, VOCAB)
+        assert not (await source.take()).counts
+        await source.close()
+
+
+def new_key(kind):
+    prefix = {b"O": nkeys.PREFIX_BYTE_OPERATOR, b"A": nkeys.PREFIX_BYTE_ACCOUNT, b"U": nkeys.PREFIX_BYTE_USER}[kind]
+    return nkeys.from_seed(bytearray(nkeys.encode_seed(os.urandom(32), prefix)))
+
+
+def sign_token(issuer, subject, claims):
+    """A NATS token with claims about `subject`, signed by `issuer`."""
+
+    def encoded(content):
+        return base64.urlsafe_b64encode(content).rstrip(b"=").decode()
+
+    names = {"iss": issuer.public_key.decode(), "sub": subject.public_key.decode(), "name": "t"}
+    body = names | {"jti": "1", "iat": int(time.time()), "nats": claims}
+    header = {"typ": "JWT", "alg": "ed25519-nkey"}
+    content = ".".join(encoded(json.dumps(part).encode()) for part in (header, body))
+    return f"{content}.{encoded(issuer.sign(content.encode()))}"
+
+
+# ------------------------------------------------------------------------------------------------- the probe
+
+
+@in_event_loop
+async def test_the_probe_publishes_for_real_and_its_message_is_no_record(broker, nats_config, buffer):
+    await probe(broker.url, nats_config)  # no stream yet
+    client = await nats.connect(broker.url)
+    with pytest.raises(NotFoundError):
+        await client.jetstream().stream_info(nats_config.stream)
+    await client.close()
+    source = make_source(broker, nats_config, buffer)
+    await source.take()
+    await source.close()
+    await probe(broker.url, nats_config)
+    assert (await stream_state(broker, nats_config)).messages == 1
+    source = make_source(broker, nats_config, buffer)
+    assert not (await source.take()).counts
+    await source.take()
+    assert (await stream_state(broker, nats_config)).messages == 0
+    await source.close()

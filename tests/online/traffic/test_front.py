@@ -1,0 +1,248 @@
+"""The sockets of the router: what a client can occupy, what it is shown, and how much it can send."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+from fake_completions import Upstream
+from test_router import PATH, in_event_loop
+
+from redraft.online.traffic import front
+from redraft.online.traffic.front import AdminServer, FrontServer
+from redraft.online.traffic.router import RouterConfig, build_router
+
+
+class Front(FrontServer):
+    """The clients' server, which leaves signals to the test and looks at connections only when told to."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+    async def main_loop(self):
+        while not self.should_exit:
+            await asyncio.sleep(0.005)
+
+    @property
+    def bound_port(self):
+        return self.servers[0].sockets[0].getsockname()[1]
+
+
+@contextlib.asynccontextmanager
+async def fronted(folder, **settings):
+    """A server of completions, and the router's sockets in front of it."""
+    upstream = Upstream("only")
+    await upstream.start()
+    (folder / "fleet.toml").write_text(f'[[servers]]\nurl = "{upstream.url}"\n')
+    app, _ = build_router(RouterConfig(fleet=folder / "fleet.toml", **settings))
+    server = Front(app, "127.0.0.1", 0)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.002)
+    try:
+        yield server, upstream
+    finally:
+        upstream.gate.set()
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        server.should_exit = True
+        await serving
+        await upstream.stop()
+
+
+async def connect(server, sent=b""):
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.bound_port)
+    writer.write(sent)
+    await writer.drain()
+    return reader, writer
+
+
+async def settle(server, count):
+    """Wait until `count` connections are open and what they sent has been read."""
+    async with asyncio.timeout(5):
+        while len(server.server_state.connections) != count:
+            await asyncio.sleep(0.005)
+    await asyncio.sleep(0.02)
+
+
+def is_open(reader):
+    return not reader.at_eof() and reader.exception() is None
+
+
+async def ask(server, body=b"{}", version="1.1", method="POST", path=PATH):
+    """The whole answer to a request after which the connection ends."""
+    head = f"{method} {path} HTTP/{version}\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    reader, writer = await connect(server, head.encode() + body)
+    answer = await reader.read()
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return head.lower(), body
+
+
+# --- half a request
+
+
+@in_event_loop
+async def test_half_a_request_is_waited_for_only_so_long(tmp_path):
+    async with fronted(tmp_path) as (server, _):
+        silent, half_head = await connect(server), await connect(server, b"POST / HTTP/1.1\r\nHost:")
+        half_body = await connect(server, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
+        answering = asyncio.create_task(ask(server, b'{"do": "wait"}'))
+        await settle(server, 4)
+        now_s = time.monotonic()
+        server.close_unfinished(now_s)
+        half_head[1].write(b" dripped")  # a drop does not buy time for a head, but it does for a body
+        half_body[1].write(b"d")
+        await asyncio.sleep(0.05)
+        server.close_unfinished(now_s + front.HEAD_TIMEOUT_S + 1)
+        await settle(server, 2)
+        assert (is_open(silent[0]), is_open(half_head[0]), is_open(half_body[0])) == (False, False, True)
+        server.close_unfinished(now_s + front.HEAD_TIMEOUT_S + front.BODY_PAUSE_S + 2)
+        await settle(server, 1)
+        assert not is_open(half_body[0])
+        assert not answering.done(), "a complete request may take any time"
+
+
+@in_event_loop
+async def test_one_clients_halves_do_not_take_all_descriptors(tmp_path):
+    async with fronted(tmp_path) as (server, _):
+        server.max_unfinished = 5
+        halves = []
+        for number in range(8):
+            halves.append(await connect(server, b"POST / HT"))
+            await settle(server, number + 1)
+            server.close_unfinished(0.1 * number)
+        await settle(server, 8)  # a burst of honest clients looks the same, until they have had a moment
+        server.close_unfinished(0.7 + front.MIN_WAIT_S)
+        await settle(server, 5)
+        assert [is_open(reader) for reader, _ in halves] == [False] * 3 + [True] * 5
+        assert (await ask(server))[0].startswith(b"http/1.1 200")
+
+
+@in_event_loop
+async def test_a_head_has_a_largest_size(tmp_path):
+    async with fronted(tmp_path) as (server, upstream):
+        reader, writer = await connect(server, b"POST / HTTP/1.1\r\nHost: x\r\n")
+        with contextlib.suppress(ConnectionError):
+            for number in range(200):
+                writer.write(b"X-%d: %s\r\n" % (number, b"a" * 1000))
+                await writer.drain()
+                await asyncio.sleep(0)
+            assert (await reader.read()).startswith(b"HTTP/1.1 431")
+        await settle(server, 0)
+        assert not upstream.seen
+
+
+def test_as_many_descriptors_as_allowed_are_asked_for():
+    code = (
+        "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (256, 999))\n"
+        "from redraft.online.traffic.front import raise_file_limit\n"
+        "raise_file_limit(); print(r.getrlimit(r.RLIMIT_NOFILE))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "(999, 999)\n"
+
+
+# --- what is sent back
+
+
+@in_event_loop
+async def test_the_length_of_an_answer_is_kept(tmp_path):
+    async with fronted(tmp_path) as (server, _):
+        head, body = await ask(server)
+        assert b"content-length: %d" % len(body) in head
+        assert b"transfer-encoding" not in head
+        head, body = await ask(server, b"", method="HEAD", path="/v1/models")
+        assert (b"content-length" in head, body) == (True, b"")
+
+
+@in_event_loop
+@pytest.mark.parametrize(("version", "is_chunked"), [("1.0", False), ("1.1", True)])
+async def test_a_client_of_http_1_0_gets_no_chunks(tmp_path, version, is_chunked):
+    async with fronted(tmp_path) as (server, upstream):
+        upstream.gate.set()
+        head, body = await ask(server, b'{"stream": true}', version)
+        assert (b"transfer-encoding: chunked" in head) is is_chunked
+        assert body.startswith(b"data: ") is not is_chunked
+        assert body.endswith(b"0\r\n\r\n" if is_chunked else b"data: [DONE]\n\n")
+        head, body = await ask(server, b"{}", version)
+        assert json.loads(body)["choices"][0]["text"] == "only"
+
+
+@in_event_loop
+async def test_clients_are_not_shown_the_servers(tmp_path):
+    async with fronted(tmp_path) as (server, upstream):
+        for path in ("/metrics", "/metrics/", "/redraft/router", "/redraft/tap", "/%6detrics"):
+            head, body = await ask(server, b"", method="GET", path=path)
+            assert head.startswith(b"http/1.1 404"), path
+            assert str(upstream.port).encode() not in head + body
+
+
+@in_event_loop
+async def test_operators_are_shown_them_on_their_own_port(tmp_path):
+    upstream = Upstream("only")
+    await upstream.start()
+    (tmp_path / "fleet.toml").write_text(f'[[servers]]\nurl = "{upstream.url}"\n')
+    app, admin_app = build_router(RouterConfig(fleet=tmp_path / "fleet.toml"))
+    admin = AdminServer(admin_app, "127.0.0.1", 0)
+    server = Front(app, "127.0.0.1", 0, admin)
+    serving = asyncio.create_task(server.serve())
+    while not (server.started and admin.started):
+        await asyncio.sleep(0.002)
+    host, port = admin.socket.getsockname()
+    async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        assert (await http.get("/redraft/router")).json()["servers"][0]["url"] == upstream.url
+        assert "redraft_router_server_up" in (await http.get("/metrics")).text
+        assert (await http.post(PATH)).status_code == 404
+    with pytest.raises(OSError, match=f"the admin port 127.0.0.1:{port} cannot be opened.*set admin_port"):
+        AdminServer(admin_app, "127.0.0.1", port)
+    server.should_exit = True
+    await asyncio.wait_for(serving, 5)
+    await upstream.stop()
+
+
+# --- bodies
+
+
+async def send_pieces(size):
+    for _ in range(size // 10_000):
+        yield b"a" * 10_000
+
+
+@in_event_loop
+@pytest.mark.parametrize("size", [70_000, 1_500_000])
+@pytest.mark.parametrize("has_length", [True, False])
+async def test_a_body_above_the_limit_is_refused(tmp_path, size, has_length):
+    async with fronted(tmp_path, max_body_bytes=size) as (server, upstream):
+        url = f"http://127.0.0.1:{server.bound_port}{PATH}"
+        async with httpx.AsyncClient() as http:
+
+            async def post(num_bytes):
+                body = b"a" * num_bytes if has_length else send_pieces(num_bytes)
+                return await http.post(url, content=body)
+
+            assert (await post(size)).status_code == 200
+            refused = await post(size + 10_000)
+            assert refused.status_code == 413
+            assert "max_body_bytes" in refused.json()["error"]["message"]
+            assert (await post(10_000)).status_code == 200
+        assert [len(body) for _, body in upstream.seen] == [size, 10_000]
+        assert upstream.seen[0][0].get("content-length") == (str(size) if has_length or size < 1 << 20 else None)
+
+
+@in_event_loop
+async def test_a_client_that_leaves_within_its_body_ends_the_request(tmp_path):
+    async with fronted(tmp_path) as (server, upstream):
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n\r\n"
+        _, writer = await connect(server, head + b"a" * 2_000_000)
+        await settle(server, 1)
+        writer.transport.abort()
+        await settle(server, 0)
+        assert (await ask(server))[0].startswith(b"http/1.1 200")
+        assert [body for _, body in upstream.seen] == [b"{}"]

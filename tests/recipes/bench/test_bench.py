@@ -1,0 +1,103 @@
+"""The benchmark's cases on tiny sizes: their sides compute the same, and what they are measured with measures."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from redraft.recipes.bench import heads as bench_heads
+from redraft.recipes.bench import losses as bench_losses
+from redraft.recipes.bench import training as bench_training
+from redraft.recipes.bench.heads import NAIVE, build_head, head_cases, head_matmuls
+from redraft.recipes.bench.measure import FLOOR, OURS, Case, Matmul, Required, Run, matmuls_alone, measure
+from redraft.recipes.bench.training import Config, lines, main, worth_measuring
+
+TINY = dataclasses.replace(
+    bench_heads.SIZES, length=16, hidden=32, intermediate=48, vocabulary=128, heads=4, key_heads=2
+)
+
+
+@pytest.mark.parametrize("family", list(bench_heads.FAMILIES))
+def test_ours_and_the_naive_form_of_a_head_train_alike(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_heads, "SIZES", TINY)
+    ours, naive = (build_head(family, "float32", side, "cpu") for side in (OURS, NAIVE))
+    for _ in range(3):  # the losses of the later steps show the gradients of those before
+        torch.testing.assert_close(ours(), naive(), rtol=1e-4, atol=0)
+
+
+def test_the_floor_of_a_head_has_the_products_of_a_hand_count() -> None:
+    tokens, hidden, vocabulary = 1024, 512, 32_768
+    to_vocabulary = 2.0 * tokens * hidden * vocabulary
+    # one product for the target; forward, and backward twice, for each of three heads and of three blocks
+    expected = to_vocabulary * (1 + 3 * 3) + 2.0 * tokens * hidden * hidden * 3 * 3
+    assert sum(m.flops for m in head_matmuls("Medusa")) == expected
+    frozen = to_vocabulary * (1 + 3 * 2)  # no gradient of a frozen head
+    layer = 2 * hidden * (512 + 256 + 256) + hidden * hidden + 3 * hidden * 1408
+    eagle = frozen + 2.0 * tokens * 3 * (3 * layer + 3 * hidden * hidden)
+    assert sum(m.flops for m in head_matmuls("EAGLE-3")) == eagle
+
+
+def test_the_matmuls_alone_are_as_many_as_they_claim() -> None:
+    run = matmuls_alone([Matmul(count=2, rows=512, inner=8, columns=16)], torch.float32, "cpu")
+    with torch.profiler.profile() as profiler:
+        run()
+    assert sum(event.count for event in profiler.key_averages() if event.key == "aten::mm") == 4  # of 256 rows
+
+
+def build_sleepy(side: str, device: str) -> Run:
+    """Ours takes a tenth of the other's time and of its memory."""
+
+    def run() -> torch.Tensor:
+        time.sleep(0.02 if side == OURS else 0.2)
+        torch.ones(((8 if side == OURS else 80) << 20) // 4)
+        return torch.tensor(2.0)
+
+    return run
+
+
+def test_a_case_is_measured_in_speed_and_memory_against_each_side() -> None:
+    case = Case(
+        name="sleepy",
+        against={"slow": "one that sleeps longer"},
+        tokens=100,
+        dtype="float32",
+        matmuls=(Matmul(count=1, rows=8, inner=8, columns=8),),
+        build=build_sleepy,
+        required={"slow": Required(speed=2.0, memory=0.05)},
+    )
+    result = measure(case, rounds=3, threads=1, device="cpu")
+    assert 2 < result.speed_ratio["slow"] < 20  # 10, on a machine that may be busy
+    assert result.sides[OURS].tokens_per_s == pytest.approx(100 / sorted(result.sides[OURS].wall_s)[1])
+    assert result.sides[OURS].tokens_per_s <= 100 / 0.02
+    assert result.sides[OURS].peak_mib == pytest.approx(8, abs=3)
+    assert result.sides["slow"].peak_mib == pytest.approx(80, abs=3)
+    assert set(result.speed_ratio) == {"slow", FLOOR}
+    table = "\n".join(lines(case, result))
+    assert "PASS (at least 2)" in table
+    assert "BELOW TARGET (at most 0.05)" in table
+
+
+def test_every_case_has_a_name_of_its_own_and_names_what_is_not_installed() -> None:
+    names = [case.name for section in bench_training.SECTIONS for case in section()]
+    assert len(set(names)) == len(names) == 4 + len(bench_losses.kl_step_cases()) + 6
+    for case in head_cases():
+        for name, peer in bench_heads.PEERS[case.name.split(",")[0]].items():
+            assert (name in case.against) == peer.is_installed
+            assert (peer.recorded in case.note) != peer.is_installed
+
+
+def test_a_case_that_does_not_exist_is_told_with_those_that_do() -> None:
+    with pytest.raises(ValueError, match="no case's name contains 'eagle-9': there is fused loss, vocabulary 32k"):
+        main(Config(cases="eagle-9"))
+
+
+def test_a_cpu_is_measured_in_the_types_that_it_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = head_cases()
+    monkeypatch.setattr(bench_training, "computes_bfloat16", lambda: False)
+    assert {case.dtype for case in worth_measuring(cases, "cpu")} == {"float32"}
+    assert worth_measuring(cases, "cuda") == cases
+    monkeypatch.setattr(bench_training, "computes_bfloat16", lambda: True)
+    assert worth_measuring(cases, "cpu") == cases

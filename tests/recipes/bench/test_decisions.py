@@ -1,0 +1,57 @@
+"""How often the decisions are wrong, by short simulations; `redraft bench-decisions` runs the long ones."""
+
+import json
+
+import pytest
+
+from redraft.recipes.bench.decisions import (
+    Config,
+    main,
+    simulate_baseline,
+    simulate_canary,
+    simulate_gate,
+    simulate_intervals,
+)
+
+TRIALS = 100
+"""Short runs: a rate of 2% is known to within 2.8% (two standard errors)."""
+
+SLACK = 0.03
+
+
+def test_an_equal_draft_stays_and_a_worse_one_does_not():
+    canary = simulate_canary(TRIALS)
+    assert canary["equal_rolled_back"] <= 0.02 + SLACK
+    assert canary["worse_passed"] <= 0.02 + SLACK
+    short = [case for case in canary["cases"] if case["drafts_per_request"] == 28 and case["running_requests"] == 8]
+    assert short[0]["equal_inconclusive"] == short[0]["worse_inconclusive"] == 0, "with enough requests it tells"
+
+
+def test_candidates_at_the_bar_are_seldom_promoted_in_ten_looks():
+    gate = simulate_gate(40)
+    assert gate["at_bar_promoted"] <= 0.05 + 2 * SLACK
+    assert gate["100_requests"]["equal_promoted"] <= SLACK
+    assert gate["100_requests"]["gain_0.1_promoted"] > 0.9, "the price in power is small"
+
+
+def test_equal_drafts_pass_the_comparison_with_a_baseline_and_worse_ones_do_not():
+    baseline = simulate_baseline(TRIALS)
+    assert baseline["equal_failed"] <= 0.02 + SLACK
+    assert baseline["loss_0.1_failed"] > 0.9
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    for coverage in simulate_intervals(TRIALS)["coverage"].values():
+        assert 0.93 - SLACK / 2 <= coverage["lowest"] <= coverage["highest"] <= 0.97 + SLACK / 2
+
+
+@pytest.mark.slow
+def test_the_report_is_written_and_keeps_the_limits(tmp_path):
+    main(Config(output=tmp_path))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["canary"]["equal_rolled_back"] <= 0.02
+    assert report["canary"]["worse_passed"] <= 0.02
+    assert report["gate"]["at_bar_promoted"] <= 0.05
+    assert report["baseline"]["equal_failed"] <= 0.02
+    for coverage in report["intervals"]["coverage"].values():
+        assert 0.93 <= coverage["lowest"] <= coverage["highest"] <= 0.97

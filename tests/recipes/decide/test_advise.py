@@ -1,0 +1,128 @@
+"""What `redraft advise` prints of a benchmark, a report and a workload, and how it refuses others."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_serving import ACCEPTED, make_serving_report, make_sweep, step_s
+
+from redraft.eval.serving.cost import StepCosts, advise
+from redraft.eval.serving.report import write_serving
+from redraft.eval.serving.workload import Lookup
+from redraft.recipes.cli import dispatch
+from redraft.recipes.decide.advise import Config, find_head_alpha, main, ngram_kind, speedup_at
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Path:
+    """serving.json of a draft and of n-grams."""
+    write_serving(tmp_path, make_serving_report())
+    return tmp_path / "serving.json"
+
+
+def make_costs() -> StepCosts:
+    return StepCosts.from_json(make_serving_report()["drafts"]["runs/good/draft"]["costs"])
+
+
+def test_it_prints_table_sentence_and_what_to_paste(serving: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(Config(serving=serving))
+    shown = capsys.readouterr().out
+    advice = advise(ACCEPTED, make_costs())
+    assert advice.sentence in shown
+    tau = 1 + sum(ACCEPTED[:3])
+    assert f"{tau * step_s(4, 0) / step_s(4, 3):.2f}x" in shown, "by hand: tau over how much longer a step takes"
+    best = [line.split() for line in shown.splitlines() if re.match(r"\s+(1|4|16) ", line)]
+    assert [[i for i, cell in enumerate(cells) if cell.endswith("*")] for cells in best] == [
+        [advice.best(b)] if advice.best(b) else [] for b in (1, 4, 16)
+    ]
+    flag, pasted = shlex.split(shown.splitlines()[-1])
+    assert flag == "--speculative-config"
+    assert json.loads(pasted) == advice.speculative_config({"method": "draft_model", "model": "runs/good/draft"})
+
+
+def test_another_reports_acceptance_takes_the_place_of_the_benchmarks(
+    serving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = {"draft": "d", "offline": {"forecast_per_position": [0.05, 0.01]}}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    main(Config(serving=serving, acceptance=tmp_path / "report.json", output=tmp_path / "advice.json"))
+    assert "speculation does not pay at any batch size up to 16: leave it off" in capsys.readouterr().out
+    written = json.loads((tmp_path / "advice.json").read_text())
+    assert (written["advice"]["off_from"], written["draft"]) == (1, "runs/good/draft")
+
+
+def test_the_draft_of_another_report_is_not_the_benchmarks(
+    serving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.json").write_text(json.dumps({"draft": "d", "offline": {"forecast_per_position": [0.95, 0.9]}}))
+    main(Config(serving=serving, acceptance=tmp_path / "report.json"))
+    _, pasted = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads(pasted)["model"] == "DRAFT"
+
+
+def write_workload(path: Path, *, quoting: bool) -> None:
+    text = "the quick brown fox jumps over the lazy dog and runs away from everything that it has ever seen before"
+    answer = text if quoting else "zebras xylophones quietly judge my vow of big sphinx waltz nymphs"
+    rows = [{"prompt": f"{number}. repeat: {text}", "response": answer} for number in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("quoting", [True, False])
+def test_a_workload_that_quotes_is_for_ngrams_and_another_is_not(
+    serving: Path, tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str], quoting: bool
+) -> None:
+    write_workload(tmp_path / "answers.jsonl", quoting=quoting)
+    cfg = Config(
+        serving=serving, data=str(tmp_path / "answers.jsonl"), target=str(tiny_target), output=tmp_path / "advice.json"
+    )
+    main(cfg)
+    shown = capsys.readouterr().out
+    found = json.loads((tmp_path / "advice.json").read_text())
+    assert found["suits"] == ("ngram" if quoting else "good")
+    assert f"suits this workload: {found['suits']}" in shown
+    assert (found["ngram_overlap"] > 0.8) == quoting
+    assert "a head of one layer would beat them" in shown
+    assert "measured on sonnet: good (draft_model)" in shown
+
+
+def test_a_head_has_to_be_as_right_as_its_price_asks() -> None:
+    costs = StepCosts(target_s={1: {0: 1.0, 1: 1.0}}, draft_s={1: 0.5})
+    lookup = Lookup(num_answers=1, num_tokens=2, overlap=0, drafted=0.5, acceptance_per_position=(0.5,))
+    kind = ngram_kind(costs, lookup)
+    assert speedup_at(kind.advice, 1) == pytest.approx(1.5), "looking up is free"
+    # a head costs a quarter: (1 + alpha) / 1.25 > 1.5 from alpha = 0.875 on
+    assert find_head_alpha(costs, [kind], 1, 1, layers=4) == 0.88
+    assert find_head_alpha(costs, [kind], 1, 1, layers=1) is None, "(1 + 1) / 2 never does"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--serving", "nowhere.json"], "nowhere.json does not exist: `redraft bench` measures one"),
+        (["--batch-size", "0"], "--batch-size is 0"),
+        (["--draft", "other"], "has no draft 'other': choose one of ngram, runs/good/draft"),
+        (["--draft", "ngram"], "no step costs of ngram: run `redraft bench` with it as the first --draft"),
+        (["--acceptance", "pyproject.toml"], "pyproject.toml is not a report"),
+    ],
+)
+def test_what_cannot_be_advised_on_is_one_line_and_2(
+    serving: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    assert dispatch(["advise", "--serving", str(serving), *flags]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_benchmark_without_any_acceptance_is_refused(tmp_path: Path) -> None:
+    report: dict[str, Any] = make_serving_report(make_sweep(drafts=("runs/good/draft",)))
+    report["drafts"]["runs/good/draft"]["acceptance_per_position"] = []
+    report["drafts"]["ngram"] = report["drafts"]["runs/good/draft"]
+    write_serving(tmp_path, report)
+    with pytest.raises(ValueError, match="counted no acceptance"):
+        main(Config(serving=tmp_path / "serving.json"))

@@ -1,0 +1,99 @@
+"""`redraft data`: what a draft would learn from a data set, shown without training."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from redraft.distill.data.samples import Sample, build_samples
+from redraft.recipes.cli import dispatch
+from redraft.recipes.decide.data import GREEN, PLAIN, choose_samples, describe_vocabulary, measure_answers, paint
+
+TARGET = "tests/assets/tiny-target"
+
+
+def make_sample(ids: list[int], mask: list[bool] | None = None, domain: str = "all") -> Sample:
+    return Sample(
+        input_ids=np.array(ids, np.int32),
+        loss_mask=np.array(mask or [True] * len(ids), np.bool_),
+        conversation="",
+        domain=domain,
+    )
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """40 good rows of two domains, one of them a copy, and four that cannot be learned from."""
+    rows: list[dict[str, Any]] = []
+    for i in range(40):
+        chat = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": f"answer {i}"}]
+        rows.append({"messages": chat * (1 + i % 2), "domain": ("chat", "law")[i % 4 == 0]})
+    bad = [{"messages": []}, {"title": "none"}, {"conversations": [{"from": "gpt", "value": "an opening"}]}]
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([*rows, {**rows[0]}, *bad, {"prompt": "a question only"}]))
+    return path
+
+
+def test_the_summary_counts_what_is_learned_and_what_is_not(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dispatch(["data", str(source), "--target", TARGET, "--held-out", "0.3", "--sequence-length", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "data.json: 43 conversations; skipped rows: 1 without messages (first: row 42), 1 without a" in out
+    first, turns, tokens = out.splitlines()[1:4]
+    num_train, num_held_out = (int(first.split(": ")[1].split(", ")[i].split()[0]) for i in (0, 1))
+    assert num_train + num_held_out == 43 - (out.count(" 1 repeated ones"))
+    assert num_held_out > 2
+    assert turns.startswith("turns: ")
+    assert " of them labels" in tokens
+    assert "domains: 3\n  chat: 30 (69.8%)\n  law: 11 (25.6%)\n  all: 2 (4.7%)" in out
+    assert "vocabulary: 4,096 ids; smaller than any draft vocabulary" in out
+    assert out.count("--- sample ") == 3
+    assert "<|assistant|>\n「answer " in out
+    assert "\x1b" not in out
+
+
+def test_strict_ends_at_the_first_row_that_cannot_be_used(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dispatch(["data", str(source), "--target", TARGET, "--strict"]) == 2
+    assert "row 42: without messages" in capsys.readouterr().err
+
+
+def test_labels_are_green_on_a_terminal_unless_told_otherwise(
+    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    command = ["data", str(source), "--target", TARGET, "--held-out", "0.3"]
+    assert dispatch(command) == 0
+    assert f"{GREEN}answer " in capsys.readouterr().out
+    assert dispatch([*command, "--no-color"]) == 0
+    assert GREEN not in capsys.readouterr().out
+
+
+def test_the_painted_labels_are_the_loss_mask(small_tokenizer: Any) -> None:
+    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "x\x1b[2Jy"}] * 2
+    (sample,), _ = build_samples([{"messages": chat, "domain": "all"}], small_tokenizer, max_length=256, progress=False)
+    shown = paint(sample, small_tokenizer, 256, in_color=True)
+    assert [part.split(PLAIN)[0] for part in shown.split(GREEN)[1:]] == ["x�[2Jy<|end|>"] * 2
+    plain = paint(sample, small_tokenizer, 256, in_color=False)
+    assert plain == shown.replace(GREEN, "「").replace(PLAIN, "」")
+    assert paint(sample, small_tokenizer, 2, in_color=False).endswith(" ...")
+    assert measure_answers(sample) == [int(sample.loss_mask.sum()) // 2] * 2
+
+
+def test_coverage_is_judged_on_held_out_text() -> None:
+    """Training shows ids 0 to 4,999 once, the upper ones twice: 4,096 ids keep 904 to 4,999."""
+    train = [make_sample(list(range(5000))), make_sample(list(range(904, 5000)))]
+    held_out = [make_sample([0, 903, 904, 4999, 9000, 1000, 7], [True, True, True, True, True, False, False])]
+    first, small, large = describe_vocabulary(train, held_out, 9192)
+    assert first.startswith("draft vocabulary, of the target's 9,192 ids")
+    assert small.strip() == f"4,096  40.00% of held-out text, {8192 / 9096:.2%} of training text"
+    assert large.strip() == "8,192  80.00% of held-out text, 100.00% of training text"
+
+
+def test_samples_come_from_every_domain() -> None:
+    samples = [make_sample([1, 2], domain=domain) for domain in ("a", "a", "a", "b")]
+    assert [sample.domain for sample in choose_samples(samples, 3)] == ["a", "b", "a"]

@@ -1,0 +1,316 @@
+"""`redraft eval` as its user runs it: killed, repeated, given bad input, and beside the real engine."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from redraft.eval.engine.measure import WARM_UP_TOKENS, measure, read_counters
+from redraft.eval.engine.server import VllmServer
+from redraft.eval.forecast import teacher_forced
+from redraft.eval.forecast.greedy import generate_answers
+from redraft.eval.prompts import Prompt
+from redraft.heads.families import eagle1, medusa
+from redraft.heads.target import Target
+from redraft.recipes.cli import dispatch
+from redraft.recipes.decide.evaluate import PRESETS, Config, choose_day
+
+Run = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen short conversations of two topics."""
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    rows = [
+        {
+            "messages": [{"role": "user", "content": f"import {'ast' * (i % 3 + 1)} {i}"}],
+            "topic": ("code", "prose")[i % 2],
+        }
+        for i in range(16)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def run(served_pair: tuple[Path, Path], data: Path, tmp_path: Path) -> Run:
+    """The command on the small pair, with further flags; its exit status."""
+
+    def command(*flags: str, output: str = "out") -> int:
+        flags_of = {
+            "--target": str(served_pair[0]),
+            "--data": str(data),
+            "--max-tokens": "12",
+            "--num-prompts": "8",
+            "--batch-size": "4",
+            "--output": str(tmp_path / output),
+        }
+        given = [part for pair in flags_of.items() if pair[0] not in flags for part in pair]
+        try:
+            return dispatch(["eval", *given, *flags])
+        except SystemExit as ended:
+            return int(ended.code or 0)
+
+    return command
+
+
+def drafts_of(pair: tuple[Path, Path], *more: str) -> list[str]:
+    return [part for draft in (f"noisy={pair[1]}", f"copy={pair[0]}", *more) for part in ("--draft", draft)]
+
+
+FORECAST = ("--no-engine", "--domain-column", "topic", "--temperature", "0", "1", "--num-speculative-tokens", "1", "3")
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+def row_of(report: dict[str, Any], draft: str, domain: str | None = None, temperature: float = 0) -> dict[str, Any]:
+    rows = report["results"]
+    return next(r for r in rows if (r["draft"], r["domain"], r["temperature"]) == (draft, domain, temperature))
+
+
+def test_drafts_of_every_kind_stand_side_by_side(run: Run, served_pair, tmp_path: Path) -> None:
+    target = Target.from_model(LlamaForCausalLM.from_pretrained(served_pair[0]))
+    torch.manual_seed(0)
+    medusa.Medusa(medusa.Config(num_heads=2), target).export(tmp_path / "medusa")
+    eagle1.Eagle1(eagle1.Config(), target).export(tmp_path / "eagle1")
+    more = ["ngram", str(tmp_path / "medusa"), str(tmp_path / "eagle1")]
+    flags = ("--draft-sample-method", "probabilistic")
+    assert run(*FORECAST, *drafts_of(served_pair, *more), *flags) == 0
+    report = report_of(tmp_path / "out")
+    families = {draft["name"]: draft["family"] for draft in report["drafts"]}
+    assert families == {
+        "noisy": "standalone",
+        "copy": "standalone",
+        "ngram": "ngram",
+        "medusa": "medusa",
+        "eagle1": "eagle1",
+    }
+    for temperature in (0, 1):
+        copy = row_of(report, "copy", temperature=temperature)
+        assert copy["alpha"]["value"] == pytest.approx(1, abs=1e-4)
+        told = [e["forecast"]["tau"]["value"] for e in copy["by_num_speculative_tokens"]]
+        assert told == pytest.approx([2, 4], abs=1e-3), "k + 1"
+    assert 1 < row_of(report, "noisy")["by_num_speculative_tokens"][1]["forecast"]["tau"]["value"] < 4
+    assert [e["num_speculative_tokens"] for e in row_of(report, "medusa")["by_num_speculative_tokens"]] == [1]
+    assert "medusa was trained to draft 2 tokens: k = 3 is left out." in report["notes"]
+    assert report["domains"] == ["code", "prose"]
+    assert {draft["name"] for draft in report["drafts"] if draft["is_sampled"]} == {"noisy", "copy", "eagle1"}
+
+
+def test_the_same_command_gives_the_same_bytes_in_another_folder(run: Run, served_pair, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        assert run(*FORECAST, *drafts_of(served_pair, "ngram"), output=name) == 0
+    for file in ("report.json", "report.html", "report.md"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()
+    assert (tmp_path / "one/run.json").is_file()
+
+
+def test_a_killed_run_goes_on_with_the_batch_it_was_killed_in(
+    run: Run, served_pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*FORECAST, *drafts_of(served_pair), output="whole") == 0
+    evaluate, calls = teacher_forced.evaluate_batch, []
+
+    def killed_in_the_third(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return evaluate(*args)
+
+    monkeypatch.setattr(teacher_forced, "evaluate_batch", killed_in_the_third)
+    assert run(*FORECAST, *drafts_of(served_pair), output="broken") == 2
+    assert "redraft: interrupted" in capsys.readouterr().err
+    assert run(*FORECAST, *drafts_of(served_pair), output="broken") == 0
+    assert len(calls) == 3 + 2, "four batches, two of which were done"
+    assert (tmp_path / "whole/report.json").read_bytes() == (tmp_path / "broken/report.json").read_bytes()
+
+
+def test_a_further_draft_reuses_the_targets_answers(run: Run, served_pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(*FORECAST, "--draft", str(served_pair[1])) == 0
+    monkeypatch.setattr(teacher_forced, "generate_answers", lambda *_, **__: pytest.fail("it answers again"))
+    assert run(*FORECAST, "--draft", str(served_pair[1]), "--draft", "ngram") == 0
+
+
+def test_what_fell_against_the_baseline_is_exit_status_1(
+    run: Run, served_pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*FORECAST, "--draft", f"d={served_pair[0]}", output="before") == 0
+    baseline = ("--baseline", str(tmp_path / "before/report.json"))
+    assert run(*FORECAST, "--draft", f"d={served_pair[0]}", *baseline, output="same") == 0
+    assert run(*FORECAST, "--draft", f"d={served_pair[1]}", *baseline, "--max-loss", "0.02") == 1
+    out = capsys.readouterr().out
+    assert "fell by more than 2.0%" in out
+    # four prompts of one domain prove no fall, eight of both do
+    assert "d, k = 3, temperature 0: tau 4.000 -> " in out
+    assert report_of(tmp_path / "out")["baseline"]["num_fell"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "no draft to evaluate"),
+        (("--draft", "nowhere/at/all"), "there is no draft nowhere/at/all"),
+        (("--draft", "TARGET", "--draft", "TARGET"), "two drafts are called"),
+        (("--draft", "TARGET", "--domain-column", "subject"), "without a column 'subject'"),
+        (("--draft", "TARGET", "--max-prompt-tokens", "1"), "has a prompt of at most 1 tokens"),
+        (("--draft", "TARGET", "--held-out", "0"), "--held-out is 0.0"),
+        (("--draft", "TARGET", "--concurrency", "0"), "--concurrency is 0"),
+        (("--draft", "TARGET", "--data", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
+        (("--draft", "TARGET", "--max-tokens", "600"), "exceed the target's window"),
+        (("--draft", "TARGET", "--num-speculative-tokens", "0"), "at least 1"),
+        (("--draft", "TARGET", "--engine-tokens", "2", "--num-speculative-tokens", "3"), "is not one of"),
+        (("--draft", "TARGET", "--baseline", "nowhere.json"), "does not exist"),
+        (("--draft", "TARGET", "--costs", "nowhere.json"), "nowhere.json"),
+        (("--draft", "OTHER"), "logits"),
+        (("--draft", "HEAD"), "was trained for another target"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line_and_leaves_what_is_there(
+    flags: tuple[str, ...], said: str, run: Run, served_pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/report.json").write_text("earlier")
+    places = {"TARGET": str(served_pair[0]), "OTHER": "other", "HEAD": "head"}
+    if "OTHER" in flags:
+        places["OTHER"] = str(make_smaller(served_pair[0], tmp_path / "smaller"))
+    if "HEAD" in flags:
+        places["HEAD"] = str(make_foreign_head(served_pair[0], tmp_path / "head"))
+    assert run("--no-engine", *(places.get(flag, flag) for flag in flags)) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("redraft: ")]
+    assert len(error) == 1
+    assert said in error[0]
+    assert (tmp_path / "out/report.json").read_text() == "earlier"
+
+
+def make_smaller(target: Path, folder: Path) -> Path:
+    """A model with fewer logits and the same tokenizer."""
+    model = LlamaForCausalLM.from_pretrained(target)
+    model.resize_token_embeddings(448)
+    model.save_pretrained(folder)
+    for path in target.glob("*token*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+def make_foreign_head(target: Path, folder: Path) -> Path:
+    medusa.Medusa(medusa.Config(), Target.from_model(LlamaForCausalLM.from_pretrained(target))).export(folder)
+    (folder / "provenance.json").write_text(json.dumps({"target_fingerprint": "00", "target": "somebody else's"}))
+    return folder
+
+
+def test_a_baseline_of_another_target_is_refused(
+    run: Run, served_pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--no-engine", "--draft", "ngram", output="before") == 0
+    flags = ("--target", str(served_pair[1]), "--draft", "ngram", "--baseline", str(tmp_path / "before/report.json"))
+    assert run("--no-engine", *flags) == 2
+    assert "is a baseline of another target" in capsys.readouterr().err
+
+
+def test_suffix_decoding_needs_its_package_and_the_engine(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found: list[object] = [None, object()]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found[0])
+    assert run("--no-engine", "--draft", "suffix") == 2
+    assert "pip install arctic-inference" in capsys.readouterr().err
+    found.reverse()
+    assert run("--no-engine", "--draft", "suffix") == 2
+    assert "is measured in the engine only" in capsys.readouterr().err
+
+
+def test_the_small_targets_preset_has_two_domains_and_temperatures() -> None:
+    demo: Config = PRESETS["demo"]
+    assert demo.data == "stdlib"
+    assert demo.temperature == (0.0, 1.0)
+
+
+@torch.no_grad()
+def test_sampled_answers_follow_the_target_and_do_not_depend_on_their_batch(served_pair) -> None:
+    target = LlamaForCausalLM.from_pretrained(served_pair[0]).eval()
+    prompt = Prompt(token_ids=[20, 30, 40, 50])
+    options: dict[str, Any] = {"max_tokens": 6, "num_speculative_tokens": 2, "end_ids": [], "temperature": 0.7}
+    (alone,) = generate_answers(target, [prompt], **options, seed=1)
+    others = [Prompt(token_ids=[60 + i] * (3 + i)) for i in range(3)]
+    assert generate_answers(target, [*others, prompt], **options, seed=1)[-1].output_ids == alone.output_ids
+    log_p_V = (target(torch.tensor([prompt.token_ids])).logits[0, -1].double() / 0.7).log_softmax(-1)
+    p_V, options["max_tokens"] = log_p_V.exp(), 1
+    drawn = [generate_answers(target, [prompt], **options, seed=s)[0].output_ids[0] for s in range(300)]
+    mean, spread = float((p_V * log_p_V).sum()), float((p_V * log_p_V**2).sum() - (p_V * log_p_V).sum() ** 2) ** 0.5
+    assert abs(float(log_p_V[drawn].mean()) - mean) < 3 * spread / 300**0.5
+
+
+@pytest.mark.vllm
+def test_the_real_engine_counts_what_was_forecast_greedy_and_sampled(run: Run, served_pair, tmp_path: Path) -> None:
+    flags = ("--temperature", "0", "1", "--num-speculative-tokens", "3", "--draft-sample-method", "probabilistic")
+    sizes = ("--num-prompts", "16", "--max-tokens", "48")
+    assert run("--draft", f"noisy={served_pair[1]}", "--domain-column", "topic", *flags, *sizes) == 0
+    report = report_of(tmp_path / "out")
+    for domain in (None, "code", "prose"):
+        (entry,) = row_of(report, "noisy", domain)["by_num_speculative_tokens"]
+        assert entry["engine"]["tau"] == pytest.approx(entry["forecast"]["tau"]["value"], abs=1e-6)
+        told = [rate["value"] for rate in entry["forecast"]["acceptance_per_position"]]
+        assert entry["engine"]["acceptance_per_position"] == pytest.approx(told, abs=1e-6)
+    (sampled,) = row_of(report, "noisy", temperature=1)["by_num_speculative_tokens"]
+    difference = sampled["engine"]["difference"]
+    width = difference["high"] - difference["low"]  # nearly four standard errors: the engine draws anew every time
+    assert abs(difference["value"]) < width < 0.5 * sampled["engine"]["tau"]
+
+
+@pytest.mark.vllm
+def test_an_engine_that_does_not_start_is_one_line_and_the_forecast_is_kept(
+    run: Run, served_pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--draft", f"noisy={served_pair[1]}", "--num-speculative-tokens", "2")
+    assert run(*flags, "--engine-args=--no-such-flag") == 2
+    assert "redraft: noisy: vLLM did not start: error: unrecognized arguments" in capsys.readouterr().err
+    monkeypatch.setattr(teacher_forced, "evaluate_batch", lambda *_: pytest.fail("it forecasts again"))
+    assert run(*flags, "--no-engine") == 0
+
+
+@pytest.mark.vllm
+def test_the_engines_counters_by_position_are_the_sum_of_its_requests(engine_with_draft: VllmServer) -> None:
+    prompts = [Prompt(token_ids=[20 + i, 40, 60]) for i in range(8)]
+    before = read_counters(engine_with_draft)
+    counted = measure(engine_with_draft, prompts, max_tokens=24, concurrency=4).counts
+    warm_up = measure(engine_with_draft, prompts[:4], max_tokens=WARM_UP_TOKENS, concurrency=4).counts
+    assert counted is not None
+    assert warm_up is not None
+    assert counted.accepted_per_position[0] > counted.accepted_per_position[2] > 0
+    # two measurements, the second of which asks what both warm-ups asked
+    assert read_counters(engine_with_draft) == before + counted + warm_up + warm_up + warm_up
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_real_engine_looks_up_what_the_forecast_does(run: Run, tiny_target: Path, tmp_path: Path) -> None:
+    flags = ("--target", str(tiny_target), "--data", "stdlib", "--held-out", "0.05", "--draft", "ngram")
+    assert run(*flags, "--num-speculative-tokens", "4", "--max-tokens", "96", "--num-prompts", "16") == 0
+    (entry,) = row_of(report_of(tmp_path / "out"), "ngram")["by_num_speculative_tokens"]
+    assert entry["engine"]["num_drafts"] > 20
+    assert entry["engine"]["tau"] == pytest.approx(entry["forecast"]["tau_per_draft"], abs=1e-6)
+
+
+def test_prompts_keep_their_date_on_another_day_and_beside_a_baseline(small_tokenizer: Any, tmp_path: Path) -> None:
+    cfg = Config(output=tmp_path)
+    assert choose_day(cfg, small_tokenizer, None) is None
+    dated = copy.deepcopy(small_tokenizer)
+    dated.chat_template = "{{ strftime_now('%d %b %Y') }}" + dated.chat_template
+    assert choose_day(cfg, dated, None) == datetime.date.today()
+    (tmp_path / "kept" / "date").write_text("2024-02-28")  # measured until then, and killed
+    assert choose_day(cfg, dated, None) == datetime.date(2024, 2, 28)
+    assert choose_day(cfg, dated, {"settings": {"date": "2024-02-29"}}) == datetime.date(2024, 2, 29)
+    assert choose_day(cfg, dated, {"settings": {}}) == datetime.date(2024, 2, 28)

@@ -1,0 +1,203 @@
+"""`redraft bench` from flags to reports, interrupted and resumed, and what it says of drafts that cannot be served."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from make_serving import make_load_result
+from transformers import LlamaForCausalLM
+
+from redraft.eval.engine.server import VllmServer
+from redraft.eval.serving import report as serving_report
+from redraft.eval.serving.cost import StepCosts
+from redraft.eval.serving.draft_config import cure, draft_config
+from redraft.eval.serving.sweep import Variant
+from redraft.recipes.bench.advice import Config as AdviceConfig
+from redraft.recipes.bench.advice import cells_acceptance, cells_costs, lines, verdict
+from redraft.recipes.cli import dispatch
+from redraft.recipes.decide import bench
+from redraft.recipes.decide.bench import PRESETS, Config, main, name, speculative_config
+
+
+def make_config(pair: tuple[Path, Path], output: Path, **changes: Any) -> Config:
+    small: dict[str, Any] = {
+        "target": str(pair[0]),
+        "draft": (str(pair[1]),),
+        "num_speculative_tokens": (3,),
+        "concurrency": (2, 1),
+        "request_rate": (),
+        "data": ("random",),
+        "input_tokens": (16,),
+        "output_tokens": 8,
+        "prompts_per_client": 1,
+        "max_model_len": 256,
+        "output": output,
+    }
+    return Config(**{**small, **changes})
+
+
+class Servers:
+    """Starts that are answered by a server that runs already; a quantised draft is refused, as on a CPU."""
+
+    def __init__(self, running: VllmServer, dies_at: int | None = None) -> None:
+        self.running, self.dies_at = running, dies_at
+        self.started: list[dict[str, Any] | None] = []
+
+    @contextlib.contextmanager
+    def __call__(self, target: str, *, speculative_config: dict[str, Any] | None, **_: Any) -> Iterator[VllmServer]:
+        if speculative_config and "quantization" in speculative_config:
+            raise ChildProcessError("vLLM did not start: fp8 quantization is currently not supported in cpu.")
+        self.started.append(speculative_config)
+        if len(self.started) - 1 == self.dies_at:
+            raise KeyboardInterrupt
+        yield self.running
+
+
+@pytest.mark.vllm
+def test_a_run_that_was_interrupted_measures_what_is_missing(
+    engine_with_draft: VllmServer, served_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = make_config(served_pair, tmp_path, draft_quantization=("fp8",))
+    monkeypatch.setattr(bench, "vllm_server", Servers(engine_with_draft, dies_at=1))
+    with pytest.raises(KeyboardInterrupt):
+        main(cfg)
+    assert len(list((tmp_path / "cells").glob("*.json"))) == 2, "two loads without a draft"
+    assert not (tmp_path / "serving.json").exists()
+
+    again = Servers(engine_with_draft)
+    monkeypatch.setattr(bench, "vllm_server", again)
+    main(cfg)
+    assert [bool(config) for config in again.started] == [True], "only the server with the draft"
+    report = json.loads((tmp_path / "serving.json").read_text())
+    schema = json.loads((Path(serving_report.__file__).parent / "serving.schema.json").read_text())
+    jsonschema.validate(report, schema)
+    assert list(report["tables"]) == ["draft", "tokens"], "nothing was measured of a quantised draft"
+    refused = {"what": f"{served_pair[1].name} in fp8 k=3", "reason": "vLLM did not start: fp8 quantization"}
+    assert [entry["what"] for entry in report["refused"]] == [refused["what"]]
+    assert report["refused"][0]["reason"].startswith(refused["reason"])
+    assert set(StepCosts.from_json(report["drafts"][str(served_pair[1])]["costs"]).batch_sizes) == {1, 2}
+
+    third = Servers(engine_with_draft)
+    monkeypatch.setattr(bench, "vllm_server", third)
+    main(cfg)
+    assert third.started == [], "everything is there"
+    assert json.loads((tmp_path / "serving.json").read_text())["tables"] == report["tables"]
+    main(replace(cfg, overwrite=True))
+    assert len(third.started) == 2
+
+
+@pytest.mark.vllm
+def test_a_draft_that_the_engine_refuses_is_one_line_with_its_cure(
+    served_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LlamaForCausalLM.from_pretrained(served_pair[1])
+    model.resize_token_embeddings(520)
+    model.save_pretrained(tmp_path / "draft")
+    cfg = make_config((served_pair[0], tmp_path / "draft"), tmp_path / "bench", concurrency=(1,))
+    # the target alone was measured by an earlier run
+    cells = bench.group_by_variant(cell for some in bench.plan(bench.sweep(cfg)).values() for cell in some)
+    results = bench.Results(cfg.output, bench.served(cfg))
+    for cell in cells[Variant()]:
+        results.add(cell, 0, make_load_result())
+    with pytest.raises(ValueError, match=r"vLLM did not start: .*vocab.*; .*holds no tokenizer") as refused:
+        main(cfg)
+    assert "\n" not in str(refused.value)
+    assert all(results.has(cell, 0) for cell in cells[Variant()]), "earlier results are kept"
+
+
+def test_a_draft_is_served_by_what_its_tensors_say(served_pair: tuple[Path, Path]) -> None:
+    draft = str(served_pair[1])
+    assert draft_config(draft) == {"method": "draft_model", "model": draft}
+    assert draft_config("ngram") == {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    assert draft_config("mtp") == {"method": "mtp"}
+    with pytest.raises(FileNotFoundError, match="there is no draft /nowhere"):
+        draft_config("/nowhere")
+
+
+def test_doctor_finds_nothing_wrong_with_what_is_looked_up(served_pair: tuple[Path, Path]) -> None:
+    assert cure(str(served_pair[0]), "ngram", 3) == ""
+    assert cure(str(served_pair[0]), str(served_pair[1]), 3) == ""
+
+
+def test_the_ideal_is_asked_of_the_engine_in_its_own_words() -> None:
+    from vllm.config.speculative import SpeculativeConfig
+
+    ideal = Variant(draft="d", num_speculative_tokens=3, is_ideal=True)
+    config = speculative_config(ideal, {"d": {"method": "draft_model", "model": "d"}})
+    assert config is not None
+    assert config["rejection_sample_method"] == "synthetic"
+    rates = SpeculativeConfig._resolve_synthetic_acceptance_rates(3, None, config["synthetic_acceptance_length"])
+    assert rates == [1.0, 1.0, 1.0]
+    assert speculative_config(Variant(), {}) is None
+
+
+def test_variants_are_told_apart() -> None:
+    variants = [
+        Variant(),
+        Variant(draft="a/draft", num_speculative_tokens=3),
+        Variant(draft="a/draft", num_speculative_tokens=3, quantization="fp8"),
+        Variant(draft="a/draft", num_speculative_tokens=3, is_ideal=True),
+    ]
+    assert [name(v) for v in variants] == ["without draft", "a k=3", "a in fp8 k=3", "a all accepted k=3"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--draft", "/nowhere"], "there is no draft /nowhere"),
+        (
+            ["--draft", "ngram", "--data", "jsonl:/nowhere.jsonl"],
+            "/nowhere.jsonl, the file of the jsonl prompts, does not exist",
+        ),
+        (["--draft", "ngram", "--prompts-per-client", "0"], "at least 1"),
+        (["--draft", "ngram", "--input-tokens", "4000"], "4256 tokens of input and output do not fit"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line_and_2(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dispatch(["bench", "--target", "t", "--output", str(tmp_path), *flags]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_the_demo_is_of_the_small_target() -> None:
+    assert PRESETS["demo"].target == "tests/assets/tiny-target"
+
+
+def test_the_advice_is_judged_by_what_was_measured() -> None:
+    cfg = AdviceConfig(concurrency=(1,), num_speculative_tokens=(1, 2, 3))
+    # a step takes 10 ms and 2 a draft token; the second round is twice as slow throughout
+    rates = (0.5, 0.25, 0.1)
+    cells = {
+        (1, k): [
+            make_load_result(
+                (1 + sum(rates[:k])) / (slow * (0.010 + 0.002 * k)),
+                slow * (0.010 + 0.002 * k),
+                acceptance_per_position=rates[:k],
+            )
+            for slow in (1, 2)
+        ]
+        for k in (0, 1, 2, 3)
+    }
+    assert cells_acceptance(cfg, cells) == pytest.approx(rates)
+    costs = cells_costs(cfg, cells)
+    assert costs.step_s(1, 2) / costs.step_s(1, 0) == pytest.approx(1.4), "between what it was told"
+    from redraft.eval.serving.cost import advise
+
+    judged = verdict(cfg, cells, advise(rates, costs), 1)
+    assert judged["measured"] == pytest.approx({0: 1.0, 1: 1.5 / 1.2, 2: 1.75 / 1.4, 3: 1.85 / 1.6})
+    assert judged["expected"] == pytest.approx(judged["measured"])
+    assert judged["advised"] == judged["advised_if_drafting"]
+    assert judged["ratio"] == pytest.approx(1.0)
+    assert sum("PASS" in line for line in lines(judged)) == 2
+    worse = {**judged, "ratio": 0.9}
+    assert sum("BELOW TARGET" in line for line in lines(worse)) == 1

@@ -1,0 +1,87 @@
+"""The page that compares families of heads, in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chromium import browser, open_in_chromium
+
+from redraft.eval.report.page import write_page
+from redraft.recipes.demo.heads import TEMPLATE, draw_charts
+
+TITLES = {"eagle3": "EAGLE-3", "medusa": "Medusa", "mlp_speculator": "MLPSpeculator"}
+
+
+def make_entry(tau: float, **changes: Any) -> dict[str, Any]:
+    return {
+        "title": "EAGLE-3",
+        "note": "",
+        "alpha_greedy_before": 0.1,
+        "alpha_greedy_after": 0.4,
+        "tau_forecast": tau * 1.01,
+        "tau_engine": tau,
+        "forecast_error": 0.01,
+        "acceptance_per_position": [0.5, 0.3, 0.1],
+        "lossless": True,
+        "ties": 0,
+        "num_prompts": 64,
+        "train_tokens_per_s": 3000.0,
+        "duration_s": 120.0,
+        **changes,
+    }
+
+
+def make_heads_report(**changes: Any) -> dict[str, Any]:
+    return {
+        "target": "a target",
+        "command": "make demo-heads",
+        "families": {
+            name: make_entry(1.5 + number / 10, title=title) for number, (name, title) in enumerate(TITLES.items())
+        },
+        "ablation": {"forward_kl": make_entry(1.5), "cross_entropy": make_entry(1.4)},
+        "environment": {"date": "2026-01-02", "processor": "an abacus"},
+        "duration_s": 900.0,
+        **changes,
+    }
+
+
+def write(folder: Path, report: dict[str, Any]) -> Path:
+    return write_page(folder, report, TEMPLATE, draw_charts)
+
+
+def test_the_page_begins_with_the_best_head_and_the_worst_forecast(tmp_path: Path) -> None:
+    html = write(tmp_path, make_heads_report()).read_text()
+    heading = re.sub(r"<[^>]+>", "", html.split("<h1>")[1].split("</h1>")[0])
+    assert heading == "MLPSpeculator emits 1.70 tokens per target step; no forecast was off by more than 1.0%."
+    assert "Every output is the target's own, token for token." in html
+    assert json.loads((tmp_path / "report.json").read_text())["families"]["eagle3"]["tau_engine"] == 1.5
+
+
+def test_the_page_names_a_head_that_changed_the_output(tmp_path: Path) -> None:
+    report = make_heads_report()
+    report["families"]["medusa"]["lossless"] = False
+    html = write(tmp_path, report).read_text()
+    assert "Medusa changed the target's output." in html
+    assert "Every output is the target's own" not in html
+
+
+def test_a_page_without_an_ablation_leaves_out_its_chart(tmp_path: Path) -> None:
+    assert 'id="ablation"' not in write(tmp_path, make_heads_report(ablation={})).read_text()
+
+
+@browser
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_chart_of_the_heads_renders_without_an_error_or_a_request(tmp_path: Path, dark: bool) -> None:
+    page = write(tmp_path, make_heads_report())
+    flags = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    dom, console, asked = open_in_chromium(page, tmp_path, *flags)
+    for chart in ("tau", "families-positions", "families-gain", "ablation"):
+        drawn = re.search(rf'id="{chart}".*?</svg>', dom, re.DOTALL)
+        assert drawn, f"{chart} is not drawn"
+        assert len(re.findall("<path", drawn[0])) >= 2, f"{chart} is empty"
+    assert console == []
+    assert asked == []

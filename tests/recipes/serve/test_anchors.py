@@ -1,0 +1,37 @@
+"""`redraft anchors` from data to the records that a learner replays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from redraft.heads.files.artifact import fingerprint
+from redraft.online.learning.anchors import read_anchors
+from redraft.recipes.cli import dispatch
+
+
+def test_every_label_of_the_data_is_a_row_that_the_learner_reads(
+    random_target: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "anchors"
+    flags = ["--target", str(random_target), "--data", str(data), "--output", str(output), "--max-length", "128"]
+    assert dispatch(["anchors", *flags, "--num-conversations", "6", "--top-k", "5"]) == 0
+    records = read_anchors(output, fingerprint(random_target))
+    assert f"anchors: {len(records)} records" in capsys.readouterr().out
+    for record in records:
+        assert record.topk_ids.shape == (len(record.positions), 5)
+        assert len(record.context_ids) + len(record.output_ids) <= 128
+        assert (record.positions >= record.num_prompt_tokens).all(), "the assistant's tokens alone"
+    with pytest.raises(ValueError, match="this one is another"):
+        read_anchors(output, "another")
+
+
+def test_anchors_that_are_there_are_not_replaced_unasked(
+    random_target: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "anchors").write_text("mine")
+    flags = ["--target", str(random_target), "--data", str(data), "--output", str(tmp_path / "anchors")]
+    assert dispatch(["anchors", *flags]) == 2
+    assert "already exists: choose another --output, or pass --overwrite" in capsys.readouterr().err
+    assert (tmp_path / "anchors").read_text() == "mine"

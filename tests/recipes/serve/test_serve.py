@@ -1,0 +1,114 @@
+"""The command that starts vLLM with the plugin: what it would run."""
+
+import json
+
+import pytest
+import tyro
+
+from redraft.online.engine.config import is_enabled, read_config
+from redraft.recipes.serve.serve import Config, plugin_environment, server_command
+
+
+def parse(*arguments):
+    return tyro.cli(Config, args=list(arguments))
+
+
+def test_what_stands_behind_the_dashes_goes_to_vllm_as_it_is(tmp_path):
+    cfg = parse("target", "--draft", str(tmp_path), "--num-speculative-tokens", "5", "--", "--port", "81", "-tp", "2")
+    command = server_command(cfg)
+    assert command[-4:] == ["--port", "81", "-tp", "2"]
+    assert command[command.index("--model") + 1] == "target"
+    speculative = json.loads(command[command.index("--speculative-config") + 1])
+    assert speculative["model"] == str(tmp_path)
+    assert speculative["num_speculative_tokens"] == 5
+    assert speculative["method"] == "draft_model"
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "draft_model"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "eagle3"),
+        ({"architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
+        ({"model_type": "medusa"}, "medusa"),
+        ({"architectures": ["MiMoMTPModel"]}, "mtp"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "redraft": {"family": "eagle1"}}, "eagle"),
+    ],
+)
+def test_the_method_follows_from_the_drafts_configuration(tmp_path, config, method):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = server_command(parse("target", "--draft", str(tmp_path)))
+    assert json.loads(command[command.index("--speculative-config") + 1])["method"] == method
+
+
+def test_a_draft_that_vllm_has_no_proposer_for_is_told_before_it_starts(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"redraft": {"family": "mlp_speculator"}}))
+    with pytest.raises(ValueError, match="a draft of the family mlp_speculator"):
+        server_command(parse("target", "--draft", str(tmp_path)))
+
+
+def test_a_registry_alone_serves_its_current_version(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no current version"):
+        server_command(parse("target", "--registry", str(tmp_path)))
+    (tmp_path / "v000003").mkdir()
+    (tmp_path / "current").symlink_to("v000003")
+    command = server_command(parse("target", "--registry", str(tmp_path)))
+    assert str(tmp_path / "v000003") in command[command.index("--speculative-config") + 1]
+    with pytest.raises(ValueError, match="no draft"):
+        server_command(parse("target"))
+
+
+def test_the_plugin_reads_back_what_the_command_was_told(tmp_path):
+    (tmp_path / "token").write_text("secret")
+    cfg = parse(
+        *("target", "--registry", str(tmp_path), "--token-file", str(tmp_path / "token"), "--allow-remote"),
+        *("--capture.spool", str(tmp_path / "spool"), "--capture.fraction", "0.1", "--capture.tenants", "a", "b"),
+    )
+    environment = plugin_environment(cfg, {})
+    config = read_config(environment)
+    assert is_enabled(environment)
+    assert config.registry == tmp_path
+    assert config.token == "secret"
+    assert config.allow_remote
+    assert config.capture is not None
+    assert (config.capture.fraction, config.capture.tenants) == (0.1, ("a", "b"))
+    assert read_config(plugin_environment(parse("target"), {})).capture is None
+
+
+def test_the_plugin_reads_back_what_the_command_was_told_of_the_log(tmp_path):
+    seed = tmp_path / "seed"
+    seed.write_text("a seed")
+    cfg = parse(
+        *("target", "--capture.ingest", "tls://user:secret@log:4222", "--capture.nats.fleet", "llama"),
+        *("--capture.nats.credentials", str(seed), "--capture.nats.ca", str(seed)),
+    )
+    capture = read_config(plugin_environment(cfg, {})).capture
+    assert capture is not None
+    assert (capture.spool, capture.ingest) == (None, "tls://user:secret@log:4222")
+    assert (capture.nats.fleet, capture.nats.credentials, capture.nats.ca) == ("llama", seed, seed)
+    assert "secret" not in repr(capture)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"REDRAFT_CAPTURE_SPOOL": "s", "REDRAFT_CAPTURE_INGEST": "nats://log:4222"}, "set one of them"),
+        ({"REDRAFT_CAPTURE_INGEST": "log:4222"}, "it must be nats://HOST:4222"),
+        ({"REDRAFT_CAPTURE_INGEST": "nats://log:4222", "REDRAFT_NATS_FLEET": "a b"}, r"nats\.fleet"),
+        ({"REDRAFT_CAPTURE_INGEST": "nats://log:4222", "REDRAFT_NATS_CA": "absent"}, "there is no file absent"),
+    ],
+)
+def test_a_mistake_about_the_log_is_told_before_vllm_starts(variables, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        read_config(variables)
+
+
+def test_plugins_that_were_allowed_stay_allowed():
+    assert plugin_environment(parse("t"), {"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"] == "mine,redraft"
+    # unset allows every installed plugin: naming one would switch the others off
+    assert "lora_filesystem_resolver" in plugin_environment(parse("t"), {})["VLLM_PLUGINS"].split(",")
+
+
+def test_the_model_runner_is_the_one_the_plugin_knows_unless_the_user_says_otherwise():
+    assert plugin_environment(parse("t"), {})["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert plugin_environment(parse("t"), {"VLLM_USE_V2_MODEL_RUNNER": "1"})["VLLM_USE_V2_MODEL_RUNNER"] == "1"

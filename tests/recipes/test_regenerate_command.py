@@ -1,0 +1,76 @@
+"""`redraft regenerate` asks a running server, or starts one of the target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from teachers import Teacher, teaching
+
+from redraft.distill.data.regenerate import Sampling
+from redraft.eval.engine.server import VllmServer
+from redraft.recipes import regenerate
+from redraft.recipes.regenerate import Config, main
+
+
+class Answering(Teacher):
+    def reply(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return 200, {"choices": [{"message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}]}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "really?"}]}) + "\n")
+    return path
+
+
+def read_answers(path: Path) -> list[str]:
+    return [json.loads(line)["messages"][-1]["content"] for line in path.read_text().splitlines()]
+
+
+def test_the_engine_is_started_for_a_target_and_stopped(
+    source: Path, random_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, Any]] = []
+
+    @contextmanager
+    def serve(target: str, **options: Any) -> Iterator[VllmServer]:
+        with teaching(Answering(model=target)) as teacher:
+            started.append(options)
+            yield VllmServer(url=teacher.url, model=target, dtype="auto", num_speculative_tokens=0)
+        started.append({})
+
+    monkeypatch.setattr(regenerate, "vllm_server", serve)
+    output, limit = tmp_path / "answers.jsonl", 512
+    main(Config(source=str(source), output=output, target=str(random_target), concurrency=5, vllm_args=("--x",)))
+    assert read_answers(output) == ["yes"]
+    assert json.loads(output.read_text())["settings"]["model"] == str(random_target)
+    options, stopped = started
+    assert (options["max_num_seqs"], options["extra_args"], options["dtype"]) == (5, ("--x",), "auto")
+    assert options["max_model_len"] == limit
+    assert stopped == {}
+
+
+def test_a_running_server_is_asked_as_before(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regenerate, "vllm_server", None)
+    with teaching(Answering()) as teacher:
+        main(Config(source=str(source), output=tmp_path / "answers.jsonl", url=teacher.url))
+    assert read_answers(tmp_path / "answers.jsonl") == ["yes"]
+
+
+def test_a_target_and_a_url_are_one_too_many(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not both"):
+        main(Config(source=str(source), output=tmp_path / "x.jsonl", target="t", url="http://127.0.0.1:1"))
+
+
+@pytest.mark.vllm
+def test_a_real_engine_answers(source: Path, served_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    sampling, output = Sampling(temperature=0.0, max_tokens=8), tmp_path / "answers.jsonl"
+    main(Config(source=str(source), output=output, target=str(served_pair[0]), sampling=sampling, concurrency=2))
+    assert len(read_answers(output)) == 1
+    assert output.with_suffix(".vllm.log").is_file()

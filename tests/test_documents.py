@@ -1,0 +1,53 @@
+"""The documents name files, commands and make targets that exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from redraft.recipes.cli import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+LISTED = subprocess.run(
+    ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+).stdout.split()
+DOCUMENTS = [ROOT / name for name in LISTED if (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_to_a_file(document):
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text())
+    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
+    assert not missing
+
+
+def read_code(document: Path) -> str:
+    """The fenced blocks of a document, and every span of code in backticks on a line."""
+    text = document.read_text()
+    fenced = re.findall(r"^```.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return "\n".join([*fenced, *re.findall(r"`([^`\n]+)`", text)])
+
+
+def test_every_command_in_the_documents_exists():
+    text = "\n".join(map(read_code, DOCUMENTS))
+    named = set(re.findall(r"^redraft ([a-z][a-z0-9-]*)", text, re.MULTILINE))
+    assert len(named) > 10
+    assert named <= COMMANDS.keys(), named - COMMANDS.keys()
+
+
+def test_every_make_target_in_the_documents_exists():
+    text = "\n".join(map(read_code, DOCUMENTS))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE))
+    assert len(named) > 5
+    assert named <= targets, named - targets
+
+
+def test_every_recipe_in_the_documents_exists():
+    text = "\n".join(map(read_code, DOCUMENTS))
+    named = {name for name in re.findall(r"\brecipes/[\w/-]+\.(?:py|yaml)", text) if "NAME" not in name}
+    assert len(named) > 2
+    assert not [name for name in named if not (ROOT / name).is_file()]
