@@ -12,7 +12,7 @@ else ifeq ($(ENGINE),cpu)
 export UV_TORCH_BACKEND ?= cpu
 endif
 
-# OpenMP threads that spin while they wait make training ten times slower beside a busy neighbour (recipes/cli.py).
+# OpenMP threads that spin while they wait make training ten times slower beside a busy neighbour (recipes/cli/run.py).
 export GOMP_SPINCOUNT ?= 0
 
 .PHONY: help env lock demo demo-heads demo-online demo-domains test test-all browser broker check \

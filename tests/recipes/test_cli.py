@@ -92,10 +92,10 @@ def test_the_console_script_starts_without_torch_or_the_engine():
 
 
 SHOW_ENVIRONMENT = """
-import os, sys
-import recipes.cli
-recipes.cli.dispatch = lambda args: print(os.environ["GOMP_SPINCOUNT"], os.environ["TQDM_MININTERVAL"]) or 0
-recipes.cli.main()
+import os
+from redraft.recipes.cli import run
+run.dispatch = lambda args: print(os.environ["GOMP_SPINCOUNT"], os.environ["TQDM_MININTERVAL"]) or 0
+run.main()
 """
 
 

@@ -1,1 +1,0 @@
-"""Make `redraft COMMAND --help` quick to appear and pleasant to read."""
