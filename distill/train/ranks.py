@@ -10,7 +10,9 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,9 @@ from redraft.eval.engine.process import LIBC, PR_SET_PDEATHSIG
 LONGEST_WAIT = timedelta(hours=24)
 """Time until the ranks give up on one that is alive but silent: the first rank may be caching the target, or proving a
 draft. A dead rank is noticed at once, by the launcher and by closed connections."""
+
+LONGEST_BUILD_S = 1800
+"""Time that DeepSpeed may take to compile its extension for CPU ranks; a minute is usual."""
 
 LET_GO_S = 0.5
 """Time for gloo's threads to release their tensors. Microseconds are enough, unless a thread waits for a core."""
@@ -45,11 +50,26 @@ def join_on_cpu() -> None:
     """
     if uses_deepspeed():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        refuse_abandoned_build()
     state = PartialState(cpu=True, timeout=LONGEST_WAIT)
     if state.distributed_type == DistributedType.MULTI_CPU and _is_requested("FSDP"):
         state.distributed_type = (
             DistributedType.MULTI_GPU
         )  # accelerate shards for this type; device and backend stay the CPU's
+
+
+def refuse_abandoned_build() -> None:
+    """Look for the lock that a killed build of DeepSpeed's extension leaves. PyTorch would wait for it forever.
+
+    Raises: TimeoutError if a lock is older than any build.
+    """
+    from torch.utils.cpp_extension import get_default_build_root  # slow to import, and only DeepSpeed needs it
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in root.rglob("lock"):
+        with suppress(FileNotFoundError):  # a build that ends now removes its lock
+            if time.time() - lock.stat().st_mtime > LONGEST_BUILD_S:
+                raise TimeoutError(f"a build of DeepSpeed's extension was killed and would never end: delete {lock}")
 
 
 def leave(accelerator: Accelerator) -> None:
