@@ -18,6 +18,7 @@ from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, Hidde
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.features import EndpointHiddenStates, load_skeleton
+from redraft.distill.signal.features_store import DEFAULT_STORAGE
 from redraft.distill.signal.shards import Content, is_complete, write_cache
 from redraft.distill.signal.sources import EndpointTarget, InProcessTarget
 from redraft.distill.train.loop import LoadedData, Loop
@@ -75,6 +76,9 @@ class Signal:
     """Addresses of the target's vLLM servers, http://HOST:PORT. Each request goes to the least busy one, and a failed
     server is skipped until it is back. For a head, start them with `redraft serve-features`; for a standalone draft,
     with --max-logprobs of at least k."""
+    storage: str = DEFAULT_STORAGE
+    """Folder or fsspec URL from which hidden states are read, for a head with servers: the `--storage` of `redraft
+    serve-features`. Nothing outside of it is read, whatever a server answers."""
     cache: Path | None = None
     """Folder of the cache, for several runs to share; by default inside --output."""
     cache_dtype: HiddenDtype = "bfloat16"
@@ -165,7 +169,7 @@ def live_signal(
     servers = Endpoints([Endpoint(url, attempts=1) for url in signal.url])
     if aux_layers is None:
         return EndpointTarget(servers, k=signal.k)
-    states = EndpointHiddenStates(servers, target, aux_layers)
+    states = EndpointHiddenStates(servers, target, aux_layers, signal.storage)
     states.require_target()
     return states
 

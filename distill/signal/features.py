@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
-from redraft.distill.signal.features_store import StatesLostError, absolute, take_states
+from redraft.distill.signal.features_store import DEFAULT_STORAGE, StatesLostError, Storage, absolute
 from redraft.distill.signal.sources import EndpointTarget, documents
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
 from redraft.heads.files.checkpoint import register_models
@@ -91,9 +91,16 @@ def load_skeleton(target: str, dtype: torch.dtype | None, device: torch.device) 
 class EndpointHiddenStates(EndpointTarget):
     """The exact signal of a target on servers started with `server_args`. One request per document."""
 
-    def __init__(self, endpoint: Endpoint | Endpoints, target: Any, layers: Sequence[int]) -> None:
-        """Only the final norm and the head of `target` are used: `load_skeleton` is enough."""
+    def __init__(
+        self, endpoint: Endpoint | Endpoints, target: Any, layers: Sequence[int], storage: str = DEFAULT_STORAGE
+    ) -> None:
+        """Only the final norm and the head of `target` are used: `load_skeleton` is enough.
+
+        Raises:
+            ValueError: if `storage` is neither a folder nor a URL that fsspec knows.
+        """
         super().__init__(endpoint)
+        self._storage = Storage(storage)
         self.head_VD: Tensor = target.get_output_embeddings().weight.detach()
         self.layers = sorted(layers)
         self._norm = target.base_model.norm
@@ -157,7 +164,7 @@ class EndpointHiddenStates(EndpointTarget):
     async def _complete(self, **body: Any) -> dict[str, Any]:
         answer = await self.endpoint.post("/v1/completions", **body)
         # This request is not about states, but the server writes them for every request: remove them.
-        await asyncio.to_thread(take_states, self._read_url(answer, self.endpoint), lambda *_: None)
+        await asyncio.to_thread(self._storage.take, self._read_url(answer, self.endpoint), lambda *_: None)
         return answer
 
     async def _read(
@@ -166,7 +173,7 @@ class EndpointHiddenStates(EndpointTarget):
         """The answer to a request. The states are written into the two tensors.
 
         Raises:
-            ValueError: if a layer is missing or the states do not arrive.
+            ValueError: if a layer is missing, the states do not arrive, or they are not in the storage.
         """
         lost: StatesLostError | None = None
         for _ in range(ATTEMPTS):
@@ -174,10 +181,14 @@ class EndpointHiddenStates(EndpointTarget):
 
             def put(first: int, states_tLD: Tensor, held: Sequence[int]) -> None:
                 rows = slice(first, first + len(states_tLD))
+                if rows.stop > len(hidden_TD) or states_tLD.shape[2] != hidden_TD.shape[1]:
+                    raise StatesLostError(
+                        f"states of another text or target: {list(states_tLD.shape)} from row {first}"
+                    )
                 hidden_TD[rows], aux_TLD[rows] = self._split(states_tLD, list(held), endpoint.url)
 
             try:
-                await asyncio.to_thread(take_states, self._read_url(answer, endpoint), put)
+                await asyncio.to_thread(self._storage.take, self._read_url(answer, endpoint), put)
                 return answer
             except StatesLostError as error:
                 lost = error
@@ -186,8 +197,9 @@ class EndpointHiddenStates(EndpointTarget):
         )
 
     def _read_url(self, answer: dict[str, Any], endpoint: Endpoint | Endpoints) -> str:
-        url: str | None = (answer.get("kv_transfer_params") or {}).get("hidden_states")
-        if url is None:
+        parameters = answer.get("kv_transfer_params")
+        url = parameters.get("hidden_states") if isinstance(parameters, dict) else None
+        if not isinstance(url, str):
             raise ValueError(f"{endpoint.url} sends no hidden states: start it with `{SERVER_COMMAND}`")
         return url
 

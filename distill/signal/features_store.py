@@ -5,6 +5,9 @@
 
 Neither side holds the states twice: the writer sends the tensor's memory as it is, and the reader copies a few rows at
 a time to the destination. Object storage has no locks, so a file is complete once its description exists.
+
+A reader takes files directly below its storage only. A server's answer names one of them, and cannot make the reader
+open another address, another folder, or a link.
 T = tokens, t = some of them, L = layers, D = hidden.
 """
 
@@ -13,16 +16,23 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import stat
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import fsspec
+import msgspec
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
+
+DEFAULT_STORAGE = "/dev/shm/redraft-features"
+"""Storage of server and trainer on one machine."""
 
 BLOCK_BYTES = 4 << 20
 """Bytes read or written at a time."""
@@ -35,6 +45,17 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.25
 longest is not, because object storage charges for every check."""
 
 
+LONGEST_DESCRIPTION, LONGEST_ROW = 1 << 16, 1 << 26
+"""Bytes of a NAME.json, and of the states of one token, at most. A hostile server must not fill the reader's memory."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", re.ASCII)
+"""Names that no file system takes for a folder, a link to another one, or a pattern."""
+
+Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+Use = Callable[[int, Tensor, Sequence[int]], None]
+"""Receives (first row, rows [t, L, D], layers)."""
+
+
 class StatesLostError(OSError):
     """The states are missing or damaged; the server can be asked for them again."""
 
@@ -43,11 +64,15 @@ class StatesLostError(OSError):
 class Description:
     """The contents of NAME.json."""
 
-    dtype: str
-    shape: tuple[int, int, int]
+    dtype: Literal["float64", "float32", "bfloat16", "float16"]
+    shape: tuple[Size, Size, Size]
     layers: tuple[int, ...]
     """Ascending; k is the residual stream after k layers."""
     crc32: int
+
+    def __post_init__(self) -> None:
+        if len(self.layers) != self.shape[1] or self.row_bytes > LONGEST_ROW:
+            raise ValueError(f"{len(self.layers)} layers cannot have the shape {list(self.shape)}")
 
     @property
     def row_bytes(self) -> int:
@@ -55,8 +80,17 @@ class Description:
 
 
 def absolute(storage: str) -> str:
-    """A URL unchanged; a path made absolute."""
-    return storage if "://" in storage else os.path.abspath(storage)
+    """A URL unchanged; a path made absolute. Without a slash at the end.
+
+    Raises:
+        ValueError: if nothing is left to name a folder.
+    """
+    named = (storage if "://" in storage else os.path.abspath(storage)).rstrip("/")
+    if not storage or not named or named.endswith(":"):
+        raise ValueError(
+            f"{storage!r} is no storage for hidden states: give a folder, or a URL such as s3://bucket/states"
+        )
+    return named
 
 
 def write_states(url: str, states_TLD: Tensor, layers: Sequence[int]) -> None:
@@ -71,7 +105,7 @@ def write_states(url: str, states_TLD: Tensor, layers: Sequence[int]) -> None:
             file.write(block)
     tokens, num_layers, hidden = states_TLD.shape
     description = Description(
-        dtype=str(states_TLD.dtype).removeprefix("torch."),
+        dtype=str(states_TLD.dtype).removeprefix("torch."),  # type: ignore[arg-type]
         shape=(tokens, num_layers, hidden),
         layers=tuple(layers),
         crc32=crc,
@@ -79,40 +113,97 @@ def write_states(url: str, states_TLD: Tensor, layers: Sequence[int]) -> None:
     storage.pipe_file(f"{path}.json", json.dumps(asdict(description)).encode())
 
 
-def take_states(url: str, use: Callable[[int, Tensor, Sequence[int]], None], wait_s: float = WAIT_S) -> None:
-    """Pass the states under `url` to `use(first row, rows [t, L, D], layers)`, a few rows at a time; then remove them.
-
-    The memory of the rows is reused by the next call of `use`. The rows are known to be undamaged only once this
-    returns.
-
-    Raises:
-        StatesLostError: if the states do not arrive within `wait_s`, are truncated, or fail the CRC-32.
-    """
-    storage, path = fsspec.core.url_to_fs(url)
-    description = _wait_for(storage, f"{path}.json", url, wait_s)
-    try:
-        with storage.open(f"{path}.bin", "rb", block_size=BLOCK_BYTES) as file:
-            crc = _read_rows(file, description, use)
-    except OSError as error:
-        raise StatesLostError(f"{url} cannot be read: {error}") from error
-    finally:
-        _remove(storage, path)
-    if crc != description.crc32:
-        raise StatesLostError(f"{url} is corrupt: its CRC-32 is {crc:08x}, not {description.crc32:08x}")
-
-
 def remove_states(url: str) -> None:
     """Remove the states under `url`, if any."""
     _remove(*fsspec.core.url_to_fs(url))
 
 
+class Storage:
+    """The one place from which a reader takes states."""
+
+    def __init__(self, storage: str) -> None:
+        """Open nothing yet.
+
+        Args:
+            storage: A folder or fsspec URL, the same as the servers'.
+
+        Raises:
+            ValueError: if it names no folder, or no kind of storage that fsspec knows.
+        """
+        self.root = absolute(storage)
+        self._files, self._folder = fsspec.core.url_to_fs(self.root)
+
+    def take(self, url: str, use: Use, wait_s: float = WAIT_S) -> None:
+        """Pass the states under `url` to `use`, a few rows at a time; then remove them.
+
+        The memory of the rows is reused by the next call of `use`. The rows are known to be undamaged only once this
+        returns.
+
+        Raises:
+            ValueError: if `url` is not directly below this storage. Nothing is opened.
+            StatesLostError: if the states do not arrive within `wait_s`, are truncated, or fail the CRC-32.
+        """
+        path = f"{self._folder}/{self._name(url)}"
+        try:
+            description = self._wait_for(path, url, wait_s)
+            with self._open(f"{path}.bin") as file:
+                crc = _read_rows(file, description, use)
+        except StatesLostError:
+            raise
+        except OSError as error:
+            raise StatesLostError(f"{url} cannot be read: {error}") from error
+        finally:
+            _remove(self._files, path)
+        if crc != description.crc32:
+            raise StatesLostError(f"{url} is corrupt: its CRC-32 is {crc:08x}, not {description.crc32:08x}")
+
+    def _name(self, url: str) -> str:
+        folder, _, name = url.rpartition("/")
+        if folder != self.root or not _NAME.fullmatch(name):
+            raise ValueError(
+                f"a server names {url[:300]!r} for hidden states, which is not directly below {self.root}: start "
+                "`redraft serve-features --storage` and the trainer (--signal.storage) with the same storage"
+            )
+        return name
+
+    def _open(self, path: str) -> Any:
+        """The file `path`, to read; on a local disk no link and no pipe, which would block."""
+        if not isinstance(self._files, LocalFileSystem):
+            return self._files.open(path, "rb", block_size=BLOCK_BYTES)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(f"{path} is not a file")
+        return os.fdopen(descriptor, "rb")
+
+    def _wait_for(self, path: str, url: str, wait_s: float) -> Description:
+        deadline_s, pause_s = time.monotonic() + wait_s, FIRST_PAUSE_S
+        while True:
+            try:
+                return msgspec.json.decode(self._read_start(f"{path}.json"), type=Description)
+            except (msgspec.ValidationError, RecursionError) as error:
+                raise StatesLostError(f"{url} is not described as states are: {error}") from None
+            except (FileNotFoundError, msgspec.DecodeError):  # not there yet, or half written
+                if time.monotonic() > deadline_s:
+                    raise StatesLostError(f"{url} did not come within {wait_s:g} s") from None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _read_start(self, path: str) -> bytes:
+        if not isinstance(self._files, LocalFileSystem):
+            content: bytes = self._files.cat_file(path, end=LONGEST_DESCRIPTION)  # `open` would ask twice
+            return content
+        with self._open(path) as file:
+            return bytes(file.read(LONGEST_DESCRIPTION))
+
+
 def _remove(storage: Any, path: str) -> None:
     for kind in ("json", "bin"):
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, IsADirectoryError):
             storage.rm_file(f"{path}.{kind}")
 
 
-def _read_rows(file: Any, description: Description, use: Callable[[int, Tensor, Sequence[int]], None]) -> int:
+def _read_rows(file: Any, description: Description, use: Use) -> int:
     """Pass all rows to `use`, and return the CRC-32."""
     tokens, num_layers, hidden = description.shape
     rows_per_block, crc = max(1, BLOCK_BYTES // description.row_bytes), 0
@@ -125,16 +216,3 @@ def _read_rows(file: Any, description: Description, use: Callable[[int, Tensor, 
         crc = zlib.crc32(block.numpy().data, crc)
         use(first, block.view(getattr(torch, description.dtype)).view(num_rows, num_layers, hidden), description.layers)
     return crc
-
-
-def _wait_for(storage: Any, path: str, url: str, wait_s: float) -> Description:
-    deadline_s, pause_s = time.monotonic() + wait_s, FIRST_PAUSE_S
-    while True:
-        try:
-            found = json.loads(storage.cat_file(path))
-            return Description(**{**found, "shape": tuple(found["shape"]), "layers": tuple(found["layers"])})
-        except (FileNotFoundError, json.JSONDecodeError):  # not there yet, or half written
-            if time.monotonic() > deadline_s:
-                raise StatesLostError(f"{url} did not come within {wait_s:g} s") from None
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

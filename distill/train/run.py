@@ -28,10 +28,10 @@ MAY_CHANGE = {"resume", "overwrite", "output", "wandb", "prove"}
 
 
 def _lasting(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config on which a resumed run must agree. The target's servers may move."""
+    """The part of a config on which a resumed run must agree. The target's servers and their storage may move."""
     kept = {key: value for key, value in config.items() if key not in MAY_CHANGE}
     if "signal" in kept:
-        kept["signal"] = {**kept["signal"], "url": bool(kept["signal"]["url"])}
+        kept["signal"] = {**kept["signal"], "url": bool(kept["signal"]["url"]), "storage": None}
     return kept
 
 

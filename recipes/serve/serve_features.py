@@ -3,9 +3,10 @@
     $ redraft serve-features meta-llama/Llama-3.1-70B-Instruct --layers 2 40 77 -- --tensor-parallel-size 8 --port 8001
     $ python recipes/eagle3_llama8b.py --signal.kind endpoint --signal.url http://127.0.0.1:8001
 
-The last hidden state is always sent as well. The states pass through `storage`, which the trainer must see under the
-same name: memory (/dev/shm) on one machine, a shared disk or object storage (s3://bucket/states) between machines. The
-trainer removes states after reading them. For more throughput, start several servers: --signal.url takes a list.
+The last hidden state is always sent as well. The states pass through `storage`: memory (/dev/shm) on one machine, a
+shared disk or object storage (s3://bucket/states) between machines. Give the trainer the same as --signal.storage. It
+reads nothing else, and removes states after reading them. For more throughput, start several servers: --signal.url
+takes a list.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Annotated
 import tyro
 
 from redraft.distill.signal.features import server_args
+from redraft.distill.signal.features_store import DEFAULT_STORAGE
 from redraft.eval.engine.command import vllm_command
 from redraft.heads.files.checkpoint import load_text_config
 from redraft.recipes.cli import run_recipe
@@ -30,8 +32,9 @@ class Config:
     """Further arguments of vLLM's server, after `--`."""
     layers: tuple[int, ...] = ()
     """Layers read by the head: k means the residual stream after k layers, 0 the embeddings."""
-    storage: str = "/dev/shm/redraft-features"
-    """Folder or fsspec URL through which the states pass. It must have room for all requests in flight."""
+    storage: str = DEFAULT_STORAGE
+    """Folder or fsspec URL through which the states pass, with room for all requests in flight. The trainer's
+    --signal.storage must be the same: it reads nothing outside of it."""
 
 
 def main(cfg: Config) -> None:

@@ -33,7 +33,7 @@ from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, Hidde
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.features import EndpointHiddenStates, load_skeleton, server_args
-from redraft.distill.signal.features_store import take_states, write_states
+from redraft.distill.signal.features_store import Storage, write_states
 from redraft.distill.signal.shards import write_cache
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import LoadedData
@@ -302,10 +302,10 @@ def make_teacher(model: Any, storage: str, harm: Callable[[Path, int], None] = l
     return Teacher(answer=answer)
 
 
-def from_teachers(teachers: Sequence[Teacher], folder: Path) -> EndpointHiddenStates:
+def from_teachers(teachers: Sequence[Teacher], folder: Path, storage: Path) -> EndpointHiddenStates:
     skeleton = load_skeleton(str(folder), torch.float32, torch.device("cpu"))
     endpoints = Endpoints([Endpoint(teacher.url, attempts=1, concurrency=2) for teacher in teachers])
-    return EndpointHiddenStates(endpoints, skeleton, LAYERS)
+    return EndpointHiddenStates(endpoints, skeleton, LAYERS, str(storage))
 
 
 def test_a_fleet_sends_what_the_model_computes_and_lost_states_are_asked_for_again(
@@ -320,7 +320,7 @@ def test_a_fleet_sends_what_the_model_computes_and_lost_states_are_asked_for_aga
     model, batch = load(random_target), make_batch(make_samples())
     one, other = make_teacher(model, str(tmp_path)), make_teacher(model, str(tmp_path), flip_a_bit)
     with teaching(one), teaching(other):
-        live = from_teachers([one, other], random_target)
+        live = from_teachers([one, other], random_target, tmp_path)
         live.require_target()
         assert (len(one.requests), len(other.requests)) == (1, 1)
         streamed = live(batch)
@@ -335,7 +335,7 @@ def test_a_fleet_with_a_server_of_another_target_names_it(
 ) -> None:
     right, wrong = (make_teacher(load(folder), str(tmp_path)) for folder in (random_target, served_pair[1]))
     with teaching(right), teaching(wrong), pytest.raises(ValueError, match=f"{wrong.url} does not serve this target"):
-        from_teachers([right, wrong], random_target).require_target()
+        from_teachers([right, wrong], random_target, tmp_path).require_target()
 
 
 def test_a_teacher_that_is_dead_at_the_start_is_passed_over_and_has_to_hold_the_target_when_it_is_back(
@@ -348,9 +348,9 @@ def test_a_teacher_that_is_dead_at_the_start_is_passed_over_and_has_to_hold_the_
     with teaching(alive), teaching(dead):
         pass
     with pytest.raises(ConnectionError, match="did not answer"):
-        from_teachers([alive, dead], random_target).require_target()
+        from_teachers([alive, dead], random_target, tmp_path).require_target()
     with teaching(alive, port=alive.port):
-        live = from_teachers([alive, dead], random_target)
+        live = from_teachers([alive, dead], random_target, tmp_path)
         assert isinstance(live.endpoint, Endpoints)
         live.endpoint.pause_s = live.endpoint.longest_pause_s = 0.05
         live.require_target()
@@ -368,6 +368,39 @@ def test_a_teacher_that_is_dead_at_the_start_is_passed_over_and_has_to_hold_the_
             assert len(dead.requests) > 1
     for mine, its in zip(states(InProcessTarget(model, LAYERS)(batch), batch), states(streamed, batch), strict=True):
         torch.testing.assert_close(its, mine, atol=2e-4, rtol=1e-4)
+
+
+HARMS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "another storage": lambda answer: answer | {"kv_transfer_params": {"hidden_states": "/etc/passwd"}},
+    "another host": lambda answer: answer | {"kv_transfer_params": {"hidden_states": "http://127.0.0.1:9/states"}},
+    "a number": lambda answer: answer | {"kv_transfer_params": {"hidden_states": 3}},
+    "a list": lambda answer: answer | {"kv_transfer_params": ["hidden_states"]},
+    "a text": lambda answer: answer | {"kv_transfer_params": "hidden_states"},
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_teacher_that_names_something_else_ends_training_with_one_line(
+    harm: str, random_target: Path, tmp_path: Path
+) -> None:
+    honest = make_teacher(load(random_target), str(tmp_path))
+    hostile = Teacher(answer=lambda request: HARMS[harm](honest.answer(request)))
+    with teaching(hostile), pytest.raises(ValueError, match=r"is not directly below|sends no hidden states") as error:
+        from_teachers([hostile], random_target, tmp_path).require_target()
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_states_of_another_size_are_lost_and_not_written_anywhere(random_target: Path, tmp_path: Path) -> None:
+    model = load(random_target)
+    for shape in ((500, 3, 64), (16, 3, 32)):
+
+        def replace(path: Path, _: int, shape: tuple[int, ...] = shape) -> None:
+            write_states(str(path.with_suffix("")), torch.zeros(shape), LAYERS)
+
+        teacher = make_teacher(model, str(tmp_path), replace)
+        with teaching(teacher), pytest.raises(ValueError, match="do not arrive: states of another text or target"):
+            from_teachers([teacher], random_target, tmp_path).require_target()
+        assert len(teacher.requests) == 3
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -388,26 +421,38 @@ def test_a_target_whose_layers_are_elsewhere_leaves_the_gpu_too(random_target: P
 
 
 @pytest.fixture(scope="module")
-def states_server(served_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Through which the real vLLM sends its states."""
+    return tmp_path_factory.mktemp("states") / "storage"
+
+
+@pytest.fixture(scope="module")
+def states_server(served_pair: tuple[Path, Path], storage: Path) -> Iterator[VllmServer]:
     """A real vLLM that sends the streams after layers 0 and 1 of the target, and after its last, 2."""
-    folder = tmp_path_factory.mktemp("states")
-    extra = server_args((0, 1), num_layers=2, storage=str(folder / "storage"))
-    with vllm_server(served_pair[0], log=folder / "vllm.log", max_model_len=128, extra_args=extra) as server:
+    extra = server_args((0, 1), num_layers=2, storage=str(storage))
+    with vllm_server(served_pair[0], log=storage.parent / "vllm.log", max_model_len=128, extra_args=extra) as server:
         yield server
 
 
-def from_server(server: VllmServer, folder: Path, layers: Sequence[int] = LAYERS) -> EndpointHiddenStates:
+def from_server(
+    server: VllmServer, folder: Path, storage: Path, layers: Sequence[int] = LAYERS
+) -> EndpointHiddenStates:
     skeleton = load_skeleton(str(folder), torch.float32, torch.device("cpu"))
-    return EndpointHiddenStates(Endpoint(server.url), skeleton, layers)
+    return EndpointHiddenStates(Endpoint(server.url), skeleton, layers, str(storage))
+
+
+def take_all(url: str) -> None:
+    """Read and remove."""
+    Storage(str(Path(url).parent)).take(url, lambda *_: None)
 
 
 @pytest.mark.vllm
 def test_a_real_server_sends_what_the_model_computes_in_process(
-    states_server: VllmServer, served_pair: tuple[Path, Path], tmp_path: Path
+    states_server: VllmServer, served_pair: tuple[Path, Path], storage: Path, tmp_path: Path
 ) -> None:
     folder, samples = served_pair[0], make_samples()
     model, batch = load(folder), make_batch(samples)
-    live = from_server(states_server, folder)
+    live = from_server(states_server, folder, storage)
     live.require_target()
     streamed, exact = live(batch), InProcessTarget(model, LAYERS)(batch)
     for one, other in zip(states(exact, batch), states(streamed, batch), strict=True):
@@ -419,8 +464,10 @@ def test_a_real_server_sends_what_the_model_computes_in_process(
 
 
 @pytest.mark.vllm
-def test_nothing_stays_in_the_servers_folder(states_server: VllmServer, served_pair: tuple[Path, Path]) -> None:
-    live = from_server(states_server, served_pair[0], layers=())
+def test_nothing_stays_in_the_servers_folder(
+    states_server: VllmServer, served_pair: tuple[Path, Path], storage: Path
+) -> None:
+    live = from_server(states_server, served_pair[0], storage, layers=())
     batch = make_batch(make_samples())
     assert live(batch).aux_BTLD is None
     model = load(served_pair[0])
@@ -429,7 +476,7 @@ def test_nothing_stays_in_the_servers_folder(states_server: VllmServer, served_p
     assert live.greedy([prompt], 5) == [greedy[0, 9:].tolist()]
     answer = live._runner.run(live.endpoint.post("/v1/completions", prompt=[3, 4, 5], max_tokens=1))
     url = answer["kv_transfer_params"]["hidden_states"]
-    take_states(url, lambda *_: None)
+    take_all(url)
     assert list(Path(url).parent.iterdir()) == []
 
 
@@ -443,7 +490,7 @@ def test_nothing_is_written_for_a_trainer_that_is_gone(states_server: VllmServer
                 await asyncio.gather(*asked, return_exceptions=True)
             answer = await http.post("/v1/completions", json=body | {"max_tokens": 1}, timeout=60)
         url = answer.json()["kv_transfer_params"]["hidden_states"]
-        await asyncio.to_thread(take_states, url, lambda *_: None)
+        await asyncio.to_thread(take_all, url)
         left.extend(Path(url).parent.iterdir())
 
     left: list[Path] = []
@@ -453,17 +500,17 @@ def test_nothing_is_written_for_a_trainer_that_is_gone(states_server: VllmServer
 
 @pytest.mark.vllm
 def test_a_server_of_another_target_other_layers_or_none_is_refused(
-    states_server: VllmServer, engine_with_draft: VllmServer, served_pair: tuple[Path, Path]
+    states_server: VllmServer, engine_with_draft: VllmServer, served_pair: tuple[Path, Path], storage: Path
 ) -> None:
     target, draft = served_pair
     with pytest.raises(ValueError, match=r"does not serve this target: its log-probabilities are \S+ nats from"):
-        from_server(states_server, draft).require_target()
-    lacking = from_server(states_server, target)
+        from_server(states_server, draft, storage).require_target()
+    lacking = from_server(states_server, target, storage)
     lacking.layers = [0, 5]
     with pytest.raises(ValueError, match=r"sends target layers \[0, 1, 2\] and not \[5\]: start it with `redraft"):
         lacking.require_target()
     with pytest.raises(ValueError, match="sends no hidden states: start it with `redraft serve-features`"):
-        from_server(engine_with_draft, target).require_target()
+        from_server(engine_with_draft, target, storage).require_target()
 
 
 def test_layers_that_the_target_does_not_have_are_refused_before_a_server_starts() -> None:

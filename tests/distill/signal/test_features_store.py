@@ -1,8 +1,10 @@
-"""Hidden states through storage: what is taken is what was written, or an error; and no copy of it is made."""
+"""Hidden states through storage: what is taken is what was written, or an error; no copy of it is made; and whatever a
+server names, nothing outside of the storage is read, fetched or removed."""
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -11,9 +13,10 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+from teachers import teaching
 from torch import Tensor
 
-from redraft.distill.signal.features_store import BLOCK_BYTES, StatesLostError, absolute, take_states, write_states
+from redraft.distill.signal.features_store import BLOCK_BYTES, StatesLostError, Storage, absolute, write_states
 
 
 def make_states(tokens: int = 7, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -29,7 +32,7 @@ def take(url: str, **options: float) -> tuple[Tensor, list[int]]:
         parts.append(rows_tLD.clone())
         held[:] = layers
 
-    take_states(url, use, **options)
+    Storage(url.rpartition("/")[0]).take(url, use, **options)
     return torch.cat(parts), held
 
 
@@ -59,7 +62,7 @@ def test_states_larger_than_a_block_come_in_blocks_that_use_one_memory(tmp_path:
         memories.add(rows_tLD.data_ptr())
         rows += len(rows_tLD)
 
-    take_states(url, use)
+    Storage(str(tmp_path)).take(url, use)
     assert rows == len(states_TLD)
     assert len(memories) == 1
 
@@ -96,3 +99,120 @@ def test_a_reader_waits_for_a_description_that_is_whole(tmp_path: Path) -> None:
 def test_states_that_never_come_are_an_error_that_names_them(tmp_path: Path) -> None:
     with pytest.raises(StatesLostError, match=r"nothing did not come within 0\.1 s"):
         take(str(tmp_path / "nothing"), wait_s=0.1)
+
+
+# -------------------------------------------------------------------------------------------------------- hostile names
+
+
+def ignore(first: int, rows_tLD: Tensor, layers: Sequence[int]) -> None:
+    pass
+
+
+ELSEWHERE = [
+    "{storage}/../secret",
+    "{storage}/..",
+    "{storage}/.hidden",
+    "{storage}/",
+    "{storage}",
+    "{storage}//states",
+    "{storage}/./states",
+    "{storage}/below/states",
+    "{storage}-beside/states",
+    "{outside}/secret",
+    "file://{storage}/states",
+    "local://{outside}/secret",
+    "{storage}/states?x",
+    "{storage}/states#x",
+    "{storage}/states%2f..%2fsecret",
+    "{storage}/states*",
+    "{storage}/states\0",
+    "{storage}/states\n",
+    "{storage}/" + 300 * "a",
+    "states",
+    "",
+    "http://127.0.0.1:{port}/states",
+    "{storage}/http://127.0.0.1:{port}/states",
+    "simplecache::http://127.0.0.1:{port}/states",
+    "{storage}/states::http://127.0.0.1:{port}/states",
+    "reference::http://127.0.0.1:{port}/states",
+    "zip://states::http://127.0.0.1:{port}/states",
+]
+
+
+@pytest.mark.parametrize("named", ELSEWHERE)
+def test_a_name_outside_the_storage_is_refused_and_nothing_is_opened(named: str, tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    for folder in (tmp_path, storage / "below", tmp_path / "storage-beside"):
+        for name in ("secret", "states", ".hidden"):
+            write_states(str(folder / name), make_states(), (0, 1, 2))
+    before = sorted(tmp_path.rglob("*"))
+    with teaching() as elsewhere:
+        url = named.format(storage=storage, outside=tmp_path, port=elsewhere.port)
+        with pytest.raises(ValueError, match=r"is not directly below .* with the same storage"):
+            Storage(str(storage)).take(url, ignore, wait_s=0)
+        assert (elsewhere.probes, elsewhere.requests) == (0, [])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", ["bin", "json"])
+@pytest.mark.parametrize("trick", ["link", "dangling link", "pipe", "folder", "device"])
+def test_a_link_or_a_pipe_in_the_storage_is_not_followed(trick: str, kind: str, tmp_path: Path) -> None:
+    storage, secret = tmp_path / "storage", tmp_path / f"secret.{kind}"
+    write_states(str(storage / "states"), make_states(), (0, 1, 2))
+    planted = storage / f"states.{kind}"
+    planted.rename(secret)
+    if trick == "pipe":
+        os.mkfifo(planted)
+    elif trick == "folder":
+        planted.mkdir()
+    else:
+        planted.symlink_to({"link": secret, "dangling link": tmp_path / "nowhere", "device": "/dev/zero"}[trick])
+    begun_s = time.monotonic()
+    with pytest.raises(StatesLostError):
+        Storage(str(storage)).take(str(storage / "states"), ignore, wait_s=600)
+    assert time.monotonic() - begun_s < 60
+    assert secret.stat().st_size > 0
+    assert not planted.is_symlink()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "load"},
+        {"dtype": "__dict__"},
+        {"dtype": "bool"},
+        {"dtype": 1},
+        {"shape": [7, 3]},
+        {"shape": [7, 3, -16]},
+        {"shape": [0, 3, 16]},
+        {"shape": [7, 3, 1 << 30]},
+        {"shape": [7, 2, 16]},
+        {"shape": "7316"},
+        {"layers": [0, 1, "2"]},
+        {"layers": None},
+        {"crc32": "0"},
+    ],
+)
+def test_a_hostile_description_is_an_error_before_any_byte_is_read(change: dict[str, object], tmp_path: Path) -> None:
+    write_states(str(tmp_path / "states"), make_states(), (0, 1, 2))
+    path = tmp_path / "states.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(StatesLostError, match="is not described as states are"):
+        Storage(str(tmp_path)).take(str(tmp_path / "states"), ignore, wait_s=600)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "content", [b"[]", b"null", b"{}", b"3", b"[" * 60_000, b'{"dtype": "\xff', b"{" + b" " * (1 << 20)]
+)
+def test_any_other_description_is_an_error_too(content: bytes, tmp_path: Path) -> None:
+    write_states(str(tmp_path / "states"), make_states(), (0, 1, 2))
+    (tmp_path / "states.json").write_bytes(content)
+    with pytest.raises(StatesLostError):
+        Storage(str(tmp_path)).take(str(tmp_path / "states"), ignore, wait_s=0)
+
+
+@pytest.mark.parametrize("storage", ["", "/", "s3://", "file:///"])
+def test_a_storage_that_names_no_folder_is_refused(storage: str) -> None:
+    with pytest.raises(ValueError, match="is no storage for hidden states"):
+        Storage(storage)
