@@ -1,37 +1,46 @@
-"""Files with a bearer token: one for each server, or one for all servers of a learner."""
+"""Files with a bearer token: one for each server, or one for all servers of a learner. Others must not read them."""
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import secrets
 from pathlib import Path
 
-logger = logging.getLogger("vllm.redraft")
-
 _TOKEN = re.compile(r"[ -~]+")
-_warned: set[Path] = set()
 
 
 def read_token(path: Path) -> str:
-    """The token in `path`. Logs a warning, once, if other users can read the file.
+    """The token in `path`.
 
     Raises:
-        ValueError: if the file holds no token.
+        ValueError: if the file holds no token, or others can read it.
         OSError: if it cannot be read.
     """
     with path.open() as file:
-        mode = os.fstat(file.fileno()).st_mode
+        _require_private(path, os.fstat(file.fileno()).st_mode)
         token = file.read().strip()
     if not token:
         raise ValueError(f"{path} is empty: `redraft token FILE` makes a token")
     if not _TOKEN.fullmatch(token):  # it could not be sent as a header
         raise ValueError(f"{path} holds no token: it must be one line of ASCII")
-    if mode & 0o077 and path not in _warned:
-        _warned.add(path)
-        logger.warning("other users can read the token in %s: chmod 600 %s", path, path)
     return token
+
+
+def require_private(path: Path) -> None:
+    """Raise ValueError if users outside the file's group can read it, or others than its owner can change it.
+
+    The group may read: Kubernetes mounts the secrets of a pod that has an fsGroup with mode 0440.
+    """
+    _require_private(path, path.stat().st_mode)
+
+
+def _require_private(path: Path, mode: int) -> None:
+    if mode & 0o027:
+        raise ValueError(
+            f"{path} is a secret, and its mode {mode & 0o777:04o} lets others read or change it: chmod 600 {path} "
+            "(a Kubernetes secret: defaultMode 0440)"
+        )
 
 
 def write_token(path: Path) -> None:

@@ -63,13 +63,18 @@ def publish(
         _seal(partial, folder, overwrite=overwrite)
 
 
-def write_whole(path: Path, content: bytes | str) -> None:
-    """Write `content` to `path` completely or not at all, even if the process or the machine dies."""
+def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) -> None:
+    """Write `content` to `path` completely or not at all, even if the process or the machine dies.
+
+    `mode` is the file's, whatever the umask.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

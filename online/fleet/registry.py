@@ -69,7 +69,10 @@ class Registry:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
+        for path in missing:  # whatever the learner's umask: its servers may run as another user
+            path.chmod(0o755)
 
     @contextmanager
     def owned(self) -> Iterator[None]:
@@ -178,7 +181,7 @@ class Registry:
         """
         artifact.verify(self.path(version))
         kept = [name for name in self.promoted() if name != version]
-        artifact.write_whole(self.folder / PROMOTED, json.dumps([*kept, version]))
+        artifact.write_whole(self.folder / PROMOTED, json.dumps([*kept, version]), mode=0o644)
         # The list comes first: it is read only up to the version named by the link, so a kill here changes nothing.
         self._point_current_at(version)
 
@@ -202,7 +205,7 @@ class Registry:
         self._point_current_at(previous)
         # For copies without links. A full disk must not stop a rollback: with the link the longer list is right too.
         with suppress(OSError):
-            artifact.write_whole(self.folder / PROMOTED, json.dumps(kept))
+            artifact.write_whole(self.folder / PROMOTED, json.dumps(kept), mode=0o644)
         return previous
 
     def prune(self, keep: int, serving: Collection[str] = ()) -> list[str]:
@@ -261,9 +264,8 @@ class Registry:
         if known and highest == noted:
             return
         with suppress(OSError):
-            path = self.folder / REGISTRY
-            artifact.write_whole(path, json.dumps({"id": known or uuid.uuid4().hex, "highest_number": highest}))
-            path.chmod(0o644)  # a server that runs as another user reads the id
+            content = {"id": known or uuid.uuid4().hex, "highest_number": highest}
+            artifact.write_whole(self.folder / REGISTRY, json.dumps(content), mode=0o644)
 
 
 def _read_registry(folder: Path) -> tuple[str, int]:

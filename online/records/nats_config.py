@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from redraft.online.tokens import require_private
+
 NO_DOMAIN = "all"
 """Last token of the subject for a record without a domain."""
 
@@ -26,8 +28,8 @@ class Nats:
     fleet: str = "default"
     """Name of the fleet: the servers of one learner. Fleets on the same NATS have separate streams."""
     credentials: Path | None = None
-    """Credentials for NATS: a .creds file, or a file with an NKey seed. A user and password can be in the address
-    instead."""
+    """Credentials for NATS: a .creds file, or a file with an NKey seed, which others cannot read. A user and password
+    can be in the address instead."""
     ca: Path | None = None
     """PEM file with the CA certificates for the server. Needed only if no public authority signed the server's
     certificate."""
@@ -41,6 +43,8 @@ class Nats:
             path = getattr(self, name)
             if path is not None and not path.is_file():
                 raise FileNotFoundError(f"nats.{name}: there is no file {path}")
+        if self.credentials is not None:
+            require_private(self.credentials)
 
     @property
     def stream(self) -> str:

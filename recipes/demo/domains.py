@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import secrets
 import sys
 import tempfile
 import time
@@ -40,6 +39,7 @@ from redraft.heads.files.artifact import fingerprint, publish
 from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import connected
+from redraft.online.tokens import read_token, write_token
 from redraft.online.traffic.domains import Clusters
 from redraft.online.traffic.proxy import POOL_HEADER
 from redraft.recipes.bench import router as bench_router
@@ -150,7 +150,7 @@ def make_drafts(cfg: Config, folder: Path, parts: Mapping[str, Sequence[Conversa
 @contextmanager
 def running_servers(cfg: Config, folder: Path) -> Iterator[dict[str, Server]]:
     """A server for each domain with the specialist, each on a separate core."""
-    (folder / "token").write_text(secrets.token_urlsafe(16))
+    write_token(folder / "token")
     (folder / "spool").mkdir(mode=0o700)
 
     def server(core: int, name: str) -> Any:
@@ -200,7 +200,7 @@ async def measure_drafts(
     """The router's accuracy, and tau of the specialists and of the shared drafts."""
     routed = await find_pools(router, prompts, cfg.clients)
     traffic = prompts[: cfg.num_test_prompts]
-    token = (folder / "token").read_text()
+    token = read_token(folder / "token")
     found = {}
     async with connected({server.url: token for server in servers.values()}) as fleet:
         for version in (SPECIALIST, SHARED, SHARED_LONGER):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import shutil
 import sys
 import time
@@ -44,6 +43,7 @@ from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import connected
 from redraft.online.journal import Journal, SwapEntry, TrainingEntry
 from redraft.online.learning.anchors import write_anchors
+from redraft.online.tokens import read_token, write_token
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.demo.fleet import (
     Answer,
@@ -212,8 +212,7 @@ class Stage:
         samples, _ = build_samples(parts[A][: cfg.num_anchors], tokenizer, max_length=512, progress=False)
         write_anchors(folder / "anchors", samples, InProcessTarget(target), fingerprint(cfg.target))
 
-        token = secrets.token_urlsafe(16)
-        (folder / "token").write_text(token)
+        write_token(folder / "token")
         (folder / "spool").mkdir(mode=0o700)
         config = cls._learner_config(cfg, folder, servers=[])
         registry = Registry(config.registry)
@@ -227,7 +226,7 @@ class Stage:
             folder=folder,
             target=target,
             fingerprint=fingerprint(cfg.target),
-            token=token,
+            token=read_token(folder / "token"),
             traffic={name: prompts(part, 2000) for name, part in parts.items()},
             test={name: prompts([c for c in held_out if c["domain"] == name], cfg.num_test_prompts) for name in (A, B)},
             config=config,

@@ -1,18 +1,20 @@
-"""Tokens: made for one user, read by servers and learner, and a warning if others can read them."""
+"""Tokens: made for one user, read by servers and learner, and refused if others can read them."""
 
 from __future__ import annotations
 
-import logging
+import os
 
 import pytest
+from other_user import USER, call_as_other, needs_root, reachable_folder
 
 from redraft.online.engine.config import read_config
 from redraft.online.fleet.discovery import FleetConfig, read_fleet
+from redraft.online.records.nats_config import Nats
 from redraft.online.tokens import read_token, write_token
 from redraft.recipes.cli import dispatch
 
 
-def test_the_command_makes_a_token_of_256_bits_that_only_its_user_can_read(tmp_path, capsys, caplog):
+def test_the_command_makes_a_token_of_256_bits_that_only_its_user_can_read(tmp_path, capsys):
     path = tmp_path / "token"
     assert dispatch(["token", str(path)]) == 0
     token = read_token(path)
@@ -22,30 +24,54 @@ def test_the_command_makes_a_token_of_256_bits_that_only_its_user_can_read(tmp_p
     assert dispatch(["token", str(path)]) == 2
     assert f"{path} exists" in capsys.readouterr().err
     assert read_token(path) == token, "never overwritten"
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o440, 0o640])
+def test_a_token_that_no_other_user_can_read_is_taken_without_a_word(tmp_path, mode, caplog, capsys):
+    path = make_token(tmp_path, mode)
+    assert len(read_token(path)) == 64
+    assert Nats(credentials=path).credentials == path
     assert caplog.records == []
+    assert capsys.readouterr() == ("", "")
 
 
-def test_a_token_that_others_can_read_is_warned_about_once(tmp_path, caplog):
-    for name, mode in (("group", 0o640), ("all", 0o644), ("mine", 0o600)):
-        path = tmp_path / name
-        write_token(path)
-        path.chmod(mode)
-    (tmp_path / "fleet.toml").write_text('[[servers]]\nurl = "http://a:1"\ntoken_file = "group"\n')
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            read_config({"REDRAFT_TOKEN_FILE": str(tmp_path / "all")})
-            FleetConfig(servers=("http://a:1",), token_file=tmp_path / "mine").token()
-            read_fleet(tmp_path / "fleet.toml", "", "t")
-    told = [record.getMessage() for record in caplog.records]
-    assert [f"chmod 600 {tmp_path / name}" in line for name, line in zip(("all", "group"), told, strict=True)] == 2 * [
-        True
-    ]
-    assert not any(read_token(tmp_path / "all") in line for line in told)
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o444, 0o660, 0o620, 0o602, 0o666])
+def test_a_token_that_others_can_read_or_change_is_refused_by_all_who_read_it(tmp_path, mode):
+    path = make_token(tmp_path, mode)
+    content = path.read_text().strip()
+    (tmp_path / "fleet.toml").write_text('[[servers]]\nurl = "http://a:1"\ntoken_file = "token"\n')
+    for read in (
+        lambda: read_config({"REDRAFT_TOKEN_FILE": str(path)}),
+        lambda: FleetConfig(servers=("http://a:1",), token_file=path).token(),
+        lambda: read_fleet(tmp_path / "fleet.toml", "", "t"),
+        lambda: Nats(credentials=path),
+    ):
+        with pytest.raises(ValueError, match=rf"its mode {mode:04o} .*: chmod 600 {path} \(a Kubernetes") as error:
+            read()
+        assert content not in str(error.value)
+
+
+@needs_root
+def test_a_secret_mounted_with_a_group_is_read_by_a_process_of_that_group_only():
+    """As in a pod with an fsGroup: the file belongs to root and to the group, with mode 0440."""
+    with reachable_folder() as folder:
+        path = make_token(folder, 0o440)
+        os.chown(path, 0, USER)
+        assert call_as_other(lambda: read_token(path)) == path.read_text().strip()
+        assert "PermissionError" in call_as_other(lambda: read_token(path), group=USER + 1)
+
+
+def make_token(folder, mode):
+    path = folder / "token"
+    write_token(path)
+    path.chmod(mode)
+    return path
 
 
 @pytest.mark.parametrize(("content", "told"), [("", "is empty"), ("a\nb", "holds no token"),
                                                ("päss", "holds no token")])  # fmt: skip
 def test_a_file_without_a_token_is_refused(tmp_path, content, told):
     (tmp_path / "token").write_text(content)
+    (tmp_path / "token").chmod(0o600)
     with pytest.raises(ValueError, match=told):
         read_token(tmp_path / "token")

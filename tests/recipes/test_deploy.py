@@ -57,6 +57,7 @@ def settings_of_the_learner(where: str, mounted: Path) -> str:
 def make_file(mounted: Path, path: str) -> Path:
     file = mounted / Path(path).name
     file.write_text("a key or a certificate")
+    file.chmod(0o440)  # as mounted
     return file
 
 

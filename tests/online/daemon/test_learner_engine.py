@@ -34,6 +34,7 @@ def token(monkeypatch):
 def world(random_target, tmp_path):
     world = World.make(tmp_path, random_target, make_draft(random_target, tmp_path / "draft"), servers=0)
     (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "token").chmod(0o600)
     provide_first_version(world.config(), world.registry, fingerprint(random_target))
     return world
 

@@ -132,6 +132,7 @@ def test_who_may_use_the_routes(host, token, config, code):
 
 def test_the_token_comes_from_a_file_and_stays_out_of_logs(tmp_path):
     (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "token").chmod(0o600)
     config = read_config({"REDRAFT_TOKEN_FILE": str(tmp_path / "token")})
     assert config.token == "secret"
     assert "secret" not in repr(config)

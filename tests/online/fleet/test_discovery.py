@@ -30,6 +30,7 @@ def write_fleet(path, *servers):
 
 def test_a_file_lists_the_servers_of_every_domain(tmp_path):
     (tmp_path / "special").write_text("another token\n")
+    (tmp_path / "special").chmod(0o600)
     path = tmp_path / "fleet.toml"
     write_fleet(path, ("http://a:8000/", "code"), ("http://b:8000", "prose"))
     with path.open("a") as file:

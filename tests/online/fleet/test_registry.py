@@ -10,10 +10,11 @@ import sys
 import time
 
 import pytest
+from other_user import call_as_other, needs_root, reachable_folder
 
 from redraft.heads.files import artifact
 from redraft.heads.files.lock import AlreadyOwnedError
-from redraft.online.fleet.registry import Identity, Registry
+from redraft.online.fleet.registry import Identity, Registry, read_id
 
 
 def publish(registry, weights=b"weights", **evaluation):
@@ -132,7 +133,7 @@ def test_pruning_keeps_what_a_server_that_is_away_may_still_serve(registry):
 
 def test_a_second_learner_is_refused_with_the_first_ones_process(registry):
     with registry.owned():
-        imports = "import sys, pathlib\nfrom redraft.online.fleet.registry import Identity, Registry\n"
+        imports = "import sys, pathlib\nfrom redraft.online.fleet.registry import Identity, Registry, read_id\n"
         code = f"{imports}with Registry(pathlib.Path(sys.argv[1])).owned(): pass"
         second = subprocess.run([sys.executable, "-c", code, registry.folder], capture_output=True, text=True)
         assert second.returncode != 0
@@ -280,3 +281,48 @@ def test_a_server_of_another_user_may_read_a_version(registry):
     assert modes.pop("part") == 0o755
     assert set(modes.values()) == {0o644}
     assert (registry.folder / "registry.json").stat().st_mode & 0o777 == 0o644
+
+
+@needs_root
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_a_server_of_another_user_reads_the_registry_whatever_the_learners_umask(umask):
+    """All that a server and a copy without links read: the link, the list, the id, and every byte of a version."""
+
+    def read() -> str:
+        seen = Registry(root / "drafts" / "llama")
+        copied = json.loads((seen.folder / "promoted.json").read_text())
+        bad = [name for name in copied if not artifact.verify(seen.path(name))]
+        return f"{seen.current()} {read_id(seen.folder)} {copied} {bad}"
+
+    def publish_privately(folder) -> None:
+        (folder / "part").mkdir(mode=0o700)
+        for name in ("model.safetensors", "part/more.safetensors"):
+            (folder / name).touch(0o600)  # as safetensors writes it
+
+    with reachable_folder() as root:
+        before = os.umask(umask)
+        try:
+            registry = Registry(root / "drafts" / "llama")
+            with registry.owned():
+                for _ in range(2):
+                    version = registry.publish(publish_privately, target_fingerprint="t", provenance={}, evaluation={})
+                    registry.promote(version)
+                promoted = call_as_other(read)
+                registry.rollback()
+                rolled_back = call_as_other(read)
+        finally:
+            os.umask(before)
+        known = read_id(registry.folder)
+    assert promoted == f"v000002 {known} ['v000001', 'v000002'] []"
+    assert rolled_back == f"v000001 {known} ['v000001'] []"
+    assert known
+
+
+@needs_root
+def test_a_registry_that_an_operator_closed_stays_closed():
+    with reachable_folder() as root:
+        (root / "drafts").mkdir(mode=0o700)
+        registry = Registry(root / "drafts")
+        with registry.owned():
+            registry.promote(publish(registry))
+        assert "PermissionError" in call_as_other(lambda: str(Registry(root / "drafts").current()))

@@ -405,6 +405,7 @@ async def test_users_are_known_by_password_or_by_the_seed_of_an_nkey(tmp_path):
     public = nkeys.from_seed(bytearray(seed)).public_key.decode()
     file = tmp_path / "seed"
     file.write_bytes(seed)
+    file.chmod(0o600)
     settings = f"authorization {{ users: [ {{user: learner, password: secret}}, {{nkey: {public}}} ] }}"
     with running_broker(tmp_path / "store", settings) as broker:
         with pytest.raises(BrokerError, match="Authorization"):
@@ -436,6 +437,7 @@ async def test_a_file_of_credentials_with_a_signed_token_opens_an_account(tmp_pa
         f"-----BEGIN NATS USER JWT-----\n{user_token}\n------END NATS USER JWT------\n\n"
         f"-----BEGIN USER NKEY SEED-----\n{user.seed.decode()}\n------END USER NKEY SEED------\n"
     )
+    file.chmod(0o600)
     with running_broker(tmp_path / "store", settings) as broker:
         with pytest.raises(BrokerError):
             await connect(broker.url, Nats())

@@ -60,6 +60,7 @@ def test_a_registry_alone_serves_its_current_version(tmp_path):
 
 def test_the_plugin_reads_back_what_the_command_was_told(tmp_path):
     (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
     cfg = parse(
         *("target", "--registry", str(tmp_path), "--token-file", str(tmp_path / "token"), "--allow-remote"),
         *("--capture.spool", str(tmp_path / "spool"), "--capture.fraction", "0.1", "--capture.tenants", "a", "b"),
@@ -78,6 +79,7 @@ def test_the_plugin_reads_back_what_the_command_was_told(tmp_path):
 def test_the_plugin_reads_back_what_the_command_was_told_of_the_log(tmp_path):
     seed = tmp_path / "seed"
     seed.write_text("a seed")
+    seed.chmod(0o600)
     cfg = parse(
         *("target", "--capture.ingest", "tls://user:secret@log:4222", "--capture.nats.fleet", "llama"),
         *("--capture.nats.credentials", str(seed), "--capture.nats.ca", str(seed)),
