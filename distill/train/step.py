@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.loss.fused import DraftRows, ExactRows, TopKRows, fused_linear_divergence
 from redraft.distill.train.ranks import describe_layout, fit_deepspeed, fit_fsdp, uses_deepspeed
+from redraft.distill.train.unpickle import without_code
 from redraft.eval.forecast.greedy import QuickMetrics, metric_sums, quick_metrics
 from redraft.heads.draft import Batch, Draft, DraftStep, ExactTarget, TargetSignal, label_rows
 
@@ -326,11 +327,13 @@ class Distillation:
     def resume(self, folder: Path) -> None:
         """Continue from a folder written by `save`.
 
-        Raises: ValueError if ranks of another layout wrote it: they saw other batches and hold other shards.
+        Raises: ValueError if ranks of another layout wrote it: they saw other batches and hold other shards. Also if
+        it holds anything but tensors and numbers, which would be code to run.
         """
         progress = json.loads((folder / PROGRESS).read_text())
         if not fits_ranks(folder, self.accelerator):
             here = describe_layout(self.accelerator)
             raise ValueError(f"{folder} was written by {progress['ranks']}: resume with the same, not {here}")
-        self.accelerator.load_state(str(folder))
+        with without_code(deepspeed=uses_deepspeed()):
+            self.accelerator.load_state(str(folder))
         self.step_index, self.skipped = progress["step_index"], progress["skipped"]

@@ -74,7 +74,7 @@ def assert_goes_on(command: Callable[[], Sequence[Sequence[str]]], folder: Path)
     pids.mkdir()
     run_all(command(), [SCRIPT, str(folder / "broken"), str(pids), "--resume"])
     run_all(command(), [SCRIPT, str(folder / "whole"), str(pids)])
-    broken, whole = (torch.load(folder / name / "weights.pt") for name in ("broken", "whole"))
+    broken, whole = (torch.load(folder / name / "weights.pt", weights_only=True) for name in ("broken", "whole"))
     assert broken.keys() == whole.keys()
     assert all(torch.equal(broken[name], whole[name]) for name in whole)
 

@@ -43,7 +43,7 @@ def train(config: str | None, output: Path, *args: str, nodes: int = 1) -> dict[
     else:
         require(name)
         run_all(accelerate_launch(name, *options, nodes=nodes), [SCRIPT, str(output), *args])
-    results = {path.stem: torch.load(path) for path in output.glob("*.pt")}
+    results = {path.stem: torch.load(path, weights_only=True) for path in output.glob("*.pt")}
     for result in results.values():
         assert (result["layout"], result["offloads"]) == (LAYOUTS[name], "offload" in (config or ""))
     return results
@@ -90,7 +90,7 @@ def test_mixed_precision_of_shards_rounds_products_and_neither_sums_nor_what_the
     one = train(None, tmp_path / "one", *work)
     run_all(accelerate_launch("fsdp2", "--mixed_precision", "bf16"), [SCRIPT, str(tmp_path / "two"), *work])
     for family, expected in one.items():
-        found = torch.load(tmp_path / "two" / f"{family}.pt")
+        found = torch.load(tmp_path / "two" / f"{family}.pt", weights_only=True)
         assert found["num_rows"] == expected["num_rows"], "an odd number above 256, which bfloat16 does not have"
         assert expected["num_rows"] > 256
         assert expected["num_rows"] % 2

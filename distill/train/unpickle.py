@@ -1,0 +1,106 @@
+"""Read a training checkpoint without running code that somebody put into it.
+
+A checkpoint's optimizer state is a pickle, and a pickle may call any function. Who reads them:
+
+    accelerate     `torch.load(weights_only=True)`
+    DeepSpeed      `torch.load(weights_only=False)`
+    FSDP           the same for what is no tensor, and `pickle.load` for the file .metadata
+
+Within `without_code` all three build tensors, numbers and the classes listed here, and refuse everything else.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.api import CheckpointException
+
+_DCP = "torch.distributed.checkpoint"
+METADATA = {
+    *((f"{_DCP}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((f"{_DCP}.metadata", f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
+    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
+}
+"""What FSDP's .metadata names, with its module."""
+
+
+@contextmanager
+def without_code(deepspeed: bool = False) -> Iterator[None]:
+    """Have checkpoints read without running code from them. `deepspeed` allows DeepSpeed's classes too.
+
+    Raises:
+        ValueError: if a checkpoint holds anything else; nothing of it ran.
+    """
+    switches = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}  # for every torch.load
+    before = {name: os.environ.get(name) for name in switches}
+    os.environ.update(switches)
+    known = filesystem.pickle = _KnownPickles()  # type: ignore[attr-defined]
+    try:
+        with torch.serialization.safe_globals(_list_deepspeed_classes() if deepspeed else []):
+            yield
+    except (pickle.UnpicklingError, CheckpointException) as error:
+        reasons = [*known.refused, *_find_refusals(error)]
+        if not reasons:
+            raise
+        raise ValueError(
+            f"this checkpoint holds more than tensors and numbers and was not loaded: {reasons[0]}; "
+            "somebody changed it, or another program wrote it"
+        ) from error
+    finally:
+        filesystem.pickle = pickle  # type: ignore[attr-defined]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+        for name in (name for name, value in before.items() if value is None):
+            del os.environ[name]
+
+
+def _list_deepspeed_classes() -> list[Any]:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # an extra
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) not in METADATA and not is_dtype:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+class _KnownPickles:
+    """Takes the place of the module `pickle` where FSDP reads .metadata. FSDP turns errors into text: they are kept."""
+
+    def __init__(self) -> None:
+        self.refused: list[str] = []
+
+    def load(self, file: Any) -> Any:
+        try:
+            return _Unpickler(file).load()
+        except Exception as error:  # a damaged pickle raises anything
+            self.refused.append(str(error) or type(error).__name__)
+            raise
+
+
+def _find_refusals(error: BaseException) -> Iterator[str]:
+    """The reasons of torch, a line each; it explains at length how to trust the file."""
+    if isinstance(error, CheckpointException):
+        for failure, _ in error.failures.values():
+            yield from _find_refusals(failure)
+    elif isinstance(error, pickle.UnpicklingError):
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        yield f"it names {named[1]}" if named else "it is no pickle of a training"
