@@ -34,7 +34,7 @@ METADATA = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # Python 3.13
 }
-"""What FSDP's .metadata names, with its module."""
+"""Names that FSDP's .metadata may hold, each with its module."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def without_code(deepspeed: bool = False) -> Iterator[None]:
     switches = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}  # for every torch.load
     before = {name: os.environ.get(name) for name in switches}
     os.environ.update(switches)
-    known = filesystem.pickle = _KnownPickles()  # type: ignore[attr-defined]
+    known = vars(filesystem)["pickle"] = _KnownPickles()
     try:
         with torch.serialization.safe_globals(_list_deepspeed_classes() if deepspeed else []):
             yield
@@ -60,7 +60,7 @@ def without_code(deepspeed: bool = False) -> Iterator[None]:
             "somebody changed it, or another program wrote it"
         ) from error
     finally:
-        filesystem.pickle = pickle  # type: ignore[attr-defined]
+        vars(filesystem)["pickle"] = pickle
         os.environ.update({name: value for name, value in before.items() if value is not None})
         for name in (name for name, value in before.items() if value is None):
             del os.environ[name]
