@@ -78,7 +78,7 @@ def chosen(results: dict[str, Any], families: list[str]) -> dict[str, Any]:
     return {family: results[family] for family in families}
 
 
-@pytest.mark.parametrize("config", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("config", ["fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_sharded_drafts_take_the_step_of_one_process(config: str, tmp_path: Path) -> None:
     families = ["standalone", "eagle3"]
     one = train(None, tmp_path / "one", *families, *SGD)

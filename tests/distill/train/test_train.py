@@ -217,6 +217,7 @@ def test_an_on_policy_batch_keeps_the_prompts_and_repeats_itself_for_the_same_se
         assert len(ends) == 0 or int(ends[0]) == int(written.sum()) - prompt - 1
 
 
+@pytest.mark.slow
 def test_two_processes_with_unequal_labels_make_the_step_of_one(tmp_path: Path):
     worker = Path(__file__).with_name("two_process_worker.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
