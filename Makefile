@@ -15,7 +15,7 @@ endif
 # OpenMP threads that spin while they wait make training ten times slower beside a busy neighbour (recipes/cli/run.py).
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help env lock demo demo-heads demo-online demo-domains test test-all browser broker check \
+.PHONY: help env lock demo demo-heads demo-online demo-domains soak faketime test test-all browser broker check \
 	format bench bench-decisions clean
 
 help:  ## what can be made
@@ -73,6 +73,11 @@ broker:
 		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -yqq nats-server >/dev/null; } \
 		|| echo "no nats-server here: the tests of the ingest log will be skipped (Debian: apt-get install nats-server)"
 
+faketime:
+	@ls /usr/lib/*/faketime/libfaketimeMT.so.1 >/dev/null 2>&1 || { [ "$$(id -u)" = 0 ] \
+		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -yqq faketime >/dev/null; } \
+		|| echo "no libfaketime here: the soak leaves out clock jumps (Debian: apt-get install faketime)"
+
 check: $(STAMP)  ## format, lint, types, layers, plain English
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -83,6 +88,9 @@ check: $(STAMP)  ## format, lint, types, layers, plain English
 format: $(STAMP)  ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+soak: $(STAMP) broker faketime  ## 30 minutes of traffic and random faults on two real servers, write outputs/soak; SOAK="--minutes 3"
+	$(BIN)/python recipes/soak/soak.py --overwrite $(SOAK)
 
 bench: $(STAMP)  ## speed and memory, as ratios of one interleaved run; is what `redraft advise` says the best?
 	$(BIN)/redraft bench-training

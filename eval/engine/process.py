@@ -33,15 +33,25 @@ def free_port() -> int:
 def process_group(
     command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """`command` as the leader of a process group, output to `log`; the whole group is stopped on exit.
+    """`start_group`; the whole group is stopped on exit."""
+    log.unlink(missing_ok=True)
+    process = start_group(command, log=log, env=env)
+    try:
+        yield process
+    finally:
+        stop_group(process)
 
-    If this process is killed, the leader gets SIGTERM from the kernel and stops the children itself. The group is
-    not a separate session: Linux divides a processor among sessions first (autogroups). As one, a learner beside the
-    many threads of two vLLM servers got 10% of two cores instead of 28%.
+
+def start_group(command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start `command` as the leader of a process group, with its output appended to `log`.
+
+    If this process or the calling thread ends, the leader gets SIGTERM from the kernel and stops the children itself.
+    The group is not a separate session: Linux divides a processor among sessions first (autogroups). As one, a learner
+    beside the many threads of two vLLM servers got 10% of two cores instead of 28%.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
+    with log.open("ab") as output:
+        return subprocess.Popen(
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -50,17 +60,14 @@ def process_group(
             process_group=0,
             preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
-    try:
-        yield process
-    finally:
-        _stop_group(process)
 
 
 def _die_with_parent() -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _stop_group(process: subprocess.Popen[bytes]) -> None:
+def stop_group(process: subprocess.Popen[bytes]) -> None:
+    """Ask the group to end, and kill those of it that have not ended in time."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

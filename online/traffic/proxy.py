@@ -230,8 +230,11 @@ class Proxy:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await reply.aclose()  # before the client knows the end: its next request then finds this connection free
             await send({"type": "http.response.body"})
-        except BrokenError as error:  # the client sees a broken connection, as it would without the proxy
+        except BrokenError as error:
+            # The client sees a broken connection, as it would without the proxy. A stream says why before it breaks.
             logger.warning("%s closed the connection in the middle of an answer: %s", reply.upstream.url, error)
+            if _is_event_stream(reply):
+                await send({"type": "http.response.body", "body": _build_error_event(error), "more_body": True})
 
     async def _forward(self, request: Request, body: Body) -> Relayed:
         """A server's reply, and the chunks to send to the client.
@@ -296,6 +299,18 @@ def _build_response_headers(relayed: Relayed) -> list[Header]:
     if reply.upstream.domain:
         headers.append((POOL_HEADER, reply.upstream.domain.encode()))
     return headers
+
+
+def _is_event_stream(reply: Reply) -> bool:
+    headers = dict(reply.headers)
+    return headers.get(b"content-type", b"").startswith(b"text/event-stream") and b"content-encoding" not in headers
+
+
+def _build_error_event(error: BrokenError) -> bytes:
+    """The last event of a stream that broke, in the form of vLLM's and OpenAI's own: their clients raise it."""
+    message = f"the server closed the connection in the middle of the answer: {error}"
+    content = {"error": {"message": message, "type": "server_error", "code": 502}}
+    return b"\n\ndata: " + json.dumps(content).encode() + b"\n\n"  # the blank line ends an event that broke off
 
 
 def _parse_json(body: bytes) -> Any:

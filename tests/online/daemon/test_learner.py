@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 
 import msgspec
-import poison
 import pytest
 from fake_fleet import TOKEN
 from learner_world import World, make_draft, make_records, ship, until
@@ -24,6 +23,7 @@ from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.records.record import MAGIC, Sampling, encode_record
 from redraft.online.records.spool import is_in_memory
+from redraft.recipes.soak import poison
 
 
 @pytest.fixture(autouse=True)

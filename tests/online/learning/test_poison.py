@@ -20,10 +20,8 @@ from types import SimpleNamespace
 import msgspec
 import nats
 import numpy as np
-import poison
 import pytest
 import torch
-from poison import SHAPE, TARGET, VOCAB, frame_around, i32, make_later, make_record, pack
 from transformers import LlamaForCausalLM
 
 from redraft.eval.counts import AcceptanceCounts
@@ -47,6 +45,8 @@ from redraft.online.records.record import (
     encode_record,
     read_frames,
 )
+from redraft.recipes.soak import poison
+from redraft.recipes.soak.poison import SHAPE, TARGET, VOCAB, frame_around, i32, make_later, make_record, pack
 
 GIB = 1 << 30
 fleets = count()

@@ -309,10 +309,19 @@ async def test_a_request_that_a_server_had_received_is_not_sent_to_another(tmp_p
 
 
 @in_event_loop
-async def test_a_break_within_an_answer_is_the_clients_to_see(tmp_path):
+async def test_a_stream_that_breaks_says_why_before_the_client_sees_it_break(tmp_path):
     async with routed(tmp_path) as them:
-        with pytest.raises(httpx.RemoteProtocolError):
-            await them.ask("code", do="break within", stream=True)
+        heard = b""
+        body = {"do": "break within", "stream": True}
+        async with them.http.stream("POST", PATH, json=body, headers={"X-Redraft-Domain": "code"}) as answer:
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                async for chunk in answer.aiter_bytes():
+                    heard += chunk
+                pytest.fail("the stream ended as if it were whole")
+        whole, last = [json.loads(line.removeprefix(b"data: ")) for line in heard.splitlines() if line]
+        assert whole["choices"][0]["text"] == "code"
+        assert last["error"]["code"] == 502
+        assert last["error"]["message"].startswith("the server closed the connection in the middle of the answer")
         assert await them.under_way() == {"code": 0, "prose": 0, "": 0}
 
 

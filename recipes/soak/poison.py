@@ -102,9 +102,9 @@ FLOATS = (0.0, -0.0, 1e-40, 1e-300, 2.0, 2.1, -1.0, 1e300, float("nan"), float("
 STRINGS = ("", "a b", "a\nb", "\0", "x" * 300, "x" * 5000, "Zürich", "\u2028", "\U0001f600" * 64, "-", "../..", "NaN")
 
 
-def fuzz(rng: random.Random, number: int) -> bytes:
+def fuzz(rng: random.Random, number: int, target: str = TARGET) -> bytes:
     """One frame or no frame: a mutation of a good one in a random place, most often with the right CRC."""
-    fields = fields_of(make_record(number, sequence=number))
+    fields = fields_of(make_record(number, sequence=number, target_fingerprint=target))
     kind = rng.randrange(8)
     if kind < 4:
         for _ in range(rng.choice((1, 1, 2))):

@@ -1,0 +1,1 @@
+"""A soak: the whole online service under traffic and random faults, and a judge at its end."""

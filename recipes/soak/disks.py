@@ -1,0 +1,94 @@
+"""Small disks that can fill up and hang: files with an ext4 inside, mounted through a loop device. Needs root.
+
+fill     the rest of the disk is allocated, so every write fails with ENOSPC
+freeze   every write waits, and so do fsync, create and unlink, as on a network disk whose server is gone
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from redraft.eval.engine.process import start_group
+
+FILLER = "filler"
+
+PIECES = (64 << 20, 1 << 20, 4 << 10)
+"""Bytes allocated at once, from the largest to a block, until not even that fits."""
+
+
+@dataclass(frozen=True)
+class Disk:
+    folder: Path
+    is_real: bool
+    """False if nothing could be mounted: then it is a plain folder, which can neither fill up nor hang."""
+
+    def fill(self) -> None:
+        """Take all free space."""
+        assert self.is_real
+        descriptor = os.open(self.folder / FILLER, os.O_CREAT | os.O_WRONLY, 0o600)
+        try:
+            size = os.fstat(descriptor).st_size
+            for piece in PIECES:
+                with contextlib.suppress(OSError):
+                    while True:
+                        os.posix_fallocate(descriptor, size, piece)
+                        size += piece
+        finally:
+            os.close(descriptor)
+
+    def free(self) -> None:
+        (self.folder / FILLER).unlink(missing_ok=True)
+
+    def freeze(self, seconds: float, log: Path) -> subprocess.Popen[bytes]:
+        """Freeze the disk; the returned process thaws it. It does so even if this process is killed."""
+        assert self.is_real
+        script = f'trap "" TERM; fsfreeze -f "$1" && sleep {seconds:.1f}; fsfreeze -u "$1"'
+        return start_group(["sh", "-c", script, "freeze", str(self.folder)], log=log)
+
+
+@contextlib.contextmanager
+def mounted(image: Path, folder: Path, num_bytes: int) -> Iterator[Disk]:
+    """An empty disk of `num_bytes` at `folder`; a plain folder if this machine does not allow mounts."""
+    folder.mkdir(parents=True, mode=0o700)
+    tools = [
+        shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") for name in ("mkfs.ext4", "mount")
+    ]
+    if os.geteuid() or not all(tools) or not shutil.which("fsfreeze", path="/usr/sbin:/sbin:/usr/bin"):
+        yield Disk(folder, is_real=False)
+        return
+    with image.open("wb") as file:
+        file.truncate(num_bytes)
+    _run(str(tools[0]), "-q", "-F", "-m", "0", str(image))
+    if subprocess.run([str(tools[1]), "-o", "loop", image, folder], capture_output=True, check=False).returncode:
+        yield Disk(folder, is_real=False)
+        return
+    try:
+        folder.chmod(0o700)
+        yield Disk(folder, is_real=True)
+    finally:
+        _unmount(folder)
+        image.unlink()
+
+
+def unmount_below(folder: Path) -> None:
+    """Unmount the disks that a killed soak left in the folder."""
+    for mount in psutil.disk_partitions(all=True):
+        if Path(mount.mountpoint).is_relative_to(folder):
+            _unmount(Path(mount.mountpoint))
+
+
+def _unmount(folder: Path) -> None:
+    for command in (["fsfreeze", "-u"], ["umount", "--lazy"]):
+        subprocess.run([*command, folder], capture_output=True, check=False)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)

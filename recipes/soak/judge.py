@@ -1,0 +1,213 @@
+"""The judge: was everything survived? Pure functions of what was seen.
+
+faults     every target was well again, and no process ended that nobody had killed
+records    every record that the broker, or the spool, acknowledged is stored, or counted under a reason
+versions   all servers of a domain serve the current version
+requests   every request that failed was told to fail
+memory     resident bytes and descriptors of every process are flat over its life
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+WARM_UP_S = 45.0
+"""Seconds of a process's life that are not measured: it loads, and fills its caches."""
+
+MIN_LIFE_S = 90.0
+"""Shorter lives say nothing about growth."""
+
+FLAT_SHARE, FLAT_BYTES, FLAT_DESCRIPTORS = 0.1, 96 << 20, 64
+"""A process is flat if it grows by less than this share, or by less than these bytes: allocators and caches move."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultSeen:
+    name: str
+    problem: str = ""
+    """The reason why it was not survived; empty if it was."""
+    seconds: float = 0.0
+    """From the injection until its target was well again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordsSeen:
+    acked: Collection[str]
+    """Ids of the records that the log or the spool acknowledged."""
+    stored: Collection[str]
+    """Ids in the learner's buffer at the end."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Records that the learner counted as not kept, by reason. Hostile ones are among them."""
+
+    EXPLAINS = ("expired", "evicted", "deleted", "forgotten", "corrupt_on_disk", "other_domain")
+    """Reasons why an acknowledged, good record may be gone."""
+
+    @property
+    def missing(self) -> set[str]:
+        return set(self.acked) - set(self.stored)
+
+    @property
+    def num_lost(self) -> int:
+        """Missing records that no reason counts."""
+        return max(0, len(self.missing) - sum(self.dropped.get(reason, 0) for reason in self.EXPLAINS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LifeSeen:
+    """One life of a process."""
+
+    name: str
+    samples: Sequence[tuple[float, int, int]] = ()
+    """(monotonic time, resident bytes, descriptors), oldest first."""
+    unwanted_exit: str = ""
+    """How it ended, if nobody had killed it."""
+
+    def find_growth(self) -> Growth | None:
+        """Last quarter against first quarter, after the warm-up; None if the life was too short."""
+        begin_s = self.samples[0][0] + WARM_UP_S if self.samples else 0.0
+        measured = [sample for sample in self.samples if sample[0] >= begin_s]
+        if len(measured) < 8 or measured[-1][0] - measured[0][0] < MIN_LIFE_S:
+            return None
+        quarter = len(measured) // 4
+        first, last = measured[:quarter], measured[-quarter:]
+        before, after = (statistics.median(size for _, size, _ in part) for part in (first, last))
+        files = [statistics.median(count for _, _, count in part) for part in (first, last)]
+        return Growth(name=self.name, before=int(before), after=int(after), descriptors=int(files[1] - files[0]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    name: str
+    before: int
+    """Resident bytes early in the life."""
+    after: int
+    descriptors: int
+    """Descriptors gained."""
+
+    @property
+    def share(self) -> float:
+        return self.after / self.before - 1
+
+    @property
+    def is_flat(self) -> bool:
+        grown = self.after - self.before
+        return (grown < FLAT_BYTES or self.share < FLAT_SHARE) and self.descriptors < FLAT_DESCRIPTORS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Everything the judge looks at."""
+
+    faults: Sequence[FaultSeen]
+    records: Mapping[str, RecordsSeen]
+    """By the way they took: log and spool."""
+    served: Mapping[str, str]
+    """Version that each server serves at the end; empty if it does not answer."""
+    current: str
+    """The registry's current version."""
+    requests: Mapping[str, int]
+    """Requests by verdict: answered, left, told, cut, untold."""
+    untold: Sequence[str] = ()
+    """The first of the requests that failed untold."""
+    lives: Sequence[LifeSeen] = ()
+
+
+def judge(seen: Seen) -> dict[str, Any]:
+    """The report: figures, and under `failures` one line for everything that was not survived."""
+    growths = [growth for life in seen.lives if (growth := life.find_growth())]
+    worst = max(growths, key=lambda growth: growth.share, default=None)
+    survived = [fault for fault in seen.faults if not fault.problem]
+    return {
+        "faults": {"injected": len(seen.faults), "survived": len(survived), "by_name": _count_by_name(seen.faults)},
+        "records": {
+            "acked": sum(len(way.acked) for way in seen.records.values()),
+            "lost": sum(way.num_lost for way in seen.records.values()),
+            "by_way": {name: _describe(way) for name, way in seen.records.items()},
+        },
+        "requests": {
+            **seen.requests,
+            "total": sum(seen.requests.values()),
+            "failed_untold": seen.requests.get("untold", 0),
+            "untold_examples": seen.untold,
+        },
+        "versions": {"served": seen.served, "current": seen.current},
+        "memory": {
+            "growth": worst.share if worst else None,
+            "of": worst.name if worst else None,
+            "lives": [{**asdict(growth), "share": growth.share} for growth in growths],
+        },
+        "failures": find_failures(seen, growths),
+    }
+
+
+def find_failures(seen: Seen, growths: Sequence[Growth]) -> list[str]:
+    """One line for everything that was not survived."""
+    failures = [f"{fault.name}: {fault.problem}" for fault in seen.faults if fault.problem]
+    if not seen.faults:
+        failures.append("no fault was injected")
+    for name, way in seen.records.items():
+        if way.num_lost:
+            failures.append(f"{way.num_lost} of {len(way.acked)} acknowledged records of the {name} are lost")
+        if not way.acked:
+            failures.append(f"no record came through the {name}")
+    for server, version in seen.served.items():
+        if version != seen.current:
+            failures.append(f"{server} serves {version or 'nothing'}, the current version is {seen.current}")
+    if untold := seen.requests.get("untold", 0):
+        failures.append(f"{untold} requests failed untold, for example: {seen.untold[0] if seen.untold else ''}")
+    if not seen.requests.get("answered"):
+        failures.append("no request was answered")
+    failures += [f"{life.name} ended by itself: {life.unwanted_exit}" for life in seen.lives if life.unwanted_exit]
+    for growth in growths:
+        if not growth.is_flat:
+            grown = f"{growth.before >> 20} to {growth.after >> 20} MiB, {growth.descriptors:+d} descriptors"
+            failures.append(f"{growth.name} grew: {grown}")
+    return failures
+
+
+def _describe(way: RecordsSeen) -> dict[str, Any]:
+    return {
+        "acked": len(way.acked),
+        "stored": len(way.stored),
+        "missing": sorted(way.missing)[:20],
+        "lost": way.num_lost,
+        "dropped": dict(way.dropped),
+    }
+
+
+def _count_by_name(faults: Sequence[FaultSeen]) -> dict[str, dict[str, float]]:
+    injected = Counter(fault.name for fault in faults)
+    survived = Counter(fault.name for fault in faults if not fault.problem)
+    slowest = {name: max(fault.seconds for fault in faults if fault.name == name) for name in injected}
+    return {
+        name: {"injected": injected[name], "survived": survived[name], "slowest_s": round(slowest[name], 1)}
+        for name in sorted(injected)
+    }
+
+
+def write_table(report: Mapping[str, Any]) -> str:
+    """The table of faults, and the figures below it."""
+    rows = [f"{'fault':<36} injected survived  slowest"]
+    for name, counts in report["faults"]["by_name"].items():
+        rows.append(f"{name:<36} {counts['injected']:8d} {counts['survived']:8d} {counts['slowest_s']:7.1f}s")
+    faults, records, requests = report["faults"], report["records"], report["requests"]
+    growth = report["memory"]["growth"]
+    shown = "not measured" if growth is None else f"{growth:+.1%} at most ({report['memory']['of']})"
+    return "\n".join(
+        [
+            *rows,
+            f"{'all':<36} {faults['injected']:8d} {faults['survived']:8d}",
+            f"records: {records['acked']} acknowledged, {records['lost']} lost",
+            f"requests: {requests['total']}, of which {requests.get('told', 0)} were told why they failed, "
+            f"{requests.get('cut', 0)} cut by a kill of the router, {requests['failed_untold']} untold",
+            f"versions: {report['versions']['current']} on "
+            f"{sum(v == report['versions']['current'] for v in report['versions']['served'].values())} "
+            f"of {len(report['versions']['served'])} servers",
+            f"memory: {shown}",
+            *(f"NOT SURVIVED: {failure}" for failure in report["failures"]),
+        ]
+    )

@@ -1,0 +1,83 @@
+"""A witness of the ingest log: which records did the broker acknowledge to their servers?
+
+    server ── record, id in a header, answer to _INBOX.servers.X ──► broker ── stored as number N ──► _INBOX.servers.X
+                └────────────────────────► witness ◄───────────────────────────┘
+
+It only listens, so it knows neither what a server believes nor what a learner has stored. While the broker is down it
+hears nothing: then it may miss acknowledgements, and never invents one.
+
+Every acknowledged record is handed on, e.g. to a second learner that reads a spool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from nats.errors import Error as NatsError
+
+from redraft.online.records.nats_config import Nats
+from redraft.online.records.nats_link import BrokerError, connect
+from redraft.online.records.publisher import MESSAGE_ID
+from redraft.online.records.record import Record, read_frames
+
+RECONNECT_S = 0.3
+MAX_OPEN = 4096
+"""Records heard and not yet acknowledged. The oldest are forgotten: nobody acknowledged them."""
+
+
+class Witness:
+    def __init__(self, ingest: str, config: Nats, hand_on: Callable[[bytes], None]) -> None:
+        self.ingest, self.config, self.hand_on = ingest, config, hand_on
+        self.acked: dict[str, str] = {}
+        """Domain of every acknowledged record, by id."""
+        self.is_listening = False
+        self._open: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
+
+    async def listen(self) -> None:
+        """Listen until cancelled, over as many connections as it takes."""
+        while True:
+            with contextlib.suppress(BrokerError, NatsError, OSError):
+                client = await connect(self.ingest, self.config)
+                try:
+                    await client.subscribe(self.config.subjects, cb=self._on_record)
+                    await client.subscribe("_INBOX.servers.>", cb=self._on_answer)
+                    await client.flush()
+                    self.is_listening = True
+                    while not client.is_closed:
+                        await asyncio.sleep(RECONNECT_S)
+                finally:
+                    self.is_listening = False
+                    await client.close()
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _on_record(self, message: Any) -> None:
+        record_id = (message.headers or {}).get(MESSAGE_ID)
+        if record_id and message.reply:
+            self._open[message.reply] = (record_id, message.data)
+            while len(self._open) > MAX_OPEN:
+                self._open.popitem(last=False)
+
+    async def _on_answer(self, message: Any) -> None:
+        heard = self._open.pop(message.subject, None)
+        if heard is None or not is_acknowledgement(message.data):
+            return
+        record_id, data = heard
+        record = next(iter(read_frames(data)), (b"", None))[1]
+        # A hostile message may carry any id: only what is a record, under its own id, has to be stored.
+        if isinstance(record, Record) and record.record_id == record_id and record_id not in self.acked:
+            self.acked[record_id] = record.domain
+            self.hand_on(data)
+
+
+def is_acknowledgement(data: bytes) -> bool:
+    """Whether JetStream's answer says that the message is stored."""
+    try:
+        answer = json.loads(data)
+    except ValueError:
+        return False
+    return isinstance(answer, dict) and "error" not in answer and bool(answer.get("seq"))
