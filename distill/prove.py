@@ -152,7 +152,7 @@ def publish_draft(run: Run, data: LoadedData, target: str, write: Callable[[Path
             "date": data.date.isoformat(),
             "target": target,
             "target_fingerprint": fingerprint(model_folder(target)),
-            "label_probe": label_probe(load_tokenizer(target)),
+            "label_probe": label_probe(load_tokenizer(target), data.date),
             "metrics": run.metrics[-2:],
             "environment": environment(),
         }

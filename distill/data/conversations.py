@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,31 +10,16 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
 from redraft.distill.data.corpus import stdlib_conversations
+from redraft.distill.data.messages import (
+    TEXT_ROLE,
+    Message,
+    Tool,
+    conversation_hash,
+    read_messages,
+    read_text,
+    read_tools,
+)
 from redraft.distill.data.rows import TABLES, TEXTS, Row, UnusableRowError, find_files, open_plain, read_rows
-
-Message = dict[str, str]
-"""`role` and `content`."""
-
-TOOL_ROLES = ("tool", "function", "function_call", "observation")
-"""Roles of messages holding a tool's call or result."""
-
-TEXT_ROLE = "text"
-"""Role of the only message of a plain document. It goes through no chat template, and every token of it is a label."""
-
-CHAT_ROLES = ("system", "user", "assistant")
-
-SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-}
-
-TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of a message's content parts with text, in the chat and the responses API."""
 
 MIN_SHARED_CHARS = 80
 """An answer longer than this in two conversations is a copy, not chance."""
@@ -46,14 +30,10 @@ class Conversation(TypedDict):
     domain: str
     cut: NotRequired[bool]
     """The last message stopped at a length limit, so no end of turn follows it."""
+    tools: NotRequired[list[Tool]]
+    """Functions that the assistant could call."""
     split_key: NotRequired[str]
     """Hash (hex) that decides whether it is held out, in place of its first user message's."""
-
-
-def conversation_hash(messages: Sequence[Message]) -> str:
-    """SHA-256 (hex) of the roles and contents: the identity of a conversation. Other columns do not count."""
-    canonical = json.dumps([[m["role"], m["content"]] for m in messages], ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def split_held_out(
@@ -178,37 +158,6 @@ def is_plain_text(conversation: Conversation) -> bool:
     return [message["role"] for message in conversation["messages"]] == [TEXT_ROLE]
 
 
-def message_text(message: Mapping[str, Any]) -> str:
-    """A message's content, after the reasoning, which a server's parser moves to another field.
-
-    Raises:
-        UnusableRowError: if the content is not text.
-    """
-    content = _content_text(message.get("content"))
-    reasoning = message.get("reasoning") or message.get("reasoning_content")
-    return f"<think>\n{reasoning.strip()}\n</think>\n\n{content.lstrip()}" if reasoning else content
-
-
-def _content_text(content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, list) and content:
-        texts = [part if isinstance(part, str) else _part_text(part) for part in content]
-        content = "\n".join(texts)  # as vLLM joins the parts for a template that reads text
-    if not isinstance(content, str):
-        raise UnusableRowError("content that is not text", f"it is {type(content).__name__}")
-    return content
-
-
-def _part_text(part: Any) -> str:
-    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-    # A Parquet file gives every part all fields, e.g. an `image_url` of None beside the text.
-    if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
-        raise UnusableRowError("content that is not text", f"a part of type {kind}")
-    text: str = part["text"]
-    return text
-
-
 def _text_folder(folder: Path) -> list[Conversation]:
     conversations: list[Conversation] = []
     for path in find_files(folder, TEXTS):
@@ -274,46 +223,35 @@ def read_conversation(row: Mapping[str, Any], domain: str = "all", domain_column
         raise UnusableRowError(
             f"without a column {domain_column!r}", f"its columns are {columns}: name the one that holds the domain"
         )
-    # Left out rather than flattened to text: a draft would learn a form of calls that is never served.
-    if _calls_tools(row):
-        raise UnusableRowError("with tools", "calls would not be rendered")
-    messages = _read_messages(row)
+    messages = _row_messages(row)
     if not messages:
         raise UnusableRowError("without messages")
-    try:
-        "".join(message["content"] for message in messages).encode()
-    except UnicodeEncodeError:  # half of an emoji, cut by a tool that counts UTF-16 units
-        raise UnusableRowError("with half a character", "an unpaired surrogate") from None
     conversation: Conversation = {"messages": messages, "domain": str(row.get(domain_column or "domain") or domain)}
     if row.get("cut"):
         conversation["cut"] = True
+    if tools := read_tools(row.get("tools")):
+        conversation["tools"] = tools
+    try:
+        json.dumps(conversation, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half of an emoji, cut by a tool that counts UTF-16 units
+        raise UnusableRowError("with half a character", "an unpaired surrogate") from None
     return conversation
 
 
-def _calls_tools(row: Mapping[str, Any]) -> bool:
-    """Whether a row's conversation uses tools: messages of text hold neither the tools' definitions nor the calls."""
-    for column in ("messages", "conversations"):
-        messages = row.get(column)
-        for message in messages if isinstance(messages, list) else ():
-            if isinstance(message, dict) and (message.get("tool_calls") or _role(message) in TOOL_ROLES):
-                return True
-    return bool(row.get("tools"))
-
-
-def _read_messages(row: Mapping[str, Any]) -> list[Message]:
+def _row_messages(row: Mapping[str, Any]) -> list[Message]:
     """Messages from the first shape for which the row has all columns. A column of None counts as missing."""
     has = {column for column, value in row.items() if value is not None}
     for column in ("messages", "conversations"):
         if column in has:
-            return _messages(row[column], "user")
+            return read_messages(row[column], "user")
     for column in ("completion", "response"):
         if {"prompt", column} <= has:
-            return _messages(row["prompt"], "user") + _messages(row[column], "assistant")
+            return read_messages(row["prompt"], "user") + read_messages(row[column], "assistant")
     if "instruction" in has:
         return _alpaca_messages(row)
     for column, role in (("prompt", "user"), ("text", TEXT_ROLE)):
         if column in has:
-            return _messages(row[column], role)
+            return read_messages(row[column], role)
     raise UnusableRowError(
         "without a conversation",
         f"the columns {', '.join(sorted(row))}: expected `messages`, `conversations`, `prompt` (with `completion` or "
@@ -322,33 +260,8 @@ def _read_messages(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _alpaca_messages(row: Mapping[str, Any]) -> list[Message]:
-    question = [_content_text(row[column]) for column in ("instruction", "input") if row.get(column)]
+    question = [read_text(row[column]) for column in ("instruction", "input") if row.get(column)]
     messages = [{"role": "user", "content": "\n\n".join(question)}]
     if row.get("output") is not None:
-        messages.append({"role": "assistant", "content": _content_text(row["output"])})
+        messages.append({"role": "assistant", "content": read_text(row["output"])})
     return messages
-
-
-def _messages(value: Any, role: str) -> list[Message]:
-    """Messages from a list in either dialect, or one message of `role` from bare text."""
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if not isinstance(value, list):
-        raise UnusableRowError("with messages that are not a list", f"they are {type(value).__name__}")
-    return [_message(raw) for raw in value]
-
-
-def _message(raw: Any) -> Message:
-    role = _role(raw) if isinstance(raw, dict) else None
-    if not isinstance(role, str) or not role:
-        raise UnusableRowError("with a message that has no role")
-    if raw.get("role"):
-        return {"role": SHAREGPT_ROLES.get(role, role), "content": message_text(raw)}
-    speaker = SHAREGPT_ROLES.get(role.lower(), role.lower())
-    if speaker not in CHAT_ROLES:
-        raise UnusableRowError("with an unknown speaker", repr(role))
-    return {"role": speaker, "content": message_text({"content": raw.get("value")})}
-
-
-def _role(raw: Mapping[str, Any]) -> Any:
-    return raw.get("role") or raw.get("from")

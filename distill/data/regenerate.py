@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from redraft.distill.data.conversations import Conversation, Message, conversation_hash, is_plain_text, message_text
+from redraft.distill.data.conversations import Conversation, is_plain_text
+from redraft.distill.data.messages import Message, Tool, conversation_hash, read_message
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
 from redraft.heads.progress import Progress
 
@@ -132,43 +133,53 @@ class _Regeneration:
     ) -> None:
         for key, conversation in queue:
             try:
-                messages, cut = await self._answer(conversation["messages"])
+                messages, cut = await self._answer(conversation)
             except RequestRefusedError as error:
                 if error.status not in SKIPPED_STATUS:
                     raise
                 self._refuse(str(error))
             else:
                 row = {"key": key, "domain": conversation["domain"], "messages": messages, "cut": cut}
+                if "tools" in conversation:
+                    row["tools"] = conversation["tools"]
                 if any(message["role"] == "assistant" for message in messages):
                     self._append({**row, "settings": settings}, file)
                 else:
                     self._refuse("its answer is empty")
             bar.update()
 
-    async def _answer(self, messages: Sequence[Message]) -> tuple[list[Message], bool]:
-        """(the conversation with the target's answers, whether the last answer was cut)."""
+    async def _answer(self, conversation: Conversation) -> tuple[list[Message], bool]:
+        """(the conversation with the target's answers, whether the last answer was cut).
+
+        It ends before the first result of a tool, which belongs to another call than the target's.
+        """
         history: list[Message] = []
         # A last question without an answer gets one too.
-        for message in [*messages, {"role": "assistant", "content": ""}]:
+        for message in [*conversation["messages"], {"role": "assistant", "content": ""}]:
+            if message["role"] == "tool":
+                break
             if message["role"] != "assistant":
                 history.append(message)
             elif history and history[-1]["role"] != "assistant":
-                text, cut = await self._ask(history)
-                if not text.strip():
+                answer, cut = await self._ask(history, conversation.get("tools"))
+                if not answer["content"].strip() and "tool_calls" not in answer:
                     break
-                history.append({"role": "assistant", "content": text})
+                history.append(answer)
                 if cut:
                     return history, True
         return history, False
 
-    async def _ask(self, history: list[Message]) -> tuple[str, bool]:
+    async def _ask(self, history: list[Message], tools: list[Tool] | None) -> tuple[Message, bool]:
+        messages = [_as_sent(message) for message in history]
         options: dict[str, Any] = {"max_tokens": self.sampling.max_tokens}
         if self.sampling.temperature is not None:
             options["temperature"] = self.sampling.temperature
         if self.sampling.template_options:
             options["chat_template_kwargs"] = self.sampling.template_options
-        choice = (await self.endpoint.post("/v1/chat/completions", messages=history, **options))["choices"][0]
-        return message_text(choice["message"]), choice["finish_reason"] == "length"
+        if tools:
+            options["tools"] = tools
+        choice = (await self.endpoint.post("/v1/chat/completions", messages=messages, **options))["choices"][0]
+        return read_message({"role": "assistant", **choice["message"]}), choice["finish_reason"] == "length"
 
     def _append(self, row: dict[str, Any], file: TextIO) -> None:
         """Append one finished conversation and sync it to disk."""
@@ -181,6 +192,16 @@ class _Regeneration:
     def _refuse(self, reason: str) -> None:
         self.stats.refused += 1
         self.stats.refusal = self.stats.refusal or reason
+
+
+def _as_sent(message: Message) -> Message:
+    """The message with the arguments of its tool calls as JSON, as a server expects them."""
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    sent = [{**function, "arguments": json.dumps(function["arguments"])} for function in functions]
+    calls = [{**call, "function": function} for call, function in zip(message["tool_calls"], sent, strict=True)]
+    return {**message, "tool_calls": calls}
 
 
 def finished_keys(output: Path, settings: dict[str, Any]) -> set[str]:

@@ -143,21 +143,26 @@ def _json_lines(file: Iterable[bytes]) -> Iterator[Row]:
 
 def _parquet_rows(path: Path) -> Iterable[dict[str, Any]]:
     try:
-        table: Iterable[dict[str, Any]] = datasets.load_dataset("parquet", data_files=str(path), split="train")
-        return table
+        return map(_without_missing, datasets.load_dataset("parquet", data_files=str(path), split="train"))
     except (datasets.exceptions.DatasetsError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as parquet: {_first_line(error)}") from error
 
 
 def _hub_rows(name: str, split: str) -> Iterable[dict[str, Any]]:
     try:
-        table: Iterable[dict[str, Any]] = datasets.load_dataset(name, split=split)
-        return table
+        return map(_without_missing, datasets.load_dataset(name, split=split))
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise ValueError(
             f"{name} is not a .jsonl, .json or .parquet file, not a folder, and cannot be loaded from the hub: "
             f"{_first_line(error)}"
         ) from error
+
+
+def _without_missing(value: Any) -> Any:
+    """A table's value without None in it: a table gives every struct all fields, e.g. those of another tool's call."""
+    if isinstance(value, dict):
+        return {key: _without_missing(field) for key, field in value.items() if field is not None}
+    return [_without_missing(item) for item in value] if isinstance(value, list) else value
 
 
 def _first_line(error: Exception) -> str:

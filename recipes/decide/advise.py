@@ -150,14 +150,14 @@ def read_exchanges(cfg: Config, served_target: str) -> Iterator[Exchange]:
         ValueError: if the tokenizer has no chat template.
     """
     from redraft.distill.data.conversations import load_conversations
-    from redraft.distill.data.samples import Renderer
+    from redraft.distill.data.rendering import Renderer
     from redraft.heads.files.checkpoint import load_tokenizer
 
     assert cfg.data is not None
     render = Renderer(load_tokenizer(cfg.target or served_target), {})
     conversations = load_conversations(cfg.data)[: cfg.num_conversations]
     for conversation in Progress(conversations, desc="workload", unit="conversation"):
-        for prompt_ids, answer_ids in render.tokenise_turns(render.turns(conversation)[-1:]):
+        for prompt_ids, answer_ids in render.tokenise_turns(render.turns(conversation)[0][-1:]):
             yield Exchange(prompt_ids=prompt_ids, answer_ids=answer_ids)
 
 

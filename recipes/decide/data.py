@@ -98,18 +98,10 @@ def describe_training(samples: Sequence[Sample], stats: SampleStats, train: Sequ
     turns = [length for sample in samples for length in measure_answers(sample)]
     yield f"turns: {len(turns):,}, of {statistics.median(turns):,.0f} labels in the median and {max(turns):,} at most"
     yield f"tokens: {stats.tokens:,} in {stats.samples:,} samples, {stats.labels / stats.tokens:.0%} of them labels"
-    num_cut = sum(bool(conversation.get("cut")) for conversation in train)
-    counts = {
-        "samples cut to the sequence length": stats.truncated,
-        "samples left out, with no answer inside the sequence length": stats.beyond_window,
-        "last answers cut at a length limit when they were written": num_cut,
-        "opening answers with no question before them, not learned": stats.unprompted,
-        "conversations without an assistant turn, left out": stats.without_answer,
-        f"conversations refused by the chat template ({stats.refusal})": stats.refused,
-    }
-    for what, count in counts.items():
-        if count:
-            yield f"  {count:,} {what}"
+    for loss in stats.losses():
+        yield f"  {loss}"
+    if num_cut := sum(bool(conversation.get("cut")) for conversation in train):
+        yield f"  {num_cut:,} last answers cut at a length limit when they were written"
 
 
 def measure_answers(sample: Sample) -> list[int]:

@@ -25,7 +25,8 @@ import torch
 import tyro
 
 from redraft.distill.data.conversations import load_conversations, split_held_out
-from redraft.distill.data.samples import held_out_prompts, writes_date
+from redraft.distill.data.rendering import writes_date
+from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.inputs import Signal, load_target
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import write_offline_unless_logged_in

@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from redraft.distill.data.conversations import Conversation, Message, load_conversations, split_held_out
+from redraft.distill.data.conversations import Conversation, load_conversations, split_held_out
+from redraft.distill.data.messages import Message
 from redraft.heads.files.artifact import publish, require_free
 from redraft.online.traffic.domains import Clusters, prompt_text
 from redraft.recipes.cli import run_recipe

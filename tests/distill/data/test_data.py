@@ -10,12 +10,11 @@ import zstandard
 
 from redraft.distill.data.conversations import (
     Overlap,
-    conversation_hash,
     load_conversations,
-    message_text,
     remove_overlap,
     split_held_out,
 )
+from redraft.distill.data.messages import conversation_hash, read_message
 
 QUESTION_AND_ANSWER = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "<think>hm</think>so"}]
 
@@ -64,18 +63,69 @@ def test_a_prompt_alone_is_a_conversation_to_regenerate_and_text_is_a_document(t
     ]
 
 
-def test_conversations_with_tools_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, {"role": "tool", "content": "5"}]
-    rows = [
-        {"messages": QUESTION_AND_ANSWER},
-        {"messages": [QUESTION_AND_ANSWER[0], *calls, QUESTION_AND_ANSWER[1]]},
-        {"messages": QUESTION_AND_ANSWER, "tools": [{"name": "add"}]},
-        {"conversations": [{"from": "human", "value": "why?"}, {"from": "function_call", "value": "{}"}]},
-        {"messages": QUESTION_AND_ANSWER, "tools": []},
-    ]
-    found = load_conversations(write_jsonl(tmp_path / "a.jsonl", rows))
-    assert [conversation["messages"] for conversation in found] == [QUESTION_AND_ANSWER] * 2
-    assert "2 conversations; skipped rows: 3 with tools (first: line 2: " in capsys.readouterr().out
+ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}
+ADD_TOOL = {"type": "function", "function": ADD}
+ADD_CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLED = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "", "tool_calls": [ADD_CALL]},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "It is 2."},
+]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": CALLED, "tools": [ADD_TOOL]},
+        {"messages": CALLED, "tools": json.dumps([ADD])},
+        {"messages": CALLED, "tools": [json.dumps({"function": dict(reversed(ADD.items())), "type": "function"})]},
+        {
+            "messages": [
+                CALLED[0],
+                {
+                    **CALLED[1],
+                    "content": None,
+                    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+                },
+                *CALLED[2:],
+            ],
+            "tools": [ADD_TOOL],
+        },
+        {
+            "messages": [
+                CALLED[0],
+                {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+                {"role": "function", "content": "2"},
+                CALLED[3],
+            ],
+            "tools": [ADD],
+        },
+        {
+            "conversations": [
+                {"from": "human", "value": "1 + 1?"},
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+                {"from": "observation", "value": "2"},
+                {"from": "gpt", "value": "It is 2."},
+            ],
+            "tools": json.dumps([ADD]),
+        },
+    ],
+    ids=["chat", "bare-json", "list-of-json", "arguments-as-text", "function-call", "sharegpt"],
+)
+def test_every_dialect_of_tool_calls_reads_as_the_same_conversation(tmp_path: Path, row: dict) -> None:
+    expected = [{"messages": CALLED, "domain": "all", "tools": [ADD_TOOL]}]
+    assert load_conversations(write_jsonl(tmp_path / "a.jsonl", [row])) == expected
+    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "a.parquet")
+    assert load_conversations(str(tmp_path / "a.parquet")) == expected
+
+
+def test_fields_of_other_calls_that_a_table_adds_are_no_arguments(tmp_path: Path) -> None:
+    other = {"type": "function", "function": {"name": "sub", "arguments": {"b": 2}}}
+    messages = [CALLED[0], {**CALLED[1], "tool_calls": [ADD_CALL, other]}]
+    datasets.Dataset.from_list([{"messages": messages}]).to_parquet(tmp_path / "a.parquet")
+    (found,) = load_conversations(str(tmp_path / "a.parquet"))
+    assert found["messages"][1]["tool_calls"] == [ADD_CALL, other]
 
 
 def test_rows_may_differ_in_their_fields(tmp_path: Path) -> None:
@@ -107,10 +157,25 @@ def test_the_standard_library_is_a_source(tmp_path: Path, monkeypatch: pytest.Mo
     assert {c["domain"] for c in load_conversations("stdlib")} == {"code", "prose"}
 
 
-def test_reasoning_that_a_server_parsed_out_is_put_back() -> None:
-    message = {"role": "assistant", "content": "\nso", "reasoning": "hm\n"}
-    assert message_text(message) == "<think>\nhm\n</think>\n\nso"
-    assert message_text({"content": None}) == ""
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"content": "\nso", "reasoning": "hm"},
+        {"content": "so", "reasoning_content": "hm"},
+        {"content": "so", "thinking": "hm"},
+        {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "so"}]},
+        {
+            "content": [
+                {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+                {"type": "text", "text": "so"},
+            ]
+        },
+    ],
+)
+def test_reasoning_that_a_server_parsed_out_is_kept_beside_the_answer(fields: dict) -> None:
+    message = {"role": "assistant", "content": "so", "reasoning": "hm"}
+    assert read_message({"role": "assistant", **fields}) == message
+    assert conversation_hash([message]) != conversation_hash([{"role": "assistant", "content": "so"}])
 
 
 @pytest.mark.parametrize(
@@ -128,6 +193,17 @@ def test_reasoning_that_a_server_parsed_out_is_put_back() -> None:
         ('{"messages": [{"role": "user", "content": 5}]}', "content that is not text .* it is int"),
         ('{"messages": null}', "1 without a conversation"),
         ('{"prompt": "\\ud83d"}', "1 with half a character"),
+        ('{"prompt": "a", "tools": "a hammer"}', "1 with a tool's definition that is not JSON"),
+        ('{"prompt": "a", "tools": [{"a": 1}]}', "1 with a tool that is not a function's definition"),
+        ('{"prompt": "a", "tools": 5}', "1 with tools that are not a list"),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}',
+            "call that is not JSON",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]}',
+            "call that has no name",
+        ),
         ("[1]", r"1 not a JSON object \(first: line 1"),
     ],
 )

@@ -178,15 +178,43 @@ def test_an_empty_answer_ends_its_conversation(tmp_path: Path) -> None:
     assert contents(output) == {("a", "a! (1)", "b")}
 
 
-def test_reasoning_that_the_server_parsed_out_stays_in_the_answer(tmp_path: Path) -> None:
+def test_reasoning_that_the_server_parsed_out_stays_beside_the_answer(tmp_path: Path) -> None:
     def thinking(request: dict[str, Any]) -> Reply:
         message = {"role": "assistant", "content": "so", "reasoning": "hm"}
         return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
 
     output = tmp_path / "answers.jsonl"
-    with serving(thinking) as (url, _):
-        regenerate([make_conversation("a")], make_endpoint(url), output, Sampling())
-    assert contents(output) == {("a", "<think>\nhm\n</think>\n\nso")}
+    with serving(thinking) as (url, requests):
+        regenerate([make_conversation("a", "old", "b")], make_endpoint(url), output, Sampling())
+    answer = {"role": "assistant", "content": "so", "reasoning": "hm"}
+    (conversation,) = load_conversations(str(output))
+    assert conversation["messages"][1::2] == [answer, answer]
+    assert requests[1]["messages"][1] == answer
+
+
+def test_tool_calls_are_answered_up_to_the_first_result(tmp_path: Path) -> None:
+    """The result in the data belongs to another call than the target's."""
+    tools = [{"type": "function", "function": {"name": "add", "description": None, "parameters": None}}]
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+
+    def calling(request: dict[str, Any]) -> Reply:
+        message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return 200, {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+
+    old = {"role": "assistant", "content": "old"}
+    called = [{"role": "user", "content": "a"}, old, {"role": "tool", "content": "5"}, old]
+    twice = [{"role": "user", "content": "b"}, old, {"role": "user", "content": "c"}]
+    output = tmp_path / "answers.jsonl"
+    with serving(calling) as (url, requests):
+        conversations = [{"messages": m, "domain": "all", "tools": tools} for m in (called, twice)]
+        regenerate(conversations, make_endpoint(url, concurrency=1), output, Sampling())
+    assert [request["tools"] for request in requests] == [tools] * 3
+    assert requests[2]["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"a": 2}'
+    first, second = load_conversations(str(output))
+    assert [m["role"] for m in first["messages"]] == ["user", "assistant"]
+    assert first["tools"] == tools
+    for message in (first["messages"][1], *second["messages"][1::2]):
+        assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
 
 
 def test_an_output_of_other_settings_or_another_kind_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from redraft.distill.data.samples import SampleStats, build_samples, data_hash, held_out_prompts, writes_date
+from redraft.distill.data.rendering import writes_date
+from redraft.distill.data.samples import SampleStats, build_samples, data_hash, held_out_prompts
 from redraft.recipes.demo.tiny_target import CHAT_TEMPLATE
 
 SPECIAL = ["<|pad|>", "<|bos|>", "<|end|>", "<|start|>", "<|close|>", "<|eot|>"]
@@ -233,7 +234,46 @@ def test_what_is_left_out_is_counted() -> None:
         beyond_window=1,
     )
     assert max(len(s.input_ids) for s in samples) == 64
-    assert "2 without an assistant turn; 1 with no answer inside the window; 1 truncated" in str(stats)
+    assert str(stats).endswith(
+        "2 conversations without an assistant turn; 1 conversations with no answer inside the window; "
+        "1 answers cut at the window, with no earlier turn to cut at"
+    )
+
+
+def test_a_long_conversation_is_cut_after_the_last_answer_that_fits() -> None:
+    """By brute force: the sample of the longest beginning of the conversation that fits whole."""
+    contents = [part for i in range(6) for part in (f"question {i}", f"answer {i} " * (1 + 3 * (i == 3)))]
+    tokenizer = make_tokenizer(CHAT_TEMPLATE)
+    beginnings = []
+    for turns in range(1, 7):
+        beginning = [make_conversation(*contents[: 2 * turns])]
+        beginnings.append(build_samples(beginning, tokenizer, max_length=4096, progress=False)[0])
+    lengths = [len(sample.input_ids) for (sample,) in beginnings]
+    for window in sorted({length + by for length in lengths for by in (-1, 0, 1)}):
+        samples, stats = build_samples([make_conversation(*contents)], tokenizer, max_length=window, progress=False)
+        fitting = sum(length <= window for length in lengths)
+        assert (stats.cut, stats.truncated) == (0 < fitting < 6, fitting == 0)
+        assert stats.left_out == 6 - max(1, fitting)
+        if fitting:
+            assert data_hash(samples) == data_hash(beginnings[fitting - 1])
+            assert ("1 conversations cut at a turn" in str(stats)) == (fitting < 6)
+
+
+def test_a_turn_of_a_rewriting_template_is_left_out_alone_if_it_does_not_fit() -> None:
+    thought = "<think>\n{}\n</think>\n\n"
+    contents = (
+        "a",
+        thought.format("hm") + "one",
+        "b",
+        thought.format("hm " * 99) + "two",
+        "c",
+        thought.format("hm") + "3",
+    )
+    tokenizer = make_tokenizer(THINKING)
+    whole, _ = build_samples([make_conversation(*contents)], tokenizer, max_length=4096, progress=False)
+    samples, stats = build_samples([make_conversation(*contents)], tokenizer, max_length=128, progress=False)
+    assert data_hash(samples) == data_hash([whole[0], whole[2]])
+    assert (stats.cut, stats.truncated, stats.left_out) == (1, 0, 1)
 
 
 def test_a_conversation_that_the_template_refuses_is_counted_with_its_reason() -> None:
@@ -295,52 +335,21 @@ def test_a_template_that_writes_the_date_writes_the_given_day() -> None:
     assert not writes_date(make_tokenizer(None))
 
 
-# The part of Magistral's template (mistralai/Magistral-Small-2509) about text, and gpt-oss's about its last answer.
-MAGISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == "
-    "'system' %}[SYSTEM_PROMPT]{{ m.content }}[/SYSTEM_PROMPT]{% else %}{% if m.content is string %}{{ m.content }}"
-    "{% else %}{% for part in m.content %}{% if part.type == 'thinking' %}[THINK]{{ part.thinking }}[/THINK]{% else %}"
-    "{{ part.text }}{% endif %}{% endfor %}{% endif %}<|end|>{% endif %}{% endfor %}"
-)
-GPT_OSS = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% if loop.last and 'thinking' in m %}"
-    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
-    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|eot|>{% else %}"
-    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
-
-
 @pytest.mark.parametrize(
     ("template", "content", "written"),
     [
-        (MAGISTRAL, "<think>\nhm\n</think>\n\nso", "[THINK]hm[/THINK]so<|end|>"),
-        (MAGISTRAL, "[THINK]hm [/THINK] so", "[THINK]hm [/THINK] so<|end|>"),
-        (MAGISTRAL, "so", "so<|end|>"),
         (THINKING, "[THINK]hm[/THINK]so", "<think>\nhm\n</think>\n\nso<|end|>"),
         (THINKING, "<seed:think>hm</seed:think>so", "<think>\nhm\n</think>\n\nso<|end|>"),
-        (GPT_OSS, "so", "so<|eot|>"),
-        (GPT_OSS, "an answer about <think> and </think>", "an answer about <think> and </think><|eot|>"),
         (CHAT_TEMPLATE, "<think>hm</think>so", "<think>hm</think>so<|end|>"),
+        (CHAT_TEMPLATE, "an answer about <think> and </think>", "an answer about <think> and </think><|end|>"),
     ],
 )
 def test_reasoning_is_labelled_in_the_tags_of_the_target(template: str, content: str, written: str) -> None:
     assert labelled(template, make_conversation("a", content)) == [written]
 
 
-def test_reasoning_in_tags_is_refused_in_one_line_if_the_target_writes_channels() -> None:
-    thinking = make_conversation("a", "<think>hm</think>so", "b", "two")
-    samples, stats = build_samples(
-        [thinking, make_conversation("c", "one")], make_tokenizer(GPT_OSS), max_length=64, progress=False
-    )
-    assert (len(samples), stats.refused) == (1, 1)
-    assert "refused by the chat template (reasoning in <think>, while this target writes channels)" in str(stats)
-    with pytest.raises(ValueError, match=r"1 refused .* channels"):
-        held_out_prompts([thinking], make_tokenizer(GPT_OSS), num_prompts=1, max_length=64)
-
-
 def test_nothing_left_to_train_on_is_refused_in_one_line() -> None:
-    with pytest.raises(ValueError, match=r"nothing to train on: .*2 without an assistant turn") as error:
+    with pytest.raises(ValueError, match=r"nothing to train on: .*2 conversations without an assistant turn") as error:
         build_samples(
             [make_conversation("a"), make_conversation("b")],
             make_tokenizer(CHAT_TEMPLATE),

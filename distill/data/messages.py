@@ -1,0 +1,192 @@
+"""Messages and tools in one shape, from any of the dialects in which conversations are published."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from redraft.distill.data.rows import UnusableRowError
+
+Message = dict[str, Any]
+"""`role` and `content`, a text. An assistant's may have `reasoning`, a text, and `tool_calls`, as in the chat API but
+with the arguments as an object. A tool's result has `name` or `tool_call_id` if the data has them."""
+
+Tool = dict[str, Any]
+"""The definition of a function as vLLM gives it to a chat template: `type` and `function`."""
+
+TEXT_ROLE = "text"
+"""Role of the only message of a plain document. It goes through no chat template, and every token of it is a label."""
+
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Roles and ShareGPT's speakers with another name."""
+
+CALL_ROLE = "function_call"
+"""ShareGPT's speaker of a tool call, written as JSON."""
+
+SPEAKERS = ("system", "user", "assistant", "tool")
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of a message's content parts with text, in the chat and the responses API."""
+
+REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
+"""Fields into which a server moves the reasoning: vLLM today, vLLM before and other servers, and gpt-oss's template."""
+
+
+def conversation_hash(messages: Sequence[Message]) -> str:
+    """SHA-256 (hex) of the messages: the identity of a conversation. Other columns do not count."""
+    canonical = json.dumps([_identity(m) for m in messages], ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _identity(message: Message) -> list[Any]:
+    rest = {key: message[key] for key in ("reasoning", "tool_calls") if key in message}
+    return [message["role"], message["content"], *([rest] if rest else [])]
+
+
+def read_messages(value: Any, role: str) -> list[Message]:
+    """Messages from a list in any dialect, or one message of `role` from bare text.
+
+    Raises:
+        UnusableRowError: if they are not messages of text.
+    """
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        raise UnusableRowError("with messages that are not a list", f"they are {type(value).__name__}")
+    return [read_message(raw) for raw in value]
+
+
+def read_message(raw: Any) -> Message:
+    """A message of the chat API (role, content) or of ShareGPT (from, value).
+
+    Raises:
+        UnusableRowError: if it is not a message of text, or its tool calls are not JSON.
+    """
+    role = (raw.get("role") or raw.get("from")) if isinstance(raw, dict) else None
+    if not isinstance(role, str) or not role:
+        raise UnusableRowError("with a message that has no role")
+    if raw.get("role"):
+        return _chat_message(ROLES.get(role, role), raw)
+    if role.lower() == CALL_ROLE:
+        return {"role": "assistant", "content": "", "tool_calls": read_calls(raw.get("value"))}
+    speaker = ROLES.get(role.lower(), role.lower())
+    if speaker not in SPEAKERS:
+        raise UnusableRowError("with an unknown speaker", repr(role))
+    return {"role": speaker, "content": read_text(raw.get("value"))}
+
+
+def _chat_message(role: str, raw: Mapping[str, Any]) -> Message:
+    content = raw.get("content")
+    message: Message = {"role": role, "content": read_text(content)}
+    if role == "assistant":
+        thoughts = [raw[name] for name in REASONING_FIELDS if raw.get(name)][:1] or _thinking_parts(content)
+        calls = raw.get("tool_calls") or raw.get(CALL_ROLE)
+        if thoughts:
+            message["reasoning"] = read_text(thoughts)
+            message["content"] = message["content"].lstrip()
+        if calls:
+            message["tool_calls"] = read_calls(calls)
+    if role == "tool":
+        message |= {key: raw[key] for key in ("name", "tool_call_id") if isinstance(raw.get(key), str)}
+    return message
+
+
+def read_text(content: Any) -> str:
+    """A message's content as one text. Thinking parts are left out.
+
+    Raises:
+        UnusableRowError: if the content is not text.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        texts = [part if isinstance(part, str) else _part_text(part) for part in content if not _is_thinking(part)]
+        content = "\n".join(texts)  # as vLLM joins the parts for a template that reads text
+    if not isinstance(content, str):
+        raise UnusableRowError("content that is not text", f"it is {type(content).__name__}")
+    return content
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+    # A Parquet file gives every part all fields, e.g. an `image_url` of None beside the text.
+    if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+        raise UnusableRowError("content that is not text", f"a part of type {kind}")
+    text: str = part["text"]
+    return text
+
+
+def _is_thinking(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "thinking"
+
+
+def _thinking_parts(content: Any) -> list[Any]:
+    """The reasoning in Mistral's content parts, a text or a list of parts each."""
+    parts = [part.get("thinking") for part in content if _is_thinking(part)] if isinstance(content, list) else []
+    return [read_text(part) for part in parts]
+
+
+def read_calls(value: Any) -> list[dict[str, Any]]:
+    """Tool calls as a chat template reads them, from a call or a list of calls, as JSON or parsed.
+
+    Raises:
+        UnusableRowError: if a call has no name, or its arguments are no JSON object.
+    """
+    calls = _parse_json(value, "a tool call")
+    return [_read_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def _read_call(call: Any) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    name = function.get("name")
+    # A server calls a template with an object, because most templates write arguments with `tojson`.
+    arguments = _parse_json(function.get("arguments") or {}, "a tool call")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise UnusableRowError("with a tool call that has no name or arguments")
+    known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**known, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def read_tools(value: Any) -> list[Tool]:
+    """Definitions of functions as vLLM gives them to a chat template, from a list or its JSON, bare or wrapped.
+
+    Raises:
+        UnusableRowError: if they are not definitions of functions.
+    """
+    tools = _parse_json(value or [], "a tool's definition")
+    if not isinstance(tools, list):
+        raise UnusableRowError("with tools that are not a list", f"they are {type(tools).__name__}")
+    return [_read_tool(_parse_json(tool, "a tool's definition")) for tool in tools]
+
+
+def _read_tool(tool: Any) -> Tool:
+    function = tool.get("function", tool) if isinstance(tool, dict) else {}
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UnusableRowError("with a tool that is not a function's definition")
+    # The fields and their order are those of vLLM's request, because templates write them with `tojson`.
+    fields = {"name": function["name"]} | {key: function.get(key) for key in ("description", "parameters")}
+    if function.get("strict") is not None:
+        fields["strict"] = function["strict"]
+    return {"type": "function", "function": fields}
+
+
+def _parse_json(value: Any, what: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise UnusableRowError(f"with {what} that is not JSON", f"{error.msg} at character {error.pos}") from None
