@@ -16,16 +16,18 @@ No entry can hold a user's text: fields are numbers, identifiers without spaces,
 refused. Reasons are the learner's sentences.
 
 An offset counts bytes from the beginning of the journal, unlinked files included, so it stays valid over rotation and
-restarts. Only one process writes. A line torn by a kill is skipped.
+restarts. Only one process writes. Every line ends with a checksum. A line torn by a kill or damaged is skipped.
 """
 
 from __future__ import annotations
 
 import logging
 import numbers
+import re
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -217,7 +219,7 @@ class Journal:
             raise ValueError(f"this is not a {kind!r} entry of the journal: {error}") from error
         with self._lock:
             try:
-                self._append(_encoder.encode(entry) + b"\n")
+                self._append(_seal(_encoder.encode(entry)))
             except OSError as error:
                 if not self.num_lost:  # once: a full disk would repeat it every second
                     logger.warning("the journal in %s cannot be written: %s", self.folder, error.strerror)
@@ -259,7 +261,8 @@ class Journal:
 
     def _files(self) -> list[tuple[int, Path]]:
         """Every file with the offset of the first byte, oldest first."""
-        return sorted((int(path.stem.split("-")[1]), path) for path in self.folder.glob("journal-*.jsonl"))
+        names = [(_FILE_NAME.fullmatch(path.name), path) for path in self.folder.glob("journal-*.jsonl")]
+        return sorted((int(name[1]), path) for name, path in names if name)
 
     def _notify(self, entry: Entry) -> None:
         for observe in self.observers:
@@ -285,6 +288,10 @@ _encoder = msgspec.json.Encoder(enc_hook=_to_python)
 _decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 
 
+_CHECKSUM = re.compile(rb',"crc32":"([0-9a-f]{8})"\}\n$')
+_FILE_NAME = re.compile(r"journal-(\d+)\.jsonl")
+
+
 def _file_name(begin: int) -> str:
     return f"journal-{begin:016d}.jsonl"
 
@@ -306,7 +313,17 @@ def _ends_a_line(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
+def _seal(line: bytes) -> bytes:
+    """The JSON object with its CRC-32 as the last field, and the end of the line."""
+    return b'%b,"crc32":"%08x"}\n' % (line[:-1], zlib.crc32(line))
+
+
 def _decode(line: bytes) -> Entry | None:
+    """The entry; None if the line is damaged or unknown. Lines of earlier releases have no checksum."""
+    if sealed := _CHECKSUM.search(line):
+        line = line[: sealed.start()] + b"}"
+        if zlib.crc32(line) != int(sealed[1], 16):
+            return None
     try:
         return _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -56,7 +56,7 @@ def read_toml(path: Path, config_type: type[Config], overrides: Sequence[str] = 
     if not path.is_file():
         command = config_type.__name__.removesuffix("Config").lower()
         raise FileNotFoundError(f"there is no {path}: redraft {command} --print-config > {path} begins one")
-    values = _parse(path.read_text(), str(path))
+    values = _parse(_read_text(path), str(path))
     for override in overrides:
         values = _merge(values, _parse(override, f"--set {override}"))
     _require_known(values, config_type, "")
@@ -129,6 +129,13 @@ def _read_own_documents(config_type: type) -> dict[str, str]:
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(below, ast.Expr):
             documents[line.target.id] = " ".join(ast.literal_eval(below.value).split())
     return documents
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not valid TOML: byte {error.start} is not UTF-8") from error
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:

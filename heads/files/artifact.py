@@ -33,6 +33,11 @@ from typing import Any
 MANIFEST = "manifest.json"
 PROVENANCE = "provenance.json"
 
+LAYOUT = 1
+"""Layout of manifests. Every other file is checked by the manifest, and the manifest by its digests."""
+
+FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 SAMPLE_BYTES = 4096
 """Bytes that `fingerprint` reads at the start, middle and end of every tensor: 9 MB for a 70B model of 723 tensors."""
 
@@ -137,7 +142,10 @@ def manifest(folder: Path) -> dict[str, FileEntry]:
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no {MANIFEST}: it was not published by redraft, or not completely")
     try:
-        return {name: FileEntry(**entry) for name, entry in json.loads(path.read_text())["files"].items()}
+        content = json.loads(path.read_text())
+        if content.get("layout", LAYOUT) > LAYOUT:
+            raise ValueError("a later release of redraft wrote it")
+        return {name: FileEntry(**entry) for name, entry in content["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is corrupt ({error}): publish the folder again") from error
 
@@ -193,7 +201,10 @@ def fingerprint(folder: Path) -> str:
     if not config_path.is_file() or not weights:
         raise FileNotFoundError(f"{folder} is not a model folder: it needs config.json and *.safetensors")
     digest = hashlib.sha256()
-    config = json.loads(config_path.read_text())
+    try:
+        config = dict(json.loads(config_path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{config_path} is damaged ({error}): fetch the model again") from error
     kept = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS}
     digest.update(json.dumps(kept, sort_keys=True).encode())
     for path in [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]:
@@ -240,6 +251,11 @@ def _safetensors_samples(path: Path) -> Iterator[bytes]:
                 yield file.read(min(SAMPLE_BYTES, end - start))
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether the error says that a disk, a quota or a file's limit is full."""
+    return getattr(error, "errno", None) in FULL_ERRNOS
+
+
 FULL_BYTES = 16 << 20
 """If a write fails and less than this is free, the full disk is the reason."""
 
@@ -255,8 +271,7 @@ def _partial_folder(folder: Path) -> Iterator[Path]:
         yield partial
     except Exception as error:
         # safetensors and torch report a full disk with exceptions that are not OSError
-        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
-        if is_full or shutil.disk_usage(partial).free < FULL_BYTES:
+        if is_full(error) or "os error 28" in str(error) or shutil.disk_usage(partial).free < FULL_BYTES:
             raise OSError(errno.ENOSPC, f"no space left on the disk of {folder}: nothing was published") from error
         raise
     finally:
@@ -282,7 +297,8 @@ def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
 
     Everybody may read the result: a server often runs as another user than the trainer.
     """
-    _write_json(partial / MANIFEST, {"files": {name: _entry(partial / name) for name in _file_names(partial)}})
+    files = {name: _entry(partial / name) for name in _file_names(partial)}
+    _write_json(partial / MANIFEST, {"layout": LAYOUT, "files": files})
     for path in partial.rglob("*"):
         if not path.is_symlink():
             path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors writes 0600

@@ -4,13 +4,14 @@
     idle         waits for new records or a request to swap      begin, swap requested
     training     steps until enough new records are trained      trained; failed: not finite, interrupted
     judging      candidate and incumbent on held-out requests    promoted, rejected, inconclusive
-    publishing   copies the checkpoint's draft to the registry   published; waits while the disk is full
+    publishing   copies the checkpoint's draft to the registry   published; rejected: the checkpoint is damaged
     canary       one server, against the others                  passed, rolled back, recalled
     rolling      the other servers in waves                      rolled out and current, rolled back, recalled
     halted       waits until the servers serve our target        resume
 
-The work of every phase can be repeated from the start, and is after a kill. A finding of the watch or the request of a
-person waits in the `inbox` until a phase can take it: `report_problem`, `request_swap`, `go_back`.
+The work of every phase can be repeated from the start, and is after a kill. While a disk cannot be written, the phase
+waits. A finding of the watch or the request of a person waits in the `inbox` until a phase can take it:
+`report_problem`, `request_swap`, `go_back`.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from redraft.distill.train.step import StepStats
-from redraft.heads.files.artifact import manifest
+from redraft.heads.files.artifact import FileEntry, is_full, manifest, verify
+from redraft.heads.files.sealed import DamagedError, set_aside
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.inbox import Inbox
-from redraft.online.daemon.state import Event, Move, Phase, advance, load, save
+from redraft.online.daemon.state import LOOKS_AFTER_DAMAGE, Event, Move, Phase, State, advance, load, save
 from redraft.online.fleet.reconciler import Reconciler
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.rollout import Outcome, roll_waves, try_canary
@@ -63,7 +65,7 @@ class Cycle:
         """Held by whoever swaps drafts, except for the reconciler, which begins nothing while it is held."""
         self.reconciler = Reconciler()
         self._state_path = cfg.folder / "state.json"
-        self.state = load(self._state_path)
+        self.state = self._load_state()
         # torch gets a separate thread: ingest and watch continue during a training step.
         self._thread = ThreadPoolExecutor(1, "trainer")
         self._num_without_gain = 0
@@ -92,13 +94,15 @@ class Cycle:
     async def run(self) -> None:
         """Go round forever."""
         began_from = await self.in_thread(self.trainer.start)
+        for problem in self.trainer.damage:
+            self._journal_fault("checkpoint_damaged", reason=problem)
         self._journal_state(f"training goes on from {self.current if began_from == SERVED else began_from}")
         while True:
             if halt := self.inbox.take(Event.HALT):
-                self._advance(halt)
+                await self._advance(halt)
             move = await self._phases[self.state.phase]()
             if move is not None:
-                self._advance(move)
+                await self._advance(move)
 
     async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Run `work` on the thread that owns the draft in training."""
@@ -223,13 +227,9 @@ class Cycle:
 
     async def _end_training(self) -> Move:
         try:
-            name = await self.in_thread(self.trainer.checkpoint)
+            name = await self._until_written(lambda: self.in_thread(self.trainer.checkpoint))
         except NotFiniteError:
             return await self._discard("the weights are not finite")
-        except OSError as error:
-            self._journal_fault("disk_full", error)
-            await asyncio.sleep(DISK_RETRY_S)
-            return Move(Event.FAILED, reason=f"no checkpoint could be written: {error}")
         return Move(Event.TRAINED, name, f"{self.trainer.progress.records} records")
 
     async def _judge(self) -> Move:
@@ -250,12 +250,11 @@ class Cycle:
         return Move(Event.REJECTED, reason=verdict.reason)
 
     async def _publish(self) -> Move:
-        while True:
-            try:
-                return Move(Event.PUBLISHED, await asyncio.to_thread(self._publish_candidate))
-            except OSError as error:
-                self._journal_fault("disk_full", error)
-                await asyncio.sleep(DISK_RETRY_S)
+        try:
+            version = await self._until_written(lambda: asyncio.to_thread(self._publish_candidate))
+        except (FileNotFoundError, ValueError) as error:
+            return Move(Event.REJECTED, reason=f"{self._candidate()} cannot be published: {error}")
+        return Move(Event.PUBLISHED, version)
 
     async def _canary(self) -> Move:
         event, outcome = await self._roll_out(try_canary)
@@ -268,9 +267,11 @@ class Cycle:
         event, outcome = await self._roll_out(roll_waves)
         if event is not Event.PASSED:
             return self._end_rollout(event, outcome)
-        await asyncio.to_thread(self.registry.promote, version)
-        serving = {server.versions["seen"] for server in self.servers if server.versions}
-        await asyncio.to_thread(self.registry.prune, self.cfg.keep_versions, serving)
+        try:
+            await self._until_written(lambda: asyncio.to_thread(self.registry.promote, version))
+        except (FileNotFoundError, ValueError) as error:  # damaged since the servers have read it
+            return self._end_rollout(Event.ROLLED_BACK, await self._take_back(str(error)))
+        await self._prune()
         swap = self.inbox.find(Event.SWAP_REQUESTED)
         if swap is not None and swap.candidate == version:  # the draft in training does not descend from it
             self.inbox.post(Move(Event.BEGIN_AGAIN))
@@ -289,12 +290,12 @@ class Cycle:
 
     async def _begin_again_if_asked(self) -> None:
         if self.inbox.take(Event.BEGIN_AGAIN):
-            await self.in_thread(self.trainer.begin_again)
-            self._advance(Move(Event.BEGIN_AGAIN, reason=f"training begins again from {self.current}"))
+            await self._until_written(lambda: self.in_thread(self.trainer.begin_again))
+            await self._advance(Move(Event.BEGIN_AGAIN, reason=f"training begins again from {self.current}"))
 
     async def _discard(self, why: str) -> Move:
         self._journal_fault("loss_not_finite")
-        await self.in_thread(self.trainer.discard)
+        await self._until_written(lambda: self.in_thread(self.trainer.discard))
         return Move(Event.FAILED, reason=f"{why}: the candidate was thrown away")
 
     async def _save_checkpoint(self) -> None:
@@ -306,7 +307,33 @@ class Cycle:
         except NotFiniteError:
             self._journal_fault("loss_not_finite")
         except OSError as error:
-            self._journal_fault("disk_full", error)
+            self._journal_fault(name_disk_fault(error), error)
+
+    async def _until_written(self, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of `work`, which is repeated while a disk cannot be written.
+
+        Raises:
+            FileNotFoundError, ValueError, NotFiniteError: as `work` does: waiting would not help.
+        """
+        is_told = False
+        while True:
+            try:
+                return await work()
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                if not is_told:  # once per wait: the page would show nothing else
+                    self._journal_fault(name_disk_fault(error), error)
+                is_told = True
+                await asyncio.sleep(DISK_RETRY_S)
+
+    async def _prune(self) -> None:
+        """Remove old versions. They only take space, so a failure waits until the next rollout."""
+        serving = {server.versions["seen"] for server in self.servers if server.versions}
+        try:
+            await asyncio.to_thread(self.registry.prune, self.cfg.keep_versions, serving)
+        except OSError as error:
+            self._journal_fault(name_disk_fault(error), error)
 
     def _score(self, folder: Path, seqs: Sequence[int]) -> dict[Request, RequestScore]:
         candidate = self.trainer.candidate
@@ -330,9 +357,10 @@ class Cycle:
     def _publish_candidate(self) -> str:
         """The version with the candidate's draft: published now, or before a kill."""
         folder, prefix = self.trainer.folder / self._candidate(), f"{DRAFT}/"
-        files = {name[len(prefix) :]: entry for name, entry in manifest(folder).items() if name.startswith(prefix)}
+        # Every byte: the version's manifest would vouch for a flipped one.
+        files = {name[len(prefix) :]: entry for name, entry in verify(folder).items() if name.startswith(prefix)}
         latest = self.registry.latest()
-        if latest and files.items() <= manifest(self.registry.path(latest)).items():
+        if latest and self._holds(latest, files):
             return latest  # a kill came between publication and the saved state
         return self.registry.publish(
             lambda partial: copy_model(folder / DRAFT, partial),
@@ -345,6 +373,13 @@ class Cycle:
             },
         )
 
+    def _holds(self, version: str, files: Mapping[str, FileEntry]) -> bool:
+        """Whether the version has these files. A damaged one has not."""
+        try:
+            return files.items() <= manifest(self.registry.path(version)).items()
+        except (OSError, ValueError):
+            return False
+
     async def _roll_out(self, rollout: Callable[..., Coroutine[Any, Any, Outcome]]) -> tuple[Event, Outcome]:
         """Run a part of the rollout to its end, or to a recall; then every server is back on the current version."""
         async with self.fleet:
@@ -355,8 +390,13 @@ class Cycle:
             if outcome is not None:
                 failed = Event.INCONCLUSIVE if outcome.is_inconclusive else Event.ROLLED_BACK
                 return Event.PASSED if outcome.passed else failed, outcome
+        return Event.RECALLED, await self._take_back("recalled")
+
+    async def _take_back(self, why: str) -> Outcome:
+        """Bring every server to the current version."""
+        async with self.fleet:
             back = await self.reconciler.bring_all(self.servers, self.current, self.cfg.rollout.rollback_timeout_s)
-            return Event.RECALLED, Outcome(passed=False, version=self.current, reason=f"recalled: {back}")
+            return Outcome(passed=False, version=self.current, reason=f"{why}: {back}")
 
     async def _run_unless_recalled(self, start: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome | None:
         """The outcome of the rollout, or None if a recall was there first."""
@@ -384,9 +424,20 @@ class Cycle:
         if swap is not None and swap.candidate == self.state.candidate:
             self.inbox.settle(Event.SWAP_REQUESTED, outcome)
 
-    def _advance(self, move: Move) -> None:
-        self.state = advance(self.state, move.event, candidate=move.candidate, reason=move.reason)
-        save(self.state, self._state_path)
+    def _load_state(self) -> State:
+        """The saved state. Idle is always safe: the watch brings every server to the current version."""
+        try:
+            return load(self._state_path)
+        except DamagedError as error:
+            aside = set_aside(self._state_path)
+            reason = f"{error}: it is now {aside.name}, and the learner begins at idle"
+            self._journal_fault("state_damaged", reason=reason)
+            return State(num_looks=LOOKS_AFTER_DAMAGE)
+
+    async def _advance(self, move: Move) -> None:
+        state = advance(self.state, move.event, candidate=move.candidate, reason=move.reason)
+        await self._until_written(lambda: asyncio.to_thread(save, state, self._state_path))
+        self.state = state
         self._journal_state(self.state.reason)
         if not self.is_rolling_out:  # a late recall must not end the next rollout
             self.inbox.settle(Event.RECALLED)
@@ -396,8 +447,9 @@ class Cycle:
     def _journal_state(self, reason: str) -> None:
         self.journal.write("state", phase=self.state.phase.value, candidate=self.state.candidate, reason=reason)
 
-    def _journal_fault(self, what: str, error: OSError | None = None) -> None:
-        self.journal.write("fault", what=what, detail=None if error is None else f"errno-{error.errno}")
+    def _journal_fault(self, what: str, error: OSError | None = None, reason: str = "") -> None:
+        detail = None if error is None else f"errno-{error.errno}"
+        self.journal.write("fault", what=what, detail=detail, reason=reason or str(error or ""))
 
     def _journal_step(self, stats: StepStats, began_s: float) -> float:
         now_s = time.monotonic()
@@ -438,6 +490,10 @@ class Cycle:
             "gate", verdict=verdict.decision.value, candidate=candidate, incumbent=self.current, domains=domains,
             reason=verdict.reason, **numbers,
         )  # fmt: skip
+
+
+def name_disk_fault(error: OSError) -> str:
+    return "disk_full" if is_full(error) else "disk_unwritable"
 
 
 def copy_model(source: Path, folder: Path) -> None:

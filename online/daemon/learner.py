@@ -23,17 +23,18 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.heads.catalog import find_family, require_head
 from redraft.heads.doctor.shared import require_own_head
-from redraft.heads.files.artifact import PROVENANCE, fingerprint
+from redraft.heads.files.artifact import PROVENANCE, fingerprint, is_full
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.lock import own
 from redraft.heads.files.tokenizers import check_same_tokenizer
@@ -86,13 +87,42 @@ def run(cfg: LearnerConfig) -> None:
     if not candidate.accelerator.is_main_process:
         Ranks(candidate).follow()
         return
+    with opened(cfg) as (target, registry, buffer):
+        asyncio.run(_until_signalled(cfg, target, registry, buffer, candidate))
+
+
+@contextmanager
+def opened(cfg: LearnerConfig) -> Iterator[tuple[str, Registry, Buffer]]:
+    """The target's fingerprint, the registry and the buffer, owned while the block runs. Waits while a disk is full.
+
+    Raises:
+        ValueError, OSError, AlreadyOwnedError: as `run` does.
+    """
+    is_told = False
+    with ExitStack() as stack:
+        while True:
+            try:
+                found = _open(cfg, stack)
+                break
+            except OSError as error:
+                stack.close()
+                if not is_full(error):
+                    raise
+                if not is_told:
+                    print(f"the learner waits, because a disk is full: {error}", file=sys.stderr, flush=True)
+                is_told = True
+                time.sleep(FULL_DISK_RETRY_S)
+        yield found
+
+
+def _open(cfg: LearnerConfig, stack: ExitStack) -> tuple[str, Registry, Buffer]:
     cfg.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds users' text
     registry = Registry(cfg.registry)
-    with own(cfg.folder / "learner.lock", "a learner"), registry.owned():
-        target = fingerprint(cfg.target)
-        provide_first_version(cfg, registry, target)
-        with open_buffer(cfg, registry, target) as buffer:
-            asyncio.run(_until_signalled(cfg, target, registry, buffer, candidate))
+    stack.enter_context(own(cfg.folder / "learner.lock", "a learner"))
+    stack.enter_context(registry.owned())
+    target = fingerprint(cfg.target)
+    provide_first_version(cfg, registry, target)
+    return target, registry, stack.enter_context(open_buffer(cfg, registry, target))
 
 
 def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str) -> Buffer:
@@ -112,7 +142,7 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target_fingerp
     """Make sure the registry has a current version. In an empty registry, the initial draft becomes the first.
 
     Raises:
-        ValueError: if there is no initial draft either, nothing tells which version is current, or a draft is for
+        ValueError: if there is no initial draft either, no version that was current is intact, or a draft is for
             another target or tokenizer.
     """
     if not registry.versions():
@@ -126,7 +156,7 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target_fingerp
             provenance={"copied_from": initial},
             evaluation={},
         )
-    registry.restore_link()
+    registry.repair()
     current = registry.current()
     assert current is not None
     trained_for = json.loads((registry.path(current) / PROVENANCE).read_text())["target_fingerprint"]
@@ -165,6 +195,8 @@ async def _learn(cfg: LearnerConfig, target: str, registry: Registry, buffer: Bu
     trainer = Trainer(cfg.training, cfg.replay, buffer, registry, candidate, cfg.folder / "checkpoints", anchors)
     members = Members(lambda url, token, http: JournaledServer(url, token, http, journal, registry=registry))
     async with aclosing(members):
+        for sentence in registry.mended:
+            journal.write("fault", what="registry_damaged", reason=sentence)
         cycle = Cycle(cfg, target, registry, buffer, trainer, members.servers, journal)
         learner = Learner(cfg, target, buffer, cycle, members, journal)
         async with AsyncExitStack() as stack:
@@ -215,10 +247,10 @@ class Learner:
                 async with self._intake:
                     taken = await self._take()
             except OSError as error:
-                self._fault(_name_fault(error), str(error.errno))
-                await asyncio.sleep(FULL_DISK_RETRY_S)
+                self._fault(_name_fault(error), str(error.errno), error.strerror or str(error))
+                await asyncio.sleep(INGEST_POLL_S if isinstance(error, FileNotFoundError) else FULL_DISK_RETRY_S)
                 continue
-            self._heal("disk_full", "spool_unreadable", "broker_unreachable")
+            self._heal("disk_full", "spool_missing", "spool_unreadable", "broker_unreachable")
             for key, accepted in taken.accepted.items():
                 add_acceptance(self._accepted, key, accepted)
             if not taken.counts:
@@ -336,6 +368,8 @@ class Learner:
         )
 
     def _journal_buffer(self) -> None:
+        while self.buffer.damage:
+            self.journal.write("fault", what="buffer_damaged", reason=self.buffer.damage.pop(0))
         status, now_s = self.buffer.status(), time.time()
         untrained = self.buffer.fresh(self.cycle.trainer.progress.through, 1)
         self.journal.write(
@@ -402,8 +436,9 @@ class Learner:
             if self._stream is not None:
                 await self._stream.purge_unread()
             until_s = time.monotonic() + DRAIN_S
-            while (taken := await self._take()).counts and time.monotonic() < until_s:
-                num_records += taken.counts["forgotten"]
+            with suppress(FileNotFoundError):  # no server has made the spool yet
+                while (taken := await self._take()).counts and time.monotonic() < until_s:
+                    num_records += taken.counts["forgotten"]
             return num_records
 
 
@@ -416,6 +451,8 @@ def _stream(cfg: LearnerConfig, buffer: Buffer, vocab_size: int) -> StreamSource
 def _name_fault(error: OSError) -> str:
     if isinstance(error, BufferFullError):
         return "disk_full"
+    if isinstance(error, FileNotFoundError):
+        return "spool_missing"
     return "broker_unreachable" if isinstance(error, ConnectionError) else "spool_unreadable"
 
 

@@ -1,8 +1,8 @@
 """The learner's state: the phase, the candidate in it, and the table of possible events. Pure.
 
     idle ─ begin ─► training ─ trained ─► judging ─ promoted ─► publishing ─ published ─► canary ─ passed ─► rolling
-     ▲                 │ failed              │ rejected,                           │ rolled back,        │ rolled out,
-     └─────────────────┴─────────────────────┴ inconclusive ───────────────────────┴ inconclusive, ──────┴ rolled back,
+     ▲                 │ failed              │ rejected,      │ rejected           │ rolled back,        │ rolled out,
+     └─────────────────┴─────────────────────┴ inconclusive ──┴────────────────────┴ inconclusive, ──────┴ rolled back,
                                                                                      recalled              recalled
 The state is saved at every event, and a killed learner continues where it was. The work of every phase can be
 repeated from the start: after a restart, load the state and enter its phase.
@@ -10,13 +10,12 @@ repeated from the start: after a restart, load the state and enter its phase.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from redraft.heads.files.artifact import write_whole
+from redraft.heads.files.sealed import DamagedError, read_sealed, write_sealed
 
 
 class Phase(Enum):
@@ -63,6 +62,7 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
     (Phase.JUDGING, Event.REJECTED): Phase.IDLE,
     (Phase.JUDGING, Event.INCONCLUSIVE): Phase.IDLE,
     (Phase.PUBLISHING, Event.PUBLISHED): Phase.CANARY,
+    (Phase.PUBLISHING, Event.REJECTED): Phase.IDLE,
     (Phase.CANARY, Event.PASSED): Phase.ROLLING,
     (Phase.CANARY, Event.ROLLED_BACK): Phase.IDLE,
     (Phase.CANARY, Event.INCONCLUSIVE): Phase.IDLE,
@@ -74,6 +74,11 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
     **{(phase, Event.HALT): Phase.HALTED for phase in Phase},
     (Phase.HALTED, Event.RESUME): Phase.IDLE,
 }
+
+
+LOOKS_AFTER_DAMAGE = 10
+"""`num_looks` if the file that counted them is lost: the gate asks for more evidence until the next rollout, not for
+less."""
 
 
 class IllegalEventError(RuntimeError):
@@ -102,6 +107,9 @@ class State:
     every look, so a kill must not begin the count again."""
 
 
+NEEDS_CANDIDATE = (Phase.JUDGING, Phase.PUBLISHING, Phase.CANARY, Phase.ROLLING)
+
+
 def advance(state: State, event: Event, *, candidate: str | None = None, reason: str = "") -> State:
     """The state after `event`. `candidate` replaces the present one, which is kept until the next idle or training.
 
@@ -122,23 +130,24 @@ def advance(state: State, event: Event, *, candidate: str | None = None, reason:
 
 def save(state: State, path: Path) -> None:
     """Write the state atomically: whenever the machine stops, the file holds this state or the one before, whole."""
-    write_whole(path, json.dumps({**asdict(state), "phase": state.phase.value}))
+    write_sealed(path, {**asdict(state), "phase": state.phase.value})
 
 
 def load(path: Path) -> State:
     """The state saved last; idle if there is none yet.
 
     Raises:
-        ValueError: if the file does not hold a state, e.g. after a change by hand.
+        DamagedError: if the file does not hold a state.
+        ValueError: if a later release wrote it.
     """
     if not path.exists():
         return State()
+    content = read_sealed(path)
     try:
-        fields = dict(json.loads(path.read_text()))
         # A file of an earlier redraft has no number of looks.
-        looks = int(fields.get("num_looks", 0))
-        return State(
-            phase=Phase(fields["phase"]), candidate=fields["candidate"], reason=fields["reason"], num_looks=looks
-        )
+        state = State(**{"num_looks": 0, **content, "phase": Phase(content["phase"])})
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} does not hold a state ({error}): remove it to begin at idle") from error
+        raise DamagedError(f"{path} does not hold a state ({error})") from error
+    if state.candidate is None and state.phase in NEEDS_CANDIDATE:
+        raise DamagedError(f"{path} does not hold a state ({state.phase.value} without a candidate)")
+    return state

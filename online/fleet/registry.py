@@ -10,6 +10,9 @@
 A version appears whole, by one rename. STABLE protects registries copied file by file: a folder without it is not a
 version. Publication is not promotion: a version that failed its canary was published, but never current. A copy
 without links, as object storage makes it, is on the last version of promoted.json.
+
+`repair` mends a damaged registry from the rest of it: the versions name their parents, both JSON files hold the id, and
+a damaged current version gives way to the one before.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from typing import Any
 
 from redraft.heads.files import artifact
 from redraft.heads.files.lock import own
+from redraft.heads.files.sealed import DamagedError, read_sealed, set_aside, write_sealed
 
 STABLE = "STABLE"
 EVALUATION = "evaluation.json"
@@ -52,7 +56,16 @@ def read_id(folder: Path) -> str:
     Raises:
         OSError: if the file exists and cannot be read.
     """
-    return _read_registry(folder)[0]
+    return _read_registry(folder)[0] or _read_id_beside_promoted(folder)
+
+
+def _read_id_beside_promoted(folder: Path) -> str:
+    """The id in promoted.json. A second copy, because servers refuse the versions of a registry with another id."""
+    try:
+        known = read_sealed(folder / PROMOTED)["registry"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return ""
+    return known if isinstance(known, str) and _ID.fullmatch(known) else ""
 
 
 def hash_manifest(version: Path) -> str:
@@ -73,6 +86,8 @@ class Registry:
         folder.mkdir(parents=True, exist_ok=True)
         for path in missing:  # whatever the learner's umask: its servers may run as another user
             path.chmod(0o755)
+        self.mended: list[str] = []
+        """A sentence for every damage that the owner found and mended."""
 
     @contextmanager
     def owned(self) -> Iterator[None]:
@@ -114,12 +129,38 @@ class Registry:
         known = self.versions()
         return next((version for version in reversed(self._read_promoted()) if version in known), None)
 
-    def restore_link(self) -> None:
-        """Make sure that `current` is a link, also in an empty or copied registry with a version.
+    def repair(self) -> None:
+        """Make sure that `current` is a link to an intact version. For the owner of a registry with a version.
 
         Raises:
-            ValueError: if nothing tells which of several versions was current, or that version is damaged.
+            ValueError: if nothing tells which of several versions was current, or none that ever was is intact.
         """
+        if (is_damaged := self._is_damaged(PROMOTED)) or self._has_lost(PROMOTED):
+            promoted = self.promoted()
+            consequence = f"the way back is now {', '.join(promoted) or 'empty'}"
+            if is_damaged:
+                self._set_aside(PROMOTED, consequence)
+            else:
+                self.mended.append(f"{self.folder / PROMOTED} was missing: {consequence}")
+            self._write_promoted(promoted)
+        self._restore_link()
+        current = self.current()
+        assert current is not None
+        try:
+            artifact.verify(self.path(current))
+        except (FileNotFoundError, ValueError) as error:
+            self.mended.append(f"{current} is damaged, so {self._leave(current, error)} is current again: {error}")
+
+    def _leave(self, current: str, error: Exception) -> str:
+        """Go back from a damaged version to the newest intact one before it; returns the name."""
+        while previous := self.previous():
+            try:
+                return self.rollback()
+            except ValueError:  # damaged too
+                self._write_promoted([name for name in self.promoted() if name != previous])
+        raise ValueError(f"{error}. No version before {current} is intact either: copy one back") from error
+
+    def _restore_link(self) -> None:
         if (self.folder / "current").is_symlink():
             return
         current, versions = self.current(), self.versions()
@@ -180,8 +221,7 @@ class Registry:
             ValueError: if it is damaged; the message names the file.
         """
         artifact.verify(self.path(version))
-        kept = [name for name in self.promoted() if name != version]
-        artifact.write_whole(self.folder / PROMOTED, json.dumps([*kept, version]), mode=0o644)
+        self._write_promoted([*(name for name in self.promoted() if name != version), version])
         # The list comes first: it is read only up to the version named by the link, so a kill here changes nothing.
         self._point_current_at(version)
 
@@ -205,7 +245,7 @@ class Registry:
         self._point_current_at(previous)
         # For copies without links. A full disk must not stop a rollback: with the link the longer list is right too.
         with suppress(OSError):
-            artifact.write_whole(self.folder / PROMOTED, json.dumps(kept), mode=0o644)
+            self._write_promoted(kept)
         return previous
 
     def prune(self, keep: int, serving: Collection[str] = ()) -> list[str]:
@@ -234,9 +274,54 @@ class Registry:
         return promoted[: promoted.index(current) + 1] if current in promoted else []
 
     def _read_promoted(self) -> list[str]:
-        path = self.folder / PROMOTED
-        promoted: list[str] = json.loads(path.read_text()) if path.is_file() else []
-        return promoted
+        try:
+            promoted = _read(self.folder / PROMOTED)
+        except (DamagedError, FileNotFoundError):
+            return self._guess_promoted()
+        # A file of an earlier release is a list.
+        versions: list[str] = promoted if isinstance(promoted, list) else promoted["versions"]
+        return versions
+
+    def _guess_promoted(self) -> list[str]:
+        """The versions that were current, in order, as far as the rest of the folder tells.
+
+        Every version was trained from the then current one. If the versions do not say so, all before the link count.
+        """
+        link, known = self.folder / "current", self.versions()
+        current = os.readlink(link) if link.is_symlink() else None
+        if current not in known:
+            return []
+        found = [current]
+        while (parent := self._read_parent(found[0])) in known and parent not in found:
+            found.insert(0, parent)
+        return found if len(found) > 1 else known[: known.index(current) + 1]
+
+    def _read_parent(self, version: str) -> str:
+        try:
+            return str(json.loads((self.folder / version / artifact.PROVENANCE).read_bytes())["trained_from"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+
+    def _write_promoted(self, versions: list[str]) -> None:
+        content = {"registry": read_id(self.folder), "versions": versions}
+        write_sealed(self.folder / PROMOTED, content, mode=0o644)
+
+    def _is_damaged(self, name: str) -> bool:
+        try:
+            _read(self.folder / name)
+        except DamagedError:
+            return True
+        except FileNotFoundError:
+            pass
+        return False
+
+    def _has_lost(self, name: str) -> bool:
+        """Whether a file is missing that the first promotion writes before the link."""
+        return (self.folder / "current").is_symlink() and not (self.folder / name).exists()
+
+    def _set_aside(self, name: str, consequence: str) -> None:
+        aside = set_aside(self.folder / name)
+        self.mended.append(f"{self.folder / name} was damaged and is now {aside.name}: {consequence}")
 
     def _point_current_at(self, version: str) -> None:
         link = self.folder / "current"
@@ -264,14 +349,31 @@ class Registry:
         if known and highest == noted:
             return
         with suppress(OSError):
-            content = {"id": known or uuid.uuid4().hex, "highest_number": highest}
-            artifact.write_whole(self.folder / REGISTRY, json.dumps(content), mode=0o644)
+            known = known or read_id(self.folder) or uuid.uuid4().hex
+            if self._is_damaged(REGISTRY):
+                self._set_aside(REGISTRY, f"the registry's id is {known}, its highest version number {highest}")
+            write_sealed(self.folder / REGISTRY, {"id": known, "highest_number": highest}, mode=0o644)
+
+
+def _read(path: Path) -> Any:
+    """The fields of one of the registry's files.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        DamagedError: if it holds something else.
+        ValueError: if a later release wrote it.
+    """
+    content = read_sealed(path)
+    names = content if isinstance(content, list) else content.get("versions", []) if isinstance(content, dict) else None
+    if names is None or not all(isinstance(name, str) and _VERSION.fullmatch(name) for name in names):
+        raise DamagedError(f"{path} is damaged (it lists no versions)")
+    return content
 
 
 def _read_registry(folder: Path) -> tuple[str, int]:
     """The registry's id and the highest number in registry.json; an empty id and 0 if it is missing or damaged."""
     try:
-        content = json.loads((folder / REGISTRY).read_text())
+        content = read_sealed(folder / REGISTRY)
         known, highest = content["id"], content["highest_number"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return "", 0

@@ -25,8 +25,11 @@ def read_anchors(path: Path, target_fingerprint: str, hidden_shape: tuple[int, i
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if a record is damaged, of another target, or without the hidden states the draft reads.
+        ValueError: if there is no record, or one is damaged, of another target, or without the hidden states the draft
+            reads.
     """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file of anchors {path}: make it (redraft anchors), or remove `anchors`")
     records = []
     for _, record in read_frames(path.read_bytes()):
         if isinstance(record, CorruptRecordError):
@@ -39,6 +42,8 @@ def read_anchors(path: Path, target_fingerprint: str, hidden_shape: tuple[int, i
         if hidden_shape not in (None, record.hidden_shape):
             raise ValueError(f"{path} holds no hidden states of the form {hidden_shape}: a head learns without anchors")
         records.append(record)
+    if not records:
+        raise ValueError(f"{path} holds no record: make the anchors again (redraft anchors)")
     return records
 
 

@@ -35,18 +35,21 @@ from numpy.typing import NDArray
 from redraft.heads.files.lock import acquire
 from redraft.online.learning.buffer_file import (
     INDEX_DTYPE,
+    LAYOUT,
+    MIN_FILE_BYTES,
     BufferFile,
     BufferFullError,
+    DamagedFileError,
     Index,
+    LaterFileError,
     Row,
-    connect,
     estimate_bytes,
     is_damaged,
     named_disk_full,
-    transaction,
     unlink,
 )
-from redraft.online.learning.quarantine import Quarantine
+from redraft.online.learning.cursor import Commit, Cursor
+from redraft.online.learning.quarantine import Quarantine, overwrite
 from redraft.online.records.record import CorruptRecordError, Record, decode_record
 
 T = TypeVar("T")
@@ -54,11 +57,8 @@ T = TypeVar("T")
 NUM_FILES = 16
 """Number of files of a full buffer. Unlinking the oldest forgets about a sixteenth, in bytes or in age."""
 
-_CURSOR_SCHEMA = """
-CREATE TABLE IF NOT EXISTS trained (number INTEGER PRIMARY KEY, checkpoint_id TEXT NOT NULL, through INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS forgotten (tenant_sha256 TEXT PRIMARY KEY, time_s REAL NOT NULL);
-"""
-
+MAX_LATER_RECORDS = 1 << 24
+"""More records than a file holds: numbers after one of a later release, which this one cannot read, begin beyond."""
 
 CLOCK_SLACK_S = 60.0
 """A server's clock may be ahead of ours by this much. `delete_tenant` adds it, because it compares times of both."""
@@ -107,14 +107,6 @@ class Replay:
 class Stored:
     seq: int
     record: Record
-
-
-@dataclass(frozen=True, kw_only=True)
-class Commit:
-    """A valid checkpoint. Every record up to `through` was trained or skipped before it."""
-
-    checkpoint_id: str
-    through: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,21 +160,26 @@ class Buffer:
         self.config = config
         self.target_fingerprint, self.hidden_shape, self.domain = target_fingerprint, hidden_shape, domain
         self.counts: Counter[str] = Counter()
+        self.damage: list[str] = []
+        """A sentence for every damage found. Whoever tells it may empty the list."""
         # Without a folder, nothing of anybody's text may reach a disk: bad records are then only counted.
         self.quarantine = Quarantine(config.folder / "quarantine", config.max_age_s) if config.folder else None
+        self._later_files: list[Path] = []
+        """Files of a later release: they wait for it, until they are `max_age_s` old."""
         self._lock = threading.RLock()
         with ExitStack() as opened:
             if config.folder is not None:
                 config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds users' text
                 opened.callback(os.close, acquire(config.folder / "lock", "a learner's buffer"))
             with named_disk_full():
-                self._cursor = connect(config.folder and config.folder / "cursor.db", _CURSOR_SCHEMA)
-                opened.callback(self._cursor.close)
+                self._cursor = Cursor(config.folder)
+                self.damage += self._cursor.damage
                 self._files = self._open_files()
             self._opened = opened.pop_all()
         seqs = self._index()["seq"]
         # Commits count too: the records with the highest numbers may have expired, and no number is used twice.
-        self._next_seq = 1 + max([int(seqs.max(initial=0)), *(trained.through for trained in self.commits())])
+        later = [int(path.stem.removeprefix("records-")) + MAX_LATER_RECORDS for path in self._later_files]
+        self._next_seq = 1 + max([int(seqs.max(initial=0)), *(trained.through for trained in self.commits()), *later])
 
     def __enter__(self) -> Buffer:
         return self
@@ -212,7 +209,7 @@ class Buffer:
         with self._lock:
             self.expire(now_s)
             # The order of the checks decides which fate is counted: the first reason not to store a record wins.
-            known, forgotten = self._find_known(ids), self._read_forgotten()
+            known, forgotten = self._find_known(ids), self._cursor.forgotten
             counts = Counter[str]()
             rows: list[tuple[Row, bytes]] = []
             for frame, record in frames:
@@ -249,6 +246,10 @@ class Buffer:
                     self._drop(file, "expired")
             if self.quarantine is not None:
                 self.quarantine.expire(now_s)
+            for path in list(self._later_files):
+                with suppress(OSError):
+                    if now_s - path.stat().st_mtime >= self.config.max_age_s:
+                        self._remove_later_file(path)
 
     def fresh(self, after: int, limit: int) -> list[Stored]:
         """The oldest `limit` training records after sequence number `after`, in order of arrival.
@@ -318,9 +319,7 @@ class Buffer:
         with self._lock, named_disk_full():
             # First the list, then the records: after a kill in between, `delete_tenant` can be repeated, and meanwhile
             # nothing new of the tenant is stored.
-            with transaction(self._cursor):
-                forgotten = (_sha256(tenant), now_s + CLOCK_SLACK_S)
-                self._cursor.execute("INSERT OR REPLACE INTO forgotten VALUES (?, ?)", forgotten)
+            self._cursor.forget(_sha256(tenant), now_s + CLOCK_SLACK_S)
             deletions = [(file, partial(file.delete, "tenant", tenant)) for file in self._files]
             deleted = sum(self._unless_damaged(file, delete, 0) for file, delete in deletions)
             if self.quarantine is not None:
@@ -334,14 +333,17 @@ class Buffer:
         Raises:
             BufferFullError: if the disk is full. The checkpoint does not count then.
         """
-        with self._lock, named_disk_full(), transaction(self._cursor):
-            self._cursor.execute("INSERT INTO trained (checkpoint_id, through) VALUES (?, ?)", (checkpoint_id, through))
+        with self._lock, named_disk_full():
+            self._cursor.commit(Commit(checkpoint_id=checkpoint_id, through=through))
 
     def commits(self) -> list[Commit]:
-        """All commits, newest first. Resume the first whose checkpoint is intact, and train the records after it."""
+        """The commits, newest first. Resume the first whose checkpoint is intact, and train the records after it."""
+        return list(self._cursor.commits)
+
+    def newest(self) -> int:
+        """The highest sequence number given so far; 0 if there is none."""
         with self._lock:
-            rows = self._cursor.execute("SELECT checkpoint_id, through FROM trained ORDER BY number DESC").fetchall()
-        return [Commit(checkpoint_id=checkpoint_id, through=through) for checkpoint_id, through in rows]
+            return self._next_seq - 1
 
     def status(self) -> BufferStatus:
         with self._lock:
@@ -372,10 +374,6 @@ class Buffer:
             known |= self._unless_damaged(file, partial(file.find_known, record_ids), set())
         return known
 
-    def _read_forgotten(self) -> dict[str, float]:
-        """Time of deletion by the tenant's SHA-256: records made before it are not stored."""
-        return dict(self._cursor.execute("SELECT tenant_sha256, time_s FROM forgotten").fetchall())
-
     def _row(self, record: Record, now_s: float) -> Row:
         # Rows after a rejection continue a text the target refused: they say nothing about the draft's quality.
         verified_R = (record.draft_ids >= 0) & (record.branches == 0)
@@ -402,7 +400,7 @@ class Buffer:
 
     def _newest_file(self, now_s: float) -> BufferFile:
         """The file to write to: the last one, until it holds one share of the bytes or covers one share of the age."""
-        if self._files:
+        if self._files and self._files[-1].layout == LAYOUT:
             newest = self._files[-1]
             is_old = now_s - newest.oldest_s() >= self.config.max_age_s / NUM_FILES
             if not is_old and newest.num_bytes() < self.config.max_bytes / NUM_FILES:
@@ -418,21 +416,41 @@ class Buffer:
 
     def _open_files(self) -> list[BufferFile]:
         """The folder's files, oldest first. A damaged one is deleted whole: the rest of it cannot be trusted."""
+        paths = sorted(self.config.folder.glob("records-*.db")) if self.config.folder else []
         files = []
-        for path in sorted(self.config.folder.glob("records-*.db")) if self.config.folder else []:
+        for path in paths:
             try:
+                # SQLite takes a file without a whole page for a new one. A kill can leave only the newest empty.
+                if path.stat().st_size < MIN_FILE_BYTES and (path.stat().st_size or path is not paths[-1]):
+                    raise DamagedFileError(f"{path.stat().st_size} bytes")
                 files.append(BufferFile(path))
+            except LaterFileError as error:  # it waits for that release
+                self.counts["later_layout_files"] += 1
+                self._later_files.append(path)
+                self.damage.append(f"{error}, so the file waits for a later one")
             except sqlite3.DatabaseError as error:
                 if not is_damaged(error):
                     raise
-                self.counts["damaged_files"] += 1
+                self._tell_damaged(path, error)
                 unlink(path)
         return files
 
+    def _remove_later_file(self, path: Path) -> None:
+        overwrite(path)
+        unlink(path)
+        self._later_files.remove(path)
+
     def _drop(self, file: BufferFile, reason: str) -> None:
-        self.counts[reason] += 1 if reason == "damaged_files" else len(file.index())
+        self.counts[reason] += len(file.index())
+        self._remove(file)
+
+    def _remove(self, file: BufferFile) -> None:
         self._files.remove(file)
         file.remove()
+
+    def _tell_damaged(self, path: Path | None, error: sqlite3.Error) -> None:
+        self.counts["damaged_files"] += 1
+        self.damage.append(f"{path} is damaged ({error}): its records are gone")
 
     def _index(self) -> Index:
         """INDEX_DTYPE [records], over all files, by ascending sequence number."""
@@ -491,7 +509,8 @@ class Buffer:
         except sqlite3.DatabaseError as error:
             if not is_damaged(error):
                 raise
-            self._drop(file, "damaged_files")
+            self._tell_damaged(file.path, error)
+            self._remove(file)
             return otherwise
 
 

@@ -5,23 +5,33 @@ from __future__ import annotations
 import errno
 import sqlite3
 import sys
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from redraft.heads.files.artifact import is_full
+
+LAYOUT = 2
+"""Layout of the files, in SQLite's `user_version`. Those of layout 0 have no checksums, and get no more records."""
+
 PAGE_BYTES = 16 << 10
 """Larger than SQLite's default of 4 KiB: a frame spans many of those, and each page costs a separate write."""
+
+MIN_FILE_BYTES = 512
+"""The smallest page of SQLite."""
 
 # Two tables: a scan of the index columns would read a page per record if they lay beside the blobs.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
     seq INTEGER PRIMARY KEY, record_id TEXT NOT NULL UNIQUE, time_s REAL NOT NULL, domain TEXT NOT NULL,
     tenant TEXT NOT NULL, target_fingerprint TEXT NOT NULL, draft_version TEXT NOT NULL,
-    num_drafted INTEGER NOT NULL, num_wrong INTEGER NOT NULL, held_out INTEGER NOT NULL);
+    num_drafted INTEGER NOT NULL, num_wrong INTEGER NOT NULL, held_out INTEGER NOT NULL, crc32 INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS frames (seq INTEGER PRIMARY KEY, frame BLOB NOT NULL);
 """
 
@@ -50,6 +60,14 @@ class BufferFullError(OSError):
     """The disk is full. The call stored nothing, and can be repeated as soon as there is space."""
 
 
+class DamagedFileError(sqlite3.DatabaseError):
+    """The file is a database, but holds something else than was written."""
+
+
+class LaterFileError(Exception):
+    """A later release wrote the file: nothing is wrong with it."""
+
+
 class Row(NamedTuple):
     """The columns of a record: everything known without decoding it."""
 
@@ -72,7 +90,7 @@ class BufferFile:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.connection = connect(path, _SCHEMA)
+        self.connection, self.layout = connect(path, _SCHEMA)
         self._index: Index | None = None
         self._inserted: list[tuple[int, Row]] = []
         """Rows missing from the cached index. It is read less often than records arrive."""
@@ -81,13 +99,24 @@ class BufferFile:
     def index(self) -> Index:
         """INDEX_DTYPE [records], by ascending sequence number. Read from the file once, then kept up to date."""
         if self._index is None:
-            names = ", ".join(INDEX_DTYPE.names or ())
-            self._index = _build_index(self.connection.execute(f"SELECT {names} FROM records ORDER BY seq"))
+            self._index = _build_index(self._read_rows())
         elif self._inserted:
             rows = ((seq, *(getattr(row, name) for name in _ROW_COLUMNS)) for seq, row in self._inserted)
             self._index = np.concatenate([self._index, _build_index(rows)])
         self._inserted = []
         return self._index
+
+    def _read_rows(self) -> Iterator[tuple[Any, ...]]:
+        """The columns of INDEX_DTYPE.
+
+        Raises:
+            DamagedFileError: if a row is not what was written.
+        """
+        for seq, *columns in self.connection.execute("SELECT * FROM records ORDER BY seq"):
+            if self.layout == LAYOUT and columns.pop() != _checksum(seq, columns):
+                raise DamagedFileError(f"the checksum of record {seq} differs")
+            row = Row(*columns)
+            yield (seq, *(getattr(row, name) for name in _ROW_COLUMNS))
 
     def oldest_s(self) -> float:
         """Arrival of the oldest record, seconds since the epoch; infinity if the file is empty."""
@@ -100,7 +129,8 @@ class BufferFile:
         oldest_s = min(self.oldest_s(), *(row.time_s for _, row, _ in rows))
         with transaction(self.connection):
             self.connection.executemany(
-                "INSERT INTO records VALUES (?,?,?,?,?,?,?,?,?,?)", [(seq, *row) for seq, row, _ in rows]
+                "INSERT INTO records VALUES (?,?,?,?,?,?,?,?,?,?,?)",
+                [(seq, *row, _checksum(seq, row)) for seq, row, _ in rows],
             )
             self.connection.executemany("INSERT INTO frames VALUES (?,?)", [(seq, frame) for seq, _, frame in rows])
         self._inserted += [(seq, row) for seq, row, _ in rows]
@@ -147,8 +177,13 @@ class BufferFile:
             unlink(self.path)
 
 
-def connect(path: Path | None, schema: str) -> sqlite3.Connection:
-    """Open a file, created if missing. A commit is on the disk when it returns."""
+def connect(path: Path | None, schema: str) -> tuple[sqlite3.Connection, int]:
+    """Open a file, created if missing; returns the connection and the file's layout. A commit is on the disk when it
+    returns.
+
+    Raises:
+        LaterFileError: if a later release wrote it.
+    """
     connection = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
     try:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
@@ -157,11 +192,16 @@ def connect(path: Path | None, schema: str) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode = TRUNCATE")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA secure_delete = ON")
-        connection.executescript(f"BEGIN; {schema} COMMIT;")
-    except sqlite3.Error:
+        (layout,) = connection.execute("PRAGMA user_version").fetchone()
+        if layout > LAYOUT:
+            raise LaterFileError(f"{path} is of layout {layout}: this release reads up to {LAYOUT}")
+        if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            connection.executescript(f"BEGIN; {schema} PRAGMA user_version = {LAYOUT}; COMMIT;")
+            layout = LAYOUT
+    except (sqlite3.Error, LaterFileError):
         connection.close()
         raise
-    return connection
+    return connection, layout
 
 
 @contextmanager
@@ -176,29 +216,51 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
+_CANNOT_WRITE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+"""If the journal cannot grow or be created, SQLite reports an I/O error, or a failure to open a file."""
+
+
 @contextmanager
 def named_disk_full() -> Iterator[None]:
-    """Raise BufferFullError for each of the ways in which SQLite reports a full disk."""
+    """Raise BufferFullError for each of the ways in which a full disk is reported."""
     try:
         yield
+    except OSError as error:
+        if is_full(error):
+            raise BufferFullError(errno.ENOSPC, f"the buffer cannot write ({error}): free disk space") from error
+        raise
     except sqlite3.OperationalError as error:
-        # If the journal cannot grow or be created, SQLite reports an I/O error, or a failure to open a file.
-        if _primary_code(error) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
+        if _primary_code(error) in _CANNOT_WRITE:
             raise BufferFullError(errno.ENOSPC, f"the buffer cannot write ({error}): free disk space") from error
         raise
 
 
 def is_damaged(error: sqlite3.Error) -> bool:
     """Whether the file itself is broken, rather than the disk, the statement or a lock."""
-    return _primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    is_undecodable = str(error).startswith("Could not decode")  # raised by Python, without a code
+    is_corrupt = _primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    return is_corrupt or is_undecodable or isinstance(error, DamagedFileError)
 
 
 def _build_index(rows: Iterable[Any]) -> Index:
-    """INDEX_DTYPE [rows] from the columns in order. Domains and fingerprints are few, and interned to share memory."""
+    """INDEX_DTYPE [rows] from the columns in order. Domains and fingerprints are few, and interned to share memory.
+
+    Raises:
+        DamagedFileError: if a value is of another type.
+    """
     values = []
-    for seq, time_s, domain, target_fingerprint, *rest in rows:
-        values.append((seq, time_s, sys.intern(domain), sys.intern(target_fingerprint), *rest))
-    return np.array(values, INDEX_DTYPE)
+    try:
+        for seq, time_s, domain, target_fingerprint, *rest in rows:
+            values.append((seq, time_s, sys.intern(domain), sys.intern(target_fingerprint), *rest))
+        return np.array(values, INDEX_DTYPE)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DamagedFileError(f"a column of another type: {error}") from error
+
+
+def _checksum(seq: int, row: Iterable[Any]) -> int:
+    """CRC-32 of a row; SQLite keeps a bool as a number."""
+    values = [int(value) if isinstance(value, bool) else value for value in row]
+    return zlib.crc32(msgspec.msgpack.encode((seq, *values)))
 
 
 def estimate_bytes(frames: Iterable[bytes]) -> int:

@@ -15,6 +15,7 @@ R = rows of a record
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -75,8 +76,11 @@ class Spool:
 
         Raises:
             BufferFullError: if the buffer's disk is full. The remaining files stay in the spool.
+            FileNotFoundError: if there is no spool yet.
             OSError: if the spool cannot be read, or a file not removed.
         """
+        if not self.folder.is_dir():
+            raise FileNotFoundError(f"there is no spool {self.folder}: servers make it (--capture.spool)")
         taken, paths = Taken(), spool_files(self.folder)
         self._passed_over &= {path.name for path in paths}
         self._expire([path for path in paths if path.name in self._passed_over], now_s)
@@ -119,6 +123,8 @@ class Spool:
 def _readable(file: BinaryIO, stays: Counter[str]) -> Frames:
     """The file's frames that this process can read. The others are counted in `stays`."""
     try:
+        if not os.fstat(file.fileno()).st_size:  # a power cut leaves the name without the bytes
+            yield b"", CorruptRecordError("an empty file")
         for frame, record in read_frames(file):
             if isinstance(record, LaterLayoutError):
                 stays[record.reason] += 1

@@ -79,14 +79,26 @@ class Quarantine:
             self._remove(file)
 
     def _remove(self, file: tuple[int, str, int]) -> None:
-        time_ns, reason, size = file
+        time_ns, reason, _ = file
         path = self._path(time_ns, reason)
         with suppress(OSError):
-            with path.open("r+b") as opened:  # overwritten, as SQLite overwrites what it deletes
-                opened.write(bytes(size))
-                os.fsync(opened.fileno())
+            overwrite(path)
             path.unlink()
         self._files.remove(file)
 
     def _path(self, time_ns: int, reason: str) -> Path:
         return self.folder / f"{time_ns:020d}-{reason}{SUFFIX}"
+
+
+def overwrite(path: Path) -> None:
+    """Overwrite the file's bytes on the disk with zeros, as SQLite overwrites what it deletes.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    with path.open("r+b") as file:
+        left = os.fstat(file.fileno()).st_size
+        while left > 0:
+            left -= file.write(bytes(min(left, 1 << 20)))
+        file.flush()
+        os.fsync(file.fileno())

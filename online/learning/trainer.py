@@ -11,6 +11,7 @@ every record is trained as new exactly once, also over a kill: before the resume
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -23,9 +24,12 @@ from redraft.online.fleet.registry import Registry
 from redraft.online.learning.buffer import Buffer, Replay
 from redraft.online.learning.candidate import Candidate, Ranks
 from redraft.online.learning.config import Training
+from redraft.online.learning.cursor import Commit
 from redraft.online.records.record import Record
 
 KEPT_CHECKPOINTS = 2
+
+_NAME = re.compile(r"checkpoint-\d+")
 
 SERVED = "served"
 """Commits with this name in place of a checkpoint's: training began again from the served version."""
@@ -53,27 +57,47 @@ class Trainer:
         self.progress = Progress()
         self.num_steps = self.num_not_finite = 0
         """Steps since the last checkpoint or discard."""
+        self.damage: list[str] = []
+        """A sentence for every checkpoint that `start` could not resume."""
 
     def start(self) -> str:
         """Resume the newest intact checkpoint and return the name, or begin at the served version and return SERVED."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        commits = self.buffer.commits()
+        commits = self.buffer.commits() or self._recover_commits()
         for commit in commits:  # newest first
             folder = self.folder / commit.checkpoint_id
             if commit.checkpoint_id == SERVED:
                 self.progress = Progress(through=commit.through)
                 break
-            if _is_intact(folder):
+            if self._is_intact(folder):
                 self.ranks.do("resume", self._served(), folder)
                 self.progress = Progress(**json.loads((folder / PROVENANCE).read_text())["progress"])
-                # A later commit may have given the same checkpoint a later position.
-                self.progress.through = max(commit.through, self.progress.through)
+                # A later commit may have given the same checkpoint a later position, and a new buffer begins at 0.
+                self.progress.through = commit.through
                 return commit.checkpoint_id
         else:
             # No checkpoint is left, e.g. its folder was removed. The records were trained all the same.
             self.progress = Progress(through=commits[0].through if commits else 0)
         self.ranks.do("begin", self._served())
         return SERVED
+
+    def _recover_commits(self) -> list[Commit]:
+        """Commits of the checkpoints, newest first, as far as they tell: the buffer has lost its list, or is new."""
+        found = []
+        for folder in reversed(self._checkpoints()):
+            if self._is_intact(folder):
+                progress = Progress(**json.loads((folder / PROVENANCE).read_text())["progress"])
+                # Of a buffer that was removed, the position means nothing.
+                found.append(Commit(checkpoint_id=folder.name, through=min(progress.through, self.buffer.newest())))
+        return found
+
+    def _is_intact(self, checkpoint: Path) -> bool:
+        try:
+            verify(checkpoint)
+        except (ValueError, OSError) as error:
+            self.damage.append(f"training cannot go on from {checkpoint.name}: {error}")
+            return False
+        return True
 
     def lag(self) -> int:
         """The number of training records not trained yet."""
@@ -129,7 +153,7 @@ class Trainer:
         """Go back to the last checkpoint. The records since then do not count as new: they may be to blame."""
         newest = next(iter(self.buffer.commits()), None)
         through, name = self.progress.through, newest.checkpoint_id if newest else SERVED
-        if name != SERVED and _is_intact(self.folder / name):
+        if name != SERVED and self._is_intact(self.folder / name):
             self.ranks.do("resume", self._served(), self.folder / name)
             # The same checkpoint again, at the present position: the records in between are not trained as new.
             self.buffer.commit_trained(name, through)
@@ -149,18 +173,10 @@ class Trainer:
         return self.registry.path(current)
 
     def _checkpoints(self) -> list[Path]:
-        return sorted(self.folder.glob("checkpoint-*"))
+        return sorted(path for path in self.folder.glob("checkpoint-*") if _NAME.fullmatch(path.name))
 
     def _next_number(self) -> int:
         # Commits count too, because their folders may be gone: a name is never used twice.
         names = [path.name for path in self._checkpoints()]
-        names += [commit.checkpoint_id for commit in self.buffer.commits() if commit.checkpoint_id != SERVED]
+        names += [commit.checkpoint_id for commit in self.buffer.commits() if _NAME.fullmatch(commit.checkpoint_id)]
         return 1 + max((int(name.removeprefix("checkpoint-")) for name in names), default=0)
-
-
-def _is_intact(checkpoint: Path) -> bool:
-    try:
-        verify(checkpoint)
-    except (ValueError, OSError):
-        return False
-    return True

@@ -77,8 +77,18 @@ class SpoolWriter:
 
 
 def spool_files(folder: Path) -> list[Path]:
-    """The complete files of the folder, oldest first. To take one: `read_frames` of `open_file`, then unlink."""
-    return sorted(folder.glob(f"*{SUFFIX}"))
+    """The complete files of the folder, oldest first; none if there is no folder. To take one: `read_frames` of
+    `open_file`, then unlink.
+
+    Raises:
+        OSError: if the folder cannot be read. `Path.glob` would find nothing, without a word.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.name.endswith(SUFFIX) and not entry.name.startswith(".")]
+    except FileNotFoundError:
+        return []
+    return [folder / name for name in sorted(names)]
 
 
 def open_file(path: Path) -> BinaryIO:

@@ -53,7 +53,8 @@ async def delete_records(cfg: LearnerConfig, tenant: str) -> int:
 
     with Buffer(cfg.buffer_config, fingerprint(cfg.target)) as buffer:
         num_records = buffer.delete_tenant(tenant, time.time())
-        spool = Spool(cfg.spool, buffer, read_vocab_size(cfg.target)) if cfg.spool else None
+        there_is_one = cfg.spool is not None and cfg.spool.is_dir()
+        spool = Spool(cfg.spool, buffer, read_vocab_size(cfg.target)) if cfg.spool and there_is_one else None
         while spool and (taken := spool.take(time.time())).num_files:
             num_records += taken.counts["forgotten"]
         return num_records

@@ -24,7 +24,7 @@ from redraft.eval.prompts import Prompt
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.online.daemon.config import LearnerConfig
-from redraft.online.daemon.learner import _learn, open_buffer, provide_first_version
+from redraft.online.daemon.learner import _learn, opened
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.rollout import RolloutPolicy
@@ -187,21 +187,16 @@ class World:
     async def learner(self, **changes: Any) -> AsyncIterator[asyncio.Task[None]]:
         """Run a learner in this process while the block runs; then end it as SIGTERM would."""
         cfg = self.config(**changes)
-        cfg.folder.mkdir(exist_ok=True)
-        target = fingerprint(cfg.target)
-        registry = Registry(cfg.registry)
-        with registry.owned():
-            provide_first_version(cfg, registry, target)
-            with open_buffer(cfg, registry, target) as buffer:
-                candidate = Candidate(cfg.training, cfg.draft.family, cfg.target)
-                task = asyncio.ensure_future(_learn(cfg, target, registry, buffer, candidate))
-                try:
-                    yield task
-                finally:
-                    task.cancel()
-                    await asyncio.wait([task])
-                if not task.cancelled() and task.exception():
-                    raise task.exception()
+        with opened(cfg) as (target, registry, buffer):
+            candidate = Candidate(cfg.training, cfg.draft.family, cfg.target)
+            task = asyncio.ensure_future(_learn(cfg, target, registry, buffer, candidate))
+            try:
+                yield task
+            finally:
+                task.cancel()
+                await asyncio.wait([task])
+            if not task.cancelled() and task.exception():
+                raise task.exception()
 
 
 async def until(condition: Callable[[], Any], task: asyncio.Task[None] | None = None, timeout_s: float = 300) -> Any:

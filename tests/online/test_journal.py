@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
+import zlib
 from pathlib import Path
 from typing import Any, get_args
 
@@ -60,8 +62,29 @@ def test_the_phases_are_the_learners():
 def test_a_line_is_json_with_kind_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     Journal(tmp_path, [to_stderr], clock=lambda: 1.0).write("fault", what="disk_full")
     (line,) = next(tmp_path.iterdir()).read_text().splitlines()
-    assert json.loads(line) == {"kind": "fault", "time_s": 1.0, "what": "disk_full", "detail": None, "reason": ""}
-    assert capsys.readouterr().err == line + "\n"
+    logged = capsys.readouterr().err.rstrip("\n")
+    fields = {"kind": "fault", "time_s": 1.0, "what": "disk_full", "detail": None, "reason": ""}
+    assert json.loads(logged) == fields
+    assert json.loads(line) == {**fields, "crc32": f"{zlib.crc32(logged.encode()):08x}"}
+
+
+def test_no_flipped_bit_makes_another_entry(tmp_path: Path):
+    journal = Journal(tmp_path)
+    written = journal.write("buffer", records=120, bytes=3_000_000, held_out=7, dropped={"corrupt": 2}, lag_s=1.5)
+    path = next(tmp_path.iterdir())
+    whole = path.read_bytes()
+    for number in random.Random(0).sample(range(8 * (len(whole) - 1)), 200):
+        at, bit = divmod(number, 8)
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+        assert [entry for entry in journal.read().entries if entry != written] == []
+
+
+def test_a_line_of_an_earlier_release_and_a_file_of_another_name_are_no_obstacle(tmp_path: Path):
+    (tmp_path / "journal-0000000000000000.jsonl").write_text('{"kind":"fault","time_s":1.0,"what":"x","detail":"7"}\n')
+    (tmp_path / "journal-copy.jsonl").write_text("{}\n")
+    journal = Journal(tmp_path)
+    make_fault(journal, 8)
+    assert details(journal) == [7, 8]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from redraft.heads.files.sealed import DamagedError, write_sealed
 from redraft.online.daemon.state import TRANSITIONS, Event, IllegalEventError, Phase, State, advance, load, save
 
 
@@ -87,11 +88,52 @@ def test_a_state_of_an_earlier_redraft_has_no_looks(tmp_path):
     assert load(tmp_path / "state.json") == State(reason="why")
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"phase": "asleep", "candidate": None, "reason": ""})])
-def test_a_file_that_holds_no_state_says_what_to_do(tmp_path, content):
-    (tmp_path / "state.json").write_text(content)
-    with pytest.raises(ValueError, match="remove it to begin at idle"):
+def write(content):
+    return lambda path: path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: path.write_text(""),
+        lambda path: path.write_text("{"),
+        lambda path: path.write_bytes(b"\xff\xfe"),
+        write([]),
+        write({"phase": "asleep", "candidate": None, "reason": ""}),
+        write({"phase": "idle", "candidate": None, "reason": "", "mood": "good"}),
+        lambda path: write_sealed(path, {"phase": "canary", "candidate": None, "reason": ""}),
+    ],
+    ids=["empty", "torn", "binary", "list", "phase", "field", "candidate"],
+)
+def test_a_file_that_holds_no_state_is_damaged(tmp_path, write):
+    write(tmp_path / "state.json")
+    with pytest.raises(DamagedError, match=r"state\.json (is damaged|does not hold a state) \("):
         load(tmp_path / "state.json")
+
+
+def test_no_flipped_bit_and_no_cut_makes_another_state(tmp_path):
+    path = tmp_path / "state.json"
+    state = State(phase=Phase.CANARY, candidate="v000012", reason="gain +0.2 [0.1, 0.3]", num_looks=3)
+    save(state, path)
+    whole = path.read_bytes()
+    changed = [whole[:size] for size in range(len(whole))]
+    changed += [
+        whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :] for at in range(len(whole)) for bit in range(8)
+    ]
+    for content in changed:
+        path.write_bytes(content)
+        try:
+            found = load(path)
+        except DamagedError:
+            continue
+        assert found == state, content
+
+
+def test_a_state_of_a_later_release_is_not_taken_for_damage(tmp_path):
+    write_sealed(tmp_path / "state.json", {"phase": "idle"}, layout=2)
+    with pytest.raises(ValueError, match="written by a later release of redraft") as error:
+        load(tmp_path / "state.json")
+    assert not isinstance(error.value, DamagedError)
 
 
 def save_forever(path):

@@ -204,7 +204,7 @@ def test_a_copy_without_links_is_on_the_promoted_version_not_on_the_newest(regis
     registry.promote("v000002")  # v000003 was refused by its canary
     copied = copy_without_links(registry, tmp_path / "copy")
     assert copied.current() == "v000002"
-    copied.restore_link()
+    copied.repair()
     assert (copied.folder / "current").readlink().name == "v000002"
     assert copied.rollback() == "v000001", "the way back was copied too"
 
@@ -222,20 +222,20 @@ def test_a_copy_that_made_a_folder_of_the_link_gets_its_link_back(registry, tmp_
     shutil.copytree(registry.folder, tmp_path / "copy")  # as `cp -rL`
     copied = Registry(tmp_path / "copy")
     assert not (copied.folder / "current").is_symlink()
-    copied.restore_link()
+    copied.repair()
     assert (copied.folder / "current").readlink().name == "v000002"
     assert copied.versions() == ["v000001", "v000002"]
 
 
 def test_where_nothing_tells_the_current_version_a_person_chooses(registry):
     publish(registry)
-    registry.restore_link()
+    registry.repair()
     assert registry.current() == "v000001", "there is no choice"
     publish(registry)
     (registry.folder / "current").unlink()
     (registry.folder / "promoted.json").unlink()
     with pytest.raises(ValueError, match=r"2 versions, but neither the link `current` nor promoted.json: choose one"):
-        registry.restore_link()
+        registry.repair()
     assert registry.current() is None
 
 

@@ -267,7 +267,8 @@ def test_what_was_recorded_of_a_forgotten_tenant_is_not_stored_later_either(tmp_
     with open_buffer(tmp_path) as buffer:
         assert buffer.delete_tenant("acme", 100.0) == 0
     with open_buffer(tmp_path) as buffer:
-        assert b"acme" not in (tmp_path / "cursor.db").read_bytes()
+        for name in ("cursor.json", "forgotten.json"):
+            assert b"acme" not in (tmp_path / name).read_bytes()
         assert buffer.append(frames_of(before, after, make_record(2, tenant="other")), 101.0) == {
             "forgotten": 1, "stored": 2,
         }  # fmt: skip

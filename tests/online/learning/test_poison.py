@@ -462,7 +462,7 @@ def test_what_is_no_file_of_records_stalls_nothing(buffer, spool, tmp_path):
     put(spool, encode_record(make_record(1)), 5)
     source = Spool(spool, buffer, VOCAB)
     taken = source.take(0.0)
-    assert taken.counts == {"spool_unreadable": 4, "stored": 1}
+    assert taken.counts == {"spool_unreadable": 4, "stored": 1, "corrupt": 1}, "an empty file is told, and goes"
     assert buffer.status().counts["spool_unreadable"] == 4
     assert not source.take(0.0).counts, "they are counted once"
     put(spool, encode_record(make_record(2)), 6)

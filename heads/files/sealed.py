@@ -1,0 +1,62 @@
+"""Small JSON files that tell their layout and whether they are whole: a number and a CRC-32 beside the fields.
+
+    {"layout": 1, "crc32": "5d41a0c2", "phase": "idle", ...}
+
+Files of releases before this had neither, and are read as they are. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from redraft.heads.files.artifact import write_whole
+
+LAYOUT, CRC = "layout", "crc32"
+
+
+class DamagedError(ValueError):
+    """The file is torn, altered or empty."""
+
+
+def write_sealed(path: Path, fields: Mapping[str, Any], layout: int = 1, *, mode: int | None = None) -> None:
+    """Write the fields with layout and checksum, whole or not at all. `mode` is the file's, whatever the umask."""
+    sealed = {LAYOUT: layout, CRC: _checksum({LAYOUT: layout, **fields}), **fields}
+    write_whole(path, json.dumps(sealed), mode=mode)
+
+
+def read_sealed(path: Path, layout: int = 1) -> Any:
+    """The fields that `write_sealed` wrote. Of a file with neither layout nor checksum, the JSON value as it is.
+
+    Raises:
+        DamagedError: if the file is not what was written.
+        ValueError: if a later release wrote it.
+        OSError: if it cannot be read.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path} is damaged ({error})") from error
+    if not isinstance(content, dict) or not {LAYOUT, CRC} & content.keys():
+        return content
+    checksum = content.pop(CRC, None)
+    if checksum != _checksum(content):
+        raise DamagedError(f"{path} is damaged (its checksum differs)")
+    written = content.pop(LAYOUT, layout)
+    if written > layout:
+        raise ValueError(f"{path} was written by a later release of redraft (layout {written}): upgrade this one")
+    return content
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged file, so that a person can look at it; returns the new path. An earlier one is replaced."""
+    aside = path.with_name(f"{path.name}.damaged")
+    return path.replace(aside)
+
+
+def _checksum(fields: Mapping[str, Any]) -> str:
+    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(canonical.encode()):08x}"

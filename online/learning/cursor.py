@@ -1,0 +1,116 @@
+"""The buffer's memory of training and of forgotten tenants, in two small files with checksums.
+
+    cursor.json       commits of checkpoints, and the forgotten tenants
+    forgotten.json    the forgotten tenants once more: a promise must outlive one damaged file
+
+A damaged file is set aside and told. The commits are then read from the checkpoints, which know how far they came.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from redraft.heads.files.sealed import DamagedError, read_sealed, set_aside, write_sealed
+
+MAX_COMMITS = 1000
+
+CURSOR, FORGOTTEN = "cursor.json", "forgotten.json"
+FORMER = "cursor.db"
+"""The same as a SQLite file, as earlier releases wrote it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """A valid checkpoint. Every record up to `through` was trained or skipped before it."""
+
+    checkpoint_id: str
+    through: int
+
+
+class Cursor:
+    """Kept in memory if `folder` is None. Not thread-safe."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.commits: tuple[Commit, ...] = ()
+        """Newest first."""
+        self.forgotten: dict[str, float] = {}
+        """Time of deletion by the tenant's SHA-256."""
+        self.damage: list[str] = []
+        """A sentence for every file that was damaged or missing."""
+        if folder is not None:
+            self._read(folder)
+
+    def commit(self, commit: Commit) -> None:
+        """Raises: OSError if the disk cannot be written; then the commit does not count."""
+        commits = (commit, *self.commits)[:MAX_COMMITS]
+        self._write(commits, self.forgotten)
+        self.commits = commits
+
+    def forget(self, tenant_sha256: str, time_s: float) -> None:
+        """Raises: OSError if the disk cannot be written."""
+        forgotten = {**self.forgotten, tenant_sha256: time_s}
+        if self.folder is not None:
+            write_sealed(self.folder / FORGOTTEN, {"forgotten": forgotten})
+        self._write(self.commits, forgotten)
+        self.forgotten = forgotten
+
+    def _write(self, commits: tuple[Commit, ...], forgotten: Mapping[str, float]) -> None:
+        if self.folder is not None:
+            trained = [asdict(commit) for commit in commits]
+            write_sealed(self.folder / CURSOR, {"trained": trained, "forgotten": forgotten})
+
+    def _read(self, folder: Path) -> None:
+        former = folder / FORMER
+        cursor = self._read_former(former) if former.exists() else self._read_one(folder / CURSOR)
+        again = self._read_one(folder / FORGOTTEN)
+        self.commits = tuple(Commit(**fields) for fields in cursor.get("trained", ()))
+        for file in (cursor, again):
+            for tenant_sha256, time_s in file.get("forgotten", {}).items():
+                self.forgotten[tenant_sha256] = max(time_s, self.forgotten.get(tenant_sha256, time_s))
+        if cursor and again and not former.exists():
+            return
+        is_new = not cursor and not again and not self.damage and not any(folder.glob("records-*.db"))
+        if not is_new and not former.exists():
+            self._tell(folder, "" if cursor else CURSOR, "" if again else FORGOTTEN)
+        write_sealed(folder / FORGOTTEN, {"forgotten": self.forgotten})
+        self._write(self.commits, self.forgotten)
+        former.unlink(missing_ok=True)
+
+    def _tell(self, folder: Path, *lost: str) -> None:
+        consequences = {
+            CURSOR: "the position of training is read from the checkpoints",
+            FORGOTTEN: f"the {len(self.forgotten)} forgotten tenants are read from {CURSOR}",
+        }
+        for name in filter(None, lost):
+            self.damage.append(f"{folder / name} was missing or damaged: {consequences[name]}")
+        if all(lost):
+            self.damage.append("the list of forgotten tenants is lost: repeat `redraft forget` for each of them")
+
+    def _read_one(self, path: Path) -> dict[str, Any]:
+        """The file's fields; empty if it is missing or damaged."""
+        try:
+            return dict(read_sealed(path))
+        except FileNotFoundError:
+            return {}
+        except (DamagedError, TypeError) as error:
+            self.damage.append(f"{error}: it is now {set_aside(path).name}")
+            return {}
+
+    def _read_former(self, path: Path) -> dict[str, Any]:
+        try:
+            with closing(sqlite3.connect(path)) as connection:
+                trained = connection.execute(
+                    "SELECT checkpoint_id, through FROM trained ORDER BY number DESC"
+                ).fetchall()
+                forgotten = connection.execute("SELECT tenant_sha256, time_s FROM forgotten").fetchall()
+        except sqlite3.Error as error:
+            self.damage.append(f"{path} is damaged ({error}): it is now {set_aside(path).name}")
+            return {}
+        commits = [{"checkpoint_id": checkpoint_id, "through": through} for checkpoint_id, through in trained]
+        return {"trained": commits, "forgotten": dict(forgotten)}

@@ -1,0 +1,441 @@
+"""Every file of the learner damaged, torn, empty, missing or of another release; every disk full.
+
+Each row of the table ends in a learner that goes on and tells, or in one line with the cure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sqlite3
+import subprocess
+import threading
+import time
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+
+import pytest
+from fake_fleet import TOKEN
+from learner_world import World, make_draft, make_records, ship, until
+
+from redraft.heads.files.artifact import fingerprint, publish, verify
+from redraft.heads.files.sealed import write_sealed
+from redraft.online.daemon import cycle
+from redraft.online.daemon.config import load_config
+from redraft.online.daemon.learner import opened
+from redraft.online.daemon.state import Phase, State, load, save
+from redraft.online.learning.anchors import read_anchors
+from redraft.online.learning.buffer import Buffer
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
+    monkeypatch.setattr(cycle, "DISK_RETRY_S", 0.1)
+
+
+@pytest.fixture(scope="module")
+def noisy_draft(random_target, tmp_path_factory):
+    return make_draft(random_target, tmp_path_factory.mktemp("noisy-draft"))
+
+
+@pytest.fixture(scope="module")
+def records(random_target):
+    return make_records(random_target, 200)
+
+
+@pytest.fixture(scope="module")
+def used(random_target, noisy_draft, records, tmp_path_factory):
+    """A world after some learning: two promoted versions, a third one, records, and a committed checkpoint."""
+    world = World.make(tmp_path_factory.mktemp("used"), random_target, noisy_draft)
+    for number in range(3):
+        version = world.registry.publish(
+            lambda folder: shutil.copytree(noisy_draft, folder, dirs_exist_ok=True),
+            target_fingerprint=fingerprint(random_target),
+            provenance={"trained_from": f"v{number:06d}"},
+            evaluation={},
+        )
+        if number < 2:
+            world.registry.promote(version)
+
+    async def script(task):
+        ship(world.spool, records[:40])
+        await until(lambda: world.last("training", "records_seen") >= 8, task)
+
+    play(world, script)
+    assert list((world.root / "learner" / "checkpoints").iterdir())
+    return world
+
+
+@pytest.fixture
+def world(used, tmp_path):
+    shutil.copytree(used.root, tmp_path, symlinks=True, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "learner" / "journal")
+    return World.make(tmp_path, used.target, used.draft)
+
+
+def play(world, script, **changes):
+    async def main():
+        async with world.fleet(), world.learner(**changes) as task:
+            await script(task)
+
+    asyncio.run(main())
+
+
+def faults(world):
+    return {entry.what: entry.reason for entry in world.entries("fault")}
+
+
+def cut(path, size=20):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def flip(path, at=-100):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def in_phase(phase, candidate="v000003"):
+    return lambda learner, registry: save(State(phase=phase, candidate=candidate), learner / "state.json")
+
+
+def publishing(learner, registry):
+    """A candidate whose verdict was reached: a checkpoint with a draft."""
+    publish(
+        learner / "checkpoints" / "checkpoint-000009",
+        lambda folder: shutil.copytree(registry / "v000001", folder / "draft"),
+        {"progress": {"through": 20, "records": 20, "skipped": 0}, "began_from": "v000002"},
+    )
+    in_phase(Phase.PUBLISHING, "checkpoint-000009")(learner, registry)
+
+
+def newest_checkpoint(learner):
+    return sorted((learner / "checkpoints").iterdir())[-1]
+
+
+def text_flipped(learner, registry):
+    (path,) = (learner / "buffer").glob("records-*.db")
+    content = path.read_bytes()
+    at = content.index(b"code")  # the domain of a record, in the index
+    path.write_bytes(content[:at] + b"\xff" + content[at + 1 :])
+
+
+def column_flipped(learner, registry):
+    (path,) = (learner / "buffer").glob("records-*.db")
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE records SET held_out = 1 - held_out WHERE seq = 3")
+
+
+def later_file(learner, registry):
+    (path,) = (learner / "buffer").glob("records-*.db")
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("ALTER TABLE records ADD COLUMN mood TEXT")
+        connection.execute("PRAGMA user_version = 99")
+
+
+GOES_ON = {
+    # name: (damage, the fault told, words of its reason)
+    "promoted torn": (lambda learner, registry: cut(registry / "promoted.json"), "registry_damaged", "v000001, v000002"),
+    "promoted empty": (lambda learner, registry: cut(registry / "promoted.json", 0), "registry_damaged", "the way back"),
+    "promoted flipped": (lambda learner, registry: flip(registry / "promoted.json", -5), "registry_damaged", "the way"),
+    "promoted missing": (
+        lambda learner, registry: (registry / "promoted.json").unlink(), "registry_damaged", "was missing",
+    ),
+    "registry.json torn": (lambda learner, registry: cut(registry / "registry.json"), "registry_damaged", "id is"),
+    "state torn": (lambda learner, registry: cut(learner / "state.json"), "state_damaged", "begins at idle"),
+    "state empty": (lambda learner, registry: cut(learner / "state.json", 0), "state_damaged", "begins at idle"),
+    "state flipped": (lambda learner, registry: flip(learner / "state.json", 50), "state_damaged", "checksum differs"),
+    "cursor torn": (lambda learner, registry: cut(learner / "buffer/cursor.json"), "buffer_damaged", "checkpoints"),
+    "cursor empty": (lambda learner, registry: cut(learner / "buffer/cursor.json", 0), "buffer_damaged", "checkpoints"),
+    "cursor missing": (
+        lambda learner, registry: (learner / "buffer/cursor.json").unlink(), "buffer_damaged", "checkpoints",
+    ),
+    "forgotten torn": (
+        lambda learner, registry: cut(learner / "buffer/forgotten.json"), "buffer_damaged", "forgotten tenants are read",
+    ),
+    "buffer text": (text_flipped, "buffer_damaged", "its records are gone"),
+    "buffer column": (column_flipped, "buffer_damaged", "the checksum of record 3 differs"),
+    "buffer cut": (
+        lambda learner, registry: cut(next((learner / "buffer").glob("records-*"))), "buffer_damaged", "records are gone",
+    ),
+    "buffer of a later release": (later_file, "buffer_damaged", "waits for a later one"),
+    "checkpoint flipped": (
+        lambda learner, registry: flip(next(newest_checkpoint(learner).rglob("*.safetensors"))),
+        "checkpoint_damaged", "SHA-256",
+    ),
+    "checkpoint without manifest": (
+        lambda learner, registry: (newest_checkpoint(learner) / "manifest.json").unlink(),
+        "checkpoint_damaged", "manifest",
+    ),
+    "checkpoints missing": (
+        lambda learner, registry: shutil.rmtree(learner / "checkpoints"), "checkpoint_damaged", "cannot go on",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_the_learner_goes_on_and_tells(world, records, name):
+    damage, fault, words = GOES_ON[name]
+    learner, registry = world.root / "learner", world.root / "registry"
+    damage(learner, registry)
+
+    async def script(task):
+        await until(lambda: fault in faults(world) and world.entries("state"), task)
+        ship(world.spool, records[100:140])
+        await until(lambda: not list(world.spool.glob("*.records")), task)
+        await until(lambda: [fake.version for fake in world.fakes] == ["v000002", "v000002"], task)
+        await until(lambda: world.last("buffer", "records") > 0, task)
+
+    play(world, script)
+    assert words in faults(world)[fault]
+    with opened(world.config()) as (_, again, buffer):  # the next start finds nothing to mend
+        assert not again.mended
+        assert not [sentence for sentence in buffer.damage if "waits for a later one" not in sentence]
+
+
+PHASES = {
+    # name: (state, damage)
+    "rolling, a bit flips": (in_phase(Phase.ROLLING), lambda registry: flip(registry / "v000003/model.safetensors")),
+    "rolling, promoted torn": (in_phase(Phase.ROLLING), lambda registry: cut(registry / "promoted.json")),
+    "rolling, version missing": (in_phase(Phase.ROLLING), lambda registry: shutil.rmtree(registry / "v000003")),
+    "canary, version missing": (in_phase(Phase.CANARY), lambda registry: shutil.rmtree(registry / "v000003")),
+    "publishing, manifest torn": (publishing, lambda registry: cut(registry / "v000003/manifest.json")),
+    "publishing, checkpoint missing": (
+        publishing, lambda registry: shutil.rmtree(registry.parent / "learner/checkpoints/checkpoint-000009"),
+    ),
+    "publishing, checkpoint flipped": (
+        publishing,
+        lambda registry: flip(registry.parent / "learner/checkpoints/checkpoint-000009/draft/model.safetensors"),
+    ),
+    "judging, checkpoint missing": (in_phase(Phase.JUDGING, "checkpoint-000077"), lambda registry: None),
+    "idle, current flips": (in_phase(Phase.IDLE), lambda registry: flip(registry / "v000002/model.safetensors")),
+    "idle, current missing": (in_phase(Phase.IDLE), lambda registry: shutil.rmtree(registry / "v000002")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PHASES)
+def test_damage_in_the_middle_of_a_phase_ends_on_one_intact_version(world, name):
+    """Each of these was a crash loop, or left the fleet on two versions."""
+    prepare, damage = PHASES[name]
+    registry = world.root / "registry"
+    prepare(world.root / "learner", registry)
+    damage(registry)
+
+    async def script(task):
+        for fake in world.fakes:
+            fake.version = "v000003"
+        await until(lambda: world.entries("state"), task)
+        await until(lambda: world.last("state", "phase") in ("idle", "training"), task)
+        await until(lambda: {fake.version for fake in world.fakes} == {world.registry.current()}, task)
+
+    play(world, script)
+    verify(world.registry.path(world.registry.current()))
+    if name.startswith("idle"):
+        assert world.registry.current() == "v000001"
+        assert "v000002 is damaged, so v000001 is current again" in faults(world)["registry_damaged"]
+    if name == "publishing, manifest torn":
+        assert "v000004" in world.registry.versions(), "the candidate was published under another number"
+
+
+def torn_learner_toml(world):
+    (world.root / "learner.toml").write_text("target = [")
+    load_config(world.root / "learner.toml")
+
+
+def binary_learner_toml(world):
+    (world.root / "learner.toml").write_bytes(b'target = "\xff"')
+    load_config(world.root / "learner.toml")
+
+
+def empty_learner_toml(world):
+    (world.root / "learner.toml").touch()
+    load_config(world.root / "learner.toml")
+
+
+def start(world, **changes):
+    with opened(world.config(**changes)):
+        pass
+
+
+def torn_target(world):
+    target = shutil.copytree(world.target, world.root / "target")
+    cut(target / "config.json")
+    start(world, target=target)
+
+
+def no_intact_version(world):
+    for version in ("v000001", "v000002"):
+        flip(world.root / "registry" / version / "model.safetensors")
+    start(world)
+
+
+def later_state(world):
+    write_sealed(world.root / "learner/state.json", {"phase": "idle"}, layout=2)
+    load(world.root / "learner/state.json")
+
+
+def later_registry(world):
+    write_sealed(world.root / "registry/promoted.json", {"versions": []}, layout=2)
+    start(world)
+
+
+def read_anchors_of(content):
+    def read(world):
+        path = world.root / "anchors"
+        if content is not None:
+            path.write_bytes(content)
+        read_anchors(path, "target")
+
+    return read
+
+
+ONE_LINE = {
+    "settings torn": (torn_learner_toml, "learner.toml is not valid TOML"),
+    "settings binary": (binary_learner_toml, "learner.toml is not valid TOML: byte 10 is not UTF-8"),
+    "settings empty": (empty_learner_toml, "missing required field `target`"),
+    "target torn": (torn_target, "config.json is damaged .*: fetch the model again"),
+    "no intact version": (no_intact_version, "No version before v000002 is intact either: copy one back"),
+    "state of a later release": (later_state, "written by a later release of redraft .*: upgrade"),
+    "registry of a later release": (later_registry, "written by a later release of redraft .*: upgrade"),
+    "anchors missing": (read_anchors_of(None), r"make it \(redraft anchors\), or remove `anchors`"),
+    "anchors empty": (read_anchors_of(b""), r"holds no record: make the anchors again \(redraft anchors\)"),
+    "anchors torn": (read_anchors_of(b"RDR1abc"), r"is damaged .*: make the anchors again \(redraft anchors\)"),
+}
+
+
+@pytest.mark.parametrize("name", ONE_LINE)
+def test_a_damage_that_only_a_person_can_mend_is_one_line_with_the_cure(world, name):
+    act, words = ONE_LINE[name]
+    with pytest.raises((ValueError, OSError), match=words) as error:
+        act(world)
+    assert "\n" not in str(error.value)
+
+
+def test_a_cursor_and_a_registry_of_an_earlier_release_are_taken_over(world):
+    folder = world.root / "learner" / "buffer"
+    with Buffer(world.config().buffer_config, "target") as buffer:
+        commits = buffer.commits()
+        buffer.delete_tenant("acme", 1.0)
+    forgotten = json.loads((folder / "forgotten.json").read_text())["forgotten"]
+    for name in ("cursor.json", "forgotten.json"):
+        (folder / name).unlink()
+    with closing(sqlite3.connect(folder / "cursor.db")) as connection, connection:
+        connection.execute("CREATE TABLE trained (number INTEGER PRIMARY KEY, checkpoint_id TEXT, through INTEGER)")
+        connection.execute("CREATE TABLE forgotten (tenant_sha256 TEXT PRIMARY KEY, time_s REAL NOT NULL)")
+        for commit in reversed(commits):
+            row = (commit.checkpoint_id, commit.through)
+            connection.execute("INSERT INTO trained (checkpoint_id, through) VALUES (?, ?)", row)
+        connection.executemany("INSERT INTO forgotten VALUES (?, ?)", forgotten.items())
+    (world.root / "registry" / "promoted.json").write_text('["v000001", "v000002"]')
+    with opened(world.config()) as (_, registry, buffer):
+        assert buffer.commits() == commits
+        assert buffer._cursor.forgotten == forgotten
+        assert (buffer.damage, registry.mended) == ([], [])
+        assert registry.promoted() == ["v000001", "v000002"]
+    assert not (folder / "cursor.db").exists()
+
+
+def test_a_damaged_id_is_found_again_because_servers_refuse_another(world):
+    before = world.registry.identify("v000002")
+    assert before.registry
+    cut(world.root / "registry" / "registry.json")
+    assert world.registry.identify("v000002") == before
+    start(world)
+    assert world.registry.identify("v000002") == before
+
+
+def test_forgotten_tenants_stay_forgotten_if_one_of_the_two_files_is_lost(world, random_target):
+    config = world.config().buffer_config
+    late = make_records(random_target, 2, seed=9, tenant="acme")
+    from redraft.online.records.record import encode_record
+
+    frames = [(encode_record(record), record) for record in late]
+    with Buffer(config, fingerprint(world.target)) as buffer:
+        buffer.delete_tenant("acme", time.time())
+    for lost in ("cursor.json", "forgotten.json"):
+        (config.folder / lost).unlink()
+        with Buffer(config, fingerprint(world.target)) as buffer:
+            assert buffer.append(frames, time.time()) == {"forgotten": 2}
+    for lost in ("cursor.json", "forgotten.json"):
+        (config.folder / lost).unlink()
+    with Buffer(config, fingerprint(world.target)) as buffer:
+        assert "repeat `redraft forget` for each of them" in " ".join(buffer.damage)
+
+
+# --- full disks
+
+
+@contextmanager
+def small_disk(folder, megabytes):
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk):
+    """Fill the disk to the last byte."""
+    with (disk / "ballast").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+
+
+@pytest.fixture
+def new_world(random_target, noisy_draft, tmp_path):
+    return World.make(tmp_path, random_target, noisy_draft)
+
+
+@pytest.mark.parametrize("place", ["learner", "registry"])
+def test_a_full_disk_pauses_the_learner_and_it_resumes_with_the_space(new_world, records, place, capsys):
+    """State, checkpoints, journal and buffer are in the learner's folder, versions in the registry."""
+    world, told = new_world, []
+
+    def is_told():  # on stderr: the journal may be on the full disk
+        told.append(capsys.readouterr().err)
+        return '"disk_full"' in "".join(told)
+
+    async def script(task):
+        await until(lambda: all(fake.version == "v000001" for fake in world.fakes), task)
+        fill(disk)
+        ship(world.spool, records)
+        await until(is_told, task)
+        assert world.registry.current() == "v000001"
+        (disk / "ballast").unlink()
+        await until(lambda: world.registry.current() not in (None, "v000001"), task)
+        version = world.registry.current()
+        await until(lambda: {fake.version for fake in world.fakes} == {version}, task)
+
+    with small_disk(world.root / place, 64) as disk:
+        play(world, script)
+        verify(world.registry.path(world.registry.current()))
+
+
+@pytest.mark.parametrize("place", ["learner", "registry"])
+def test_a_learner_that_starts_on_a_full_disk_waits_for_space(new_world, place, capsys):
+    with small_disk(new_world.root / place, 8) as disk:
+        fill(disk)
+        started = threading.Event()
+
+        def begin():
+            with opened(new_world.config()):
+                started.set()
+
+        thread = threading.Thread(target=begin)
+        thread.start()
+        deadline_s, told = time.monotonic() + 60, ""
+        while "waits, because a disk is full" not in told:
+            assert time.monotonic() < deadline_s
+            told += capsys.readouterr().err
+            time.sleep(0.05)
+        assert not started.is_set()
+        (disk / "ballast").unlink()
+        thread.join(60)
+        assert started.is_set()
+        assert new_world.registry.current() == "v000001"
+        assert replace(new_world.config()).folder.is_dir()
