@@ -32,16 +32,17 @@ from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.inbox import Inbox
 from redraft.online.daemon.state import LOOKS_AFTER_DAMAGE, Event, Move, Phase, State, advance, load, save
 from redraft.online.fleet.reconciler import Reconciler
-from redraft.online.fleet.registry import Registry
+from redraft.online.fleet.registry import TRAINED_UNTIL, Registry
 from redraft.online.fleet.rollout import Outcome, roll_waves, try_canary
 from redraft.online.fleet.server import Convergence, FleetServer
 from redraft.online.fleet.watch import JournaledServer
 from redraft.online.journal import Journal
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import DRAFT, NotFiniteError
+from redraft.online.learning.cursor import SERVED
 from redraft.online.learning.gate import Decision, Verdict, judge
 from redraft.online.learning.scoring import Request, RequestScore, pair_scores, score_requests
-from redraft.online.learning.trainer import SERVED, Trainer
+from redraft.online.learning.trainer import Trainer
 
 T = TypeVar("T")
 
@@ -158,24 +159,25 @@ class Cycle:
         if not self.fleet.locked():
             self.reconciler.push(servers, self.current)
 
-    async def go_back(self, reason: str) -> Convergence:
+    async def go_back(self, reason: str, to: str = "") -> Convergence:
         """Take back the candidate of the running rollout, or else the current version; returns the version served then.
 
-        Servers that hang are not waited for: they are brought along in the background.
+        With `to`, go back as far as this version, which may be the current one; training begins again from it. Servers
+        that hang are not waited for: they are brought along in the background.
 
         Raises:
-            FileNotFoundError: if there is no version before the current one.
+            FileNotFoundError: if there is no version before the current one, or `to` was never current.
         """
         if self.is_rolling_out:
             candidate = self._candidate()
             # Shielded: two requests may wait for one recall, and one of them may be cancelled.
             await asyncio.shield(self.inbox.post(Move(Event.RECALLED, reason=reason)))
-            if self.current != candidate:
+            if self.current != candidate and not to:
                 return Convergence(version=self.current)  # else the recall came after the promotion
         async with self.fleet:
             await self.reconciler.stop()
             # First, because a restart on the way must end at the same version. It reads the whole version.
-            version = await asyncio.to_thread(self.registry.rollback)
+            version = await asyncio.to_thread(self.registry.rollback, to)
             self.inbox.post(Move(Event.BEGIN_AGAIN))
             back = await self.reconciler.bring_all(self.servers, version, self.cfg.rollout.rollback_timeout_s)
         self._journal_state(f"went back to {version} ({back}): {reason}")
@@ -365,7 +367,11 @@ class Cycle:
         return self.registry.publish(
             lambda partial: copy_model(folder / DRAFT, partial),
             target_fingerprint=self.target_fingerprint,
-            provenance={"trained_from": self.current, "records": self.trainer.progress.records},
+            provenance={
+                "trained_from": self.current,
+                "records": self.trainer.progress.records,
+                TRAINED_UNTIL: self.trainer.progress.until_s,
+            },
             evaluation={
                 "verdict": self.state.reason,
                 "judging": asdict(self.cfg.judging),
@@ -436,7 +442,11 @@ class Cycle:
 
     async def _advance(self, move: Move) -> None:
         state = advance(self.state, move.event, candidate=move.candidate, reason=move.reason)
-        await self._until_written(lambda: asyncio.to_thread(save, state, self._state_path))
+
+        async def write() -> None:  # without a pause: who was told of the event finds the new state
+            save(state, self._state_path)
+
+        await self._until_written(write)
         self.state = state
         self._journal_state(self.state.reason)
         if not self.is_rolling_out:  # a late recall must not end the next rollout

@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +51,12 @@ from redraft.online.learning.anchors import read_anchors
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.buffer_file import BufferFullError
 from redraft.online.learning.candidate import Candidate, Ranks, read_hidden_shape
+from redraft.online.learning.forget import Forgotten, Reach
 from redraft.online.learning.intake import Spool, Sums, Taken, add_acceptance
 from redraft.online.learning.trainer import Trainer
 from redraft.online.page.app import build_app, serve_in_background
 from redraft.online.page.telemetry import Telemetry, to_wandb
+from redraft.online.records.origin import list_stored_names
 from redraft.online.records.spool import is_in_memory
 
 if TYPE_CHECKING:
@@ -61,9 +64,6 @@ if TYPE_CHECKING:
 
 INGEST_POLL_S = 0.2
 FULL_DISK_RETRY_S = 1.0
-DRAIN_S = 10.0
-"""How long `forget` keeps reading, to count records in flight too. Bounded: traffic may never pause."""
-
 SERVER_FAULTS = ("server_unreachable", "server_nonsense")
 """Faults that a look at a server finds."""
 
@@ -225,7 +225,7 @@ class Learner:
         self._intake = asyncio.Lock()
         self._faults: set[tuple[str, str]] = set()
         self._laggards: set[FleetServer] = set()
-        self._stream = _stream(cfg, buffer, self.vocab_size) if cfg.ingest else None
+        self._stream = open_stream(cfg, buffer, self.vocab_size) if cfg.ingest else None
         self._spool = Spool(cfg.spool, buffer, self.vocab_size) if cfg.spool else None
 
     async def run(self) -> None:
@@ -370,6 +370,8 @@ class Learner:
     def _journal_buffer(self) -> None:
         while self.buffer.damage:
             self.journal.write("fault", what="buffer_damaged", reason=self.buffer.damage.pop(0))
+        while self._stream is not None and self._stream.damage:
+            self._fault("log_not_erased", "delete", self._stream.damage.pop(0))
         status, now_s = self.buffer.status(), time.time()
         untrained = self.buffer.fresh(self.cycle.trainer.progress.through, 1)
         self.journal.write(
@@ -419,30 +421,36 @@ class Learner:
                 outcome = await self.cycle.request_swap(str(request["version"]))
                 return {"passed": outcome.passed, "version": outcome.version, "reason": outcome.reason}
             case "rollback":
-                back = await self.cycle.go_back("a person asked for it")
+                back = await self.cycle.go_back("a person asked for it", str(request.get("to", "")))
                 return {"version": back.version, **({} if back.is_complete else {"behind": str(back)})}
             case "judge":
                 verdict = await self.cycle.in_thread(self.cycle.judge_draft, Path(request["draft"]))
                 return {"decision": verdict.decision.value, "reason": verdict.reason}
             case "forget":
-                return {"records": await self._forget(str(request["tenant"]))}
+                return asdict(await self._forget(str(request["tenant"]), is_dry=bool(request.get("dry_run"))))
             case other:
                 raise ValueError(f"the learner does not know the request {other!r}")
 
-    async def _forget(self, tenant: str) -> int:
-        """Delete all records of the tenant; returns the number. Records made until now and in flight go too."""
+    async def _forget(self, tenant: str, *, is_dry: bool) -> Forgotten:
+        trainer = self.cycle.trainer
         async with self._intake:
-            num_records = await asyncio.to_thread(self.buffer.delete_tenant, tenant, time.time())
-            if self._stream is not None:
-                await self._stream.purge_unread()
-            until_s = time.monotonic() + DRAIN_S
-            with suppress(FileNotFoundError):  # no server has made the spool yet
-                while (taken := await self._take()).counts and time.monotonic() < until_s:
-                    num_records += taken.counts["forgotten"]
-            return num_records
+            reach = Reach(
+                buffer=self.buffer,
+                registry=self.cycle.registry,
+                anchors=self.cfg.anchors,
+                spool=self._spool,
+                stream=self._stream,
+                through=trainer.progress.through,
+            )
+            if is_dry:
+                return await asyncio.to_thread(reach.preview, tenant)
+            forgotten = await reach.forget(tenant)
+        names = list_stored_names(tenant)
+        trainer.anchors = [record for record in trainer.anchors if record.tenant not in names]
+        return forgotten
 
 
-def _stream(cfg: LearnerConfig, buffer: Buffer, vocab_size: int) -> StreamSource:
+def open_stream(cfg: LearnerConfig, buffer: Buffer, vocab_size: int) -> StreamSource:
     from redraft.online.learning.stream import StreamSource  # nats-py is an extra
 
     return StreamSource(cfg.ingest, cfg.nats, cfg.stream, buffer, vocab_size)

@@ -37,6 +37,8 @@ STABLE = "STABLE"
 EVALUATION = "evaluation.json"
 REGISTRY = "registry.json"
 PROMOTED = "promoted.json"
+TRAINED_UNTIL = "trained_until_s"
+"""Key in a version's provenance: the time of the last training step, in seconds since the epoch."""
 
 _VERSION = re.compile(r"v(\d{6,})")
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -229,15 +231,19 @@ class Registry:
         """The version `rollback` would make current; None if there is none."""
         return next((name for name in self.promoted()[-2::-1] if name in self.versions()), None)
 
-    def rollback(self) -> str:
-        """Make the previously current version current again; returns the name.
+    def rollback(self, to: str = "") -> str:
+        """Make the previously current version current again, or an earlier one, `to`; returns the name.
 
         Raises:
-            FileNotFoundError: if there is none.
+            FileNotFoundError: if there is none, or `to` was never current.
             ValueError: if it is damaged; the message names the file.
         """
-        previous = self.previous()
-        if previous is None:
+        if to and to not in self.promoted():
+            raise FileNotFoundError(
+                f"{to} was not current before {self.current()}: choose from {', '.join(self.promoted())}"
+            )
+        previous = to or self.previous()
+        if not previous:
             raise FileNotFoundError(f"{self.folder} has no version before {self.current()} to go back to")
         artifact.verify(self.path(previous))
         kept = self.promoted()
@@ -272,6 +278,23 @@ class Registry:
         """All versions that were once current, in order, ending with the present one."""
         promoted, current = self._read_promoted(), self.current()
         return promoted[: promoted.index(current) + 1] if current in promoted else []
+
+    def list_training_ends(self) -> dict[str, float]:
+        """The time after which no record can have been trained into a version, in seconds since the epoch, by version.
+
+        A copy of a draft from elsewhere learned from no record: 0. A version of an earlier release was trained before
+        it was published.
+        """
+        ends = {}
+        for version in self.versions():
+            folder = self.folder / version
+            try:
+                provenance = json.loads((folder / artifact.PROVENANCE).read_bytes())
+            except (OSError, ValueError):
+                provenance = {}
+            published_s = (folder / STABLE).stat().st_mtime
+            ends[version] = 0.0 if "copied_from" in provenance else provenance.get(TRAINED_UNTIL) or published_s
+        return ends
 
     def _read_promoted(self) -> list[str]:
         try:

@@ -5,7 +5,8 @@ R = rows, K = kept top-k ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from redraft.distill.data.samples import Sample
 from redraft.distill.signal.sources import InProcessTarget, top_k
 from redraft.distill.train.loop import to_device
 from redraft.heads.draft import ExactTarget, label_rows
-from redraft.heads.files.artifact import sync
+from redraft.heads.files.artifact import sync, write_whole
+from redraft.online.learning.quarantine import overwrite
 from redraft.online.records.record import CorruptRecordError, Record, Sampling, encode_record, read_frames
 
 
@@ -45,6 +47,26 @@ def read_anchors(path: Path, target_fingerprint: str, hidden_shape: tuple[int, i
     if not records:
         raise ValueError(f"{path} holds no record: make the anchors again (redraft anchors)")
     return records
+
+
+def count_in_anchors(path: Path, names: Collection[str]) -> int:
+    """The number of a tenant's records in the file."""
+    return sum(isinstance(record, Record) and record.tenant in names for _, record in read_frames(path.read_bytes()))
+
+
+def forget_in_anchors(path: Path, names: Collection[str]) -> int:
+    """Write the file again without a tenant's records, and overwrite the former one; returns their number."""
+    num_records = count_in_anchors(path, names)
+    if num_records:
+        frames = read_frames(path.read_bytes())
+        kept = [frame for frame, record in frames if not (isinstance(record, Record) and record.tenant in names)]
+        former = path.with_name(f".{path.name}.former")
+        former.unlink(missing_ok=True)
+        os.link(path, former)
+        write_whole(path, b"".join(kept))
+        overwrite(former)
+        former.unlink()
+    return num_records
 
 
 def write_anchors(

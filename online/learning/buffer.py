@@ -50,6 +50,7 @@ from redraft.online.learning.buffer_file import (
 )
 from redraft.online.learning.cursor import Commit, Cursor
 from redraft.online.learning.quarantine import Quarantine, overwrite
+from redraft.online.records.origin import list_stored_names
 from redraft.online.records.record import CorruptRecordError, Record, decode_record
 
 T = TypeVar("T")
@@ -60,8 +61,9 @@ NUM_FILES = 16
 MAX_LATER_RECORDS = 1 << 24
 """More records than a file holds: numbers after one of a later release, which this one cannot read, begin beyond."""
 
-CLOCK_SLACK_S = 60.0
-"""A server's clock may be ahead of ours by this much. `delete_tenant` adds it, because it compares times of both."""
+CLOCK_SLACK_S = 3600.0
+"""Records of a forgotten tenant are not stored if they were made until this many seconds after the deletion: a server's
+clock may be ahead, and an answer that had begun before brings its prompt again with every segment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,19 @@ class BufferStatus:
     """Records since this process began, by fate: stored, duplicate, foreign, stateless, other_domain, forgotten,
     corrupt_on_disk, expired, evicted, deleted, or the reason of a `CorruptRecordError`: corrupt, oversized, ... Plus
     the number of damaged_files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TenantRecords:
+    num_records: int
+    first_seq: int | None
+    """Number of the first record that trains; None if there is none."""
+    first_s: float | None
+    """The first arrival of a record that trains, in seconds since the epoch."""
+    num_examples: int
+    """Examples in the quarantine, of anybody."""
+    num_later_files: int
+    """Files of a later release, which may hold anybody's records."""
 
 
 def is_held_out(record: Record, fraction: float) -> bool:
@@ -311,21 +326,48 @@ class Buffer:
             if stored is not None:
                 yield stored
 
+    def find_tenant(self, tenant: str) -> TenantRecords:
+        """The records of a tenant, and what a deletion would take with them."""
+        with self._lock:
+            names, found = list_stored_names(tenant), list[tuple[int, float, bool]]()
+            for file in list(self._files):
+                found += self._unless_damaged(file, partial(file.find_tenant, names), [])
+            trained = [(seq, time_s) for seq, time_s, held_out in found if not held_out]
+            return TenantRecords(
+                num_records=len(found),
+                first_seq=trained[0][0] if trained else None,
+                first_s=min((time_s for _, time_s in trained), default=None),
+                num_examples=0 if self.quarantine is None else len(self.quarantine),
+                num_later_files=len(self._later_files),
+            )
+
     def delete_tenant(self, tenant: str, now_s: float) -> int:
         """Delete all records of a tenant, foreign ones too, and overwrite them on the disk; returns the number.
 
-        Records of the tenant made until now will not be stored if they arrive later.
+        So are the quarantine and files of a later release: some of it may be the tenant's. Records of the tenant made
+        until now will not be stored if they arrive later.
         """
+        names = list_stored_names(tenant)
         with self._lock, named_disk_full():
             # First the list, then the records: after a kill in between, `delete_tenant` can be repeated, and meanwhile
             # nothing new of the tenant is stored.
-            self._cursor.forget(_sha256(tenant), now_s + CLOCK_SLACK_S)
-            deletions = [(file, partial(file.delete, "tenant", tenant)) for file in self._files]
-            deleted = sum(self._unless_damaged(file, delete, 0) for file, delete in deletions)
-            if self.quarantine is not None:
-                self.quarantine.clear()  # some of it may be the tenant's
+            self._cursor.forget([_sha256(name) for name in names], now_s + CLOCK_SLACK_S)
+
+            def delete(file: BufferFile) -> int:
+                return file.delete([seq for seq, _, _ in file.find_tenant(names)])
+
+            deleted = sum(self._unless_damaged(file, partial(delete, file), 0) for file in list(self._files))
+            self.clear_quarantine()
+            for path in list(self._later_files):
+                self._remove_later_file(path)
             self.counts["deleted"] += deleted
             return deleted
+
+    def clear_quarantine(self) -> None:
+        """Overwrite and delete the examples of bad records: nobody can tell whose text they hold."""
+        with self._lock:
+            if self.quarantine is not None:
+                self.quarantine.clear()
 
     def commit_trained(self, checkpoint_id: str, through: int) -> None:
         """Make a complete checkpoint count: every record up to `through` was trained or skipped before it.
@@ -493,7 +535,7 @@ class Buffer:
             except CorruptRecordError:
                 self.counts["corrupt_on_disk"] += 1
                 with suppress(BufferFullError), named_disk_full():  # a full disk must not stop reading
-                    file.delete("seq", seq)
+                    file.delete([seq])
                 return None
         return None
 

@@ -6,7 +6,7 @@ import errno
 import sqlite3
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,13 +153,19 @@ class BufferFile:
         found = self.connection.execute("SELECT frame FROM frames WHERE seq = ?", (seq,)).fetchone()
         return None if found is None else bytes(found[0])
 
-    def delete(self, column: str, value: object) -> int:
-        """Delete the records with this value, overwrite them on the disk; returns the number."""
+    def delete(self, seqs: Collection[int]) -> int:
+        """Delete the records with these numbers, overwrite them on the disk; returns the number of those found."""
         self._index = self._oldest_s = None
         with transaction(self.connection):
-            where = f"SELECT seq FROM records WHERE {column} = ?"
-            self.connection.execute(f"DELETE FROM frames WHERE seq IN ({where})", (value,))
-            return self.connection.execute(f"DELETE FROM records WHERE {column} = ?", (value,)).rowcount
+            values = [(seq,) for seq in seqs]
+            self.connection.executemany("DELETE FROM frames WHERE seq = ?", values)
+            return self.connection.executemany("DELETE FROM records WHERE seq = ?", values).rowcount
+
+    def find_tenant(self, names: Sequence[str]) -> list[tuple[int, float, bool]]:
+        """Number, arrival and `held_out` of each record of a tenant, who may have several names."""
+        marks = ",".join("?" * len(names))
+        query = f"SELECT seq, time_s, held_out FROM records WHERE tenant IN ({marks}) ORDER BY seq"
+        return [(seq, time_s, bool(held_out)) for seq, time_s, held_out in self.connection.execute(query, names)]
 
     def num_bytes(self) -> int:
         if self.path is None:

@@ -9,15 +9,19 @@ A damaged file is set aside and told. The commits are then read from the checkpo
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from redraft.heads.files.lock import own
 from redraft.heads.files.sealed import DamagedError, read_sealed, set_aside, write_sealed
 
 MAX_COMMITS = 1000
+
+SERVED = "served"
+"""Commits with this name in place of a checkpoint's: training began again from the served version."""
 
 CURSOR, FORGOTTEN = "cursor.json", "forgotten.json"
 FORMER = "cursor.db"
@@ -52,9 +56,9 @@ class Cursor:
         self._write(commits, self.forgotten)
         self.commits = commits
 
-    def forget(self, tenant_sha256: str, time_s: float) -> None:
+    def forget(self, tenants_sha256: Iterable[str], time_s: float) -> None:
         """Raises: OSError if the disk cannot be written."""
-        forgotten = {**self.forgotten, tenant_sha256: time_s}
+        forgotten = {**self.forgotten, **dict.fromkeys(tenants_sha256, time_s)}
         if self.folder is not None:
             write_sealed(self.folder / FORGOTTEN, {"forgotten": forgotten})
         self._write(self.commits, forgotten)
@@ -114,3 +118,17 @@ class Cursor:
             return {}
         commits = [{"checkpoint_id": checkpoint_id, "through": through} for checkpoint_id, through in trained]
         return {"trained": commits, "forgotten": dict(forgotten)}
+
+
+def begin_training_again(folder: Path | None) -> None:
+    """Have the next learner begin at the served version, after the records already trained. For an idle folder.
+
+    Raises:
+        AlreadyOwnedError: if a learner has the buffer open.
+    """
+    if folder is None or not folder.is_dir():
+        return
+    with own(folder / "lock", "a learner's buffer"):
+        cursor = Cursor(folder)
+        if cursor.commits:
+            cursor.commit(Commit(checkpoint_id=SERVED, through=cursor.commits[0].through))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,9 +27,10 @@ import numpy as np
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.quarantine import overwrite
 from redraft.online.records.checks import Fault
 from redraft.online.records.record import CorruptRecordError, LaterLayoutError, Record, read_frames
-from redraft.online.records.spool import open_file, spool_files
+from redraft.online.records.spool import ABANDONED_S, list_abandoned, open_file, spool_files
 
 BATCH_RECORDS, BATCH_BYTES = 1024, 64 << 20
 """Bounds of one transaction: records, and bytes of their frames and arrays. What a batch holds is in memory at once."""
@@ -106,11 +107,37 @@ class Spool:
             self.buffer.counts += stays
         else:
             try:
+                if taken.counts["forgotten"]:
+                    overwrite(path)
                 path.unlink(missing_ok=True)
             except OSError:
                 self._passed_over.add(path.name)  # its records are stored: the files after it need not wait
                 raise
         return taken + Taken(num_files=1, counts=stays)
+
+    def erase_unattributed(self) -> int:
+        """Overwrite and delete the files of a later layout, and those that killed servers left; returns the number.
+
+        Nobody can tell whose text they hold. Call it after `take`.
+        """
+        paths = [self.folder / name for name in self._passed_over] + list_abandoned(self.folder, ABANDONED_S)
+        num_erased = 0
+        for path in paths:
+            with suppress(OSError):
+                overwrite(path)
+                path.unlink()
+                num_erased += 1
+        return num_erased
+
+    def count_tenant(self, names: Collection[str]) -> int:
+        """The number of a tenant's records that wait in the spool."""
+        num_records = 0
+        for path in spool_files(self.folder):
+            with suppress(OSError), open_file(path) as file:
+                num_records += sum(
+                    isinstance(record, Record) and record.tenant in names for _, record in read_frames(file)
+                )
+        return num_records
 
     def _expire(self, paths: Sequence[Path], now_s: float) -> None:
         """Delete files that stayed for as long as records are kept: they hold users' text."""

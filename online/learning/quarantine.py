@@ -73,6 +73,9 @@ class Quarantine:
         while self._files and now_s - self._files[0][0] / 1e9 >= self.max_age_s:
             self._remove(self._files[0])
 
+    def __len__(self) -> int:
+        return len(self._files)
+
     def clear(self) -> None:
         """Overwrite and delete everything."""
         for file in list(self._files):

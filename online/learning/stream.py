@@ -1,12 +1,15 @@
 """From the ingest log into the buffer. A record is acknowledged, and leaves the log, once it is on the buffer's disk.
 
-    JetStream ─► Pull ─► read_frames ─► mark_unfit ─► Buffer.append (commits) ─► acknowledge
+    JetStream ─► Pull ─► read_frames ─► mark_unfit ─► Buffer.append (commits) ─► overwrite, acknowledge
                   │ of a later layout                         │ disk full
                   └─► given back, delivered again later       └─► given back, delivered again
 
 The log delivers at least once: after a kill between commit and acknowledgement a record is delivered again, and the
 buffer recognises it by id. A record of a later layout waits in the log until a learner of that release starts, which
 gets it at once, or until the log drops it at a limit.
+
+An acknowledged message leaves the stream, but its bytes stay in the broker's file until that file goes, and one unread
+message keeps it. So every message is overwritten there before it is acknowledged.
 
 However the connection breaks, `take` raises, and the next `take` opens a new one.
 """
@@ -17,6 +20,7 @@ import asyncio
 import json
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
 from itertools import chain
 from typing import Any, Literal
@@ -29,7 +33,7 @@ from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.intake import Taken, store
 from redraft.online.records.nats_config import Nats, StreamLimits, to_subject_token
 from redraft.online.records.nats_link import BrokerError, connect, wrap_broker_errors
-from redraft.online.records.record import is_later_layout, read_frames
+from redraft.online.records.record import Record, is_later_layout, read_frames
 
 CONSUMER = "learner"
 """Name of the consumer for all domains. A consumer for one domain has the domain's name appended."""
@@ -55,6 +59,10 @@ LATER_LAYOUT_S, MAX_LATER_LAYOUT_S = 60.0, 3600.0
 """Seconds before a record of a later layout is delivered again, and the most after doubling each time: during a rolling
 upgrade it may be most of the traffic."""
 
+ERASE_TIMEOUT_S = 10.0
+NO_MESSAGE = 10037
+"""NATS's error code for a message that is not in the stream (any more)."""
+
 OVERLAPPING = (10099, 10100)
 """NATS's error codes for a work queue in which another consumer takes the same subjects."""
 
@@ -72,9 +80,13 @@ class StreamSource:
         self.buffer, self.vocab_size = buffer, vocab_size
         self._client: Any = None
         self._pull: Pull | None = None
+        self.damage: list[str] = []
+        """Sentences on text that could not be overwritten. Whoever tells them may empty the list."""
 
-    async def take(self) -> Taken:
+    async def take(self, *, keep_later: bool = True) -> Taken:
         """Move the arrived records into the buffer. Empty if none arrived for a moment.
+
+        Records of a later layout go back to the log, or are overwritten too without `keep_later`.
 
         Raises:
             BufferFullError: if the buffer's disk is full.
@@ -90,23 +102,34 @@ class StreamSource:
         later = [message for message in messages if is_later_layout(message.data)]
         messages = [message for message in messages if not is_later_layout(message.data)]
         frames = chain.from_iterable(read_frames(message.data) for message in messages)
-        await _put_off(later)
+        if keep_later:
+            await _put_off(later)
+        else:
+            await self._release(later)
         try:
             taken = await asyncio.to_thread(store, frames, self.buffer, self.vocab_size, time.time())
         except OSError:
             await _answer(messages, "nak")
             raise
-        await _answer(messages, "ack")
+        await self._release(messages)
         first = Counter({"later_layout": sum(_count_deliveries(message) == 1 for message in later)})
-        self.buffer.counts += first
-        return taken + Taken(counts=first)
+        if keep_later:
+            self.buffer.counts += first
+        return taken + Taken(counts=first if keep_later else Counter(later_layout=len(later)))
 
-    async def purge_unread(self) -> None:
-        """Delete records of domains without a learner.
+    async def restart(self) -> None:
+        """Have every unacknowledged message delivered again at once, those of a later layout too."""
+        await self.close()
+
+    async def erase_unread(self, names: Collection[str]) -> int:
+        """Overwrite a tenant's records among those of domains without a learner; returns the number.
+
+        Messages that cannot be read go too: nobody can tell whose text they hold.
 
         Raises:
             BrokerError: if NATS does not answer.
         """
+        num_erased = 0
         with wrap_broker_errors(self.ingest):
             client = await connect(self.ingest, self.config, "learner")
             try:
@@ -114,11 +137,35 @@ class StreamSource:
                 read = {found.config.filter_subject for found in await stream.consumers_info(self.config.stream)}
                 info = await stream.stream_info(self.config.stream, subjects_filter=">")
                 if None in read:  # a consumer without a filter takes all subjects
-                    return
+                    return 0
                 for subject in set(info.state.subjects or ()) - read:
-                    await stream.purge_stream(self.config.stream, subject=subject)
+                    async for message in _read_subject(stream, self.config.stream, subject):
+                        tenants = _list_tenants(message.data)
+                        if tenants is None or tenants & set(names):
+                            await stream.delete_msg(self.config.stream, message.seq)
+                            num_erased += 1
             finally:
                 await client.close()
+        return num_erased
+
+    async def _release(self, messages: list[Any]) -> None:
+        """Overwrite the messages in the broker's files, then acknowledge them."""
+        if self._client is not None:
+            try:
+                with wrap_broker_errors(self.ingest):
+                    await asyncio.gather(*(self._erase(message) for message in messages))
+            except BrokerError as error:
+                if not self.damage:
+                    self.damage.append(f"text stays in the broker's files: {error}; the learner needs $JS.API.STREAM.>")
+        await _answer(messages, "ack")
+
+    async def _erase(self, message: Any) -> None:
+        """Raises: BrokerError if the broker refuses or does not answer."""
+        request = json.dumps({"seq": message.metadata.sequence.stream}).encode()
+        subject = f"$JS.API.STREAM.MSG.DELETE.{self.config.stream}"
+        answer = json.loads((await self._client.request(subject, request, timeout=ERASE_TIMEOUT_S)).data)
+        if not answer.get("success") and answer.get("error", {}).get("err_code") != NO_MESSAGE:
+            raise BrokerError(f"a message could not be overwritten: {answer.get('error')}")
 
     async def close(self) -> None:
         client, self._client, self._pull = self._client, None, None
@@ -283,6 +330,26 @@ async def _put_off(messages: list[Any]) -> None:
     with suppress(NatsError, OSError):
         for message in messages:
             await message.nak(min(MAX_LATER_LAYOUT_S, LATER_LAYOUT_S * 2 ** min(16, _count_deliveries(message) - 1)))
+
+
+async def _read_subject(stream: Any, name: str, subject: str) -> AsyncIterator[Any]:
+    """The messages of a subject, in order."""
+    seq = 1
+    with suppress(NotFoundError):
+        while True:
+            message = await stream.get_msg(name, seq=seq, subject=subject, next=True)
+            yield message
+            seq = message.seq + 1
+
+
+def _list_tenants(data: bytes) -> set[str] | None:
+    """The tenants of a message's records; None if it holds anything else."""
+    tenants = set()
+    for _, record in read_frames(data):
+        if not isinstance(record, Record):
+            return None
+        tenants.add(record.tenant)
+    return tenants
 
 
 def _count_deliveries(message: Any) -> int:

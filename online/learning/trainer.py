@@ -24,15 +24,12 @@ from redraft.online.fleet.registry import Registry
 from redraft.online.learning.buffer import Buffer, Replay
 from redraft.online.learning.candidate import Candidate, Ranks
 from redraft.online.learning.config import Training
-from redraft.online.learning.cursor import Commit
+from redraft.online.learning.cursor import SERVED, Commit
 from redraft.online.records.record import Record
 
 KEPT_CHECKPOINTS = 2
 
 _NAME = re.compile(r"checkpoint-\d+")
-
-SERVED = "served"
-"""Commits with this name in place of a checkpoint's: training began again from the served version."""
 
 
 @dataclass(kw_only=True)
@@ -43,6 +40,8 @@ class Progress:
     """Records trained as new since the training of this draft began."""
     skipped: int = 0
     """Records skipped because training was slower than traffic."""
+    until_s: float = 0.0
+    """Time of the last step, in seconds since the epoch: no record that arrived later was trained."""
 
 
 class Trainer:
@@ -84,8 +83,9 @@ class Trainer:
     def _recover_commits(self) -> list[Commit]:
         """Commits of the checkpoints, newest first, as far as they tell: the buffer has lost its list, or is new."""
         found = []
+        is_kept = self.buffer.config.folder is not None  # without a folder, every start begins at the served version
         for folder in reversed(self._checkpoints()):
-            if self._is_intact(folder):
+            if is_kept and self._is_intact(folder):
                 progress = Progress(**json.loads((folder / PROVENANCE).read_text())["progress"])
                 # Of a buffer that was removed, the position means nothing.
                 found.append(Commit(checkpoint_id=folder.name, through=min(progress.through, self.buffer.newest())))
@@ -117,7 +117,7 @@ class Trainer:
             self.cfg.replay_per_step, self.anchors, through=through, now_s=time.time(), seed=seed, policy=self.replay
         )
         stats: StepStats = self.ranks.do("step", [*(stored.record for stored in fresh), *replayed], seed)
-        self.progress.through = fresh[-1].seq
+        self.progress.through, self.progress.until_s = fresh[-1].seq, time.time()
         self.progress.records += len(fresh)
         self.num_steps += 1
         self.num_not_finite += stats.skipped
@@ -166,6 +166,8 @@ class Trainer:
         self.ranks.do("begin", self._served())
         self.buffer.commit_trained(SERVED, self.progress.through)
         self.num_steps = self.num_not_finite = 0
+        for checkpoint in self._checkpoints():  # never resumed again; a person may want their training undone
+            shutil.rmtree(checkpoint, ignore_errors=True)
 
     def _served(self) -> Path:
         current = self.registry.current()

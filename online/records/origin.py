@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -24,10 +25,33 @@ class Origin(NamedTuple):
 def read_origin_headers(headers: Mapping[str, str]) -> Origin:
     """The origin in X-Redraft-Tenant, -Domain and -Opt-Out. Any opt-out value counts except 0, false and no."""
     return Origin(
-        tenant=headers.get("x-redraft-tenant", "")[:MAX_LABEL_CHARS],
+        tenant=to_label(_decode(headers.get("x-redraft-tenant", ""))),
         domain=headers.get("x-redraft-domain", "")[:MAX_LABEL_CHARS],
         opt_out=headers.get("x-redraft-opt-out", "0").lower() not in ("", "0", "false", "no"),
     )
+
+
+def to_label(name: str) -> str:
+    """The name under which a tenant's records are stored: the name itself, or a beginning and a hash of a long one."""
+    if len(name) <= MAX_LABEL_CHARS:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    return f"{name[: MAX_LABEL_CHARS - 1 - len(digest)]}-{digest}"
+
+
+def list_stored_names(tenant: str) -> list[str]:
+    """Every name under which records of the tenant may be stored, also by earlier releases: those cut a long name, and
+    took UTF-8 for Latin-1."""
+    former = tenant.encode().decode("latin-1")
+    return list(dict.fromkeys([to_label(tenant), tenant[:MAX_LABEL_CHARS], former[:MAX_LABEL_CHARS]]))
+
+
+def _decode(header: str) -> str:
+    """A header's text. HTTP libraries read bytes as Latin-1; clients send UTF-8."""
+    try:
+        return header.encode("latin-1").decode()
+    except UnicodeError:
+        return header
 
 
 def is_label(domain: str) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from redraft.online.records.nats_config import Nats, parse_addresses
+from redraft.online.records.origin import to_label
 from redraft.online.records.record import Frame
 from redraft.online.records.spool import SpoolWriter
 
@@ -49,7 +50,7 @@ class Recording:
 
     def find_skip_reason(self, tenant: str, draw: bytes) -> str:
         """Why this request is not recorded; empty if it is. Recorded are those whose `draw` hashes below `fraction`."""
-        if self.tenants and tenant not in self.tenants:
+        if self.tenants and tenant not in map(to_label, self.tenants):
             return "tenant"
         return "" if zlib.crc32(draw) < self.fraction * 2**32 else "fraction"
 

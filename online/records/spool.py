@@ -106,6 +106,12 @@ def open_file(path: Path) -> BinaryIO:
     return file
 
 
+def list_abandoned(folder: Path, age_s: float) -> list[Path]:
+    """Partial files of killed servers, unchanged for `age_s` seconds."""
+    found = list(_files(folder)) if folder.is_dir() else []
+    return [folder / name for name, status in found if name.endswith(PARTIAL) and time.time() - status.st_mtime > age_s]
+
+
 def is_in_memory(path: Path) -> bool:
     """Whether files below `path` would be kept in memory (tmpfs) and not on a disk. The path need not exist yet."""
     found = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()).resolve()

@@ -1,25 +1,33 @@
-"""Delete all records of a tenant from the learner's buffer and the spool.
+"""Delete all records of a tenant, and tell which drafts may have learned from them.
 
+    $ redraft forget acme --dry-run --config learner.toml
     $ redraft forget acme --config learner.toml
 
-A tenant is the name sent by clients in X-Redraft-Tenant. The bytes in the buffer are overwritten. Records still on
-their way, in a server, a spool or the ingest log, are dropped on arrival. If each domain has a learner, run this for
-every learner. A draft's weights keep what they have learned: `redraft rollback` takes versions back.
+A tenant is the name sent by clients in X-Redraft-Tenant. The command reaches the learner's buffer and its quarantine,
+the spool, the ingest log with the broker's files, and anchors. Deleted bytes are overwritten. Records still on their
+way are dropped on arrival. If each domain has a learner, run this for every learner.
+
+A draft's weights keep what they have learned: the command that returns to the version before is printed. Exit status 1
+if nothing of the tenant was found.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from redraft.online.daemon import control
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.recipes.cli import run_recipe
+
+if TYPE_CHECKING:
+    from redraft.online.learning.forget import Forgotten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,36 +36,86 @@ class Config:
     """The tenant's name, as sent by clients."""
     config: Path = Path("learner.toml")
     """The learner's TOML file."""
+    dry_run: bool = False
+    """Only count what would be deleted. The log is not counted."""
 
 
 def main(cfg: Config) -> None:
-    num_records = asyncio.run(delete_records(load_config(cfg.config), cfg.tenant))
-    print(f"{num_records} records of {cfg.tenant} were deleted; records still on their way are dropped on arrival")
+    forgotten = asyncio.run(delete_records(load_config(cfg.config), cfg.tenant, is_dry=cfg.dry_run))
+    for line in describe(forgotten, cfg):
+        print(line)
+    if not forgotten.num_records:
+        sys.exit(1)
 
 
-async def delete_records(cfg: LearnerConfig, tenant: str) -> int:
-    """Delete a tenant's records, through the running learner if there is one, and return how many there were.
+def describe(forgotten: Forgotten, cfg: Config) -> list[str]:
+    """The result in lines, with the command that undoes the training."""
+    deleted = "would be deleted" if cfg.dry_run else "were deleted"
+    places = [
+        (forgotten.buffer, "in the buffer"),
+        (forgotten.arriving, "in the spool or the log"),
+        (forgotten.unread, "in the log for domains without a learner"),
+        (forgotten.anchors, "in the anchors"),
+    ]
+    found = ", ".join(f"{number} {place}" for number, place in places if number)
+    lines = [f"{forgotten.num_records} records of {cfg.tenant} {deleted}{f': {found}' if found else ''}"]
+    if not forgotten.num_records:
+        lines.append("nothing of this name was found: check the spelling, and the other learners of the fleet")
+    if forgotten.unattributed:
+        lines.append(f"{forgotten.unattributed} unreadable files and messages {deleted} too: they may be anybody's")
+    if not cfg.dry_run:
+        lines.append("records still on their way, and those made within the next hour, are dropped on arrival")
+    return lines + _describe_learned(forgotten, cfg)
+
+
+def _describe_learned(forgotten: Forgotten, cfg: Config) -> list[str]:
+    learned = [*forgotten.learned, *(["the draft in training"] if forgotten.is_in_training else [])]
+    if not learned:
+        return []
+    lines = [f"these may have learned from the records, and cannot forget: {', '.join(learned)}"]
+    if forgotten.clean is None:
+        return [*lines, "no version is from before: start a new registry from draft.initial"]
+    command = f"redraft rollback --to {forgotten.clean} --config {shlex.quote(str(cfg.config))}"
+    return [*lines, f"to serve the version before and train on from it: {command}"]
+
+
+async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = False) -> Forgotten:
+    """Delete a tenant's records, through the running learner if there is one, and return the reach.
 
     Raises:
         BufferFullError: if the buffer's disk is full.
+        BrokerError: if the log does not answer.
         AlreadyOwnedError: if a learner that does not answer owns the buffer.
     """
+    from redraft.online.learning.forget import Forgotten, Reach
+
     try:
-        return int((await control.ask(cfg.folder, do="forget", tenant=tenant))["records"])
+        answer = await control.ask(cfg.folder, do="forget", tenant=tenant, dry_run=is_dry)
+        return Forgotten(**{**answer, "learned": tuple(answer["learned"])})
     except control.NoLearnerError:
         pass
     from redraft.heads.files.artifact import fingerprint  # these load torch: a learner that runs answers without
-    from redraft.online.daemon.learner import read_vocab_size
+    from redraft.online.daemon.learner import open_stream, read_vocab_size
+    from redraft.online.fleet.registry import Registry
     from redraft.online.learning.buffer import Buffer
     from redraft.online.learning.intake import Spool
 
-    with Buffer(cfg.buffer_config, fingerprint(cfg.target)) as buffer:
-        num_records = buffer.delete_tenant(tenant, time.time())
-        there_is_one = cfg.spool is not None and cfg.spool.is_dir()
-        spool = Spool(cfg.spool, buffer, read_vocab_size(cfg.target)) if cfg.spool and there_is_one else None
-        while spool and (taken := spool.take(time.time())).num_files:
-            num_records += taken.counts["forgotten"]
-        return num_records
+    with Buffer(cfg.buffer_config, fingerprint(cfg.target), domain=cfg.domain) as buffer:
+        vocab_size = read_vocab_size(cfg.target)
+        stream = open_stream(cfg, buffer, vocab_size) if cfg.ingest else None
+        reach = Reach(
+            buffer=buffer,
+            registry=Registry(cfg.registry),
+            anchors=cfg.anchors,
+            spool=Spool(cfg.spool, buffer, vocab_size) if cfg.spool else None,
+            stream=stream,
+            through=buffer.commits()[0].through if buffer.commits() else 0,
+        )
+        try:
+            return reach.preview(tenant) if is_dry else await reach.forget(tenant)
+        finally:
+            if stream is not None:
+                await stream.close()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Return the whole fleet to the previous version at once.
 
     $ redraft rollback --config learner.toml
+    $ redraft rollback --to v000003 --config learner.toml
 
-During a rollout, the candidate is taken back. A running learner does the work and restarts training from the version
-then served; without a running learner, this command does it.
+During a rollout, the candidate is taken back. Training begins again from the version then served. A running learner
+does the work; without one, this command does it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.fleet.discovery import discover
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import connected, converge
+from redraft.online.learning.cursor import begin_training_again
 from redraft.recipes.cli import run_recipe
 
 
@@ -24,21 +26,24 @@ from redraft.recipes.cli import run_recipe
 class Config:
     config: Path = Path("learner.toml")
     """The learner's TOML file."""
+    to: str = ""
+    """Version to return to, instead of the previous one. It must have been current. With the current version, only
+    training begins again."""
 
 
 def main(cfg: Config) -> None:
-    print(f"the fleet serves {asyncio.run(roll_back(load_config(cfg.config)))}")
+    print(f"the fleet serves {asyncio.run(roll_back(load_config(cfg.config), cfg.to))}")
 
 
-async def roll_back(cfg: LearnerConfig) -> str:
+async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
     """Roll back, and return the version that the fleet then serves.
 
     Raises:
-        FileNotFoundError: if there is no previous version.
+        FileNotFoundError: if there is no previous version, or `to` was never current.
         ConnectionError: if servers do not follow; the message names them.
     """
     try:
-        reply = await control.ask(cfg.folder, do="rollback")
+        reply = await control.ask(cfg.folder, do="rollback", to=to)
         if "behind" in reply:
             print(f"some servers are not there yet, and the learner keeps asking them: {reply['behind']}")
         return str(reply["version"])
@@ -46,7 +51,8 @@ async def roll_back(cfg: LearnerConfig) -> str:
         pass
     registry = Registry(cfg.registry)
     with registry.owned():
-        version = registry.rollback()
+        version = registry.rollback(to)
+        begin_training_again(cfg.buffer_config.folder)
         async with connected(await discover(cfg.fleet, cfg.domain), registry) as servers:
             back = await converge(servers, version, cfg.rollout.rollback_timeout_s)
     if not back.is_complete:

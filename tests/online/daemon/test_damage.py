@@ -137,8 +137,8 @@ def later_file(learner, registry):
 
 GOES_ON = {
     # name: (damage, the fault told, words of its reason)
-    "promoted torn": (lambda learner, registry: cut(registry / "promoted.json"), "registry_damaged", "v000001, v000002"),
-    "promoted empty": (lambda learner, registry: cut(registry / "promoted.json", 0), "registry_damaged", "the way back"),
+    "promoted torn": (lambda learner, registry: cut(registry / "promoted.json"), "registry_damaged", "back is now v0"),
+    "promoted empty": (lambda learner, registry: cut(registry / "promoted.json", 0), "registry_damaged", "the way"),
     "promoted flipped": (lambda learner, registry: flip(registry / "promoted.json", -5), "registry_damaged", "the way"),
     "promoted missing": (
         lambda learner, registry: (registry / "promoted.json").unlink(), "registry_damaged", "was missing",
@@ -153,12 +153,12 @@ GOES_ON = {
         lambda learner, registry: (learner / "buffer/cursor.json").unlink(), "buffer_damaged", "checkpoints",
     ),
     "forgotten torn": (
-        lambda learner, registry: cut(learner / "buffer/forgotten.json"), "buffer_damaged", "forgotten tenants are read",
+        lambda learner, registry: cut(learner / "buffer/forgotten.json"), "buffer_damaged", "tenants are read",
     ),
     "buffer text": (text_flipped, "buffer_damaged", "its records are gone"),
     "buffer column": (column_flipped, "buffer_damaged", "the checksum of record 3 differs"),
     "buffer cut": (
-        lambda learner, registry: cut(next((learner / "buffer").glob("records-*"))), "buffer_damaged", "records are gone",
+        lambda learner, registry: cut(next((learner / "buffer").glob("records-*"))), "buffer_damaged", "are gone",
     ),
     "buffer of a later release": (later_file, "buffer_damaged", "waits for a later one"),
     "checkpoint flipped": (

@@ -7,6 +7,7 @@ import base64
 import functools
 import json
 import os
+import re
 import subprocess
 import time
 from collections import Counter
@@ -281,17 +282,113 @@ async def take_when_free(source, timeout_s=30):
 
 
 @in_event_loop
-async def test_what_no_learner_takes_can_be_deleted(broker, nats_config):
+async def test_a_tenant_is_erased_among_what_no_learner_takes(broker, nats_config):
     with Buffer(BufferConfig(held_out_fraction=0), TARGET, domain="code") as of_code:
         source = make_source(broker, nats_config, of_code)
         await source.take()
-        domains = ("prose", "", "all", "code")
-        await publish(broker, nats_config, *(make_record(n, domain=domain) for n, domain in enumerate(domains)))
-        await source.purge_unread()
-        assert await take_all(source, 1) == {"stored": 1}
-        await source.take()
-        assert (await stream_state(broker, nats_config)).messages == 0
+        records = [
+            make_record(number, domain=domain, tenant=tenant)
+            for number, (domain, tenant) in enumerate(
+                (domain, tenant) for domain in ("prose", "", "all", "code") for tenant in ("acme", "other")
+            )
+        ]
+        await publish(broker, nats_config, *records)
+        client = await nats.connect(broker.url)
+        await client.jetstream().publish(nats_config.subject("prose"), b"RDR2 of a later release")
+        await client.close()
+        assert await source.erase_unread(["acme"]) == 4, "three records, and one that may be anybody's"
+        assert (await stream_state(broker, nats_config)).messages == 5
+        assert await take_all(source, 2) == {"stored": 2}, "those of its own domain are not passed over"
         await source.close()
+
+
+def count_on_disk(broker, config, texts):
+    """The number of texts that stand in the broker's files of the stream."""
+    files = [path.read_bytes() for path in (broker.folder / "jetstream").rglob(f"{config.stream}/msgs/*")]
+    assert files
+    return sum(any(text in content for content in files) for text in texts)
+
+
+@in_event_loop
+async def test_a_record_that_was_taken_leaves_no_byte_on_the_brokers_disk(broker, nats_config):
+    """Acknowledged messages stayed readable in a file as long as it held an unread one of another domain."""
+    records = [make_record(number, domain="code", rows=4) for number in range(60)]
+    unread = [make_record(100 + number, domain="prose", rows=4) for number in range(3)]
+    parts = [encode_record(record)[100:200] for record in records]
+    with Buffer(BufferConfig(held_out_fraction=0), TARGET, domain="code") as of_code:
+        source = make_source(broker, nats_config, of_code)
+        await source.take()
+        await publish(broker, nats_config, *unread[:1], *records[:30], *unread[1:2], *records[30:], *unread[2:])
+        assert count_on_disk(broker, nats_config, parts) == 60
+        assert await take_all(source, 60) == {"stored": 60}
+        await source.take()
+        state = await stream_state(broker, nats_config)
+        assert (state.messages, source.damage) == (3, [])
+        assert count_on_disk(broker, nats_config, parts) == 0
+        assert count_on_disk(broker, nats_config, [encode_record(record)[100:200] for record in unread]) == 3
+        await source.close()
+
+
+@in_event_loop
+async def test_a_broker_that_refuses_to_overwrite_costs_no_record_and_is_told(broker, nats_config, buffer, monkeypatch):
+    source = make_source(broker, nats_config, buffer)
+    await source.take()
+    client = await nats.connect(broker.url)
+    stream = client.jetstream()
+    config = (await stream.stream_info(nats_config.stream)).config
+    await stream.delete_stream(nats_config.stream)
+    await source.close()
+    await stream.add_stream(config.evolve(deny_delete=True))
+    await client.close()
+    await source.take()
+    await publish(broker, nats_config, *(make_record(number) for number in range(3)))
+    assert await take_all(source, 3) == {"stored": 3}
+    (sentence,) = source.damage
+    assert "text stays in the broker's files" in sentence
+    await source.take()
+    assert (await stream_state(broker, nats_config)).messages == 0
+    await source.close()
+
+
+@in_event_loop
+async def test_a_rolling_upgrade_loses_no_record_of_the_log(broker, nats_config, buffer, monkeypatch):
+    """Servers of the later release come first; its layout differs in nothing but the magic."""
+    source = make_source(broker, nats_config, buffer)
+    await source.take()
+    client = await nats.connect(broker.url)
+    for number in range(20):
+        magic = b"RDR2" if number % 2 else b"RDR1"
+        await client.jetstream().publish(nats_config.subject("code"), magic + encode_record(make_record(number))[4:])
+    await client.close()
+    assert await take_all(source, 20) == {"stored": 10, "later_layout": 10}
+    await source.close()
+    monkeypatch.setattr("redraft.online.records.record.MAGIC", b"RDR2")
+    monkeypatch.setattr("redraft.online.records.record._LATER_MAGIC", re.compile(rb"RDR[3-9]"))
+    later = make_source(broker, nats_config, buffer)  # the learner of that release
+    assert await take_all(later, 10) == {"stored": 10}
+    await later.take()
+    assert (await stream_state(broker, nats_config)).messages == 0
+    assert buffer.status().counts["stored"] == 20
+    await later.close()
+
+
+@in_event_loop
+async def test_later_layouts_wait_for_their_release_but_not_for_a_tenant_that_is_forgotten(broker, nats_config, buffer):
+    source = make_source(broker, nats_config, buffer)
+    await source.take()
+    client = await nats.connect(broker.url)
+    for number in range(3):
+        await client.jetstream().publish(nats_config.subject("code"), b"RDR2 whose text is this? %d" % number)
+    await client.close()
+    assert await take_all(source, 3) == {"later_layout": 3}
+    await source.restart()
+    counts = Counter()
+    while counts.total() < 3:
+        counts += (await source.take(keep_later=False)).counts
+    await source.take()
+    assert (await stream_state(broker, nats_config)).messages == 0
+    assert count_on_disk(broker, nats_config, [b"whose text is this"]) == 0
+    await source.close()
 
 
 def test_no_two_domains_share_a_subject():

@@ -1,0 +1,134 @@
+"""Forget a tenant: delete every record of it that a learner can reach, and tell what a deletion cannot undo.
+
+buffer, quarantine, files of a later release        overwritten
+spool, log                                          emptied into the buffer, which drops the tenant's; overwritten
+subjects of the log without a learner               the tenant's messages overwritten
+anchors                                             written again without them
+records that arrive later                           dropped by the list of forgotten tenants
+drafts                                              cannot forget: versions that may have learned are named
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from redraft.online.fleet.registry import Registry
+from redraft.online.learning.buffer import Buffer, TenantRecords
+from redraft.online.learning.intake import Spool, Taken
+from redraft.online.records.origin import list_stored_names
+
+if TYPE_CHECKING:
+    from redraft.online.learning.stream import StreamSource
+
+DRAIN_S = 10.0
+"""How long to keep reading, to delete records in flight too. Bounded: traffic may never pause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgotten:
+    """The reach of one deletion. Numbers are records if nothing else is said."""
+
+    buffer: int
+    arriving: int
+    """In the spool or the log, dropped on arrival."""
+    unread: int
+    """Messages of the log for domains without a learner."""
+    anchors: int
+    unattributed: int
+    """Files and messages of anybody, deleted because they cannot be read: quarantine, later layouts, torn files."""
+    learned: tuple[str, ...]
+    """Versions that may have learned from the records in the buffer."""
+    is_in_training: bool
+    """Whether the draft in training may have learned from them too."""
+    clean: str | None
+    """The newest version that was current and ended its training before the first of these records arrived."""
+
+    @property
+    def num_records(self) -> int:
+        return self.buffer + self.arriving + self.unread + self.anchors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """Everything of one learner that can hold a tenant's text."""
+
+    buffer: Buffer
+    registry: Registry
+    anchors: Path | None = None
+    spool: Spool | None = None
+    stream: StreamSource | None = None
+    through: int = 0
+    """Position of the draft in training."""
+
+    async def forget(self, tenant: str) -> Forgotten:
+        """Delete the tenant's records. The caller reads neither spool nor log meanwhile.
+
+        Raises:
+            BufferFullError: if the buffer's disk is full.
+            BrokerError: if the log does not answer.
+        """
+        names = list_stored_names(tenant)
+        found = self.buffer.find_tenant(tenant)
+        num_deleted = await asyncio.to_thread(self.buffer.delete_tenant, tenant, time.time())
+        unread = await self.stream.erase_unread(names) if self.stream else 0
+        drained = await self._drain()
+        await asyncio.to_thread(self.buffer.clear_quarantine)  # the spool and the log may have held bad records too
+        unattributed = found.num_examples + found.num_later_files + drained.counts["later_layout"]
+        return self._tell(
+            found, buffer=num_deleted, arriving=drained.counts["forgotten"], unread=unread,
+            anchors=await asyncio.to_thread(self._forget_anchors, names), unattributed=unattributed,
+        )  # fmt: skip
+
+    def preview(self, tenant: str) -> Forgotten:
+        """The result of `forget`, without a deletion and without a look into the log."""
+        from redraft.online.learning.anchors import count_in_anchors  # loads torch
+
+        names = list_stored_names(tenant)
+        found = self.buffer.find_tenant(tenant)
+        return self._tell(
+            found,
+            buffer=found.num_records,
+            arriving=self.spool.count_tenant(names) if self.spool else 0,
+            unread=0,
+            anchors=count_in_anchors(self.anchors, names) if self.anchors else 0,
+            unattributed=found.num_examples + found.num_later_files,
+        )
+
+    async def _drain(self) -> Taken:
+        """Empty spool and log into the buffer, which drops the tenant's records."""
+        drained, until_s = Taken(), time.monotonic() + DRAIN_S
+        if self.stream is not None:
+            await self.stream.restart()
+        with suppress(FileNotFoundError):  # no server has made the spool yet
+            while (taken := await self._take()).counts and time.monotonic() < until_s:
+                drained += taken
+        if self.spool is not None:
+            drained.counts["later_layout"] = await asyncio.to_thread(self.spool.erase_unattributed)
+        return drained
+
+    async def _take(self) -> Taken:
+        if self.stream is not None:
+            return await self.stream.take(keep_later=False)
+        assert self.spool is not None
+        return await asyncio.to_thread(self.spool.take, time.time())
+
+    def _forget_anchors(self, names: list[str]) -> int:
+        from redraft.online.learning.anchors import forget_in_anchors  # loads torch
+
+        return forget_in_anchors(self.anchors, names) if self.anchors else 0
+
+    def _tell(self, found: TenantRecords, **numbers: int) -> Forgotten:
+        learned: list[str] = []
+        clean = self.registry.current()
+        if found.first_s is not None and found.first_seq is not None:
+            ends = self.registry.list_training_ends()
+            learned = [version for version, end_s in ends.items() if end_s >= found.first_s]
+            promoted = self.registry.promoted()
+            clean = next((name for name in reversed(promoted) if name in ends and name not in learned), None)
+        is_in_training = found.first_seq is not None and found.first_seq <= self.through
+        return Forgotten(learned=tuple(learned), is_in_training=is_in_training, clean=clean, **numbers)

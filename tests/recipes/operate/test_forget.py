@@ -1,0 +1,250 @@
+"""`redraft forget`: everything it reaches, what it tells, and the way back from drafts that learned."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import time
+from dataclasses import replace
+
+import msgspec
+import pytest
+from fake_fleet import TOKEN
+from learner_world import World, make_draft, make_records, ship, until
+
+from redraft.heads.files.artifact import fingerprint
+from redraft.online.daemon import control
+from redraft.online.fleet.discovery import FleetConfig
+from redraft.online.fleet.registry import TRAINED_UNTIL
+from redraft.online.learning.anchors import read_anchors
+from redraft.online.learning.buffer import CLOCK_SLACK_S, Buffer
+from redraft.online.learning.cursor import SERVED
+from redraft.online.learning.forget import Forgotten
+from redraft.online.records.origin import MAX_LABEL_CHARS, list_stored_names, read_origin_headers, to_label
+from redraft.online.records.outlet import Recording
+from redraft.online.records.record import encode_record
+from redraft.recipes.cli import dispatch
+from redraft.recipes.operate import forget, rollback
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
+
+
+@pytest.fixture
+def world(random_target, tmp_path):
+    return World.make(tmp_path, random_target, make_draft(random_target, tmp_path / "draft"))
+
+
+@pytest.fixture(scope="module")
+def some(random_target):
+    return make_records(random_target, 12)
+
+
+def of(tenant, records, **changes):
+    """Copies of the records that belong to the tenant."""
+    return [
+        msgspec.structs.replace(record, tenant=tenant, server_id=f"boot-{tenant[:20]}", **changes) for record in records
+    ]
+
+
+def delete(world, tenant, **changes):
+    cfg = world.config(fleet=FleetConfig(servers=("http://127.0.0.1:1",)), **changes)
+    return asyncio.run(forget.delete_records(cfg, tenant))
+
+
+def fill(world, records):
+    config = world.config()
+    with Buffer(config.buffer_config, fingerprint(world.target)) as buffer:
+        buffer.append([(encode_record(record), record) for record in records], time.time())
+
+
+def publish(world, *, until_s=None, copied=False):
+    provenance = {"copied_from": "somewhere"} if copied else {"trained_from": "v000001", TRAINED_UNTIL: until_s}
+    version = world.registry.publish(
+        lambda folder: shutil.copytree(world.draft, folder, dirs_exist_ok=True),
+        target_fingerprint=fingerprint(world.target),
+        provenance=provenance,
+        evaluation={},
+    )
+    world.registry.promote(version)
+    return version
+
+
+# --- names
+
+
+@pytest.mark.parametrize(
+    "name", ["acme", "Zürich AG", "株式会社", "t" * MAX_LABEL_CHARS, "tenant-" + 64 * "a", "ü" * 64, 40 * "株"]
+)
+def test_the_command_and_the_header_agree_on_a_name(name):
+    header = name.encode().decode("latin-1")  # as HTTP libraries read the client's UTF-8
+    label = read_origin_headers({"x-redraft-tenant": header}).tenant
+    assert label == to_label(name)
+    assert len(label) <= MAX_LABEL_CHARS
+    assert list_stored_names(name)[0] == label
+    assert Recording(tenants=(name,)).find_skip_reason(label, b"") == ""
+
+
+def test_two_long_names_with_one_beginning_are_two_tenants():
+    first, second = ("tenant-" + 64 * "a" + end for end in "xy")
+    assert to_label(first) != to_label(second)
+
+
+@pytest.mark.parametrize("name", ["Zürich AG", "tenant-" + 64 * "a"])
+def test_records_that_an_earlier_release_stored_under_another_name_are_found(world, some, name):
+    former = name.encode().decode("latin-1")[:MAX_LABEL_CHARS]
+    fill(world, of(to_label(name), some[:3]) + of(former, some[3:5]))
+    assert delete(world, name).buffer == 5
+    assert delete(world, name).num_records == 0
+
+
+# --- reach
+
+
+def test_every_place_is_reached_without_a_learner(world, some):
+    world.spool.mkdir()
+    fill(world, of("acme", some[:4]) + of("other", some[4:6]))
+    ship(world.spool, of("acme", some[6:9]) + of("other", some[9:10]))
+    anchors = world.root / "anchors"
+    target = fingerprint(world.target)
+    anchors.write_bytes(b"".join(encode_record(record) for record in of("acme", some[10:11]) + of("", some[11:])))
+    (world.spool / "00000000000000000001-x-00000000.records").write_bytes(b"RDR2 of a later release, of anybody")
+    (world.spool / "00000000000000000002-x-00000000.records").write_bytes(b"torn, of anybody")
+    forgotten = delete(world, "acme", anchors=anchors)
+    assert (forgotten.buffer, forgotten.arriving, forgotten.anchors, forgotten.unattributed) == (4, 3, 1, 1)
+    assert not list(world.spool.iterdir())
+    quarantine = world.root / "learner" / "buffer" / "quarantine"
+    assert not list(quarantine.iterdir())
+    assert [record.tenant for record in read_anchors(anchors, target)] == [""]
+    frames = [encode_record(record) for record in of("acme", some)]
+    held = [path for path in world.root.rglob("*") if path.is_file()]
+    assert not [path for path in held for frame in frames if frame[100:200] in path.read_bytes()]
+    with Buffer(world.config().buffer_config, target) as buffer:
+        assert len(buffer.fresh(0, 99)) + len(buffer.select_held_out(99)) == 3
+
+
+def test_a_dry_run_counts_and_deletes_nothing(world, some):
+    fill(world, of("acme", some[:4]))
+    ship(world.spool, of("acme", some[6:9]))
+    cfg = world.config(fleet=FleetConfig(servers=("http://127.0.0.1:1",)))
+    for _ in range(2):
+        forgotten = asyncio.run(forget.delete_records(cfg, "acme", is_dry=True))
+        assert (forgotten.buffer, forgotten.arriving) == (4, 3)
+    assert delete(world, "acme").num_records == 7
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 61.0, CLOCK_SLACK_S - 60])
+def test_a_server_whose_clock_is_ahead_brings_nothing_back(world, some, ahead_s):
+    fill(world, of("acme", some[:1]))
+    delete(world, "acme")
+    late = of("acme", some[1:3], time_s=time.time() + ahead_s)
+    with Buffer(world.config().buffer_config, fingerprint(world.target)) as buffer:
+        assert buffer.append([(encode_record(record), record) for record in late], time.time()) == {"forgotten": 2}
+
+
+def test_through_a_learner_the_same_is_reached_and_anchors_are_not_mixed_in_any_more(world, some):
+    anchors = world.root / "anchors"
+    anchors.write_bytes(b"".join(encode_record(record) for record in of("acme", some[:2]) + of("", some[2:3])))
+
+    async def main():
+        async with world.fleet(), world.learner(anchors=anchors) as task:
+            learner = world.root / "learner"
+            await until(lambda: world.entries("state"), task)
+            ship(world.spool, of("acme", some[3:6]) + of("other", some[6:8]))
+            await until(lambda: not list(world.spool.glob("*.records")), task)
+            ship(world.spool, of("acme", some[8:10]))
+            dry = await control.ask(learner, do="forget", tenant="acme", dry_run=True)
+            assert dry["buffer"] + dry["arriving"] == 5
+            told = Forgotten(**await control.ask(learner, do="forget", tenant="acme"))
+            assert (told.buffer + told.arriving, told.anchors, told.num_records) == (5, 2, 7)
+            again = Forgotten(**await control.ask(learner, do="forget", tenant="acme"))
+            assert again.num_records == 0
+
+    asyncio.run(main())
+    assert len(read_anchors(anchors, fingerprint(world.target))) == 1
+
+
+# --- drafts that learned
+
+
+def test_versions_that_may_have_learned_are_named_with_the_way_back(world, some, capsys):
+    publish(world, copied=True)
+    before = publish(world, until_s=time.time() - 10)
+    fill(world, of("acme", some))
+    after = [publish(world, until_s=time.time() + 1), publish(world)]  # the last one is of an earlier release
+    forgotten = delete(world, "acme")
+    assert forgotten.learned == tuple(after)
+    assert (forgotten.clean, forgotten.is_in_training) == (before, False)
+    lines = forget.describe(forgotten, forget.Config(tenant="acme", config=world.root / "learner.toml"))
+    assert any(f"redraft rollback --to {before} --config {world.root}/learner.toml" in line for line in lines)
+    assert delete(world, "acme").learned == (), "the records are gone, and nobody knows any more"
+
+
+def test_records_that_only_judge_taught_nothing(world, some):
+    publish(world, until_s=time.time() + 100)
+    nearly_all_held_out = replace(world.config().buffer_config, held_out_fraction=1 - 1e-12)
+    with Buffer(nearly_all_held_out, fingerprint(world.target)) as buffer:
+        buffer.append([(encode_record(record), record) for record in of("acme", some)], time.time())
+        assert buffer.find_tenant("acme").num_records == 12
+        assert buffer.find_tenant("acme").first_s is None
+
+
+def test_the_printed_command_serves_the_version_before_and_trains_on_from_it(world, some):
+    async def main():
+        async with world.fleet(), world.learner() as task:
+            learner = world.root / "learner"
+            await until(lambda: world.entries("state"), task)
+            ship(world.spool, of("acme", make_records(world.target, 40, seed=3)))
+            await until(lambda: world.last("training", "records_seen") >= 8, task)
+            told = Forgotten(**await control.ask(learner, do="forget", tenant="acme"))
+            assert (told.is_in_training, list(told.learned), told.clean) == (True, [], "v000001")
+            await control.ask(learner, do="rollback", to=told.clean)
+            await until(lambda: "training begins again from v000001" in str(world.entries("state")), task)
+
+    asyncio.run(main())
+    trained = json.loads((world.root / "learner/buffer/cursor.json").read_text())["trained"]
+    assert SERVED in [commit["checkpoint_id"] for commit in trained]
+
+
+def test_without_a_learner_a_rollback_makes_the_next_one_begin_again(world):
+    async def main():
+        async with world.fleet():
+            async with world.learner() as task:
+                await until(lambda: world.entries("state"), task)
+                ship(world.spool, make_records(world.target, 40, seed=3))
+                await until(lambda: world.last("training", "records_seen") >= 8, task)
+            for _ in range(2):
+                publish(world, until_s=1.0)
+            cfg = world.config()
+            with pytest.raises(FileNotFoundError, match="v000009 was not current before v000003: choose from v000001"):
+                await rollback.roll_back(cfg, "v000009")
+            assert await rollback.roll_back(cfg, "v000001") == "v000001"
+            assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
+        with Buffer(world.config().buffer_config, fingerprint(world.target)) as buffer:
+            newest, former, *_ = buffer.commits()
+            assert (newest.checkpoint_id, newest.through) == (SERVED, former.through)
+
+    asyncio.run(main())
+
+
+# --- the command
+
+
+def test_the_command_tells_and_ends_with_1_if_there_was_nothing(world, some, capsys, monkeypatch):
+    monkeypatch.chdir(world.root)
+    publish(world, until_s=1.0)
+    config = f'target = "{world.target}"\nregistry = "registry"\nspool = "spool"\n'
+    (world.root / "learner.toml").write_text(config + '[fleet]\nservers = ["http://127.0.0.1:1"]\n')
+    fill(world, of("acme", some[:4]))
+    assert dispatch(["forget", "acme", "--dry-run"]) == 0
+    assert "4 records of acme would be deleted: 4 in the buffer" in capsys.readouterr().out
+    assert dispatch(["forget", "acme"]) == 0
+    assert re.match(r"4 records of acme were deleted: 4 in the buffer\nrecords still on", capsys.readouterr().out)
+    with pytest.raises(SystemExit) as ended:
+        dispatch(["forget", "acme"])
+    assert ended.value.code == 1
+    assert "nothing of this name was found: check the spelling" in capsys.readouterr().out
