@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import httpx
@@ -17,15 +17,13 @@ from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.counters import find_counts
 from redraft.eval.engine.server import VllmServer
 from redraft.eval.prompts import Prompt, domains
+from redraft.eval.sampling import GREEDY, PENALTIES, Sampling
 from redraft.heads.progress import Progress
 
 WARM_UP_TOKENS = 16
 
 STATISTICS_TIMEOUT_S = 5
 """The statistics of the last step reach /metrics shortly after the tokens reach the client."""
-
-PURE_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Temperature alone. Unset, a server takes these from the target's generation_config.json and samples another p."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ def measure(
     prompts: Sequence[Prompt],
     *,
     max_tokens: int,
-    temperature: float = 0.0,
+    sampling: Sampling = GREEDY,
     concurrency: int = 4,
 ) -> Measurement:
     """Send every prompt after a warm-up; return outputs, duration and the engine's counts.
@@ -84,11 +82,11 @@ def measure(
     """
     if not prompts:
         raise ValueError("there is no prompt to measure: every one was filtered out, or the data set is empty")
-    asyncio.run(complete_all(server, prompts[:concurrency], WARM_UP_TOKENS, temperature, concurrency, "warm-up"))
+    asyncio.run(complete_all(server, prompts[:concurrency], WARM_UP_TOKENS, sampling, concurrency, "warm-up"))
     # Counters include the warm-up and whatever came before: only differences count.
     before = read_counters(server)
     started = time.perf_counter()
-    outputs = asyncio.run(complete_all(server, prompts, max_tokens, temperature, concurrency, "prompts"))
+    outputs = asyncio.run(complete_all(server, prompts, max_tokens, sampling, concurrency, "prompts"))
     duration_s = time.perf_counter() - started
     counts = None
     if server.num_speculative_tokens:
@@ -98,7 +96,7 @@ def measure(
 
 
 async def complete_all(
-    server: VllmServer, prompts: Sequence[Prompt], max_tokens: int, temperature: float, concurrency: int, label: str
+    server: VllmServer, prompts: Sequence[Prompt], max_tokens: int, sampling: Sampling, concurrency: int, label: str
 ) -> list[Output]:
     """The output of every prompt, in order, `concurrency` requests at a time; `label` is for the progress bar.
 
@@ -110,7 +108,7 @@ async def complete_all(
 
             async def one(prompt: Prompt) -> Output:
                 async with slots:
-                    output = await _complete(client, server, prompt, max_tokens, temperature)
+                    output = await _complete(client, server, prompt, max_tokens, sampling)
                 bar.update()
                 return output
 
@@ -123,15 +121,16 @@ async def complete_all(
 
 
 async def _complete(
-    client: httpx.AsyncClient, server: VllmServer, prompt: Prompt, max_tokens: int, temperature: float
+    client: httpx.AsyncClient, server: VllmServer, prompt: Prompt, max_tokens: int, sampling: Sampling
 ) -> Output:
     request = {
         "model": server.model,
         "prompt": prompt.token_ids,
         "max_tokens": max_tokens,
-        "temperature": temperature,
         "return_token_ids": True,
-        **PURE_SAMPLING,
+        # All of them: a server takes what is not set from the target's generation_config.json.
+        **asdict(sampling),
+        **PENALTIES,
     }
     response = await client.post(f"{server.url}/v1/completions", json=request)
     if response.is_error:

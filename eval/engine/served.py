@@ -64,14 +64,22 @@ def serve_and_count(
                     server,
                     prompts,
                     max_tokens=protocol.max_tokens,
-                    temperature=temperature,
+                    sampling=protocol.filters.at(temperature),
                     concurrency=options.concurrency,
                 )
                 for temperature in protocol.temperatures
             ]
         return [[_counts(output, by_step=draft.forecast is None) for output in run.outputs] for run in runs]
 
-    key = [target.fingerprint, draft.fingerprint, config, prompts, protocol.temperatures, protocol.max_tokens]
+    key = [
+        target.fingerprint,
+        draft.fingerprint,
+        config,
+        prompts,
+        protocol.temperatures,
+        protocol.filters,
+        protocol.max_tokens,
+    ]
     key += [options.args, options.concurrency, engine_environment()]
     try:
         return compute_once(folder, f"engine-{draft.name}-{num_speculative_tokens}", key, EngineCounts, counted)

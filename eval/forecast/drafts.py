@@ -198,6 +198,7 @@ def _make_forecast(pair: Pair, target: LoadedTarget, is_sampled: bool, most_toke
         is_autoregressive=draft.is_autoregressive,
         aux_layer_ids=draft.aux_layer_ids,
         is_sampled=is_sampled,
+        can_sample=pair.family.can_sample,
         max_tokens=draft.max_tokens,
         module=draft,
     )

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redraft.eval.acceptance import probabilities
 from redraft.eval.counts import AcceptanceCounts, simulate_blocks, tau
 from redraft.eval.forecast.rows import block_matches, compare_rows, take_draft_steps
+from redraft.eval.forecast.sampled import sampled_probabilities
 from redraft.eval.prompts import Prompt
+from redraft.eval.sampling import GREEDY, Sampling
 from redraft.heads.draft import Batch, Draft, TargetSignal
 from redraft.heads.progress import Progress
 
@@ -139,7 +140,7 @@ def generate_answers(
     max_tokens: int,
     num_speculative_tokens: int,
     end_ids: Collection[int],
-    temperature: float = 0.0,
+    sampling: Sampling = GREEDY,
     seed: int = 0,
 ) -> list[Continuation]:
     """The answers to one batch of prompts.
@@ -147,14 +148,15 @@ def generate_answers(
     The random numbers of an answer depend on `seed`, temperature and prompt only, so batching does not change it.
     """
     beyond = num_speculative_tokens - 1
-    uniform_BT = torch.stack([_uniform(prompt, max_tokens + beyond, temperature, seed) for prompt in prompts])
+    uniforms = [_uniform(prompt, max_tokens + beyond, sampling.temperature, seed) for prompt in prompts]
+    uniform_BT = torch.stack(uniforms)
 
     def choose(logits_BV: Tensor, step: int) -> Tensor:
-        if temperature == 0:
+        if sampling.temperature == 0:
             return logits_BV.argmax(-1)
         # Inverse of the cumulative distribution; float64, because the rounding of float32 sums over a
         # large vocabulary would change how often rare tokens are drawn.
-        cumulative_BV = probabilities(logits_BV.double(), temperature).cumsum(-1)
+        cumulative_BV = sampled_probabilities(logits_BV.double(), sampling).cumsum(-1)
         drawn_B1 = uniform_BT[:, step, None].to(cumulative_BV) * cumulative_BV[:, -1:]
         return torch.searchsorted(cumulative_BV, drawn_B1, right=True).squeeze(-1)
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from redraft.eval.acceptance import alpha, probabilities
+from redraft.eval.forecast.sampled import sampled_probabilities, sampled_topk
+from redraft.eval.sampling import Sampling
 from redraft.heads.draft import Batch, Draft, DraftStep, ExactTarget, TargetSignal, TopKTarget
 
 ROWS_A_CHUNK = 256
@@ -48,14 +50,13 @@ class TargetRows:
         return self.ids_NM.masked_fill(~is_best_NM, torch.iinfo(self.ids_NM.dtype).max).amin(-1)
 
 
-def target_rows(distribution: ExactTarget | TopKTarget, rows_N: Tensor, temperature: float) -> TargetRows:
-    """The target in `rows_N` of the flattened batch. Top-k log-probabilities are of temperature 1 and stay so."""
+def target_rows(distribution: ExactTarget | TopKTarget, rows_N: Tensor, sampling: Sampling) -> TargetRows:
+    """The target in `rows_N` of the flattened batch, as a server samples from it."""
     if isinstance(distribution, TopKTarget):
-        assert temperature == 1, "the tail of a top-k target at another temperature is unknown"
-        log_probs_NM = distribution.log_probs_BTK.flatten(0, 1)[rows_N]
-        return TargetRows(p_NM=log_probs_NM.exp(), ids_NM=distribution.ids_BTK.flatten(0, 1)[rows_N])
+        p_NM = sampled_topk(distribution.log_probs_BTK.flatten(0, 1)[rows_N], sampling)
+        return TargetRows(p_NM=p_NM, ids_NM=distribution.ids_BTK.flatten(0, 1)[rows_N])
     logits_NV = distribution.hidden_BTD.flatten(0, 1)[rows_N] @ distribution.head_VD.T
-    return TargetRows(p_NM=probabilities(logits_NV, temperature))
+    return TargetRows(p_NM=sampled_probabilities(logits_NV, sampling))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,10 @@ class StepRates:
 
 
 def step_rates(step: DraftStep, rows_N: Tensor, target: TargetRows, temperature: float) -> StepRates:
-    """The rates of a draft step in `rows_N` of the flattened batch. `target` holds the rows predicted by these."""
+    """The rates of a draft step in `rows_N` of the flattened batch. `target` holds the rows predicted by these.
+
+    Only the temperature changes q: engines do not filter what a draft proposes.
+    """
     # The dtypes may differ: autocast narrows hidden states, and a frozen head may be narrower than a trained layer.
     hidden_ND = step.hidden_BTD.flatten(0, 1)[rows_N].to(step.head_WD.dtype)
     q_NW = probabilities(hidden_ND @ step.head_WD.T, temperature)
@@ -139,7 +143,7 @@ def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> Com
     rows_N = step.mask_BT.flatten().nonzero().squeeze(-1)
     results_3N = torch.zeros(3, step.mask_BT.numel(), device=rows_N.device)
     for chunk_N in torch.split(rows_N, ROWS_A_CHUNK):
-        rates = step_rates(step, chunk_N, target_rows(distribution, chunk_N + step.shift, 1.0), 1.0)
+        rates = step_rates(step, chunk_N, target_rows(distribution, chunk_N + step.shift, Sampling()), 1.0)
         results_3N[:, chunk_N] = torch.stack([rates.alpha, rates.alpha_greedy, rates.agree.float()])
     alpha_BT, alpha_greedy_BT, agree_BT = results_3N.view(3, *step.mask_BT.shape)
     return ComparedRows(

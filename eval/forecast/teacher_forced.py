@@ -11,7 +11,7 @@ B = batch, T = tokens, N = labels, K = num_speculative_tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from redraft.eval.forecast.greedy import Continuation, SignalFunction, generate_
 from redraft.eval.forecast.ngram import Ngram, propose_ngrams
 from redraft.eval.forecast.verification import NOTHING, Labels, Proposals, VerifiedLabels, verify_labels
 from redraft.eval.prompts import Prompt
+from redraft.eval.sampling import Sampling
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal
 from redraft.heads.files.kept import compute_once
 from redraft.heads.progress import Progress
@@ -41,6 +42,8 @@ class Forecastable:
     aux_layer_ids: tuple[int, ...] = ()
     is_sampled: bool = False
     """Above temperature 0, serving draws tokens from q instead of taking the most probable one."""
+    can_sample: bool = False
+    """Serving could draw tokens from q (vLLM's `draft_sample_method: probabilistic`)."""
     max_tokens: int | None = None
     """Largest number of draft tokens; None if there is no limit."""
     module: Any = None
@@ -54,10 +57,12 @@ class PromptRows:
     num_output_tokens: int
     num_rows: int
     alpha_sum: float
-    """alpha of the first token of a block, summed over the answer's rows, at the temperature of the answer."""
+    """alpha of the first token of a block, summed over the answer's rows, with p and q as the answer was sampled."""
     alpha_greedy_sum: float
     counts: dict[int, ExpectedCounts]
     """Counts by number of draft tokens."""
+    other_counts: dict[int, ExpectedCounts] = field(default_factory=dict)
+    """The counts with vLLM's other `draft_sample_method`; empty if that changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,8 @@ class Protocol:
     end_ids: tuple[int, ...]
     seed: int
     batch_size: int
+    filters: Sampling = field(default_factory=Sampling)
+    """top_p, top_k and min_p of the answers, at every temperature."""
 
     @property
     def most_tokens(self) -> int:
@@ -122,18 +129,22 @@ class _Batch:
     folder: Path
 
     @property
+    def sampling(self) -> Sampling:
+        return self.protocol.filters.at(self.temperature)
+
+    @property
     def key(self) -> list[object]:
         protocol = self.protocol
         return [
             *(self.target_fingerprint, self.prompts, self.temperature, protocol.max_tokens, protocol.most_tokens),
-            *(protocol.end_ids, protocol.seed),
+            *(protocol.end_ids, protocol.seed, self.sampling),
         ]
 
     def rows(
         self, target: Any, signal: SignalFunction, drafts: Mapping[str, Forecastable]
     ) -> list[dict[str, PromptRows]]:
         """Results in the order of the prompts, by name of the draft."""
-        fingerprints = [(name, d.fingerprint, d.is_sampled) for name, d in drafts.items()]
+        fingerprints = [(name, d.fingerprint, d.is_sampled, d.can_sample) for name, d in drafts.items()]
         return compute_once(
             self.folder,
             f"rows-t{self.temperature:g}",
@@ -156,7 +167,7 @@ class _Batch:
                 max_tokens=protocol.max_tokens,
                 num_speculative_tokens=protocol.most_tokens,
                 end_ids=protocol.end_ids,
-                temperature=self.temperature,
+                sampling=self.sampling,
                 seed=protocol.seed,
             ),
         )
@@ -182,12 +193,13 @@ def evaluate_batch(
         most = min(protocol.most_tokens, draft.max_tokens or protocol.most_tokens)
         proposed[name] = _propose(draft, batch, _select_layers(known, union, draft), texts, most)
     # All drafts go through the labels together, so the target's logits are computed once.
-    flat = [(each, drafts[name].is_sampled) for name, steps in proposed.items() for each in steps]
-    verified = iter(verify_labels(flat, known.distribution, labels, temperature))
-    by_draft = {
-        name: _by_prompt(drafts[name], steps, [next(verified) for _ in steps], texts, protocol)
-        for name, steps in proposed.items()
-    }
+    flat = [each for steps in proposed.values() for each in steps]
+    verified = iter(verify_labels(flat, known.distribution, labels, protocol.filters.at(temperature)))
+    by_draft = {}
+    for name, steps in proposed.items():
+        # at temperature 0 the two ways to draft are the same
+        draft = drafts[name] if temperature > 0 else replace(drafts[name], can_sample=False)
+        by_draft[name] = _by_prompt(draft, steps, [next(verified) for _ in steps], texts, protocol)
     return [{name: rows[i] for name, rows in by_draft.items()} for i in range(len(texts))]
 
 
@@ -244,31 +256,49 @@ def _by_prompt(
     first, rates = proposed[0], verified[0]
     drafted_N = first.cpu() != NOTHING if isinstance(first, Tensor) else torch.ones_like(rates.alpha_N)
     columns = {"alpha": rates.alpha_N, "alpha_greedy": rates.alpha_greedy_N, "drafted": drafted_N}
-    accept_SN = torch.stack([each.accept_N for each in verified])
+    accept_greedy_SN = torch.stack([each.accept_greedy_N for each in verified])
+    accept_sampled_SN = torch.stack([each.accept_sampled_N for each in verified])
+    served_SN, other_SN = accept_greedy_SN, accept_sampled_SN
+    if draft.is_sampled:
+        served_SN, other_SN = other_SN, served_SN
     rows, start = [], 0
     for text in texts:
         at = slice(start, start + _num_labels(text))
         start = at.stop
-        rows.append(_prompt_rows(draft, text, accept_SN[:, at], {n: c[at] for n, c in columns.items()}, protocol))
+        here = {name: column[at] for name, column in columns.items()}
+        other = other_SN[:, at] if draft.can_sample else None
+        rows.append(_prompt_rows(draft, text, served_SN[:, at], other, here, protocol))
     return rows
 
 
 def _prompt_rows(
-    draft: Forecastable, text: Continuation, accept_SN: Tensor, columns: Mapping[str, Tensor], protocol: Protocol
+    draft: Forecastable,
+    text: Continuation,
+    served_SN: Tensor,
+    other_SN: Tensor | None,
+    columns: Mapping[str, Tensor],
+    protocol: Protocol,
 ) -> PromptRows:
+    """One draft on one answer; `other_SN` are the acceptances with the other `draft_sample_method`."""
     num_output = len(text.output_ids)
     # a head reads the target's state of the token before the last one, and a prompt of one token has none
     answer = slice(0 if draft.is_autoregressive or len(text.prompt.token_ids) > 1 else 1, num_output)
-    accept_TK = _block_table(accept_SN, num_output, draft.is_autoregressive, protocol.most_tokens)
     # Label 0 comes from the prefill, so the first block begins at label 1.
     drafted_T = columns["drafted"][1:num_output].double().numpy()
-    served = [k for k in protocol.num_speculative_tokens if draft.max_tokens is None or k <= draft.max_tokens]
+    most = draft.max_tokens or protocol.most_tokens
+
+    def count(accept_SN: Tensor) -> dict[int, ExpectedCounts]:
+        accept_TK = _block_table(accept_SN, num_output, draft.is_autoregressive, protocol.most_tokens)
+        numbers = [k for k in protocol.num_speculative_tokens if k <= most]
+        return {k: expected_blocks(accept_TK[:, :k], num_output, drafted_T) for k in numbers}
+
     return PromptRows(
         num_output_tokens=num_output,
         num_rows=answer.stop - answer.start,
         alpha_sum=float(columns["alpha"][answer].double().sum()),
         alpha_greedy_sum=float(columns["alpha_greedy"][answer].double().sum()),
-        counts={k: expected_blocks(accept_TK[:, :k], num_output, drafted_T) for k in served},
+        counts=count(served_SN),
+        other_counts={} if other_SN is None else count(other_SN),
     )
 
 

@@ -14,6 +14,8 @@ r is the distribution of the engine's draws:
     all mass on argmax q              drafts are greedy (vLLM's default, and always at temperature 0)
     all mass on the token looked up   n-grams
 
+p is the target's distribution after the request's temperature and filters (`eval.forecast.sampled`).
+
 The expected counts of whole answers follow from these rows: `eval.counts.expected_blocks`.
 """
 
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 
 from redraft.eval.forecast.rows import ROWS_A_CHUNK, TargetRows, step_rates, target_rows
+from redraft.eval.sampling import Sampling
 from redraft.heads.draft import DraftStep, ExactTarget
 
 NOTHING = -1
@@ -46,12 +49,14 @@ class Labels:
 class VerifiedLabels:
     """One draft step at every label, float32 on the CPU, [N] each."""
 
-    accept_N: Tensor
-    """P(the label was drafted and accepted), given the text."""
+    accept_greedy_N: Tensor
+    """P(the label was drafted and accepted), given the text, with the draft's most probable token."""
+    accept_sampled_N: Tensor
+    """The same with a token sampled from q. Equal at temperature 0 and for a looked-up token."""
     alpha_N: Tensor
-    """sum_v min(p, q), at the temperature of the text."""
+    """sum_v min(p, q), with p and q as the text was sampled."""
     alpha_greedy_N: Tensor
-    """p(argmax q), at the temperature of the text."""
+    """p(argmax q), with p and q as the text was sampled."""
 
 
 Proposals = DraftStep | Tensor
@@ -59,45 +64,41 @@ Proposals = DraftStep | Tensor
 
 
 def verify_labels(
-    proposals: Sequence[tuple[Proposals, bool]], distribution: ExactTarget, labels: Labels, temperature: float
+    proposals: Sequence[Proposals], distribution: ExactTarget, labels: Labels, sampling: Sampling
 ) -> list[VerifiedLabels]:
-    """Every proposal at every label. The flag beside each says whether the engine samples it from q.
+    """Every proposal at every label of a text that was sampled so.
 
     The target's logits are computed once per row, whatever the number of proposals. At most ROWS_A_CHUNK rows of the
     vocabulary are held at once.
     """
-    results_S3N = torch.zeros(len(proposals), 3, len(labels.ids_N))
+    results_S4N = torch.zeros(len(proposals), 4, len(labels.ids_N))
     for chunk_N in torch.split(torch.arange(len(labels.ids_N), device=labels.ids_N.device), ROWS_A_CHUNK):
         rows_N, ids_N = labels.target_rows_N[chunk_N], labels.ids_N[chunk_N]
-        target = target_rows(distribution, rows_N, temperature)
-        for number, (proposed, is_sampled) in enumerate(proposals):
+        target = target_rows(distribution, rows_N, sampling)
+        for number, proposed in enumerate(proposals):
             # A looked-up token is a draft with all its mass on one token: alpha = alpha_greedy = p(token).
             if isinstance(proposed, Tensor):
-                rates_3N = _verify_lookup(proposed[chunk_N], target, ids_N)
+                rates_4N = _verify_lookup(proposed[chunk_N], target, ids_N)
             else:
-                is_drawn = is_sampled and temperature > 0
-                rates_3N = _verify_step(proposed, is_drawn, target, rows_N, ids_N, labels.length, temperature)
-            results_S3N[number][:, chunk_N.cpu()] = rates_3N.cpu()
-    return [VerifiedLabels(accept_N=a, alpha_N=b, alpha_greedy_N=c) for a, b, c in results_S3N]
+                rates_4N = _verify_step(proposed, target, rows_N, ids_N, labels.length, sampling.temperature)
+            results_S4N[number][:, chunk_N.cpu()] = rates_4N.cpu()
+    return [
+        VerifiedLabels(accept_greedy_N=a, accept_sampled_N=b, alpha_N=c, alpha_greedy_N=d) for a, b, c, d in results_S4N
+    ]
 
 
 def _verify_lookup(token_N: Tensor, target: TargetRows, ids_N: Tensor) -> Tensor:
-    """accept, alpha and alpha_greedy of one proposed token per row, [3, N]."""
+    """The four rates of one proposed token per row, [4, N]."""
     rate_N = target.probability(token_N.clamp(min=0)).masked_fill(token_N == NOTHING, 0)
-    return torch.stack([(token_N == ids_N).float(), rate_N, rate_N])
+    accept_N = (token_N == ids_N).float()
+    return torch.stack([accept_N, accept_N, rate_N, rate_N])
 
 
 def _verify_step(
-    step: DraftStep,
-    is_sampled: bool,
-    target: TargetRows,
-    rows_N: Tensor,
-    ids_N: Tensor,
-    length: int,
-    temperature: float,
+    step: DraftStep, target: TargetRows, rows_N: Tensor, ids_N: Tensor, length: int, temperature: float
 ) -> Tensor:
-    """accept, alpha and alpha_greedy of a draft step, [3, N]; 0 for a label whose draft row is before the text."""
+    """The four rates of a draft step, [4, N]; 0 for a label whose draft row is before the text."""
     has_row_N = rows_N % length >= step.shift
     rates = step_rates(step, rows_N - step.shift * has_row_N, target, temperature)
-    accept_N = rates.accept(ids_N, is_sampled=is_sampled)
-    return torch.stack([accept_N, rates.alpha, rates.alpha_greedy]) * has_row_N
+    accept_2N = [rates.accept(ids_N, is_sampled=is_sampled and temperature > 0) for is_sampled in (False, True)]
+    return torch.stack([*accept_2N, rates.alpha, rates.alpha_greedy]) * has_row_N

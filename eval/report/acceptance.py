@@ -59,7 +59,7 @@ def build_acceptance_report(
         "results": rows,
         "advice": _advise_drafts(rows, drafts, costs or {}),
         "baseline": None,
-        "notes": _list_notes(measured, drafts),
+        "notes": [*_list_notes(measured, drafts), *_list_left_out(settings)],
         "prompts": [{"id": hash_prompt(prompt), "domain": prompt.domain} for prompt in measured.prompts],
         "per_prompt": list(list_prompt_counts(measured)),
         # without the date: equal measurements must give equal bytes
@@ -121,6 +121,17 @@ def _list_notes(measured: Measured, drafts: Sequence[NamedDraft]) -> list[str]:
     if few:
         notes.append(f"Few prompts of {join_words(few)}: with fewer than {FEW_PROMPTS}, intervals are rough.")
     return notes
+
+
+def _list_left_out(settings: Mapping[str, Any]) -> list[str]:
+    """A note on the penalties that users of the target get, and this report does not have."""
+    penalties = [f"{name} {value:g}" for name, value in settings.get("penalties_left_out", {}).items()]
+    if not penalties:
+        return []
+    return [
+        f"The target's generation_config.json also sets {join_words(penalties)}: measured without, so requests that "
+        "do not turn it off may see another acceptance."
+    ]
 
 
 def _advise_drafts(

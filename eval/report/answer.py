@@ -36,7 +36,7 @@ def compose_answer(measured: Measured, report: Report) -> list[str]:
     sentences += _at_other_temperatures(report, best, measured.temperatures[1:], k)
     sentences.append(_compare_with_engine(report))
     sentences += _last_token(report, best, first)
-    sentences += _other_sampling(report, best)
+    sentences += _other_sampling(report, best, k)
     sentences += _how_many_tokens(report, best, first)
     return sentences
 
@@ -111,22 +111,32 @@ def _last_token(report: Report, best: str, temperature: float) -> Iterator[str]:
         yield f"Draft token {entry['num_speculative_tokens']} is accepted in {rate:.0%} of the steps."
 
 
-def _other_sampling(report: Report, best: str) -> Iterator[str]:
-    """Name the server's other way to draft above temperature 0, if it would have a higher acceptance."""
+def _other_sampling(report: Report, best: str, k: int) -> Iterator[str]:
+    """Advice on vLLM's draft_sample_method, at every temperature above 0."""
     draft = next(draft for draft in report["drafts"] if draft["name"] == best)
-    rows = [r for r in report["results"] if (r["draft"], r["domain"]) == (best, None) and r["temperature"] > 0]
     family = find_method(draft["method"])
-    if not rows or rows[0]["alpha"] is None or family is None or not family.can_sample:
+    if family is None or not family.can_sample:
         return
-    row = rows[0]
-    served, other = ("greedy", row["alpha_greedy"]["value"]), ("probabilistic", row["alpha"]["value"])
-    if draft["is_sampled"]:
-        served, other = other, served
-    if other[1] > served[1]:
-        yield (
-            f"At temperature {row['temperature']:g}, a draft token is accepted with probability {served[1]:.2f}; "
-            f"with draft_sample_method {other[0]} instead of {served[0]} it would be {other[1]:.2f}."
-        )
+    for row in report["results"]:
+        entry = find_entry(row, k)
+        if (row["draft"], row["domain"]) == (best, None) and entry and entry["other_sample_method"]:
+            yield advise_sample_method(entry, row["temperature"], is_sampled=draft["is_sampled"])
+
+
+def advise_sample_method(entry: Mapping[str, Any], temperature: float, *, is_sampled: bool) -> str:
+    """The better way to draft by an entry of `by_num_speculative_tokens`, and how to set it."""
+    served, other = ("probabilistic", "greedy") if is_sampled else ("greedy", "probabilistic")
+    found = entry["other_sample_method"]
+    gain, tau = found["gain"], read_tau(entry)
+    numbers = (
+        f"{found['tau']:.2f} tokens per target step with draft_sample_method {other}, {tau:.2f} with {served} "
+        f"({gain['value']:+.2f}, 95% interval {gain['low']:+.2f} to {gain['high']:+.2f})"
+    )
+    lead = f"At temperature {temperature:g}, the forecast is {numbers}"
+    if gain["low"] > 0:
+        flag = f'"draft_sample_method": "{other}"'
+        return f"{lead}: put {flag} into --speculative-config (redraft serve: --draft-sample-method {other})."
+    return f"{lead}: " + (f"{served} is right." if gain["high"] < 0 else f"no reason to change {served}.")
 
 
 def _how_many_tokens(report: Report, best: str, temperature: float) -> Iterator[str]:

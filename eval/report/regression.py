@@ -81,8 +81,16 @@ def _convert_version_1(report: dict[str, Any]) -> dict[str, Any]:
     return {**report, "schema_version": 2}
 
 
-SAME_SETTINGS = ("max_tokens", "draft_sample_method", "ngram")
-"""Settings that influence drafting: both reports must have the same."""
+SAME_SETTINGS: Mapping[str, Any] = {
+    "max_tokens": None,
+    "draft_sample_method": None,
+    "ngram": None,
+    # reports from before there were filters were measured without
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+}
+"""Settings that influence acceptance, with the value for a report without them: both reports must have the same."""
 
 
 def match_drafts(
@@ -95,8 +103,8 @@ def match_drafts(
 
     Raises: ValueError if a draft has no counterpart, or the baseline was measured with other settings.
     """
-    for name in SAME_SETTINGS:
-        now, was = settings.get(name), baseline["settings"].get(name)
+    for name, default in SAME_SETTINGS.items():
+        now, was = settings.get(name, default), baseline["settings"].get(name, default)
         if now != was:
             raise ValueError(f"the baseline was measured with {name} {was}, not {now}: measure both with the same")
     families = {draft["name"]: draft["family"] for draft in drafts}

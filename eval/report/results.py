@@ -95,6 +95,7 @@ def _build_entries(
                     "num_speculative_tokens": k,
                     "forecast": _summarise_forecast(forecast, k) if forecast else None,
                     "engine": _summarise_engine(engine, forecast, k, temperature) if engine else None,
+                    "other_sample_method": _summarise_other(forecast, k) if forecast else None,
                 }
             )
     return entries
@@ -111,6 +112,21 @@ def _summarise_forecast(rows: Sequence[PromptRows], k: int) -> dict[str, Any]:
         "acceptance_per_position": per_position,
         "drafted_share": _rounded(_ratio(drafts_N.sum(), steps_N.sum())),
         "tau_per_draft": _rounded(1 + _ratio(accepted_NK.sum(), drafts_N.sum())),
+    }
+
+
+def _summarise_other(rows: Sequence[PromptRows], k: int) -> dict[str, Any] | None:
+    """The forecast with the server's other way to draft, and what it gains; None if that changes nothing."""
+    if k not in rows[0].other_counts:
+        return None
+    counts = [(row.other_counts[k], row.counts[k]) for row in rows]
+    over_N2 = np.array([(other.num_accepted, served.num_accepted) for other, served in counts])
+    under_N2 = np.array([(other.num_steps, served.num_steps) for other, served in counts])
+    gain = estimate_gain(over_N2, under_N2)
+    low, high = gain.interval(bounds=(-float(k), float(k)))
+    return {
+        "tau": _rounded(1 + _ratio(over_N2[:, 0].sum(), under_N2[:, 0].sum())),
+        "gain": {"value": _rounded(gain.value), "low": _rounded(low), "high": _rounded(high)},
     }
 
 

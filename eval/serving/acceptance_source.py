@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from redraft.eval.report.answer import advise_sample_method
+
 
 def read_acceptance_by_position(path: Path, draft: str | None = None) -> list[float]:
     """Share of the target steps that accept a draft's tokens up to each position.
@@ -33,6 +35,22 @@ def read_acceptance_by_position(path: Path, draft: str | None = None) -> list[fl
     if draft is not None and draft not in found:
         raise ValueError(f"{path} has no draft {draft!r}, only {', '.join(found)}")
     return found[draft] if draft is not None else next(iter(found.values()))
+
+
+def read_sample_method_advice(path: Path, draft: str | None = None) -> list[str]:
+    """Sentences on vLLM's draft_sample_method from a report of `redraft eval`, one per temperature above 0.
+
+    Empty for any other report, and for a draft that is greedy in any case.
+    """
+    report = json.loads(path.read_text())
+    sampled = {about["name"]: about["is_sampled"] for about in report.get("drafts", ()) if "is_sampled" in about}
+    sentences = []
+    for row in report.get("results", ()):
+        entry = max(row["by_num_speculative_tokens"], key=lambda e: e["num_speculative_tokens"], default=None)
+        is_asked = row["domain"] is None and draft in (None, row["draft"])
+        if is_asked and entry and entry.get("other_sample_method"):
+            sentences.append(advise_sample_method(entry, row["temperature"], is_sampled=sampled[row["draft"]]))
+    return sentences
 
 
 def _by_draft(report: Mapping[str, Any]) -> dict[str, list[float]]:

@@ -18,21 +18,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn import functional as F
 
 from redraft.eval.counts import AcceptanceCounts, expected_blocks
-from redraft.eval.forecast.rows import ROWS_A_CHUNK, TargetRows, step_rates, take_draft_steps
+from redraft.eval.forecast.rows import ROWS_A_CHUNK, step_rates, take_draft_steps, target_rows
 from redraft.heads.catalog import Reads
-from redraft.heads.draft import Draft, DraftStep, TargetSignal, TopKTarget
+from redraft.heads.draft import Draft, DraftStep, TargetSignal
 from redraft.online.learning.replay import RecordedBatch, make_batches
 from redraft.online.records.record import Record, Sampling, training_sequences
 
 Array = NDArray[np.float64]
 Method = Literal["greedy", "probabilistic"]
-
-LOG_ZERO = -1e30
-"""Logarithm of a probability that counts as 0."""
 
 
 def score(
@@ -125,44 +120,17 @@ def score_rows(
 def _alpha_by_row(step: DraftStep, signal: TargetSignal, sampling: Sampling, method: Method) -> dict[int, float]:
     """Acceptance of one draft step by row of the target."""
     target = signal.distribution
-    assert isinstance(target, TopKTarget)
+    served = sampling.served()
     # sum_v min(p, q) of a one-hot q is p(argmax q): the acceptance of a greedy draft
-    temperature = sampling.served_temperature if method == "probabilistic" else 0.0
+    temperature = served.temperature if method == "probabilistic" else 0.0
     alphas: dict[int, float] = {}
     for rows_N in torch.split(step.mask_BT.flatten().nonzero().squeeze(-1), ROWS_A_CHUNK):
         target_rows_N = rows_N + step.shift
-        p_NK = sampled_distribution(target.log_probs_BTK.flatten(0, 1)[target_rows_N], sampling)
-        kept = TargetRows(p_NM=p_NK, ids_NM=target.ids_BTK.flatten(0, 1)[target_rows_N])
+        kept = target_rows(target, target_rows_N, served)
         # A recorded distribution may add up to more than 1, by rounding or because its sender made it up.
         alpha_N = step_rates(step, rows_N, kept, temperature).alpha.clamp(0, 1)
         alphas.update(zip(target_rows_N.tolist(), alpha_N.double().tolist(), strict=True))
     return alphas
-
-
-def sampled_distribution(log_probs_NK: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution of the request's samples over the kept ids, [N, K], most probable first.
-
-    At temperatures other than 1 the mass of the other ids is unknown and taken as 0. Penalties are ignored: they shift
-    candidate and incumbent equally.
-    """
-    temperature = sampling.served_temperature
-    if temperature == 0:
-        return F.one_hot(torch.zeros(len(log_probs_NK), dtype=torch.int64), log_probs_NK.shape[1]).to(log_probs_NK)
-    # Clamped because the division by 0.01 may overflow, and the softmax of a row of -inf is NaN.
-    log_probs_NK = log_probs_NK.clamp_min(LOG_ZERO)
-    p_NK = log_probs_NK.exp() if temperature == 1 else (log_probs_NK / temperature).softmax(-1)
-    # vLLM applies min_p, then top_k, then top_p; the first column is the most probable token.
-    kept_NK = p_NK >= sampling.min_p * p_NK[:, :1]
-    has_top_k = sampling.top_k > 0
-    if has_top_k:
-        kept_NK[:, sampling.top_k :] = False
-    if has_top_k or sampling.min_p:
-        p_NK = _renormalised(p_NK, kept_NK)
-    if sampling.top_p < 1:
-        # a token stays if the mass before it has not reached top_p, so the first always stays
-        before_NK = p_NK.cumsum(-1) - p_NK
-        p_NK = _renormalised(p_NK, before_NK < sampling.top_p)
-    return p_NK
 
 
 def walk_stretches(rows_R: NDArray[np.int64], accepted_JR: Array) -> AcceptanceCounts:
@@ -182,9 +150,3 @@ def _walk_stretch(accepted_JR: Array) -> tuple[float, float]:
     accept_TK = np.stack([row_R[j : j + num_blocks] for j, row_R in enumerate(accepted_JR)], axis=1)
     counts = expected_blocks(accept_TK, num_blocks + 1)
     return counts.num_steps, counts.num_accepted
-
-
-def _renormalised(p_NK: Tensor, kept_NK: Tensor) -> Tensor:
-    p_NK = p_NK * kept_NK
-    # Clamped because all kept ids of a made-up row may have probability 0.
-    return p_NK / p_NK.sum(-1, keepdim=True).clamp_min(torch.finfo(p_NK.dtype).tiny)

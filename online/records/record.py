@@ -26,6 +26,7 @@ import numpy as np
 import zstandard
 from numpy.typing import DTypeLike, NDArray
 
+from redraft.eval import sampling
 from redraft.online.records.checks import find_fault
 
 MAGIC = b"RDR1"
@@ -59,10 +60,6 @@ _FRAME_START = re.compile(_HEADER_START.pattern + rb"|RDR[2-9]", re.DOTALL)
 """A place where a frame may begin. A later layout may have another header."""
 
 
-MIN_TEMPERATURE = 0.01
-"""vLLM's smallest temperature above 0 (`_MAX_TEMP` in its sampling_params.py)."""
-
-
 class CorruptRecordError(ValueError):
     """A frame is torn, bit-flipped, inconsistent, or holds values that nothing can be done with."""
 
@@ -91,10 +88,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
 
-    @property
-    def served_temperature(self) -> float:
-        """The temperature that the engine samples at. vLLM raises those between 0 and 0.01 to 0.01."""
-        return max(self.temperature, MIN_TEMPERATURE) if self.temperature else 0.0
+    def served(self) -> sampling.Sampling:
+        """The temperature and filters that the engine samples with. Penalties are left out: they shift the acceptance
+        of all drafts alike."""
+        filters = sampling.Sampling(top_p=self.top_p, top_k=max(self.top_k, 0), min_p=self.min_p)
+        return filters.at(self.temperature)
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

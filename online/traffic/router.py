@@ -26,6 +26,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 
+from redraft.eval.sampling import read_defaults
 from redraft.heads.files.artifact import fingerprint
 from redraft.online.fleet.discovery import list_servers
 from redraft.online.records.origin import require_label
@@ -79,7 +80,7 @@ def build_router(cfg: RouterConfig) -> tuple[Router, Router]:
         clusters=Clusters.read(cfg.clusters) if cfg.clusters else None,
         decode=load_token_decoder(cfg.target) if cfg.clusters and cfg.target else None,
     )
-    tap = Tap(cfg.tap, fingerprint(cfg.target)) if cfg.tap.is_on and cfg.target else None
+    tap = Tap(cfg.tap, fingerprint(cfg.target), read_defaults(cfg.target)) if cfg.tap.is_on and cfg.target else None
     proxy = Proxy(pools, domains=domains, tap=tap, max_body_bytes=cfg.max_body_bytes)
     metrics = CollectorRegistry()
     metrics.register(PoolCollector(pools))

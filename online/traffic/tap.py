@@ -17,8 +17,9 @@ import json
 import logging
 import uuid
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from redraft.online.records.origin import Origin
@@ -47,8 +48,11 @@ class TapConfig(Recording):
 class Tap:
     """Decides which answers are recorded, reads them, and ships the records."""
 
-    def __init__(self, config: TapConfig, target_fingerprint: str) -> None:
-        self.config = config
+    def __init__(
+        self, config: TapConfig, target_fingerprint: str, defaults: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        """`defaults` are the sampling parameters that the server takes for a request that does not set them."""
+        self.config, self.defaults = config, defaults
         self.target_fingerprint = target_fingerprint
         self.server_id = uuid.uuid4().hex[:16]
         self.counts: Counter[str] = Counter()
@@ -134,6 +138,7 @@ class Tap:
 
     def _keep(self, answer: Answer, payload: dict[str, Any], origin: Origin) -> None:
         try:
+            payload = {**self.defaults} | {name: value for name, value in payload.items() if value is not None}
             record = answer.record(payload, origin, self.server_id, self.target_fingerprint, self.config.top_k)
         except Exception as error:
             self._count_failure(error)

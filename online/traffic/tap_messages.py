@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
+from redraft.eval.sampling import MIN_TEMPERATURE
 from redraft.online.records.checks import find_bad_sampling
 from redraft.online.records.origin import Origin
 from redraft.online.records.record import Record, Sampling
@@ -26,9 +27,6 @@ ADDED_FIELDS = ("logprobs", "token_ids", "prompt_token_ids")
 
 MAX_ID_CHARS = 128
 """The server's id of an answer contains the client's X-Request-Id, which may have any length."""
-
-MIN_TEMPERATURE = 0.01
-"""vLLM raises a smaller temperature above 0 to this one."""
 
 
 MAX_TOP_K = 2**31 - 1
@@ -192,8 +190,7 @@ def _token_id(name: str) -> int:
 
 
 def read_sampling(payload: dict[str, Any]) -> Sampling:
-    """Sampling parameters of an answered request, as vLLM takes them. Those it does not set are the server's defaults,
-    unknown here.
+    """Sampling parameters of an answered request, as vLLM takes them.
 
     Raises: AnswerError if vLLM would have refused them: the server has read them in some other way.
     """

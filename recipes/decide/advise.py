@@ -20,7 +20,7 @@ from typing import Any
 from redraft.eval.counts import cumulative, tau
 from redraft.eval.engine.server import lookup_env
 from redraft.eval.forecast.ngram import Ngram
-from redraft.eval.serving.acceptance_source import read_acceptance_by_position
+from redraft.eval.serving.acceptance_source import read_acceptance_by_position, read_sample_method_advice
 from redraft.eval.serving.cost import Advice, StepCosts, advise, has_fixed_tokens
 from redraft.eval.serving.report import build_speedup_grid, read_serving, shorten_name
 from redraft.eval.serving.workload import Exchange, Lookup, look_up
@@ -72,6 +72,9 @@ def main(cfg: Config) -> None:
     rates, source = choose_acceptance(cfg, report, name)
     advice = advise(rates, costs)
     print(*format_advice(name, advice, source, report, is_draft_known=cfg.acceptance is None), sep="\n")
+    if cfg.acceptance is not None:
+        for sentence in read_sample_method_advice(cfg.acceptance, cfg.acceptance_draft):
+            print(f"\n{sentence}")
     result: dict[str, Any] = {"draft": name, "advice": advice.to_json(), "batch_size": batch_size}
     if cfg.data is not None:
         lookup = look_up(read_exchanges(cfg, report["target"]), Ngram(), len(rates))

@@ -41,6 +41,7 @@ from redraft.eval.report.acceptance import SCHEMA_VERSION, build_acceptance_repo
 from redraft.eval.report.card import write_card
 from redraft.eval.report.regression import compare_reports, describe_change, match_drafts, read_baseline
 from redraft.eval.report.results import Measured, read_tau
+from redraft.eval.sampling import Sampling, choose_sampling, list_penalties
 from redraft.eval.serving.cost import StepCosts
 from redraft.eval.serving.report import read_serving
 from redraft.heads.files.artifact import fingerprint, write_whole
@@ -71,14 +72,24 @@ class Config:
     """Number of prompts, divided evenly among the domains."""
     max_prompt_tokens: int = 1024
     """Maximum length of a prompt in tokens. Longer prompts are left out."""
-    temperature: tuple[float, ...] = (0.0,)
-    """Temperatures to measure at. Above 0, answers are sampled from the target."""
+    temperature: tuple[float, ...] = ()
+    """Temperatures to measure at. Above 0, answers are sampled from the target. By default the one that the target's
+    generation_config.json names, else 1, as vLLM."""
+    top_p: float | None = None
+    """Sample from the fewest tokens whose probabilities add up to this. By default as the target's
+    generation_config.json says; 1 keeps all tokens."""
+    top_k: int | None = None
+    """Sample from this many tokens. By default as the target's generation_config.json says; 0 keeps all."""
+    min_p: float | None = None
+    """Sample from tokens with at least this share of the highest probability. By default as the target's
+    generation_config.json says; 0 keeps all. vLLM refuses others beside a draft."""
     num_speculative_tokens: tuple[int, ...] = (1, 2, 3, 5)
     """Numbers of draft tokens to measure."""
     max_tokens: int = 128
     """Maximum length of an answer in tokens."""
     draft_sample_method: SampleMethod = "greedy"
-    """How the server drafts at temperatures above 0: the most probable token, or a sampled one."""
+    """How the server drafts at temperatures above 0: the most probable token, or a sampled one. The report says which
+    is accepted more often."""
     ngram: Ngram = field(default_factory=Ngram)
     seed: int = 0
     """Seed of the sampled answers."""
@@ -126,12 +137,15 @@ def main(cfg: Config) -> None:
     check(cfg)
 
     # 1. target, drafts, baseline and step costs
+    sampling = choose_sampling(cfg.target, top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p)
+    if cfg.engine:
+        require_served(sampling)
     target = load(cfg.target)
     baseline = read_baseline(cfg.baseline, target.fingerprint, SCHEMA_VERSION) if cfg.baseline else None
     most = max(cfg.num_speculative_tokens)
     drafts = load_drafts(cfg.draft, target, cfg.ngram, cfg.draft_sample_method, most)
     if baseline:
-        match_drafts([vars(draft) for draft in drafts], settings(cfg), baseline)
+        match_drafts([vars(draft) for draft in drafts], settings(cfg, sampling), baseline)
     costs = read_costs(cfg.costs, drafts) if cfg.costs else {}
     if not cfg.engine and (unmeasured := [draft.name for draft in drafts if draft.forecast is None]):
         raise ValueError(f"{unmeasured[0]} is measured in the engine only: leave out --no-engine")
@@ -140,12 +154,13 @@ def main(cfg: Config) -> None:
     day = choose_day(cfg, target.tokenizer, baseline)
     prompts = load_prompts(cfg, target.tokenizer, day)
     protocol = Protocol(
-        temperatures=tuple(dict.fromkeys(cfg.temperature)),
+        temperatures=tuple(dict.fromkeys(cfg.temperature)) or (sampling.temperature,),
         num_speculative_tokens=tuple(sorted(set(cfg.num_speculative_tokens))),
         max_tokens=cfg.max_tokens,
         end_ids=end_ids(cfg.target, target.tokenizer),
         seed=cfg.seed,
         batch_size=cfg.batch_size,
+        filters=sampling,
     )
 
     # 3. forecast all drafts with one pass of the target per batch
@@ -176,7 +191,7 @@ def main(cfg: Config) -> None:
         measured,
         target={"name": cfg.target, "fingerprint": target.fingerprint},
         drafts=drafts,
-        settings=settings(cfg) | ({"date": day.isoformat()} if day else {}),
+        settings=settings(cfg, sampling) | ({"date": day.isoformat()} if day else {}),
         costs=costs,
     )
     if baseline:
@@ -197,7 +212,7 @@ def check(cfg: Config) -> None:
     """Raise ValueError unless the numbers make sense."""
     if not cfg.num_speculative_tokens or min(cfg.num_speculative_tokens) < 1:
         raise ValueError("--num-speculative-tokens needs numbers of at least 1")
-    if not cfg.temperature or min(cfg.temperature) < 0:
+    if min(cfg.temperature, default=0) < 0:
         raise ValueError("--temperature needs numbers of at least 0")
     for name in ("num_prompts", "max_tokens", "batch_size", "concurrency"):
         if getattr(cfg, name) < 1:
@@ -263,10 +278,22 @@ def measure_in_engine(
     return found
 
 
-def settings(cfg: Config) -> dict[str, Any]:
+def require_served(sampling: Sampling) -> None:
+    """Raise ValueError if vLLM refuses such requests beside a draft."""
+    if sampling.min_p:
+        raise ValueError(
+            f"vLLM refuses min_p {sampling.min_p:g} beside a draft: give --min-p 0, or forecast with --no-engine. If "
+            "the target's generation_config.json sets it, start servers with "
+            """--override-generation-config '{"min_p": 0}'"""
+        )
+
+
+def settings(cfg: Config, sampling: Sampling) -> dict[str, Any]:
     """The settings shown in the report."""
     shown = ("data", "split", "domain_column", "held_out", "max_prompt_tokens", "max_tokens", "draft_sample_method")
-    return {name: getattr(cfg, name) for name in shown} | {"ngram": asdict(cfg.ngram)}
+    filters = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
+    left_out = {"penalties_left_out": penalties} if (penalties := list_penalties(cfg.target)) else {}
+    return {name: getattr(cfg, name) for name in shown} | filters | left_out | {"ngram": asdict(cfg.ngram)}
 
 
 def write_run(cfg: Config, duration_s: float) -> None:

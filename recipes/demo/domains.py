@@ -34,6 +34,7 @@ from redraft.eval.engine.process import free_port, process_group
 from redraft.eval.engine.server import VllmServer, wait_until_healthy
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import write_page
+from redraft.eval.sampling import GREEDY
 from redraft.heads.families.standalone import Init, StandaloneDraft, make_draft
 from redraft.heads.files.artifact import fingerprint, publish
 from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
@@ -224,7 +225,7 @@ async def measure_drafts(
 async def measure_taus(cfg: Config, router: str, prompts: Sequence[Prompt], title: str) -> dict[str, float]:
     """tau in the engine per domain, and the mean. All prompts go through the router without a label."""
     through = VllmServer(url=router, model="m", dtype="float32", num_speculative_tokens=cfg.num_speculative_tokens)
-    outputs = await complete_all(through, prompts, cfg.max_tokens, 0.0, cfg.clients, title)
+    outputs = await complete_all(through, prompts, cfg.max_tokens, GREEDY, cfg.clients, title)
     counts = {name: AcceptanceCounts.zero(cfg.num_speculative_tokens) for name in (A, B)}
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.counts is not None, "the server has a draft"

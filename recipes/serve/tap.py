@@ -14,6 +14,7 @@ from typing import Annotated
 
 import tyro
 
+from redraft.eval.sampling import read_defaults
 from redraft.heads.files.artifact import fingerprint
 from redraft.online.fleet.server import require_address
 from redraft.online.traffic.front import AdminServer, FrontConfig, serve
@@ -28,7 +29,8 @@ class Config(TapConfig, FrontConfig):
     upstream: Annotated[str, tyro.conf.Positional]
     """Address of the vLLM server, http://HOST:PORT."""
     target: Path
-    """Folder of the served model. Its fingerprint goes into every record."""
+    """Folder of the served model. Its fingerprint goes into every record, and its generation_config.json says how a
+    request is sampled that does not say so itself."""
     port: int = 8001
     """Port on which clients are accepted."""
     admin_port: int = 8082
@@ -41,7 +43,7 @@ class Config(TapConfig, FrontConfig):
 
 def main(cfg: Config) -> None:
     require_address(cfg.upstream)
-    pools, tap = Pools(lambda: [(cfg.upstream, "")]), Tap(cfg, fingerprint(cfg.target))
+    pools, tap = Pools(lambda: [(cfg.upstream, "")]), Tap(cfg, fingerprint(cfg.target), read_defaults(cfg.target))
     proxy = Proxy(pools, tap=tap, max_body_bytes=cfg.max_body_bytes)
     admin = AdminServer(proxy.admin_app(), cfg.admin_host, cfg.admin_port) if cfg.admin_port else None
     print(f"tap: http://{cfg.host}:{cfg.port}, in front of {cfg.upstream}", flush=True)

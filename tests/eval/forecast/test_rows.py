@@ -8,6 +8,7 @@ from torch import Tensor
 
 from redraft.eval.acceptance import alpha, alpha_greedy, probabilities
 from redraft.eval.forecast.rows import StepRates, TargetRows, compare_rows, step_rates, target_rows
+from redraft.eval.sampling import Sampling
 from redraft.heads.draft import DraftStep, ExactTarget, TopKTarget
 
 N, V, D = 40, 24, 8
@@ -44,7 +45,7 @@ def spread(step: DraftStep, temperature: float) -> Tensor:
 @pytest.mark.parametrize("draft_ids_W", [None, DRAFT_IDS], ids=["whole", "reduced"])
 def test_rates_are_the_definitions_over_the_targets_vocabulary(draft_ids_W: Tensor | None, temperature: float) -> None:
     step, rows_N = make_step(draft_ids_W), torch.arange(N)
-    target = target_rows(make_target(), rows_N, temperature)
+    target = target_rows(make_target(), rows_N, Sampling().at(temperature))
     rates, q_NV = step_rates(step, rows_N, target, temperature), spread(step, temperature)
     torch.testing.assert_close(rates.alpha, alpha(target.p_NM, q_NV))
     torch.testing.assert_close(rates.alpha_greedy, alpha_greedy(target.p_NM, q_NV))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,11 @@ from redraft.eval.counts import ExpectedCounts, cumulative, expected_blocks, sim
 from redraft.eval.counts import tau as tau_of
 from redraft.eval.forecast.greedy import Continuation
 from redraft.eval.forecast.ngram import Ngram
+from redraft.eval.forecast.sampled import sampled_probabilities
 from redraft.eval.forecast.sampler import sample, token_by_token
 from redraft.eval.forecast.teacher_forced import Forecastable, PromptRows, Protocol, evaluate_batch
 from redraft.eval.prompts import Prompt
+from redraft.eval.sampling import Sampling
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal, draw, label_rows
 
 VOCAB, K, MAX_TOKENS = 5, 3, 24
@@ -75,17 +78,22 @@ def make_protocol(**changes: Any) -> Protocol:
     return Protocol(**{**defaults, "end_ids": (), "seed": 0, "batch_size": 4, **changes})
 
 
-def write_text(table_SV: Tensor, temperature: float, generator: torch.Generator) -> Continuation:
+def write_text(
+    table_SV: Tensor, temperature: float, generator: torch.Generator, filters: Sampling | None = None
+) -> Continuation:
     """A text sampled from the target alone."""
-    p_SV, ids = probabilities(table_SV, temperature), list(PROMPT)
+    p_SV, ids = sampled_probabilities(table_SV, (filters or Sampling()).at(temperature)), list(PROMPT)
     for _ in range(MAX_TOKENS + K - 1):
         ids.append(int(torch.multinomial(p_SV[ids[-1]], 1, generator=generator)))
     output = ids[len(PROMPT) :]
     return Continuation(prompt=Prompt(token_ids=PROMPT), output_ids=output[:MAX_TOKENS], beyond_ids=output[MAX_TOKENS:])
 
 
-def forecast_of(draft: Forecastable, target_SV: Tensor, text: Continuation, temperature: float) -> PromptRows:
-    (rows,) = evaluate_batch([text], signal_of(target_SV), {"it": draft}, temperature, make_protocol())
+def forecast_of(
+    draft: Forecastable, target_SV: Tensor, text: Continuation, temperature: float, filters: Sampling | None = None
+) -> PromptRows:
+    protocol = make_protocol(filters=filters or Sampling())
+    (rows,) = evaluate_batch([text], signal_of(target_SV), {"it": draft}, temperature, protocol)
     return rows["it"]
 
 
@@ -121,6 +129,57 @@ def test_the_reference_sampler_counts_what_is_forecast_over_200_seeds(kind: str,
         errors.append([counted.num_drafts - told.num_steps, *(mine - its for mine, its in pairs)])
     for column in zip(*errors, strict=True):
         assert within_three_standard_errors(column)
+
+
+@pytest.mark.parametrize("filters", [Sampling(top_p=0.7), Sampling(top_k=2), Sampling(top_p=0.8, top_k=3, min_p=0.1)])
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_filters_of_the_target_are_forecast_exactly_though_drafts_ignore_them(
+    filters: Sampling, is_sampled: bool
+) -> None:
+    temperature, errors, unfiltered = 0.8, [], []
+    for seed in range(200):
+        generator = torch.Generator().manual_seed(10**6 + seed)
+        target_SV = make_table(seed)
+        draft_SV = target_SV + 0.7 * make_table(1000 + seed)  # a draft of this target, else filters change nothing
+        # logits whose softmax at the temperature is the filtered distribution
+        filtered_SV = sampled_probabilities(target_SV, filters.at(temperature)).log() * temperature
+        _, counted = sample(
+            lambda tokens, table_SV=filtered_SV: table_SV[tokens[-1]],
+            token_by_token(lambda tokens, table_SV=draft_SV: table_SV[tokens[-1]]),
+            PROMPT,
+            num_speculative_tokens=K,
+            max_tokens=MAX_TOKENS,
+            temperature=temperature,
+            greedy_draft=not is_sampled,
+            generator=generator,
+        )
+        draft, text = (
+            make_draft(draft_SV, is_sampled=is_sampled),
+            write_text(target_SV, temperature, generator, filters),
+        )
+        told = forecast_of(draft, target_SV, text, temperature, filters).counts[K]
+        plain = forecast_of(draft, target_SV, write_text(target_SV, temperature, generator), temperature).counts[K]
+        pairs = zip(counted.accepted_per_position, told.accepted_per_position, strict=True)
+        errors.append([counted.num_drafts - told.num_steps, *(mine - its for mine, its in pairs)])
+        unfiltered.append(counted.num_accepted - plain.num_accepted)
+    for column in zip(*errors, strict=True):
+        assert within_three_standard_errors(column)
+    assert not within_three_standard_errors(unfiltered), "ignoring the filters would be noticed"
+
+
+def test_the_other_way_to_draft_is_counted_beside_the_served_one() -> None:
+    target_SV, draft_SV = make_table(4), make_table(5)
+    text = write_text(target_SV, 1.0, torch.Generator().manual_seed(0))
+    greedy, sampled = (
+        forecast_of(replace(make_draft(draft_SV, is_sampled=s), can_sample=True), target_SV, text, 1.0)
+        for s in (False, True)
+    )
+    assert greedy.other_counts == sampled.counts != greedy.counts == sampled.other_counts
+    unable = forecast_of(make_draft(draft_SV, is_sampled=False), target_SV, text, 1.0)
+    assert (unable.counts, unable.other_counts) == (greedy.counts, {})
+    cold = write_text(target_SV, 0.0, torch.Generator())
+    able = replace(make_draft(draft_SV, is_sampled=False), can_sample=True)
+    assert forecast_of(able, target_SV, cold, 0.0).other_counts == {}, "at temperature 0 they are the same"
 
 
 def propose_by_heads(tables: Sequence[Tensor]) -> Any:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,17 +181,30 @@ def test_the_report_begins_with_the_answer() -> None:
     assert answer[3].startswith("A real vLLM agrees: the forecast was ")
 
 
-def test_the_other_way_to_draft_is_named_if_it_is_accepted_more_often() -> None:
-    def about_sampling(is_sampled: bool) -> list[str]:
-        forecast = Forecastable(fingerprint="one", steps=Ngram(), is_sampled=is_sampled)
-        drafts = [make_draft(name, forecast=forecast) for name in RATES]
-        return [sentence for sentence in make_report(drafts=drafts)["answer"] if "draft_sample_method" in sentence]
-
-    (sentence,) = about_sampling(False)  # alpha is 10/9 of alpha greedy
-    rates = [float(number) for number in re.findall(r"\d\.\d\d", sentence)]
-    assert rates[1] / rates[0] == pytest.approx(10 / 9, rel=0.03)
-    assert "probabilistic instead of greedy" in sentence
-    assert about_sampling(True) == []
+@pytest.mark.parametrize(
+    ("is_sampled", "other_scale", "said"),
+    [
+        (False, 1.1, 'put "draft_sample_method": "probabilistic" into --speculative-config (redraft serve: '),
+        (True, 1.1, 'put "draft_sample_method": "greedy" into --speculative-config'),
+        (False, 0.9, ": greedy is right."),
+        (False, 1.0, ": no reason to change greedy."),
+    ],
+)
+def test_the_better_way_to_draft_is_told_with_the_flag_to_set(is_sampled: bool, other_scale: float, said: str) -> None:
+    measured = make_measured()
+    for prompt, rows in zip(measured.prompts, measured.forecast[1.0], strict=True):
+        other = make_rows(prompt, "one", 1.0, other_scale).counts
+        rows["one"] = replace(rows["one"], other_counts=other)
+    forecast = Forecastable(fingerprint="one", steps=Ngram(), is_sampled=is_sampled)
+    report = make_report(measured, drafts=[make_draft(name, forecast=forecast) for name in RATES])
+    (sentence,) = [sentence for sentence in report["answer"] if "draft_sample_method" in sentence]
+    assert said in sentence
+    entry = next(r for r in report["results"] if (r["draft"], r["temperature"], r["domain"]) == ("one", 1.0, None))
+    told = entry["by_num_speculative_tokens"][-1]
+    gain = told["other_sample_method"]["tau"] - told["forecast"]["tau"]["value"]
+    assert told["other_sample_method"]["gain"]["value"] == pytest.approx(gain, abs=1e-5)
+    assert f"({gain:+.2f}, 95% interval" in sentence
+    validate(report)
 
 
 def test_two_drafts_within_chance_cannot_be_told_apart() -> None:

@@ -20,13 +20,13 @@ from transformers import LlamaForCausalLM
 
 from redraft.distill.train.step import DistillStep
 from redraft.eval.counts import AcceptanceCounts, simulate_blocks
+from redraft.eval.forecast.sampled import sampled_topk
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.learning.intake import count_acceptance, mark_unfit
 from redraft.online.learning.replay import make_batches, select_texts
 from redraft.online.learning.scoring import (
     RequestScore,
-    sampled_distribution,
     score,
     score_requests,
     score_rows,
@@ -200,7 +200,7 @@ def test_the_later_tokens_of_a_block_have_probabilities_of_their_own():
 )
 def test_the_served_distribution_is_the_recorded_one_after_the_requests_sampling(sampling, expected):
     log_probs_NK = torch.tensor([[0.5, 0.3, 0.1]]).log()
-    assert sampled_distribution(log_probs_NK, sampling)[0].tolist() == pytest.approx(expected, abs=1e-6)
+    assert sampled_topk(log_probs_NK, sampling.served())[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(("method", "temperature"), [("greedy", 0.0), ("greedy", 1.0), ("probabilistic", 0.7)])
@@ -212,7 +212,7 @@ def test_acceptance_is_that_of_the_drafts_own_distribution(random_target, tmp_pa
     rows_R, found_JR = score_rows(draft, batch, record.sampling, method, 2)
     with torch.no_grad():
         logits_RV = draft.model(torch.tensor([text.input_ids_T.tolist()])).logits[0, text.rows_R]
-    p_RK = sampled_distribution(torch.tensor(text.topk_log_probs_RK), record.sampling)
+    p_RK = sampled_topk(torch.tensor(text.topk_log_probs_RK), record.sampling.served())
     q_RV = F.one_hot(logits_RV.argmax(-1), 512).float() if method == "greedy" else (logits_RV / temperature).softmax(-1)
     ids_RK = torch.tensor(text.topk_ids_RK).long()
     expected_R = torch.minimum(p_RK, q_RV.gather(1, ids_RK)).sum(1)

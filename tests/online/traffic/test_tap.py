@@ -241,6 +241,17 @@ def test_sampling_is_stored_as_vllm_takes_it(given, stored):
     assert read_sampling(given) == stored
 
 
+def test_a_request_that_sets_no_sampling_is_recorded_with_the_servers_defaults(tmp_path):
+    defaults = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
+    tap = Tap(TapConfig(spool=tmp_path, top_k=2), "target", defaults)
+    for given in ({}, {"top_p": 1, "top_k": None}):
+        tap._keep(make_answer(), given, Origin())
+    assert [record.sampling for record in tap._waiting] == [
+        Sampling(temperature=0.7, top_p=0.8, top_k=20),
+        Sampling(temperature=0.7, top_p=1.0, top_k=20),
+    ]
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -19,6 +19,7 @@ from redraft.eval.engine.server import VllmServer
 from redraft.eval.forecast import teacher_forced
 from redraft.eval.forecast.greedy import generate_answers
 from redraft.eval.prompts import Prompt
+from redraft.eval.sampling import Sampling
 from redraft.heads.families import eagle1, medusa
 from redraft.heads.target import Target
 from redraft.recipes.cli import dispatch
@@ -54,6 +55,7 @@ def run(served_pair: tuple[Path, Path], data: Path, tmp_path: Path) -> Run:
             "--num-prompts": "8",
             "--batch-size": "4",
             "--output": str(tmp_path / output),
+            "--temperature": "0",
         }
         given = [part for pair in flags_of.items() if pair[0] not in flags for part in pair]
         try:
@@ -242,7 +244,12 @@ def test_the_small_targets_preset_has_two_domains_and_temperatures() -> None:
 def test_sampled_answers_follow_the_target_and_do_not_depend_on_their_batch(served_pair) -> None:
     target = LlamaForCausalLM.from_pretrained(served_pair[0]).eval()
     prompt = Prompt(token_ids=[20, 30, 40, 50])
-    options: dict[str, Any] = {"max_tokens": 6, "num_speculative_tokens": 2, "end_ids": [], "temperature": 0.7}
+    options: dict[str, Any] = {
+        "max_tokens": 6,
+        "num_speculative_tokens": 2,
+        "end_ids": [],
+        "sampling": Sampling(temperature=0.7),
+    }
     (alone,) = generate_answers(target, [prompt], **options, seed=1)
     others = [Prompt(token_ids=[60 + i] * (3 + i)) for i in range(3)]
     assert generate_answers(target, [*others, prompt], **options, seed=1)[-1].output_ids == alone.output_ids

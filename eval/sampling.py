@@ -1,0 +1,107 @@
+"""The parameters that a request is sampled with, and those that a server takes from the target's folder.
+
+Imports no torch: control planes read them too.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from redraft.heads.files.folder import model_folder
+
+MIN_TEMPERATURE = 0.01
+"""vLLM's smallest temperature above 0 (`_MAX_TEMP` in its sampling_params.py)."""
+
+GENERATION_CONFIG = "generation_config.json"
+
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Further parameters that a server takes from the target's folder, with the values that change nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a request is sampled. The defaults are vLLM's for a target that names none."""
+
+    temperature: float = 1.0
+    """0 takes the most probable token, whatever the filters say."""
+    top_p: float = 1.0
+    """Sample from the fewest tokens whose probabilities add up to this. 1 keeps all."""
+    top_k: int = 0
+    """Sample from this many tokens. 0 keeps all."""
+    min_p: float = 0.0
+    """Sample from tokens with at least this share of the highest probability. 0 keeps all."""
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "temperature": self.temperature >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "top_k": self.top_k >= 0,
+            "min_p": 0 <= self.min_p <= 1,
+        }
+        if wrong := [name for name, is_right in ranges.items() if not is_right]:
+            raise ValueError(f"no engine samples with {wrong[0]} {getattr(self, wrong[0])}")
+
+    @property
+    def has_filter(self) -> bool:
+        """Whether a part of the vocabulary is never sampled."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    def at(self, temperature: float) -> Sampling:
+        """The same filters at another temperature, as vLLM serves it: none at 0, and none between 0 and 0.01."""
+        if temperature == 0:
+            return GREEDY
+        return replace(self, temperature=max(temperature, MIN_TEMPERATURE))
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def read_sampling(target: str | Path) -> Sampling:
+    """The sampling of a request that names no parameter: the target's generation_config.json, as vLLM reads it.
+
+    Raises:
+        ValueError: if the file holds a value that no engine samples with.
+    """
+    config = _read_generation_config(target)
+    given = {field.name: config[field.name] for field in fields(Sampling) if config.get(field.name) is not None}
+    if "top_k" in given:
+        given["top_k"] = max(int(given["top_k"]), 0)  # -1 keeps all tokens too
+    return Sampling(**given)
+
+
+def choose_sampling(
+    target: str | Path,
+    *,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+) -> Sampling:
+    """The given parameters, and the target's for those that are None."""
+    given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    return replace(read_sampling(target), **{name: value for name, value in given.items() if value is not None})
+
+
+def list_penalties(target: str | Path) -> dict[str, float]:
+    """The penalties that a server takes from the target's folder, by name. Forecasts leave them out."""
+    config = _read_generation_config(target)
+    return {name: config[name] for name, neutral in PENALTIES.items() if config.get(name) not in (None, neutral)}
+
+
+def read_defaults(target: str | Path) -> dict[str, float]:
+    """Every sampling parameter of a request that names none, penalties included."""
+    return asdict(read_sampling(target)) | list_penalties(target)
+
+
+def _read_generation_config(target: str | Path) -> dict[str, Any]:
+    path = model_folder(target) / GENERATION_CONFIG
+    if not path.is_file():
+        return {}
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    return config
