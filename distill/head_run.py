@@ -109,6 +109,7 @@ class HeadRun:
         if cfg.start_from is not None:
             require_head(cfg.start_from, name, model_folder(cfg.target))
         self.cfg, self.family, self.started = cfg, find_family(name), time.perf_counter()
+        self.forecasts: dict[Path, Forecast] = {}
         self.accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb)
         self.run = Run.open(cfg.output, asdict(cfg), self.accelerator, resume=cfg.resume, overwrite=cfg.overwrite)
         self.target_name = cfg.target if convert is None else str(self._convert_target(convert))
@@ -180,11 +181,20 @@ class HeadRun:
         return whole, cost
 
     def publish(self, write: Callable[[Path], None], name: str = "draft") -> Path:
-        """Publish the files written by `write(folder)`, with a provenance, as the folder `name` of the run.
+        """Publish the files written by `write(folder)`, with provenance and forecast, as the folder `name` of the run.
 
         The main process writes, the others wait for it.
         """
-        return publish_draft(self.run, self.data, self.cfg.target, write, name)
+
+        def forecast(partial: Path) -> Forecast:
+            after = self.forecast(self.load(partial))
+            assert after is not None, "the main process"
+            return after
+
+        folder, after = publish_draft(self.cfg.prove, self.run, self.data, self.cfg.target, write, forecast, name)
+        if after is not None:
+            self.forecasts[folder] = after
+        return folder
 
     def prove(
         self,
@@ -194,16 +204,14 @@ class HeadRun:
         speculative: Mapping[str, Any] | None,
         served: Path | None = None,
     ) -> None:
-        """Forecast the published draft, serve it, write the report, and end this rank's part of the launch.
+        """Serve the published draft, write the report, and end this rank's part of the launch.
 
         `before` is the forecast before training. `speculative` and `served` are those of `prove_in_engine`; without
         `speculative`, the reference decoder takes vLLM's place.
         """
         if before is not None:
-            head = self.load(draft).to(self.target.head_VD.dtype)
-            after = self.forecast(head)
-            assert after is not None, "the main process"
-            engine = self._serve(head, speculative, served) if self.cfg.prove.engine else None
+            after = self.forecasts[draft]
+            engine = self._serve(draft, speculative, served) if self.cfg.prove.engine else None
             page = report(
                 self.run,
                 target=self.cfg.target,
@@ -217,10 +225,10 @@ class HeadRun:
             print(f"draft: {draft}\nreport: {page}")
         leave(self.accelerator)
 
-    def _serve(self, head: Any, speculative: Mapping[str, Any] | None, served: Path | None) -> EngineProof:
+    def _serve(self, draft: Path, speculative: Mapping[str, Any] | None, served: Path | None) -> EngineProof:
         cfg = self.cfg.prove
         if speculative is None:
-            head = head.to(self.forecaster.device).eval()
+            head = self.load(draft).to(self.target.head_VD.dtype).to(self.forecaster.device).eval()
             return prove_by_reference(cfg, self.model, head, self.forecaster.continuations)
-        leave_gpu(self.model, head)
+        leave_gpu(self.model)
         return prove_in_engine(cfg, self.cfg.target, speculative, self.data.prompts, self.run.folder, served)

@@ -32,6 +32,7 @@ from redraft.eval.forecast.greedy import (
     greedy_continuations,
 )
 from redraft.eval.forecast.reference import measure_by_reference
+from redraft.eval.forecast.stored import store_forecast
 from redraft.eval.machine import engine_environment, environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import (
@@ -137,12 +138,21 @@ def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
         )
 
 
-def publish_draft(run: Run, data: LoadedData, target: str, write: Callable[[Path], None], name: str = "draft") -> Path:
-    """Publish the files written by `write(folder)`, with a provenance, as the folder `name` of the run.
+def publish_draft(
+    cfg: Prove,
+    run: Run,
+    data: LoadedData,
+    target: str,
+    write: Callable[[Path], None],
+    forecast: Callable[[Path], Forecast],
+    name: str = "draft",
+) -> tuple[Path, Forecast | None]:
+    """Publish the files written by `write(folder)`, with provenance and forecast, as the folder `name` of the run.
 
-    The main process writes; the others wait for it.
+    `forecast(folder)` makes the forecast of the files just written, on the held-out prompts. Serving is held to it.
+    The main process writes; the others wait for it, and get None for the forecast.
     """
-    folder = run.folder / name
+    folder, after = run.folder / name, None
     if run.accelerator.is_main_process:
         provenance = {
             "command": sys.argv,
@@ -156,9 +166,23 @@ def publish_draft(run: Run, data: LoadedData, target: str, write: Callable[[Path
             "metrics": run.metrics[-2:],
             "environment": environment(),
         }
-        publish(folder, write, provenance, overwrite=True)
+
+        def write_and_forecast(partial: Path) -> None:
+            nonlocal after
+            write(partial)
+            after = forecast(partial)
+            stored = store_forecast(
+                after,
+                data.prompts,
+                num_speculative_tokens=cfg.num_speculative_tokens,
+                max_tokens=cfg.max_tokens,
+                end_ids=data.end_ids,
+            )
+            provenance["forecast"] = stored.to_json()
+
+        publish(folder, write_and_forecast, provenance, overwrite=True)
     run.accelerator.wait_for_everyone()
-    return folder
+    return folder, after
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from redraft.heads.files.artifact import PROVENANCE, fingerprint
-from redraft.heads.files.folder import read_config
+from redraft.heads.files.folder import CONFIG, read_config
+from redraft.heads.files.foreign import find_foreign
 
 if TYPE_CHECKING:
     import torch
@@ -166,7 +167,13 @@ FAMILIES: tuple[Family, ...] = (
         method="eagle3",
         decoders=("v1", "v2", "reference"),
         tensors=r"(midlayer|layers\.0)\.hidden_norm\.weight",
-        architectures=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"),
+        architectures=(
+            "LlamaForCausalLMEagle3",
+            "Eagle3LlamaForCausalLM",
+            "Eagle3Qwen3ForCausalLM",
+            "Eagle3Speculator",
+            "Eagle3DraftModel",
+        ),
         reads="layers",
         layers_key="eagle_aux_hidden_state_layer_ids",
         can_sample=True,
@@ -278,6 +285,8 @@ def detect_family(folder: Path) -> Family:
         ValueError: the config names no known family.
     """
     config = read_config(folder)
+    if (foreign := find_foreign(config)) is not None:
+        raise ValueError(f"{folder} holds {foreign}")
     architecture = (config.get("architectures") or [""])[0]
     named = config.get("redraft", {}).get("family")  # only in exports of redraft
     for family in FAMILIES:
@@ -290,8 +299,11 @@ def detect_family_by_tensors(names: Collection[str], folder: Path) -> Family:
     """The family of a draft by its tensor names. The config.json may claim another.
 
     Raises:
-        ValueError: no row matches.
+        ValueError: no row matches, or the draft is of a kind without a module here.
     """
+    config = read_config(folder) if (folder / CONFIG).is_file() else {}
+    if (foreign := find_foreign(config, names)) is not None:
+        raise ValueError(f"{folder} holds {foreign}")
     for family in FAMILIES:
         if family.tensors and any(re.fullmatch(family.tensors, name) for name in names):
             return family

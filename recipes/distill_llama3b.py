@@ -21,6 +21,7 @@ from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, tra
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.run import Run
 from redraft.distill.train.step import Distillation, Optim
+from redraft.eval.forecast.greedy import Forecast
 from redraft.heads.families.standalone import Init, StandaloneDraft, make_draft
 from redraft.recipes.cli import run_recipe
 
@@ -106,15 +107,20 @@ def main(cfg: Config) -> None:
             leave_gpu(draft)
     weights, cost = distil(cfg.divergence, run)
 
-    # 5. The proof: publish the draft, load it back, forecast it, serve it in vLLM, report.
+    # 5. The proof: publish the draft with its forecast, serve it in vLLM, report.
     def write(folder: Path) -> None:
         untrained.export(folder, torch.bfloat16, tokenizer=tokenizer, weights=weights)
 
-    folder = publish_draft(run, data, cfg.target, write)
-    if forecaster and before:
+    def forecast(folder: Path) -> Forecast:
+        assert forecaster is not None, "the main process"
         published = StandaloneDraft.load(folder, dtype=torch.float32)
         after = forecaster.forecast(published)
-        leave_gpu(target, published)
+        leave_gpu(published)
+        return after
+
+    folder, after = publish_draft(cfg.prove, run, data, cfg.target, write, forecast)
+    if before and after:
+        leave_gpu(target)
         served = {"method": "draft_model", "model": str(folder.absolute())}
         engine = prove_in_engine(cfg.prove, cfg.target, served, data.prompts, run.folder) if cfg.prove.engine else None
         page = report(

@@ -248,13 +248,13 @@ def forecast(
     """
     return Forecast(
         per_prompt=[
-            _prompt_forecast(draft, target_signal, continuation, num_speculative_tokens, device)
+            forecast_prompt(draft, target_signal, continuation, num_speculative_tokens, device)
             for continuation in Progress(continuations, desc="forecast", unit="prompt")
         ]
     )
 
 
-def _prompt_forecast(
+def forecast_prompt(
     draft: Draft,
     target_signal: SignalFunction,
     continuation: Continuation,

@@ -11,7 +11,6 @@ B = batch, T = tokens, N = rows of a pass, D = hidden, W = draft vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.lossless import TIE_LOGIT_GAP, TIE_LOGIT_GAP_HALF
 from redraft.eval.forecast.greedy import SignalFunction
 from redraft.eval.parity.run import Block, Dump, relative_difference
@@ -230,34 +228,3 @@ def _served(block: Block, parity: Parity, draft: Any, trained: Sequence[Pass]) -
         )
         for each in block.passes
     ]
-
-
-MIN_SHARE = 0.75
-"""Smallest acceptable share of the trained acceptance. Text of another kind costs some, a wrong input far more."""
-
-NUM_SIGMAS = 3.0
-"""Number of standard errors allowed for chance."""
-
-
-def find_lost_acceptance(counts: AcceptanceCounts, trained_tau: float) -> Finding | None:
-    """A finding if serving accepts clearly less than training measured on held-out text of the same data.
-
-    Usually the served tau is above the trained one, because greedy answers are more predictable than a data set.
-    """
-    served, expected = counts.tau - 1, trained_tau - 1
-    if served + NUM_SIGMAS * _standard_error(counts) >= MIN_SHARE * expected:
-        return None
-    return Finding(
-        f"training said tau {trained_tau:.2f}, serving sees {counts.tau:.2f} ({counts.num_drafts} drafts): "
-        f"{served / expected:.0%} of the accepted tokens",
-        "the draft is fed other inputs than in training: check aux layer ids, norms, chat template and loss mask",
-    )
-
-
-def _standard_error(counts: AcceptanceCounts) -> float:
-    """Standard error of the mean number of accepted tokens per draft."""
-    c = counts.acceptance_per_position
-    mean = sum(c)
-    # E[n^2] = sum_j (2j + 1) c_j for n the accepted tokens of a block
-    variance = sum((2 * j + 1) * share for j, share in enumerate(c)) - mean**2
-    return math.sqrt(max(variance, 0.0) / max(counts.num_drafts, 1))

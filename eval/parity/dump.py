@@ -97,7 +97,10 @@ def dump(run: dict[str, Any]) -> dict[str, Any]:
     )
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     recorder = Recorder(runner, run["recorded_prompts"], run["blocks_a_prompt"])
-    sampling = SamplingParams(temperature=0, max_tokens=run["max_tokens"], ignore_eos=True, detokenize=False)
+    ends = list(run["end_ids"])  # without a tokenizer the engine knows no end of text
+    sampling = SamplingParams(
+        temperature=0, max_tokens=run["max_tokens"], ignore_eos=True, stop_token_ids=ends, detokenize=False
+    )
     outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in run["prompts"]], sampling, use_tqdm=False)
     return {"outputs": [list(o.outputs[0].token_ids) for o in outputs], "blocks": recorder.blocks}
 

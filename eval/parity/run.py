@@ -27,6 +27,8 @@ class EngineRun:
     speculative_config: Mapping[str, Any]
     prompts: Sequence[Sequence[int]]
     max_tokens: int = 12
+    end_ids: Sequence[int] = ()
+    """Token ids that end an answer; by default every answer has `max_tokens`."""
     dtype: str = "float32"
     blocks_a_prompt: int = 4
     """Number of blocks per prompt to record with passes; later blocks keep only the drafted tokens."""
@@ -72,12 +74,21 @@ class Dump:
         """Blocks with passes, drafted while the request still ran."""
         return [b for b in self.blocks if b.passes and b.num_output <= len(self.outputs[b.request])]
 
+    def counts_by_prompt(self) -> list[AcceptanceCounts]:
+        """The engine's acceptance on each prompt.
+
+        The last block of a request is drafted in the step that ends it, and never verified.
+        """
+        accepted: list[list[int]] = [[] for _ in self.run.prompts]
+        for block, after in zip(self.blocks, self.blocks[1:], strict=False):
+            if block.request == after.request:
+                # between two blocks a request emits the accepted tokens of the first and one of the target
+                accepted[block.request].append(after.num_output - block.num_output - 1)
+        return [AcceptanceCounts.from_blocks(each, self.run.num_speculative_tokens) for each in accepted]
+
     def counts(self) -> AcceptanceCounts:
-        """The engine's acceptance, without the last block of each request, which the end may have cut."""
-        pairs = zip(self.blocks, self.blocks[1:], strict=False)
-        # Between two blocks a request emits the accepted tokens of the first and one of the target.
-        accepted = [after.num_output - b.num_output - 1 for b, after in pairs if b.request == after.request]
-        return AcceptanceCounts.from_blocks(accepted, self.run.num_speculative_tokens)
+        """The engine's acceptance over all prompts."""
+        return sum(self.counts_by_prompt(), AcceptanceCounts.zero(self.run.num_speculative_tokens))
 
 
 def run_engine(runs: Sequence[EngineRun], folder: Path) -> list[Dump]:

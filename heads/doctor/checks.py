@@ -8,13 +8,14 @@ from pathlib import Path
 
 from redraft.heads.doctor import method as check_method
 from redraft.heads.doctor import origin as check_origin
+from redraft.heads.doctor import weights as check_weights
 from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.files.artifact import MANIFEST, PROVENANCE
 from redraft.heads.files.folder import model_folder
 
 
 def static_findings(pair: Pair, *, method: str | None, num_speculative_tokens: int) -> list[Finding]:
-    """The problems visible in configs, headers and small tensors, without computing anything.
+    """The problems visible in configs and tensors, without running the draft.
 
     Args:
         pair: The draft and its target.
@@ -26,11 +27,13 @@ def static_findings(pair: Pair, *, method: str | None, num_speculative_tokens: i
         check_origin.target_fingerprint,
         partial(check_method.method_flag, method=method),
         *pair.family.own_checks(),
+        check_weights.numbers,
         partial(check_method.number_of_tokens, num_speculative_tokens=num_speculative_tokens),
     ]
     found = [finding for check in checks for finding in check(pair)]
     # a wrong key or tensor also breaks loading, but the checks above say it in better words
-    return found or list(check_origin.completeness(pair))
+    known = any(not finding.is_doubt for finding in found)
+    return found if known else [*check_origin.completeness(pair), *found]
 
 
 def first_cure(target: str | Path, draft: str | Path, num_speculative_tokens: int) -> str:
@@ -43,7 +46,8 @@ def first_cure(target: str | Path, draft: str | Path, num_speculative_tokens: in
         found = static_findings(pair, method=None, num_speculative_tokens=num_speculative_tokens)
     except (ValueError, OSError) as error:  # the folder cannot be read at all
         return f"; {error}"
-    return "".join(f"; {finding.problem}, cure: {finding.cure}" for finding in found[:1])
+    problems = [finding for finding in found if not finding.is_doubt]
+    return "".join(f"; {finding.problem}, cure: {finding.cure}" for finding in problems[:1])
 
 
 def notes(pair: Pair) -> Iterator[str]:

@@ -27,6 +27,8 @@ class Finding:
 
     problem: str
     cure: str
+    is_doubt: bool = False
+    """It is unusual, and may be meant: it is told, and does not fail the check."""
 
 
 @dataclass(frozen=True, kw_only=True)

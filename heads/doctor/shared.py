@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from redraft.heads.doctor import layer
 from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.files.folder import tensor_files
 from redraft.heads.files.tensors import read_tensors
@@ -71,17 +72,22 @@ def rope(pair: Pair) -> Iterator[Finding]:
     """Rotary parameters of a Llama layer at the target's positions."""
     kept = {k: v for k, v in pair.layer_config.items() if k.startswith("rope_") or k == "max_position_embeddings"}
     mine = LlamaConfig(**kept).rope_parameters  # reads rope_theta and rope_scaling as engines do
-    yield from compare_rope(mine, drop_partial_rope(pair.target_config.rope_parameters))
+    # redraft always trains at the target's frequencies; other trainers may have left out the scaling
+    yield from compare_rope(
+        mine, drop_partial_rope(pair.target_config.rope_parameters), is_doubt="redraft" not in pair.config
+    )
 
 
-def compare_rope(mine: Mapping[str, Any], its: Mapping[str, Any]) -> Iterator[Finding]:
+def compare_rope(mine: Mapping[str, Any], its: Mapping[str, Any], *, is_doubt: bool = False) -> Iterator[Finding]:
     """Differences between the rotary parameters of the draft (`mine`) and the target (`its`)."""
     mine, its = _known(mine), _known(its)
     for key in sorted(mine.keys() | its.keys()):
         if mine.get(key) != its.get(key):
             yield Finding(
                 f"the draft's {key} is {mine.get(key)}, the target's is {its.get(key)}",
-                "write the target's rope_parameters and rope_theta into the draft's config.json",
+                "write the target's rope_parameters and rope_theta into the draft's config.json"
+                + (", unless it was trained without" if is_doubt else ""),
+                is_doubt,
             )
 
 
@@ -117,5 +123,5 @@ def fc_bias(pair: Pair) -> Iterator[Finding]:
         )
 
 
-LLAMA_LAYER: tuple[Check, ...] = (sizes, rope, positions)
+LLAMA_LAYER: tuple[Check, ...] = (sizes, rope, positions, *layer.CHECKS)
 """For a head made of one Llama layer at the target's positions."""

@@ -9,7 +9,7 @@ B = batch, T = tokens, D = hidden, V = vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, final_hidden
-from redraft.heads.files.folder import read_config, tensor_files
+from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.nn.attention import Memory
 from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, Rotary, norm
@@ -117,7 +117,7 @@ class Eagle1(nn.Module):
 
         Embeddings and head are left out, so that vLLM shares the target's.
         """
-        training = {"family": "eagle1", **asdict(self.config)}
+        training = {"family": "eagle1", **asdict(self.config), TRAINED_WITH: self.shape.record()}
         config = {**self.shape.hf_config(), "architectures": ["LlamaForCausalLM"], "redraft": training}
         write_head(folder, weights or self.state_dict(), config, dtype or self.fc.weight.dtype)
 
@@ -131,7 +131,8 @@ class Eagle1(nn.Module):
             ValueError: a tensor is missing or of another shape, or such a copy is not the target's.
         """
         config = read_config(folder)
-        training = {name: value for name, value in config.get("redraft", {}).items() if name != "family"}
+        known = {field.name for field in fields(Config)}
+        training = {name: value for name, value in config.get("redraft", {}).items() if name in known}
         head = Eagle1(Config(**training), target, LlamaShape.from_head_config(config, target.config))
         tensors = read_tensors(folder, tensor_files(folder))
         for name, shared_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):

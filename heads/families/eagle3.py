@@ -36,6 +36,8 @@ class Config:
     """Train the output head, starting from the target's. If false, the target's rows are used and stay frozen."""
     norm_before_residual: bool = False
     """Add the layer's output to the normed feature instead of the feature itself."""
+    norm_before_fc: bool = False
+    """Norm the concatenated streams before they are mixed (gpt-oss)."""
     fc_norm: bool = False
     """Norm the stream of each target layer before they are mixed (EAGLE-3.1)."""
     norm_output: bool = False
@@ -46,7 +48,7 @@ class Config:
     """Weight of draft step k in the loss is step_decay^k, with k from 0."""
 
 
-ARCHITECTURE = ("norm_before_residual", "fc_norm", "norm_output")
+ARCHITECTURE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Options that change the head's arithmetic. Engines read them from config.json under these names."""
 
 
@@ -102,6 +104,8 @@ class Eagle3(nn.Module):
         self._draft_ids_W: Tensor | None
         self.register_buffer("_draft_ids_W", draft_ids_W, persistent=False)
         self.fc = nn.Linear(len(self.aux_layer_ids) * hidden, hidden, bias=False)
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(self.fc.in_features, eps=self.shape.rms_norm_eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(norm(self.shape) for _ in self.aux_layer_ids)
         self.midlayer = Layer(self.shape, config.norm_before_residual)
@@ -138,6 +142,8 @@ class Eagle3(nn.Module):
             held = 0 if aux_BTLD is None else aux_BTLD.shape[2]
             raise ValueError(f"this head reads target layers {self.aux_layer_ids}, the signal holds {held} layers")
         aux_BTLD = aux_BTLD.to(self.fc.weight.dtype)
+        if self.config.norm_before_fc:
+            aux_BTLD = self.input_norm(aux_BTLD.flatten(2)).view_as(aux_BTLD)
         if self.config.fc_norm:
             aux_BTLD = torch.stack([n(a) for n, a in zip(self.fc_norm, aux_BTLD.unbind(2), strict=True)], dim=2)
         out: Tensor = self.fc(aux_BTLD.flatten(2))
@@ -223,7 +229,7 @@ class Eagle3(nn.Module):
         return {
             **self.shape.hf_config(),
             **self._architecture(),
-            "architectures": ["LlamaForCausalLMEagle3"],
+            "architectures": ["Eagle3Qwen3ForCausalLM" if self.shape.qk_norm else "LlamaForCausalLMEagle3"],
             # vLLM counts the layers by this key; given the ids at the top level alone, it assumes 3
             "num_aux_hidden_states": len(self.aux_layer_ids),
             "redraft": self._training(),
@@ -260,7 +266,7 @@ class Eagle3(nn.Module):
     def _training(self) -> dict[str, Any]:
         kept = {"own_head", "num_steps", "step_decay"}
         training = {name: value for name, value in asdict(self.config).items() if name in kept}
-        return {"family": "eagle3", **training, TRAINED_WITH: self._architecture()}
+        return {"family": "eagle3", **training, TRAINED_WITH: {**self._architecture(), **self.shape.record()}}
 
     @staticmethod
     def load(folder: Path, target: Target) -> Eagle3:
@@ -323,9 +329,11 @@ def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:
     known = {field.name for field in fields(Config)}
     training = {name: value for name, value in config.get("redraft", {}).items() if name in known}
     is_speculators = config.get("speculators_model_type") == "eagle3"
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    nested = config.get("eagle_config") or {}
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
     return Config(
-        aux_layer_ids=tuple(config.get("eagle_aux_hidden_state_layer_ids") or nested or ()),
+        aux_layer_ids=tuple(ids or ()),
+        norm_before_fc=nested.get("norm_before_fc", config.get("norm_before_fc", False)),
         norm_before_residual=config.get("norm_before_residual", is_speculators),
         fc_norm=config.get("fc_norm", False),
         norm_output=config.get("norm_output", False),

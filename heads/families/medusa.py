@@ -7,6 +7,7 @@ B = batch, T = tokens, D = hidden, V = vocabulary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,20 +136,28 @@ class Medusa(nn.Module):
 
     @staticmethod
     def load(folder: Path, target: Target) -> Medusa:
-        """A head from an exported folder.
+        """A head from an exported folder, or from a checkpoint in the layout of Medusa's authors.
 
         Raises:
             ValueError: a tensor is missing, of another shape, or unknown (such as a bias denied by the config).
         """
         head = Medusa(_read(read_config(folder)), target)
-        load_into(head, read_tensors(folder, tensor_files(folder)), folder)
+        tensors = read_tensors(folder, tensor_files(folder))
+        load_into(head, {_our_name(name): tensor for name, tensor in tensors.items()}, folder)
         return head
+
+
+def _our_name(name: str) -> str:
+    """The authors number a head's modules: `0.0.linear` is the first block of head 0, `0.1` its `lm_head`."""
+    name = name.removeprefix("medusa_heads.")
+    name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
+    return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
 
 
 def _read(config: Mapping[str, Any]) -> Config:
     return Config(
-        num_heads=config["num_heads"],
-        num_layers=config["num_hidden_layers"],
+        num_heads=config.get("num_heads") or config["medusa_num_heads"],
+        num_layers=config.get("num_hidden_layers") or config["medusa_num_layers"],
         bias=config.get("medusa_fc_bias", False),
         step_decay=config.get("redraft", {}).get("step_decay", Config.step_decay),
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from redraft.heads.nn.attention import Memory
@@ -31,6 +31,10 @@ class LlamaShape:
     vocab_size: int
     max_position_embeddings: int
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    attention_bias: bool = False
+    """Biases of attention's projections. Only heads of other trainers have them."""
+    qk_norm: bool = False
+    """Norms of queries and keys, as in a Qwen3 layer. Only heads of other trainers have them."""
 
     @staticmethod
     def from_config(config: Any) -> LlamaShape:
@@ -54,24 +58,35 @@ class LlamaShape:
 
         Hidden size, vocabulary and positions are the target's in any case, because embeddings are shared.
         """
-        head = LlamaShape.from_config(LlamaConfig(**layer_config))
+        config = read_layer_config(layer_config)
         target = LlamaShape.from_config(target_config)
         shared = {name: getattr(target, name) for name in ("hidden_size", "vocab_size", "max_position_embeddings")}
-        return replace(head, **shared)
+        shared |= {"attention_bias": bool(config.attention_bias), "qk_norm": config.model_type == "qwen3"}
+        return replace(LlamaShape.from_config(config), **shared)
+
+    def record(self) -> dict[str, Any]:
+        """The sizes that change the layer's arithmetic and not the shapes of its tensors, for the doctor."""
+        kept = ("rms_norm_eps", "num_attention_heads", "num_key_value_heads", "head_dim")
+        return {"hidden_act": "silu", **{name: getattr(self, name) for name in kept}}
 
     def hf_config(self) -> dict[str, Any]:
         """The keys of a `config.json` for one such layer."""
         # rope_theta as well as rope_parameters: readers older than transformers 5 look only there, and default to 10000
         return {
-            "model_type": "llama",
+            "model_type": "qwen3" if self.qk_norm else "llama",
             "num_hidden_layers": 1,
             "hidden_act": "silu",
-            "attention_bias": False,
             "mlp_bias": False,
             "tie_word_embeddings": False,
             "rope_theta": self.rope_parameters["rope_theta"],
-            **asdict(self),
+            **{name: value for name, value in asdict(self).items() if name != "qk_norm"},
         }
+
+
+def read_layer_config(layer_config: Mapping[str, Any]) -> Any:
+    """The `transformers` config of a head's layer, Llama's or Qwen3's, with the defaults that an engine takes."""
+    kind = Qwen3Config if layer_config.get("model_type") == "qwen3" else LlamaConfig
+    return kind(**{key: value for key, value in layer_config.items() if key != "model_type"})
 
 
 PARTIAL = ("partial_rotary_factor", "rope_dim", "mrope_section", "mrope_interleaved")
@@ -100,7 +115,7 @@ class Rotary:
 
     @staticmethod
     def from_shape(shape: LlamaShape) -> Rotary:
-        return Rotary(LlamaRotaryEmbedding(LlamaConfig(**shape.hf_config())))
+        return Rotary(LlamaRotaryEmbedding(read_layer_config({**shape.hf_config(), "model_type": "llama"})))
 
     def __call__(self, position_ids_BT: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [B, T, E], in the type and on the device of `like`. The second half of E repeats the first."""
@@ -116,19 +131,26 @@ def rotate(x_BHTE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over a memory. The input may be wider than the output."""
+    """Grouped-query attention over a memory. The input may be wider than the output. Qwen3's norms q and k."""
 
     def __init__(self, shape: LlamaShape, input_size: int) -> None:
         super().__init__()
         self._head_dim = shape.head_dim
         query_size, key_size = (n * shape.head_dim for n in (shape.num_attention_heads, shape.num_key_value_heads))
-        self.q_proj = nn.Linear(input_size, query_size, bias=False)
-        self.k_proj = nn.Linear(input_size, key_size, bias=False)
-        self.v_proj = nn.Linear(input_size, key_size, bias=False)
-        self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=False)
+        self.q_proj = nn.Linear(input_size, query_size, bias=shape.attention_bias)
+        self.k_proj = nn.Linear(input_size, key_size, bias=shape.attention_bias)
+        self.v_proj = nn.Linear(input_size, key_size, bias=shape.attention_bias)
+        # engines give a Llama layer's output projection the bias too, a Qwen3 layer's not
+        self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=shape.attention_bias and not shape.qk_norm)
+        if shape.qk_norm:
+            self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+        self._qk_norm = shape.qk_norm
 
     def forward(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
         q, k, v = (self._heads(project(x_BTD)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self._qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         out_BHTE = memory.attend(rotate(q, cos_sin), rotate(k, cos_sin), v, self._head_dim**-0.5)
         out: Tensor = self.o_proj(out_BHTE.transpose(1, 2).flatten(2))
         return out

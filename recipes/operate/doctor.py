@@ -4,7 +4,8 @@ $ redraft doctor                                            # versions, devices,
 $ redraft doctor --target TARGET --draft DRAFT              # does serving see the same inputs as training?
 $ redraft doctor --target TARGET --draft DRAFT --no-engine  # seconds: configs, tensors and provenance only
 
-Every problem is printed with a cure. The exit status is 0 without problems, 1 with any, 2 if something cannot be read.
+Every problem is printed with a cure, and so is every doubt: something unusual that may be meant. The exit status is 0
+without problems, 1 with any, 2 if something cannot be read.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Config:
     """Data with prompts for the engine, as for --data.source of distill; by default those held out in training."""
     num_prompts: int = 16
     """Number of prompts for the engine."""
-    max_tokens: int = 64
-    """Maximum length of each answer in tokens."""
+    max_tokens: int | None = None
+    """Longest answer, in tokens. By default as in the forecast published with the draft, or 64."""
     output: Path = Path("outputs")
     """Folder for runs. Its disk is checked, and the engine's log is written there."""
 
@@ -47,7 +48,7 @@ class Config:
 def main(cfg: Config) -> None:
     findings = check_environment(cfg) if cfg.draft is None and cfg.target is None else check_pair(cfg)
     print(format_findings(findings))
-    if findings:
+    if any(not finding.is_doubt for finding in findings):
         raise SystemExit(1)
 
 
@@ -64,7 +65,9 @@ def check_pair(cfg: Config) -> list[Finding]:
         FileNotFoundError: if a folder is missing.
         ValueError: if the target is not given or the folder holds no draft.
     """
-    from redraft.distill.doctor.check_draft import EngineCheck, check_draft  # torch, which an environment may lack
+    # torch, which an environment may lack
+    from redraft.distill.doctor.check_draft import check_draft
+    from redraft.distill.doctor.in_engine import EngineCheck
 
     if cfg.target is None:
         raise ValueError(f"--draft {cfg.draft} needs a target to be checked against: give --target as well")
@@ -90,12 +93,17 @@ def check_pair(cfg: Config) -> list[Finding]:
 
 
 def format_findings(findings: Sequence[Finding]) -> str:
-    """The findings, each with a cure, as the last lines of the output."""
+    """The problems and doubts, each with a cure, as the last lines of the output."""
+    problems = [finding for finding in findings if not finding.is_doubt]
+    doubts = [finding for finding in findings if finding.is_doubt]
     if not findings:
         return "\nEverything fits."
-    lines = [f"\n{len(findings)} problem{'s' if len(findings) > 1 else ''}:"]
-    for finding in findings:
-        lines += [f"  {finding.problem}", f"    cure: {finding.cure}"]
+    lines = [] if problems else ["", "No problem was found."]
+    for kind, listed in (("problem", problems), ("doubt", doubts)):
+        if listed:
+            lines.append(f"\n{len(listed)} {kind}{'s' if len(listed) > 1 else ''}:")
+        for finding in listed:
+            lines += [f"  {finding.problem}", f"    cure: {finding.cure}"]
     return "\n".join(lines)
 
 

@@ -226,7 +226,7 @@ def test_a_draft_vocabulary_that_does_not_fit(tmp_path: Path) -> None:
     edit_config(folders[1], draft_vocab_size=50)
     assert "draft_vocab_size is 50, the head has 44 rows" in only(findings(folders)).problem
     edit_config(folders[1], draft_vocab_size=97)
-    edit_tensors(folders[1], lm_head__weight=torch.zeros(97, HIDDEN))
+    edit_tensors(folders[1], lm_head__weight=torch.ones(97, HIDDEN))
     assert "97 ids is larger than the target's 96" in only(findings(folders)).problem
 
 

@@ -1,0 +1,214 @@
+"""A draft in the real engine: compared with training number by number, and its acceptance with the forecast's.
+
+plan_run ──► EngineRun ──► Dump ──► judge_dump: passes, acceptance, other readings of the weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redraft.distill.data.conversations import load_conversations, split_held_out
+from redraft.distill.data.samples import held_out_prompts
+from redraft.distill.doctor.readings import find_better_readings
+from redraft.distill.doctor.recorded import day_of_training, read_section
+from redraft.distill.inputs import Data
+from redraft.distill.signal.sources import InProcessTarget
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.server import engine_is_cpu
+from redraft.eval.forecast.stored import StoredForecast
+from redraft.eval.parity.acceptance import (
+    MIN_DRAFTS,
+    find_dead,
+    find_lost_acceptance,
+    find_missed_forecast,
+    find_too_good,
+)
+from redraft.eval.parity.compare import compare
+from redraft.eval.parity.run import Dump, EngineRun
+from redraft.heads.doctor.pair import Finding, Pair
+from redraft.heads.draft import Draft
+from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_tokenizer
+from redraft.heads.target import Target
+
+DEFAULT_MAX_TOKENS = 64
+
+COMPARED_PROMPTS = 4
+"""Prompts whose passes are compared; the others only count towards acceptance."""
+
+MIN_PROMPTS = 4
+"""Prompts of the published forecast that must be here before serving is held to it."""
+
+FALLBACK = (
+    "What is the capital of France?",
+    "Write a function in Python that returns the factorial of a number.",
+    "Tell a short story that begins with: once upon a time.",
+    "How do I sort a list of numbers?",
+    "Explain how a bicycle stays upright.",
+    "List three uses of copper.",
+    "Write a SQL query that counts the orders of each customer.",
+    "What is the difference between a list and a tuple?",
+    "Translate into German: the train arrives at noon.",
+    "Summarize the plot of Romeo and Juliet.",
+    "Give me a recipe for pancakes.",
+    "Why is the sky blue?",
+    "Write a regular expression that matches an email address.",
+    "What is 17 times 23? Show the steps.",
+    "Describe a rainy day in a big city.",
+    "Write a class for a bank account with deposit and withdraw.",
+)
+"""Questions to ask if nothing is known of the data: enough to see a dead draft, no measure of a good one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCheck:
+    """The run of the draft in the real engine."""
+
+    folder: Path
+    """Folder for the engine's log and the dumps."""
+    dtype: str | None = None
+    prompts: str | None = None
+    num_prompts: int = 16
+    max_tokens: int | None = None
+    """None takes the length of the published forecast, or DEFAULT_MAX_TOKENS."""
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """An engine's run for one draft, and what it can be compared with."""
+
+    run: EngineRun
+    stored: StoredForecast | None
+    are_held_out: bool
+    """The prompts come from the data of the draft's training, or from --prompts."""
+    notes: list[str] = field(default_factory=list)
+
+
+def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck) -> Plan:
+    """The run of a draft with `num_tokens` tokens a step."""
+    stored = StoredForecast.from_json((pair.provenance or {}).get("forecast"))
+    max_tokens = engine.max_tokens or (stored.max_tokens if stored else DEFAULT_MAX_TOKENS)
+    notes: list[str] = []
+    prompts, are_held_out = _prompts(pair, num_tokens, max_tokens, engine, notes)
+    speculative = {"method": pair.family.method, "num_speculative_tokens": num_tokens}
+    if not pair.is_own_target:
+        speculative["model"] = str(pair.draft.absolute())
+    run = EngineRun(
+        target=str(pair.target.absolute()),
+        speculative_config=speculative,
+        prompts=prompts,
+        max_tokens=max_tokens,
+        end_ids=end_ids(pair.target, load_tokenizer(pair.target)) if are_held_out else (),
+        dtype=engine.dtype or ("float32" if engine_is_cpu() else "bfloat16"),
+        recorded_prompts=COMPARED_PROMPTS,
+        kv_cache_bytes=1 << 30,
+    )
+    return Plan(run=run, stored=stored, are_held_out=are_held_out, notes=notes)
+
+
+def judge_dump(pair: Pair, plan: Plan, dump: Dump, facts: dict[str, str]) -> Iterator[Finding | str]:
+    """Findings, and notes as text; numbers are added to `facts`."""
+    draft, signal = _load_as_trained(pair, dump.run.dtype)
+    yield from compare(draft, pair.family.name, signal, dump, device=_device())
+    counts, num_tokens = dump.counts(), dump.run.num_speculative_tokens
+    facts["compared"] = f"{len(dump.recorded())} blocks of {num_tokens} tokens, {dump.run.dtype}"
+    facts["acceptance"] = f"tau {counts.tau:.3f} over {counts.num_drafts} drafts"
+    yield from find_dead(counts)
+    known = _in_forecast(plan, dump)
+    if len(known) >= MIN_PROMPTS:
+        facts["acceptance"] += f", {len(known)} of {len(dump.outputs)} prompts as in the published forecast"
+        missed = list(find_missed_forecast(*zip(*known, strict=True)))
+        if not missed:  # nothing is left to find
+            return
+        yield from missed
+    else:
+        yield from _judge_without_forecast(pair, plan, counts)
+    if signal is not None:
+        yield from find_better_readings(pair, draft, signal, dump, _device())
+
+
+def _in_forecast(plan: Plan, dump: Dump) -> list[tuple[AcceptanceCounts, AcceptanceCounts]]:
+    """(served, expected) of the prompts in the published forecast, if they were answered as there."""
+    stored, run = plan.stored, dump.run
+    if stored is None or (run.num_speculative_tokens, run.max_tokens) != (
+        stored.num_speculative_tokens,
+        stored.max_tokens,
+    ):
+        return []
+    pairs = zip(dump.counts_by_prompt(), stored.expected(run.prompts), strict=True)
+    return [(served, expected) for served, expected in pairs if expected is not None]
+
+
+def _judge_without_forecast(pair: Pair, plan: Plan, counts: AcceptanceCounts) -> Iterator[Finding | str]:
+    """Against training's tau on held-out text, if there is one."""
+    yield from find_too_good(counts)
+    metrics = (pair.provenance or {}).get("metrics", ())
+    measured = [entry["held_out_tau"] for entry in metrics if "held_out_tau" in entry]
+    same_tokens = read_section(pair, "prove").get("num_speculative_tokens") == plan.run.num_speculative_tokens
+    if measured and plan.are_held_out and same_tokens:
+        why = "these are not the prompts of the published forecast" if plan.stored else "no forecast was published"
+        yield f"{why}: acceptance was held to 75% of training's on held-out text"
+        yield from find_lost_acceptance(counts, measured[-1])
+    elif counts.num_drafts < MIN_DRAFTS:
+        yield f"{counts.num_drafts} drafts are too few to judge acceptance: give --prompts"
+    else:
+        yield "acceptance has no reference: only a dead draft, or one in the wrong order, was looked for"
+
+
+def _prompts(
+    pair: Pair, num_tokens: int, max_tokens: int, engine: EngineCheck, notes: list[str]
+) -> tuple[list[list[int]], bool]:
+    """Token ids of the prompts to answer, and whether they come from the data of the draft's training."""
+    tokenizer = load_tokenizer(pair.target)
+    recorded = read_section(pair, "data")
+    room = pair.target_config.max_position_embeddings - max_tokens - num_tokens
+    if engine.prompts is None and not recorded:
+        return ask_fallback(tokenizer, engine.num_prompts), False
+    data = replace(Data(), **{k: v for k, v in recorded.items() if k in asdict(Data())})
+    if engine.prompts is not None:
+        conversations = load_conversations(engine.prompts)
+    else:
+        try:
+            _, conversations = split_held_out(load_conversations(data.source, split=data.split), data.held_out)
+        except (ValueError, FileNotFoundError) as error:
+            notes.append(f"the data it was trained on is not here ({error}): give --prompts")
+            return ask_fallback(tokenizer, engine.num_prompts), False
+    prompts = held_out_prompts(
+        conversations,
+        tokenizer,
+        num_prompts=engine.num_prompts,
+        max_length=min(room, data.max_prompt_tokens),
+        day=day_of_training(pair),
+    )
+    return [prompt.token_ids for prompt in prompts], True
+
+
+def ask_fallback(tokenizer: Any, num_prompts: int) -> list[list[int]]:
+    """The first questions of FALLBACK as token ids, in the words of the chat template if there is one."""
+    questions: Sequence[str] = FALLBACK[:num_prompts]
+    if tokenizer.chat_template is None:
+        return [tokenizer(text)["input_ids"] for text in questions]
+    rendered = (
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+        for text in questions
+    )
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
+
+
+def _load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | None]:
+    """The draft as the module of training, and the target's signal; None if the draft reads nothing of the target."""
+    torch_dtype, device = getattr(torch, dtype), _device()
+    if not pair.family.is_head:
+        whole = pair.family.load(pair.draft, lambda: Target.from_folder(pair.target), torch_dtype)
+        return whole.to(device).eval(), None
+    model = load_causal_lm(pair.target, torch_dtype).to(device)
+    head = pair.family.load(pair.draft, lambda: Target.from_model(model), torch_dtype).to(device).eval()
+    return head, InProcessTarget(model, head.aux_layer_ids)
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

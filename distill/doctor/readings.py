@@ -1,0 +1,308 @@
+"""Would the same weights accept more if they were read in another way? Then the checkpoint is in the wrong order.
+
+A converter that swaps two tensors, or a config that names the wrong layers, leaves a head that loads, runs and agrees
+with vLLM number by number, and is just poor. Its tensors cannot show this, but acceptance can: every other reading is
+tried on the target's answers, and one that accepts clearly more is the right one.
+
+V = target vocabulary, W = draft vocabulary, D = hidden, N = rows of a matrix or prompts.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from redraft.distill.signal.sources import InProcessTarget
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.forecast.greedy import Continuation, forecast_prompt
+from redraft.eval.intervals import CONFIDENCE, estimate_gain
+from redraft.eval.parity.run import Dump
+from redraft.eval.prompts import Prompt
+from redraft.heads.doctor.pair import Finding, Pair
+from redraft.heads.draft import Batch, TargetSignal
+from redraft.heads.families.eagle3 import Eagle3
+from redraft.heads.nn.layers import Attention, LlamaShape, Rotary
+from redraft.heads.progress import Progress
+
+MIN_GAIN = 0.1
+"""Gain in accepted tokens that counts, as a share of them. No reading of a sound head came near it."""
+
+MIN_GAIN_TOKENS = 0.02
+"""And in tokens per target step: a dead head gains any share by chance."""
+
+MAX_PERMUTED = 4
+"""Aux layers up to which every order is tried: 23 for 4 of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One other way to read a checkpoint."""
+
+    problem: str
+    cure: str
+    change: Callable[[Any], None]
+    """Changes a copy of the head."""
+    aux_layer_ids: tuple[int, ...] | None = None
+    """Target layers to feed instead of the head's; None for the head's."""
+
+
+def find_better_readings(
+    pair: Pair, head: Any, signal: InProcessTarget, dump: Dump, device: str = "cpu"
+) -> Iterator[Finding]:
+    """The reading that accepts most on the engine's answers, if it accepts clearly more than the head as it is."""
+    num_tokens = dump.run.num_speculative_tokens
+    texts = [
+        Continuation(prompt=Prompt(token_ids=list(prompt)), output_ids=output, beyond_ids=[])
+        for prompt, output in zip(dump.run.prompts, dump.outputs, strict=True)
+        if len(output) > 1
+    ]
+    head_VD = signal.model.get_output_embeddings().weight.detach()
+    readings = list(list_readings(pair, head, head_VD))
+    if len(texts) < 2 or not readings:
+        return
+    layers = sorted({*head.aux_layer_ids, *(k for r in readings for k in r.aux_layer_ids or ())})
+    remembered = _Remembered(InProcessTarget(signal.model, layers))
+
+    def count(reading: Reading | None) -> list[AcceptanceCounts]:
+        changed = _copy_head(head, num_tokens)
+        if reading is not None:
+            reading.change(changed)
+        read = remembered.with_layers((reading and reading.aux_layer_ids) or head.aux_layer_ids)
+        return [forecast_prompt(changed, read, text, num_tokens, device).counts for text in texts]
+
+    as_it_is = count(None)
+    gains = [
+        (_gain(count(reading), as_it_is, CONFIDENCE / len(readings)), reading)
+        for reading in Progress(readings, desc="other readings of the weights", unit="reading")
+    ]
+    (low, gain), best = max(gains, key=lambda each: each[0][1])
+    tau = sum(as_it_is, AcceptanceCounts.zero()).tau
+    if low > 0 and gain > max(MIN_GAIN * (tau - 1), MIN_GAIN_TOKENS):
+        yield Finding(f"{best.problem}: read so, the same weights reach tau {tau + gain:.2f} instead of {tau:.2f}",
+                      best.cure)  # fmt: skip
+
+
+def _gain(
+    counts: Sequence[AcceptanceCounts], as_it_is: Sequence[AcceptanceCounts], error: float
+) -> tuple[float, float]:
+    """Lower end of the interval of the gain in tau, and the gain itself."""
+    over_N2, under_N2 = (
+        np.array([[getattr(c, name), getattr(i, name)] for c, i in zip(counts, as_it_is, strict=True)], np.float64)
+        for name in ("num_accepted", "num_drafts")
+    )
+    estimate = estimate_gain(over_N2, under_N2)
+    return estimate.interval(1 - (1 - CONFIDENCE) * error)[0], estimate.value
+
+
+class _Remembered:
+    """The target's signal on each text, computed once for all readings."""
+
+    def __init__(self, target: InProcessTarget) -> None:
+        self._target, self._signals = target, {}  # type: ignore[var-annotated]
+
+    def with_layers(self, layers: Sequence[int]) -> Callable[[Batch], TargetSignal]:
+        """A signal function that gives the streams after these layers only."""
+        chosen = [self._target.aux_layers.index(k) for k in layers]
+
+        def read(batch: Batch) -> TargetSignal:
+            key = tuple(batch.input_ids_BT[0].tolist())
+            if key not in self._signals:
+                self._signals[key] = self._target(batch)
+            signal: TargetSignal = self._signals[key]
+            aux_BTLD = None if signal.aux_BTLD is None else signal.aux_BTLD[:, :, chosen]
+            return dataclasses.replace(signal, aux_BTLD=aux_BTLD)
+
+        return read
+
+
+def _copy_head(head: Any, num_tokens: int) -> Any:
+    """A copy that shares the target's matrices and drafts `num_tokens`."""
+    shared = [value for value in vars(head).values() if torch.is_tensor(value)]
+    copied = copy.deepcopy(head, {id(tensor): tensor for tensor in shared})
+    if hasattr(copied.config, "num_steps"):
+        copied.config = dataclasses.replace(copied.config, num_steps=num_tokens)
+    return copied
+
+
+def list_readings(pair: Pair, head: Any, head_VD: Tensor) -> Iterator[Reading]:
+    """Other readings of the weights, for heads of every family. `head_VD` is the target's output head."""
+    yield from _swapped_tensors(head)
+    yield from _swapped_halves(head)
+    if hasattr(head, "shape"):
+        yield from _shapes_of_target(pair, head)
+    if isinstance(head, Eagle3):
+        yield from _orders_of_layers(head)
+        yield from _other_layers(pair, head)
+        yield from _options(head)
+        yield from _head_of_target(head, head_VD)
+
+
+SWAPS = (
+    ("self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("input_layernorm", "hidden_norm"),
+    ("hidden_norm", "post_attention_layernorm"),
+    ("input_layernorm", "post_attention_layernorm"),
+)
+
+
+def _swapped_tensors(head: nn.Module) -> Iterator[Reading]:
+    parameters = dict(head.named_parameters())
+    for (one, other), name in itertools.product(SWAPS, parameters):
+        partner = name.replace(f"{one}.weight", f"{other}.weight")
+        if partner == name or partner not in parameters or parameters[name].shape != parameters[partner].shape:
+            continue
+        yield Reading(
+            problem=f"{name} and {partner} are swapped",
+            cure=f"swap the tensors {name} and {partner} in the checkpoint, and mend the converter",
+            change=partial(_swap, name=name, partner=partner),
+        )
+
+
+def _swap(head: nn.Module, name: str, partner: str) -> None:
+    one, other = head.get_parameter(name), head.get_parameter(partner)
+    one.data, other.data = other.data, one.data
+
+
+READ_BOTH = ("q_proj", "k_proj", "v_proj", "fc", "combine")
+"""Names of the matrices that read embedding and feature side by side, if they are twice as wide as the target."""
+
+
+def _swapped_halves(head: nn.Module) -> Iterator[Reading]:
+    """The embedding's and the feature's columns of a matrix that reads both."""
+    if (embed_VD := vars(head).get("_embed_VD")) is None:
+        return
+    hidden = embed_VD.shape[1]
+    parameters = [(name, p) for name, p in head.named_parameters() if name.split(".")[-2] in READ_BOTH]
+    wide = [name for name, p in parameters if p.shape[1] == 2 * hidden]
+    if wide:
+        names = ", ".join(wide)
+        yield Reading(
+            problem=f"the halves of {names} are swapped: embedding and hidden state",
+            cure=f"swap the first {hidden} columns of {names} with the others, and mend the converter",
+            change=partial(_change, names=wide, change=lambda p_ND: p_ND.roll(hidden, dims=1)),
+        )
+
+
+def _change(head: nn.Module, names: Sequence[str], change: Callable[[Tensor], Tensor]) -> None:
+    for name in names:
+        parameter = head.get_parameter(name)
+        parameter.data = change(parameter.data)
+
+
+def _orders_of_layers(head: Eagle3) -> Iterator[Reading]:
+    """The blocks of columns in fc, one for each aux layer, in every other order, and transposed."""
+    ids, hidden = head.aux_layer_ids, head.shape.hidden_size
+    if len(ids) <= MAX_PERMUTED:
+        for order in itertools.permutations(range(len(ids))):
+            if list(order) == sorted(order):
+                continue
+            yield Reading(
+                problem=f"fc.weight mixes the aux layers in the order {[ids[order.index(i)] for i in range(len(ids))]}",
+                cure=f"put the {len(ids)} blocks of {hidden} columns in fc.weight into ascending order of their layers",
+                change=partial(_change, names=["fc.weight"], change=partial(_reorder, order=order, width=hidden)),
+            )
+    yield Reading(
+        problem="fc.weight is transposed, block by block",
+        cure=f"transpose each block of {hidden} columns in fc.weight, and mend the converter",
+        change=partial(_change, names=["fc.weight"], change=partial(_transpose, width=hidden)),
+    )
+
+
+def _reorder(matrix_ND: Tensor, order: Sequence[int], width: int) -> Tensor:
+    """The blocks of `width` columns in another order."""
+    blocks = matrix_ND.view(len(matrix_ND), -1, width).unbind(1)
+    return torch.cat([blocks[i] for i in order], dim=1)
+
+
+def _transpose(matrix_ND: Tensor, width: int) -> Tensor:
+    """Each block of `width` columns transposed."""
+    return torch.cat([block.T for block in matrix_ND.view(len(matrix_ND), -1, width).unbind(1)], dim=1)
+
+
+def _other_layers(pair: Pair, head: Eagle3) -> Iterator[Reading]:
+    ids, num_layers = head.aux_layer_ids, pair.target_config.num_hidden_layers
+    others = [tuple(k + shift for k in ids) for shift in (-1, 1)]
+    if len(ids) == 3:
+        others.append((2, num_layers // 2, num_layers - 3))
+    for other in dict.fromkeys(others):
+        if other != ids and list(other) == sorted(set(other)) and 0 <= other[0] <= other[-1] <= num_layers:
+            yield Reading(
+                problem=f"the head was trained on the aux layers {list(other)}, and is fed {list(ids)}",
+                cure=f'write "eagle_aux_hidden_state_layer_ids": {list(other)} at the top level of config.json',
+                change=lambda _: None,
+                aux_layer_ids=other,
+            )
+
+
+def _options(head: Eagle3) -> Iterator[Reading]:
+    def flip_residual(copied: Any) -> None:
+        copied.midlayer._norm_before_residual = not copied.midlayer._norm_before_residual
+
+    def flip_output(copied: Any) -> None:
+        copied.config = dataclasses.replace(copied.config, norm_output=not copied.config.norm_output)
+
+    for key, change in (("norm_before_residual", flip_residual), ("norm_output", flip_output)):
+        right = str(not getattr(head.config, key)).lower()
+        yield Reading(
+            problem=f"{key} is not {right}, with which the head was trained",
+            cure=f'write "{key}": {right} at the top level of config.json',
+            change=change,
+        )
+
+
+def _head_of_target(head: Eagle3, head_VD: Tensor) -> Iterator[Reading]:
+    if not head.config.own_head:
+        return
+    ids_W = head._draft_ids_W
+    rows_WD = head_VD if ids_W is None else head_VD[ids_W]
+
+    def take_rows(copied: Any) -> None:
+        copied.lm_head.weight.data = rows_WD.to(copied.lm_head.weight)
+
+    yield Reading(
+        problem="lm_head is not of this target: the head was trained for another revision, or lm_head is a left-over",
+        cure="put the target's rows of lm_head into the checkpoint, or train the head for this target",
+        change=take_rows,
+    )
+
+
+def _shapes_of_target(pair: Pair, head: Any) -> Iterator[Reading]:
+    """The head's arithmetic as the target's layers have it."""
+    mine: LlamaShape = head.shape
+    its = LlamaShape.from_config(pair.target_config)
+    sizes = {name: getattr(its, name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}
+    same_rows = [mine.head_dim * getattr(mine, n) for n in ("num_attention_heads", "num_key_value_heads")] == [
+        its.head_dim * getattr(its, n) for n in ("num_attention_heads", "num_key_value_heads")
+    ]
+    changes: dict[str, Mapping[str, Any]] = {
+        "rms_norm_eps": {"rms_norm_eps": its.rms_norm_eps},
+        "rope_parameters": {"rope_parameters": its.rope_parameters},
+        **({"the sizes of attention's heads": sizes} if same_rows else {}),
+    }
+    for name, change in changes.items():
+        if all(getattr(mine, key) == value for key, value in change.items()):
+            continue
+        yield Reading(
+            problem=f"{name} in config.json is not that of the head's training, which is the target's",
+            cure="write " + ", ".join(f'"{key}": {value}' for key, value in change.items()) + " into config.json",
+            change=partial(_reshape, shape=dataclasses.replace(mine, **change)),
+        )
+
+
+def _reshape(head: Any, shape: LlamaShape) -> None:
+    head.shape, head._rotary = shape, Rotary.from_shape(shape)
+    for module in head.modules():
+        if isinstance(module, Attention):
+            module._head_dim = shape.head_dim
+        if isinstance(module, nn.RMSNorm):
+            module.eps = shape.rms_norm_eps

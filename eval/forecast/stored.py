@@ -1,0 +1,88 @@
+"""The forecast that is published with a draft: the counts expected on each held-out prompt, without the prompts' text.
+
+A prompt is known by the SHA-256 of its token ids, so that a draft may leave the house and its users' text stays.
+At temperature 0 an engine counts the same, so serving is held to it prompt by prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.forecast.greedy import Forecast
+from redraft.eval.prompts import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredForecast:
+    """The forecast of a draft on the prompts held out in its training, at temperature 0."""
+
+    num_speculative_tokens: int
+    max_tokens: int
+    """Longest answer, in tokens."""
+    end_ids: tuple[int, ...]
+    """Token ids that end an answer."""
+    by_prompt: Mapping[str, tuple[int, int]]
+    """Drafts and accepted tokens, by the digest of the prompt."""
+
+    @property
+    def tau(self) -> float:
+        counts = self.by_prompt.values()
+        return 1 + sum(accepted for _, accepted in counts) / max(sum(drafts for drafts, _ in counts), 1)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tau": self.tau,
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "max_tokens": self.max_tokens,
+            "end_ids": list(self.end_ids),
+            "by_prompt": {digest: list(counts) for digest, counts in self.by_prompt.items()},
+        }
+
+    @staticmethod
+    def from_json(stored: Mapping[str, Any] | None) -> StoredForecast | None:
+        """The forecast of a provenance; None if it has none."""
+        if not stored:
+            return None
+        return StoredForecast(
+            num_speculative_tokens=stored["num_speculative_tokens"],
+            max_tokens=stored["max_tokens"],
+            end_ids=tuple(stored["end_ids"]),
+            by_prompt={digest: (drafts, accepted) for digest, (drafts, accepted) in stored["by_prompt"].items()},
+        )
+
+    def expected(self, prompts: Sequence[Sequence[int]]) -> list[AcceptanceCounts | None]:
+        """The counts expected on each of these prompts; None for one that is not in the forecast."""
+        found = [self.by_prompt.get(digest_prompt(prompt)) for prompt in prompts]
+        return [c and AcceptanceCounts(num_drafts=c[0], num_accepted=c[1]) for c in found]
+
+
+def store_forecast(
+    forecast: Forecast,
+    prompts: Sequence[Prompt],
+    *,
+    num_speculative_tokens: int,
+    max_tokens: int,
+    end_ids: Sequence[int],
+) -> StoredForecast:
+    """The part of a forecast that is kept with the draft. `prompts` are those that it was made on, in their order."""
+    counts = [on_prompt.counts for on_prompt in forecast.per_prompt]
+    return StoredForecast(
+        num_speculative_tokens=num_speculative_tokens,
+        max_tokens=max_tokens,
+        end_ids=tuple(end_ids),
+        by_prompt={
+            digest_prompt(prompt.token_ids): (int(c.num_drafts), int(c.num_accepted))
+            for prompt, c in zip(prompts, counts, strict=True)
+        },
+    )
+
+
+def digest_prompt(token_ids: Sequence[int]) -> str:
+    """The first 16 hex digits of the SHA-256 of token ids."""
+    return hashlib.sha256(np.asarray(token_ids, "<i8").tobytes()).hexdigest()[:16]

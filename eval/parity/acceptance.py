@@ -1,0 +1,95 @@
+"""Acceptance in the engine, judged: against the published forecast, against training's held-out text, or alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.intervals import estimate_gain
+from redraft.heads.doctor.pair import Finding
+
+MIN_DIFFERENCE = 0.02
+"""Difference from the forecast that counts, as a share of its accepted tokens. In the forecast's own dtype an engine
+counts the same up to 0.05%; another dtype breaks ties of the target's greedy choice."""
+
+MIN_SHARE = 0.75
+"""Smallest acceptable share of the acceptance on training's held-out text. Text of another kind costs some, a wrong
+input far more."""
+
+NUM_SIGMAS = 3.0
+"""Number of standard errors allowed for chance."""
+
+MIN_TAU = 1.1
+"""A draft below it is dead: it costs a pass for every target step and saves less than one step in ten."""
+
+MIN_DRAFTS = 100
+"""Drafts needed to call a draft dead, or too good."""
+
+TOO_GOOD = 0.97
+"""Share of accepted draft tokens that no trained draft reaches on text it has not seen."""
+
+
+def find_missed_forecast(served: Sequence[AcceptanceCounts], expected: Sequence[AcceptanceCounts]) -> Iterator[Finding]:
+    """A finding if serving accepts clearly more or less than the forecast of publication, over the same prompts."""
+    accepted_N2, drafts_N2 = (
+        np.array([[getattr(s, name), getattr(e, name)] for s, e in zip(served, expected, strict=True)], np.float64)
+        for name in ("num_accepted", "num_drafts")
+    )
+    difference = estimate_gain(accepted_N2, drafts_N2)
+    low, high = difference.interval()
+    forecast = float(accepted_N2[:, 1].sum() / drafts_N2[:, 1].sum())
+    if low <= 0 <= high or abs(difference.value) < MIN_DIFFERENCE * forecast:
+        return
+    yield Finding(
+        f"the forecast published with the draft is tau {1 + forecast:.3f} on these {len(served)} prompts, serving sees "
+        f"{1 + forecast + difference.value:.3f} (95% interval of the difference {low:+.3f} to {high:+.3f})",
+        "these are not the weights that were published, or they are fed other inputs: compare model.safetensors and "
+        "config.json with the run's draft folder",
+    )
+
+
+def find_lost_acceptance(counts: AcceptanceCounts, trained_tau: float) -> Iterator[Finding]:
+    """A finding if serving accepts clearly less than training measured on held-out text of the same data.
+
+    For a draft without a published forecast. Usually the served tau is above the trained one, because greedy answers
+    are more predictable than a data set.
+    """
+    served, expected = counts.tau - 1, trained_tau - 1
+    if served + NUM_SIGMAS * _standard_error(counts) < MIN_SHARE * expected:
+        yield Finding(
+            f"training said tau {trained_tau:.2f}, serving sees {counts.tau:.2f} ({counts.num_drafts} drafts): "
+            f"{served / expected:.0%} of the accepted tokens",
+            "the draft is fed other inputs than in training: check aux layer ids, norms, chat template and loss mask",
+        )
+
+
+def find_dead(counts: AcceptanceCounts) -> Iterator[Finding]:
+    """A finding for a draft that accepts nothing. It needs no reference."""
+    if counts.num_drafts >= MIN_DRAFTS and counts.tau < MIN_TAU:
+        yield Finding(
+            f"the draft is dead: tau {counts.tau:.2f} over {counts.num_drafts} drafts, so it slows the server down",
+            "it is untrained, damaged, or of another target: train one for this target, or export it again",
+        )
+
+
+def find_too_good(counts: AcceptanceCounts) -> Iterator[Finding]:
+    """A finding for a draft that accepts everything, on prompts without a forecast."""
+    share = counts.num_accepted / max(counts.num_draft_tokens, 1)
+    if counts.num_draft_tokens >= MIN_DRAFTS and share > TOO_GOOD:
+        yield Finding(
+            f"{share:.1%} of the draft tokens are accepted: the draft is a copy of the target, or these prompts and "
+            "answers were trained on",
+            "serve a smaller draft than the target, or give --prompts that it was not trained on",
+        )
+
+
+def _standard_error(counts: AcceptanceCounts) -> float:
+    """Standard error of the mean number of accepted tokens per draft."""
+    c = counts.acceptance_per_position
+    mean = sum(c)
+    # E[n^2] = sum_j (2j + 1) c_j for n the accepted tokens of a block
+    variance = sum((2 * j + 1) * share for j, share in enumerate(c)) - mean**2
+    return math.sqrt(max(variance, 0.0) / max(counts.num_drafts, 1))

@@ -1,0 +1,74 @@
+"""Checks of the numbers in a checkpoint: every one finite, no matrix of zeros, no copy of the target.
+
+Every tensor is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from redraft.heads.doctor.pair import Finding, Pair
+from redraft.heads.families.mtp_layouts import detect_layout
+from redraft.heads.files.folder import tensor_files
+from redraft.heads.files.tensors import read_tensors
+
+QUANTIZED = {"F8_E4M3", "F8_E5M2", "U8", "I8"}
+"""Types of packed weights, whose values say nothing without their scales."""
+
+
+def numbers(pair: Pair) -> Iterator[Finding]:
+    """Every value is finite, and no matrix is all zeros. Zero biases and zero-centred norms are usual."""
+    for name in draft_tensors(pair):
+        if pair.dtypes[name] in QUANTIZED or not pair.dtypes[name].startswith(("F", "BF")):
+            continue
+        tensor = read_tensors(pair.draft, [name])[name]
+        wrong = int((~torch.isfinite(tensor)).sum())
+        if wrong:
+            yield Finding(
+                f"{name} holds {wrong} values that are not finite (NaN or infinity): the draft proposes nothing useful",
+                _cure_of_overflow(pair.dtypes[name]),
+            )
+        elif tensor.ndim > 1 and not bool(tensor.any()):
+            yield Finding(
+                f"{name} is all zeros: it was never trained, or was lost in a conversion",
+                "export the draft again from its training, or train it",
+            )
+
+
+def _cure_of_overflow(dtype: str) -> str:
+    if dtype == "F16":
+        return "export the draft again in bfloat16: float16 ends at 65,504"
+    return "export an earlier checkpoint: training diverged, or the file was damaged"
+
+
+def draft_tensors(pair: Pair) -> list[str]:
+    """The tensors of the draft; in a folder that also holds its target, only those of the draft."""
+    if not pair.is_own_target:
+        return list(pair.shapes)
+    prefix = detect_layout(pair.target_config).prefix.format(n=pair.target_config.num_hidden_layers)
+    return [name for name in pair.shapes if name.startswith(prefix)]
+
+
+def copy_of_target(pair: Pair) -> Iterator[Finding]:
+    """A standalone draft is another model than its target."""
+    files = {folder: tensor_files(folder) for folder in (pair.draft, pair.target)}
+    if pair.is_own_target or files[pair.draft].keys() != files[pair.target].keys():
+        return
+    equal = (_is_same(pair, name) for name in sorted(files[pair.draft], key=lambda name: ".layers." not in name))
+    if all(equal):
+        yield Finding(
+            "the draft is the target itself, tensor by tensor: every token is accepted, and nothing becomes faster",
+            "serve a smaller draft: `redraft distill` makes one from some layers of the target",
+        )
+
+
+def _is_same(pair: Pair, name: str) -> bool:
+    mine, its = (read_tensors(folder, [name])[name] for folder in (pair.draft, pair.target))
+    return mine.shape == its.shape and torch.equal(_narrow(mine), _narrow(its))
+
+
+def _narrow(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor

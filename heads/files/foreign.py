@@ -1,0 +1,129 @@
+"""Drafts of other trainers that look like ours by some tensors and are something else: each is told what it is.
+
+Read from the loaders and configs of vLLM 0.32, speculators 0.9, SpecForge, ModelOpt and z-lab's DFlash.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreign:
+    """A kind of draft that redraft has no module for."""
+
+    name: str
+    method: str | None
+    """vLLM's method to serve it with; None if vLLM has none."""
+    and_also: str = ""
+    """Further keys of vLLM's speculative config that it needs."""
+    architecture: str = ""
+    """Pattern in `architectures` of config.json, or in `speculators_model_type`."""
+    matches: Callable[[Mapping[str, Any], Collection[str]], bool] = lambda config, names: False
+    """By config.json and the names of the tensors."""
+
+
+def _eagle(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config.get("eagle_config") or {}
+
+
+def _is_named(pattern: str, config: Mapping[str, Any]) -> bool:
+    marks = [*(config.get("architectures") or ()), config.get("speculators_model_type") or ""]
+    return any(re.search(pattern, mark) for mark in marks)
+
+
+def _any(pattern: str) -> Callable[[Mapping[str, Any], Collection[str]], bool]:
+    return lambda _, names: any(re.search(pattern, name) for name in names)
+
+
+# The first match counts: the rarer sign comes first.
+FOREIGN: tuple[Foreign, ...] = (
+    Foreign(
+        name="a DSpark draft (DFlash with a Markov bias)",
+        method="dspark",
+        architecture="(?i)dspark",
+        matches=_any(r"markov_(head|w1|w2)"),
+    ),
+    Foreign(
+        name="a Domino draft (DFlash with a recurrent layer)",
+        method=None,
+        architecture="(?i)domino",
+    ),
+    Foreign(
+        name="a DFlash2 draft (a block of masks, with convolutions and a candidate selector)",
+        method="dflash",
+        architecture="(?i)dflash2",
+    ),
+    Foreign(
+        name="a DFlash draft (a block of masks over several layers)",
+        method="dflash",
+        architecture="(?i)dflash",
+        matches=lambda config, names: "dflash_config" in config,
+    ),
+    Foreign(
+        name="a P-EAGLE head (EAGLE-3 with parallel drafting)",
+        method="eagle3",
+        and_also=', "parallel_drafting": true',
+        # by its tensors if they are known: an EAGLE-3 head may be called so by mistake
+        matches=lambda config, names: "mask_hidden" in names if names else _is_named("(?i)^peagle", config),
+    ),
+    Foreign(
+        name="an EAGLE-3 head with latent attention (MLA)",
+        method="eagle3",
+        matches=lambda config, names: (
+            any("hidden_norm" in name for name in names) and any(".kv_a_proj_with_mqa" in name for name in names)
+        ),
+    ),
+    Foreign(
+        name="an EAGLE-3 head with a mixture of experts",
+        method="eagle3",
+        matches=lambda config, names: (
+            any("hidden_norm" in name for name in names) and any(".experts." in name for name in names)
+        ),
+    ),
+    Foreign(
+        name="an EAGLE-3 head of several layers",
+        method="eagle3",
+        matches=lambda config, names: (
+            any(re.search(r"(midlayer|layers\.0)\.hidden_norm", name) for name in names)
+            and any(re.match(r"(model\.)?layers\.1\.", name) for name in names)
+        ),
+    ),
+    Foreign(
+        name="an EAGLE-3 head on the target's last hidden state alone (use_aux_hidden_state is false)",
+        method="eagle3",
+        matches=lambda config, names: _eagle(config).get("use_aux_hidden_state") is False,
+    ),
+    Foreign(
+        name="an EAGLE-3 head narrower or wider than its target (target_hidden_size)",
+        method="eagle3",
+        matches=lambda config, names: (
+            config.get("target_hidden_size")
+            not in (None, (config.get("transformer_layer_config") or config).get("hidden_size"))
+        ),
+    ),
+    Foreign(
+        name="a Hydra head (Medusa heads that read each other)",
+        method=None,
+        architecture="(?i)hydra",
+        matches=_any(r"hydra_(mlp|head)"),
+    ),
+)
+
+
+def find_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
+    """What a draft is if redraft has no module for it, and what cannot be done with it; None if it may be ours."""
+    for kind in FOREIGN:
+        is_named = kind.architecture and _is_named(kind.architecture, config)
+        if is_named or kind.matches(config, names):
+            told = f'"method": "{kind.method}"{kind.and_also}'
+            serves = f"vLLM serves it with {told}" if kind.method else "vLLM has no method to serve it"
+            return f"{kind.name}: {serves}; redraft can neither train nor forecast nor check it"
+    if (quantized := config.get("quantization_config")) is not None and "d2t" in names:
+        method = quantized.get("quant_method") or quantized.get("quant_algo") or "packed"
+        return f"a quantized head ({method}): vLLM serves it; give redraft the weights from before quantization"
+    return None

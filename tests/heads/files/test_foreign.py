@@ -1,0 +1,175 @@
+"""Drafts of other trainers: those that redraft has no module for are told what they are, and the others open."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from make_heads import make_random, make_target
+from safetensors.torch import load_file, save_file
+
+from redraft.heads.catalog import detect_family, detect_family_by_tensors
+from redraft.heads.doctor.checks import static_findings
+from redraft.heads.doctor.pair import Pair
+from redraft.heads.families import eagle3, medusa
+from redraft.heads.files.foreign import FOREIGN, find_foreign
+from redraft.heads.target import Target
+
+EAGLE3_NAMES = ("midlayer.hidden_norm.weight", "midlayer.self_attn.q_proj.weight", "fc.weight", "norm.weight", "d2t")
+
+# (config.json, names of tensors, what is said), as the trainers write them
+KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
+    "z-lab and ModelOpt DFlash": (
+        {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "block_size": 16,
+            "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+        },
+        ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight", "norm.weight"),
+        'a DFlash draft (a block of masks over several layers): vLLM serves it with "method": "dflash"',
+    ),
+    "speculators DFlash": (
+        {"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [2, 10], "mask_token_id": 9},
+        ("fc.weight", "hidden_norm.weight", "layers.0.input_layernorm.weight"),
+        "a DFlash draft",
+    ),
+    "z-lab DFlash2": (
+        {"architectures": ["DFlash2DraftModel"], "dflash_config": {"selector_rank": 256}},
+        ("fc.weight", "layers.0.input_layernorm.weight"),
+        "a DFlash2 draft",
+    ),
+    "DeepSpec DSpark": (
+        {"architectures": ["Qwen3DSparkModel"]},
+        ("fc.weight", "markov_head.markov_w1.weight", "layers.0.input_layernorm.weight"),
+        'a DSpark draft (DFlash with a Markov bias): vLLM serves it with "method": "dspark"',
+    ),
+    "SpecForge Domino": (
+        {"architectures": ["DominoDraftModel"]},
+        ("fc.weight",),
+        "a Domino draft (DFlash with a recurrent layer): vLLM has no method to serve it",
+    ),
+    "speculators P-EAGLE": (
+        {"speculators_model_type": "peagle", "mask_token_id": 9},
+        ("layers.0.hidden_norm.weight", "layers.1.input_layernorm.weight", "mask_hidden", "fc.weight"),
+        'vLLM serves it with "method": "eagle3", "parallel_drafting": true; redraft can neither train',
+    ),
+    "SpecForge P-EAGLE, config alone": ({"architectures": ["PEagleDraftModel"]}, (), "a P-EAGLE head"),
+    "ModelOpt, Kimi K2": (
+        {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
+        ("layers.0.hidden_norm.weight", "layers.0.self_attn.kv_a_proj_with_mqa.weight"),
+        "an EAGLE-3 head with latent attention (MLA)",
+    ),
+    "SpecForge, mixture of experts": (
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+        ("midlayer.hidden_norm.weight", "midlayer.mlp.experts.0.up_proj.weight"),
+        "an EAGLE-3 head with a mixture of experts",
+    ),
+    "ModelOpt, two layers": (
+        {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 2},
+        ("layers.0.hidden_norm.weight", "layers.1.input_layernorm.weight"),
+        "an EAGLE-3 head of several layers",
+    ),
+    "ModelOpt, last hidden state": (
+        {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"use_aux_hidden_state": False}},
+        ("layers.0.self_attn.q_proj.weight", "norm.weight"),
+        "an EAGLE-3 head on the target's last hidden state alone",
+    ),
+    "speculators, narrow": (
+        {
+            "speculators_model_type": "eagle3",
+            "target_hidden_size": 8192,
+            "transformer_layer_config": {"hidden_size": 4096},
+        },
+        ("layers.0.hidden_norm.weight",),
+        "an EAGLE-3 head narrower or wider than its target",
+    ),
+    "Hydra": ({"architectures": ["HydraModel"]}, ("hydra_head.0.weight",), "a Hydra head"),
+    "ModelOpt, quantized": (
+        {"architectures": ["LlamaForCausalLMEagle3"], "quantization_config": {"quant_algo": "FP8"}},
+        EAGLE3_NAMES,
+        "a quantized head (FP8): vLLM serves it; give redraft the weights from before quantization",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_draft_without_a_module_here_is_told_what_it_is(name: str, tmp_path: Path) -> None:
+    config, names, said = KNOWN[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"holds an? ") as refused:
+        detect_family_by_tensors(names, tmp_path)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_every_row_of_the_table_has_an_example() -> None:
+    said = [find_foreign(config, names) or "" for config, names, _ in KNOWN.values()]
+    assert [kind.name for kind in FOREIGN if not any(text.startswith(kind.name) for text in said)] == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000},  # SpecForge
+        {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"use_aux_hidden_state": True}},  # ModelOpt
+        {"speculators_model_type": "eagle3", "transformer_layer_config": {"hidden_size": 64}, "target_hidden_size": 64},
+    ],
+)
+def test_eagle3_heads_of_other_trainers_are_ours_to_open(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find_foreign(config, EAGLE3_NAMES) is None
+    assert detect_family_by_tensors(EAGLE3_NAMES, tmp_path).name == "eagle3"
+    if "architectures" in config:
+        assert detect_family(tmp_path).name == "eagle3"
+
+
+def test_a_medusa_checkpoint_in_the_layout_of_its_authors_opens(tmp_path: Path) -> None:
+    model = make_target()
+    model.save_pretrained(tmp_path / "target")
+    head = make_random(medusa.Medusa(medusa.Config(num_heads=2), Target.from_model(model)))
+    head.export(tmp_path / "draft")
+    path = tmp_path / "draft" / "model.safetensors"
+    renamed = {}
+    for name, tensor in load_file(path).items():
+        kind, index, *rest = name.split(".")
+        part = f"0.linear.{rest[-1]}" if kind == "blocks" else "1.weight"
+        renamed[f"medusa_heads.{index}.{part}"] = tensor
+    save_file(renamed, path, {"format": "pt"})
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "medusa_fc_bias": True, "hidden_size": 32}
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    pair = Pair.read(tmp_path / "target", tmp_path / "draft")
+    assert static_findings(pair, method=None, num_speculative_tokens=2) == []
+    loaded = medusa.Medusa.load(tmp_path / "draft", Target.from_model(model))
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in head.state_dict().items())
+
+
+@pytest.mark.parametrize("layout", ["vllm", "speculators"])
+@pytest.mark.parametrize(
+    "options", [{"qk_norm": True}, {"attention_bias": True}, {"qk_norm": True, "attention_bias": True}]
+)
+def test_a_head_with_norms_or_biases_of_attention_is_written_and_read_back(
+    options: dict[str, bool], layout: Any, tmp_path: Path
+) -> None:
+    from dataclasses import replace
+
+    from redraft.heads.nn.layers import LlamaShape
+
+    model = make_target()
+    model.save_pretrained(tmp_path / "target")
+    target = Target.from_model(model)
+    shape = replace(LlamaShape.from_config(model.config), **options)
+    chosen = eagle3.Config(aux_layer_ids=(1, 2, 4), norm_before_fc=True)
+    head = make_random(eagle3.Eagle3(chosen, target, torch.arange(3, 90, 2), shape))
+    head.export(tmp_path / "draft", layout=layout)
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    inner = config.get("transformer_layer_config", config)
+    assert inner["model_type"] == ("qwen3" if options.get("qk_norm") else "llama")
+    loaded = eagle3.Eagle3.load(tmp_path / "draft", target)
+    assert loaded.shape == shape
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in head.state_dict().items())
+    pair = Pair.read(tmp_path / "target", tmp_path / "draft")
+    assert static_findings(pair, method=None, num_speculative_tokens=3) == []
