@@ -76,7 +76,7 @@ def check_drafts(
     results, planned = [], []
     for draft in drafts:
         pair = Pair.read(model_folder(target), model_folder(draft))
-        checked, num_tokens = _check_folder(pair, method, num_speculative_tokens)
+        checked, num_tokens = check_folder(pair, method, num_speculative_tokens)
         results.append(checked)
         if engine is not None and _may_run(pair, checked):
             planned.append((pair, checked, plan_run(pair, num_tokens, engine)))
@@ -90,7 +90,7 @@ def check_drafts(
     return results
 
 
-def _check_folder(pair: Pair, method: str | None, num_speculative_tokens: int | None) -> tuple[Checked, int]:
+def check_folder(pair: Pair, method: str | None, num_speculative_tokens: int | None) -> tuple[Checked, int]:
     """The checks that need no engine, and the number of tokens to draft."""
     recorded = read_section(pair, "prove").get("num_speculative_tokens")
     most = pair.family.max_tokens(pair.config) or DEFAULT_NUM_TOKENS

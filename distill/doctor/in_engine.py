@@ -110,37 +110,59 @@ def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck) -> Plan:
     return Plan(run=run, stored=stored, are_held_out=are_held_out, notes=notes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """The target's answers to a plan's prompts, and the acceptance on each: the engine's, or the forecast's."""
+
+    outputs: Sequence[Sequence[int]]
+    counts: Sequence[AcceptanceCounts]
+
+    @property
+    def total(self) -> AcceptanceCounts:
+        return sum(self.counts, AcceptanceCounts.zero())
+
+
 def judge_dump(pair: Pair, plan: Plan, dump: Dump, facts: dict[str, str]) -> Iterator[Finding | str]:
     """Findings, and notes as text; numbers are added to `facts`."""
-    draft, signal = _load_as_trained(pair, dump.run.dtype)
+    draft, signal = load_as_trained(pair, dump.run.dtype)
     yield from compare(draft, pair.family.name, signal, dump, device=_device())
-    counts, num_tokens = dump.counts(), dump.run.num_speculative_tokens
+    num_tokens = dump.run.num_speculative_tokens
     facts["compared"] = f"{len(dump.recorded())} blocks of {num_tokens} tokens, {dump.run.dtype}"
-    facts["acceptance"] = f"tau {counts.tau:.3f} over {counts.num_drafts} drafts"
-    yield from find_dead(counts)
-    known = _in_forecast(plan, dump)
+    served = Served(outputs=dump.outputs, counts=dump.counts_by_prompt())
+    yield from judge_acceptance(pair, plan, served, draft, signal, facts)
+
+
+def judge_acceptance(
+    pair: Pair, plan: Plan, served: Served, draft: Draft, signal: InProcessTarget | None, facts: dict[str, str]
+) -> Iterator[Finding | str]:
+    """Findings and notes on acceptance: against the published forecast, or else against training, and by itself."""
+    total, known = served.total, _in_forecast(plan, served)
+    facts["acceptance"] = f"tau {total.tau:.3f} over {total.num_drafts} drafts"
+    yield from find_dead(total)
     if len(known) >= MIN_PROMPTS:
-        facts["acceptance"] += f", {len(known)} of {len(dump.outputs)} prompts as in the published forecast"
+        expected = sum((each for _, each in known), AcceptanceCounts.zero()).tau
+        facts["forecast"] = f"tau {expected:.3f}, published for {len(known)} of these {len(served.outputs)} prompts"
         missed = list(find_missed_forecast(*zip(*known, strict=True)))
         if not missed:  # nothing is left to find
             return
         yield from missed
     else:
-        yield from _judge_without_forecast(pair, plan, counts)
+        yield from _judge_without_forecast(pair, plan, total)
     if signal is not None:
-        yield from find_better_readings(pair, draft, signal, dump, _device())
+        answers = list(zip(plan.run.prompts, served.outputs, strict=True))
+        yield from find_better_readings(pair, draft, signal, answers, plan.run.num_speculative_tokens, _device())
 
 
-def _in_forecast(plan: Plan, dump: Dump) -> list[tuple[AcceptanceCounts, AcceptanceCounts]]:
+def _in_forecast(plan: Plan, served: Served) -> list[tuple[AcceptanceCounts, AcceptanceCounts]]:
     """(served, expected) of the prompts in the published forecast, if they were answered as there."""
-    stored, run = plan.stored, dump.run
+    stored, run = plan.stored, plan.run
     if stored is None or (run.num_speculative_tokens, run.max_tokens) != (
         stored.num_speculative_tokens,
         stored.max_tokens,
     ):
         return []
-    pairs = zip(dump.counts_by_prompt(), stored.expected(run.prompts), strict=True)
-    return [(served, expected) for served, expected in pairs if expected is not None]
+    pairs = zip(served.counts, stored.expected(run.prompts), strict=True)
+    return [(counts, expected) for counts, expected in pairs if expected is not None]
 
 
 def _judge_without_forecast(pair: Pair, plan: Plan, counts: AcceptanceCounts) -> Iterator[Finding | str]:
@@ -199,7 +221,7 @@ def ask_fallback(tokenizer: Any, num_prompts: int) -> list[list[int]]:
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
 
 
-def _load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | None]:
+def load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | None]:
     """The draft as the module of training, and the target's signal; None if the draft reads nothing of the target."""
     torch_dtype, device = getattr(torch, dtype), _device()
     if not pair.family.is_head:

@@ -25,7 +25,6 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.forecast.greedy import Continuation, forecast_prompt
 from redraft.eval.intervals import CONFIDENCE, estimate_gain
-from redraft.eval.parity.run import Dump
 from redraft.eval.prompts import Prompt
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.draft import Batch, TargetSignal
@@ -56,13 +55,26 @@ class Reading:
 
 
 def find_better_readings(
-    pair: Pair, head: Any, signal: InProcessTarget, dump: Dump, device: str = "cpu"
+    pair: Pair,
+    head: Any,
+    signal: InProcessTarget,
+    answers: Sequence[tuple[Sequence[int], Sequence[int]]],
+    num_tokens: int,
+    device: str = "cpu",
 ) -> Iterator[Finding]:
-    """The reading that accepts most on the engine's answers, if it accepts clearly more than the head as it is."""
-    num_tokens = dump.run.num_speculative_tokens
+    """The reading that accepts most on the target's answers, if it accepts clearly more than the head as it is.
+
+    Args:
+        pair: The folders.
+        head: The head as its folder says.
+        signal: The target.
+        answers: Token ids of the prompts and of the target's answers at temperature 0.
+        num_tokens: Draft tokens per step.
+        device: Device of head and target.
+    """
     texts = [
-        Continuation(prompt=Prompt(token_ids=list(prompt)), output_ids=output, beyond_ids=[])
-        for prompt, output in zip(dump.run.prompts, dump.outputs, strict=True)
+        Continuation(prompt=Prompt(token_ids=list(prompt)), output_ids=list(output), beyond_ids=[])
+        for prompt, output in answers
         if len(output) > 1
     ]
     head_VD = signal.model.get_output_embeddings().weight.detach()
@@ -287,13 +299,13 @@ def _shapes_of_target(pair: Pair, head: Any) -> Iterator[Reading]:
     changes: dict[str, Mapping[str, Any]] = {
         "rms_norm_eps": {"rms_norm_eps": its.rms_norm_eps},
         "rope_parameters": {"rope_parameters": its.rope_parameters},
-        **({"the sizes of attention's heads": sizes} if same_rows else {}),
+        **({"heads of attention": sizes} if same_rows else {}),
     }
     for name, change in changes.items():
         if all(getattr(mine, key) == value for key, value in change.items()):
             continue
         yield Reading(
-            problem=f"{name} in config.json is not that of the head's training, which is the target's",
+            problem=f"the head was trained with {name} as the target has, and config.json says otherwise",
             cure="write " + ", ".join(f'"{key}": {value}' for key, value in change.items()) + " into config.json",
             change=partial(_reshape, shape=dataclasses.replace(mine, **change)),
         )

@@ -233,7 +233,6 @@ def _generate(
     return [row.tolist() for row in torch.stack(tokens, dim=1)]
 
 
-@torch.no_grad()
 def forecast(
     draft: Draft,
     target_signal: SignalFunction,
@@ -254,6 +253,7 @@ def forecast(
     )
 
 
+@torch.no_grad()
 def forecast_prompt(
     draft: Draft,
     target_signal: SignalFunction,
@@ -261,6 +261,7 @@ def forecast_prompt(
     num_speculative_tokens: int,
     device: torch.device | str,
 ) -> PromptForecast:
+    """`forecast` on one answer."""
     first, num_output = len(continuation.prompt.token_ids), len(continuation.output_ids)
     text = [*continuation.prompt.token_ids, *continuation.output_ids, *continuation.beyond_ids]
     batch = Batch.padded([text], num_prompt_tokens=first, device=device)

@@ -116,7 +116,7 @@ FOREIGN: tuple[Foreign, ...] = (
 
 
 def find_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
-    """What a draft is if redraft has no module for it, and what cannot be done with it; None if it may be ours."""
+    """The kind of a draft that redraft has no module for, and its method in vLLM; None if it may be ours."""
     for kind in FOREIGN:
         is_named = kind.architecture and _is_named(kind.architecture, config)
         if is_named or kind.matches(config, names):

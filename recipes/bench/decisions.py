@@ -6,6 +6,7 @@
     gate        ten candidates in a row with a true gain of exactly `min_gain`: how often is one promoted?
     baseline    `redraft eval --baseline` on two equal drafts: how often does it fail?
     intervals   how often does a 95% interval over 16, 32 or 64 prompts hold the truth?
+    doctor      how many faults planted into a sound head does `redraft doctor` name? (`recipes/bench/planted.py`)
 
 Requests differ as they do on the demo's target: tau has a standard deviation of 0.46 between requests of 28 drafts,
 0.41 of which remains however long the request is. Seeds are fixed: the same code prints the same numbers.
@@ -31,6 +32,7 @@ from redraft.eval.report.regression import compare_reports
 from redraft.heads.files.artifact import write_whole
 from redraft.online.fleet.rollout import MIN_POLLS, Finding, RolloutPolicy, decide, estimate_loss
 from redraft.online.learning.gate import Decision, Policy, judge
+from redraft.recipes.bench.planted import measure_doctor
 from redraft.recipes.cli import run_recipe
 
 Array = NDArray[np.float64]
@@ -60,7 +62,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    report = simulate(cfg.trials, cfg.seed)
+    report = {**simulate(cfg.trials, cfg.seed), "doctor": measure_doctor()}
     for name, section in report.items():
         print(f"{name}: {json.dumps(section)}")
     cfg.output.mkdir(parents=True, exist_ok=True)
