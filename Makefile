@@ -15,7 +15,8 @@ endif
 # OpenMP threads that spin while they wait make training ten times slower beside a busy neighbour (recipes/cli/run.py).
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help env lock demo demo-heads demo-online demo-domains soak faketime test test-all browser broker check \
+.PHONY: help env lock demo demo-heads demo-online demo-domains soak faketime test test-all test-floors browser broker \
+	check check-deps \
 	format bench bench-decisions clean
 
 help:  ## what can be made
@@ -63,6 +64,21 @@ test: $(STAMP) browser broker  ## the quick tests, with the real engine, a real 
 test-all: $(STAMP) browser broker  ## these and the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+# torch is the locked one, because its CPU build is not on PyPI; the engine pins the same. Everything else is the oldest that
+# pyproject.toml allows; only pytest and its helpers are new.
+FLOORS := VIRTUAL_ENV=.venv-floors UV_CONFIG_FILE=requirements/lock-cpu.toml $(BIN)/uv pip
+test-floors: $(STAMP) broker  ## quick tests, without an engine, with the oldest versions that pyproject.toml allows
+	$(BIN)/uv venv --quiet --clear .venv-floors
+	$(FLOORS) install --quiet --no-deps -r requirements/torch-cpu.txt
+	$(FLOORS) install --quiet --resolution lowest-direct --override requirements/overrides.txt -e '.[report,wandb,nats,domains,gguf]'
+	$(FLOORS) freeze --quiet --exclude-editable > .venv-floors/floors.txt
+	$(FLOORS) install --quiet --override .venv-floors/floors.txt pytest pytest-timeout pytest-xdist hypothesis websockets \
+		jsonschema kubernetes-validate compose-spec
+	OMP_NUM_THREADS=1 .venv-floors/bin/python -m pytest -p no:cacheprovider -m "not vllm and not slow and not gpu" $(FLOOR_TESTS)
+
+FLOOR_TESTS := tests/heads tests/distill/data tests/distill/loss tests/distill/signal tests/eval tests/online/records \
+	tests/online/fleet tests/online/learning tests/online/traffic tests/online/page tests/online/test_tokens.py
+
 browser:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] \
 		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -yqq chromium >/dev/null; } \
@@ -85,6 +101,16 @@ check: $(STAMP)  ## format, lint, types, layers, plain English
 	$(BIN)/lint-imports
 	$(BIN)/python tests/prose.py
 
+# Exit status 2 of the audit means that the advisory service could not be asked: nothing is known then. For a mirror, OSV_URL.
+check-deps: $(STAMP) .venv-audit/.installed  ## licences of all dependencies against docs/licences.md, and pip-audit
+	$(BIN)/python requirements/licences.py
+	$(BIN)/python requirements/audit.py $(if $(OSV_URL),--osv-url $(OSV_URL))
+
+.venv-audit/.installed: requirements/audit.txt | $(STAMP)
+	$(BIN)/uv venv --quiet --clear .venv-audit
+	VIRTUAL_ENV=.venv-audit $(BIN)/uv pip install --quiet --no-deps --require-hashes -r $<
+	touch $@
+
 format: $(STAMP)  ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -102,4 +128,4 @@ bench-decisions: $(STAMP)  ## how often are gate, canary, --baseline and interva
 	$(BIN)/redraft bench-decisions
 
 clean:  ## remove the environment and outputs
-	rm -rf .venv .venv-floors outputs
+	rm -rf .venv .venv-floors .venv-audit outputs
