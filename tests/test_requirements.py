@@ -51,6 +51,12 @@ def test_the_lock_holds_a_version_that_is_allowed_of_every_dependency(engine: st
             assert asked.specifier.contains(version), f"{asked}: the lock has {version}; run `make lock`"
 
 
+def test_every_dependency_has_a_floor() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for asked in list_requirements(*extras):
+        assert {each.operator for each in asked.specifier} & {">=", "=="}, f"{asked}: which versions does it work with?"
+
+
 def test_the_images_add_only_hashed_packages_that_vllm_does_not_bring() -> None:
     image, log = read_lock("image"), read_lock("log")
     assert {"nats-py", "nkeys", "tyro", "accelerate", "datasets"} <= image.keys()

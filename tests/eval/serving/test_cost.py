@@ -103,7 +103,7 @@ def test_the_sentence_says_the_schedule(
 
 
 def test_the_engine_reads_the_schedule_from_the_configuration() -> None:
-    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+    dynamic = pytest.importorskip("vllm.v1.spec_decode.dynamic.utils", reason="vLLM is not installed")
 
     advice = make_advice((1, 8, 4), (9, 16, 2), (17, 20, 0))
     config = json.loads(json.dumps(advice.speculative_config({"method": "draft_model", "model": "d"})))
@@ -113,7 +113,7 @@ def test_the_engine_reads_the_schedule_from_the_configuration() -> None:
         "num_speculative_tokens": 4,
         "num_speculative_tokens_per_batch_size": [[1, 8, 4], [9, 16, 2], [17, 20, 0]],
     }
-    lookup = build_dynamic_sd_schedule_lookup(config["num_speculative_tokens_per_batch_size"], 64, 4)
+    lookup = dynamic.build_dynamic_sd_schedule_lookup(config["num_speculative_tokens_per_batch_size"], 64, 4)
     assert lookup[1:] == [advice.best(b) for b in range(1, 65)]
 
 

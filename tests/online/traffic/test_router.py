@@ -545,6 +545,7 @@ async def test_headers_of_a_single_connection_are_not_passed_on(tmp_path):
 
 @in_event_loop
 async def test_a_header_that_http_forbids_is_the_clients_fault_and_not_quoted(tmp_path, caplog):
+    pytest.importorskip("httptools", reason="h11, which uvicorn takes in its place, lets this one pass")
     async with routed(tmp_path) as them:
         reader, writer = await asyncio.open_connection("127.0.0.1", them.port)
         writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Odd: hunter2\x01\r\nConnection: close\r\n\r\n")
