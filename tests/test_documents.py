@@ -51,3 +51,11 @@ def test_every_recipe_in_the_documents_exists():
     named = {name for name in re.findall(r"\brecipes/[\w/-]+\.(?:py|yaml)", text) if "NAME" not in name}
     assert len(named) > 2
     assert not [name for name in named if not (ROOT / name).is_file()]
+
+
+def test_every_test_that_a_document_names_exists():
+    sources = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    tests = {name for source in sources for name in re.findall(r"^(?:async )?def (test_\w+)", source, re.MULTILINE)}
+    named = {name for document in DOCUMENTS for name in re.findall(r"`(test_\w+)`", document.read_text())}
+    assert len(named) > 30
+    assert named <= tests, named - tests
