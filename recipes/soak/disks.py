@@ -75,7 +75,7 @@ def mounted(image: Path, folder: Path, num_bytes: int) -> Iterator[Disk]:
         yield Disk(folder, is_real=True)
     finally:
         _unmount(folder)
-        image.unlink()
+        image.unlink(missing_ok=True)
 
 
 def unmount_below(folder: Path) -> None:

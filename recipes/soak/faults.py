@@ -37,8 +37,8 @@ from redraft.recipes.soak.stage import NATS, NO_SHIFT, Stage
 from redraft.recipes.soak.supervisor import Supervised
 from redraft.recipes.soak.witness import Witness
 
-RECOVERY_S = 240.0
-"""Deadline for a target to be well again. A server loads for a minute, and longer beside others."""
+RECOVERY_S = 600.0
+"""Deadline for a target to be well again. A server loads for half a minute, and on a busy machine for minutes."""
 
 JUMPS = ("+1h", "-1h", "+1d", "-1d", "+6d")
 """Below the age at which the buffer deletes records: a longer jump forward would, and says so."""

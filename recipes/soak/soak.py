@@ -54,13 +54,13 @@ from redraft.recipes.soak.stage import NATS, Stage, set_stage
 from redraft.recipes.soak.supervisor import Supervised
 from redraft.recipes.soak.witness import Witness
 
-START_S = 600.0
+START_S = 900.0
 """Deadline for the first start of everything."""
 
 CALM_SHARE, MAX_CALM_S = 0.1, 120.0
 """Share of the time at the end without new faults, under traffic."""
 
-SETTLE_S = 240.0
+SETTLE_S = 600.0
 """Deadline after the traffic: the log and the spool are empty, and all servers serve the current version."""
 
 PROGRESS_S = 10.0
@@ -84,8 +84,6 @@ class Config:
     """Number of clients, each with one request at a time."""
     pause_s: float = 0.5
     """Mean pause of a client between two requests, in seconds."""
-    distil_steps: int = 20
-    """Training steps of the draft that is served first."""
 
 
 def main(cfg: Config) -> None:
@@ -95,7 +93,7 @@ def main(cfg: Config) -> None:
     report = begin_report(cfg) | {"seed": seed}
     began_s = time.monotonic()
     with ExitStack() as opened:
-        stage = set_stage(cfg.output.absolute(), cfg.target, cfg.distil_steps, opened)
+        stage = set_stage(cfg.output.absolute(), cfg.target, opened)
         seen = asyncio.run(play(cfg, stage, random.Random(seed)))
         report |= judge(seen)
     report["duration_s"] = round(time.monotonic() - began_s, 1)

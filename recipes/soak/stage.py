@@ -31,7 +31,7 @@ from redraft.online.daemon.learner import provide_first_version
 from redraft.online.fleet.registry import Registry
 from redraft.online.records.nats_config import Nats
 from redraft.online.tokens import read_token, write_token
-from redraft.recipes.demo.fleet import distil, fastest_precision
+from redraft.recipes.demo.fleet import fastest_precision
 from redraft.recipes.soak.disks import Disk, mounted
 from redraft.recipes.soak.supervisor import Supervised
 
@@ -43,6 +43,9 @@ MAX_MODEL_LEN = 512
 NUM_SPECULATIVE_TOKENS = 3
 DISK_BYTES = 1 << 30
 """Size of every small disk. Its file is sparse."""
+
+NOISE = 0.1
+"""Noise on every matrix of the draft, a copy of the target, in units of the matrix's standard deviation."""
 
 NATS = Nats(fleet="soak")
 
@@ -112,7 +115,10 @@ class Stage:
         return self._build(name, "redraft.recipes.serve.learner", "--config", settings)
 
     def build_router(self) -> Supervised:
-        return self._build("router", "redraft.recipes.serve.router", "--config", str(self.folder / "router.toml"))
+        settings = str(self.folder / "router.toml")
+        router = self._build("router", "redraft.recipes.serve.router", "--config", settings)
+        router.port = self.ports["router"]
+        return router
 
     def build_broker(self) -> list[str]:
         """The command of nats-server.
@@ -142,9 +148,9 @@ class Stage:
         }
 
 
-def set_stage(folder: Path, target: Path, distil_steps: int, opened: ExitStack) -> Stage:
+def set_stage(folder: Path, target: Path, opened: ExitStack) -> Stage:
     """Prepare everything that exists before the first process starts. `opened` unmounts the disks at its end."""
-    draft, prompts = _make_draft(target, folder, distil_steps)
+    draft, prompts = _make_draft(target, folder)
     names = ("broker", "learner", "spool-learner")
     disks = {
         name: opened.enter_context(mounted(folder / f"{name}.img", folder / f"{name}-disk", DISK_BYTES))
@@ -168,13 +174,17 @@ def set_stage(folder: Path, target: Path, distil_steps: int, opened: ExitStack) 
     return stage
 
 
-def _make_draft(target: Path, folder: Path, distil_steps: int) -> tuple[Path, list[Prompt]]:
-    """The folder of a small draft, and the prompts of the clients."""
+@torch.no_grad()
+def _make_draft(target: Path, folder: Path) -> tuple[Path, list[Prompt]]:
+    """The folder of a draft that leaves something to learn, and the prompts of the clients."""
     model, tokenizer = load_causal_lm(target, torch.float32).eval(), load_tokenizer(target)
-    conversations = load_conversations("stdlib")
-    draft: StandaloneDraft = make_draft(Init(layers=(0, 6)), model, tokenizer)
-    distil(draft, model, tokenizer, conversations, name="the stdlib", steps=distil_steps, lr=1e-3)
+    draft: StandaloneDraft = make_draft(Init(layers=tuple(range(model.config.num_hidden_layers))), model, tokenizer)
+    generator = torch.Generator().manual_seed(0)
+    for weight in draft.parameters():
+        if weight.ndim == 2:
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=NOISE * float(weight.std()))
     draft.export(folder / "draft", torch.bfloat16, tokenizer=tokenizer)
+    conversations = load_conversations("stdlib")
     return folder / "draft", held_out_prompts(conversations, tokenizer, num_prompts=2000, max_length=160)
 
 

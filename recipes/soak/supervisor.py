@@ -36,6 +36,8 @@ class Run:
     pid: int
     began_s: float
     """Monotonic time, as all times here."""
+    ready_s: float | None = None
+    """When it first listened on its port; its beginning for a process without a known port."""
     ended_s: float | None = None
     exit_status: int | None = None
     is_wanted: bool = False
@@ -55,7 +57,9 @@ class Supervised:
         *,
         env: Mapping[str, str] | None = None,
         liveness: Callable[[], Awaitable[None]] | None = None,
+        port: int | None = None,
     ) -> None:
+        self.port = port
         self.name, self.command, self.log, self.env, self.liveness = name, list(command), log, env, liveness
         self.runs: list[Run] = []
         self.num_liveness_kills = 0
@@ -82,8 +86,9 @@ class Supervised:
         return self.runs[-1]
 
     def was_up(self, since_s: float) -> bool:
-        """Whether the present run began before that time and still goes on."""
-        return bool(self.runs) and self.run.ended_s is None and self.run.began_s <= since_s
+        """Whether the present run was ready before that time and still goes on."""
+        ready_s = self.run.ready_s if self.runs else None
+        return self.pid is not None and ready_s is not None and ready_s <= since_s
 
     def signal(self, number: int) -> None:
         """Send a signal to the whole group."""
@@ -121,6 +126,8 @@ class Supervised:
             run = Run(self._process.pid, time.monotonic())
             self.runs.append(run)
             while (status := self._process.poll()) is None:
+                if run.ready_s is None and (self.port is None or await _is_listening(self.port)):
+                    run.ready_s = time.monotonic()
                 await asyncio.sleep(POLL_S)
             run.ended_s, run.exit_status = time.monotonic(), status
             with contextlib.suppress(ProcessLookupError):
@@ -154,3 +161,12 @@ class Supervised:
                     family = [leader, *leader.children(recursive=True)]
                     sizes = [(p.memory_info().rss, p.num_fds()) for p in family]
                     self.run.samples.append((time.monotonic(), sum(s for s, _ in sizes), sum(n for _, n in sizes)))
+
+
+async def _is_listening(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True

@@ -15,6 +15,7 @@ import time
 import pytest
 from real_broker import running_broker
 
+from redraft.eval.engine.process import free_port
 from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.nats_link import connect
 from redraft.online.records.publisher import Publisher
@@ -59,6 +60,7 @@ async def supervised(process):
 @in_event_loop
 async def test_a_killed_process_is_started_again_and_its_end_was_wanted(tmp_path):
     async with supervised(Supervised("sleeper", SLEEP, tmp_path / "log")) as process:
+        await until(lambda: process.run.ready_s)
         first, began_s = process.pid, time.monotonic()
         assert process.was_up(began_s)
         process.kill()
@@ -68,6 +70,21 @@ async def test_a_killed_process_is_started_again_and_its_end_was_wanted(tmp_path
         assert not process.was_up(began_s)
     assert process.pid is None
     assert process.runs[-1].is_wanted
+
+
+@in_event_loop
+async def test_a_process_is_up_once_it_listens_on_its_port(tmp_path):
+    port, may_listen = free_port(), tmp_path / "may-listen"
+    server = (
+        f"import pathlib, socket, time\nwhile not pathlib.Path({str(may_listen)!r}).exists(): time.sleep(0.05)\n"
+        f"listening = socket.create_server(('127.0.0.1', {port}))\ntime.sleep(600)"
+    )
+    async with supervised(Supervised("late", [sys.executable, "-c", server], tmp_path / "log", port=port)) as process:
+        began_s = time.monotonic()
+        assert not process.was_up(began_s)
+        may_listen.touch()
+        await until(lambda: process.was_up(time.monotonic()))
+        assert not process.was_up(began_s)
 
 
 @in_event_loop
