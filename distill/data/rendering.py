@@ -236,11 +236,6 @@ class Renderer:
         found = self.special.search(tail)
         return tail[: found.end()] if found else ""
 
-    def through_last_special(self, tail: str) -> str:
-        """`tail` up to and including the last special token; if there is none, without line ends."""
-        ends = [found.end() for found in self.special.finditer(tail)]
-        return tail[: ends[-1]] if ends else tail.rstrip()
-
 
 class _TurnWriter:
     """Writes one turn: what the server reads before it, and what the target writes."""
@@ -293,10 +288,13 @@ class _TurnWriter:
     def _calls(self, message: Message, answer: Message, thought: str, said: str) -> Turn:
         """An answer with tool calls."""
         whole, calls = self._whole(answer), answer["tool_calls"]
-        names = [text for call in calls for text in (call["function"]["name"], *call["function"]["arguments"])]
+        functions = [call["function"] for call in calls]
+        names = [text for function in functions for text in (function["name"], *function["arguments"])]
         parts = {"tool calls": names, "text beside tool calls": [said], "reasoning before tool calls": [thought]}
+        # gpt-oss's template writes the first call alone.
+        has_all = all(whole[len(self.prompt) :].count(f["name"]) >= names.count(f["name"]) for f in functions)
         for part, texts in parts.items():
-            if not self._continues(whole, *texts):
+            if not has_all or not self._continues(whole, *texts):
                 if self.before != QUESTION:
                     return self._as_after_question(message)
                 raise RefusedAnswerError(f"with {part} that the chat template leaves out")
@@ -304,8 +302,14 @@ class _TurnWriter:
         prompt = self._skip_empty_reasoning(head, thought) if whole.startswith(head) else self.prompt
         probe = {"type": "function", "function": {"name": calls[-1]["function"]["name"], "arguments": {PROBE: PROBE}}}
         tail = self._whole({**answer, "tool_calls": [*calls[:-1], probe]}).rpartition(PROBE)[2]
-        end = self.render.through_last_special(tail) if self.is_ended else ""
-        return Turn(prompt, whole.removesuffix(tail)[len(prompt) :] + end)
+        return Turn(prompt, self._end_calls(whole[len(prompt) :], has_end=bool(self.render.special.search(tail))))
+
+    def _end_calls(self, written: str, has_end: bool) -> str:
+        """The text of an answer with calls, up to its last special token if the template `has_end` after a call."""
+        if not has_end:
+            return written.rstrip()
+        *_, last = self.render.special.finditer(written)
+        return written[: last.end() if self.is_ended else last.start()]
 
     def _continues(self, whole: str, *texts: str) -> bool:
         """Whether a rendering is the prompt and these texts after it, however reflowed."""

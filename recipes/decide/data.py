@@ -23,10 +23,12 @@ import tyro
 from redraft.distill.data.conversations import (
     Conversation,
     Overlap,
+    is_plain_text,
     load_conversations,
     remove_overlap,
     split_held_out,
 )
+from redraft.distill.data.rendering import split_reasoning
 from redraft.distill.data.samples import Sample, SampleStats, build_samples
 from redraft.distill.data.vocabulary import measure_coverage
 from redraft.heads.files.checkpoint import load_tokenizer
@@ -78,11 +80,11 @@ def main(cfg: Config) -> None:
     train, held_out = split_held_out(conversations, cfg.held_out)
     train, overlap = remove_overlap(train, held_out)
     samples, stats = build_samples(train, tokenizer, max_length=cfg.sequence_length)
-    held_out_samples: list[Sample] = []
-    if held_out:
-        held_out_samples, _ = build_samples(held_out, tokenizer, max_length=cfg.sequence_length, progress=False)
+    held_out_samples, held_out_stats = held_out_part(held_out, tokenizer, cfg.sequence_length)
     print(f"{len(conversations):,} conversations: {len(train):,} to train on, {len(held_out):,} held out")
+    print(describe_contents(conversations))
     print("\n".join(describe_training(samples, stats, train)))
+    print("\n".join(describe_held_out(held_out_stats)))
     print(f"duplicates: {overlap}" if overlap != Overlap() else "duplicates: none; no long answer is held out")
     print("\n".join(describe_domains(conversations)))
     print("\n".join(describe_vocabulary(samples, held_out_samples, len(tokenizer))))
@@ -91,6 +93,40 @@ def main(cfg: Config) -> None:
     for number, sample in enumerate(choose_samples(samples, cfg.num_samples), 1):
         print(f"--- sample {number}, domain {sample.domain}, {len(sample.input_ids):,} tokens")
         print(paint(sample, tokenizer, cfg.sample_tokens, in_color))
+
+
+def held_out_part(
+    conversations: Sequence[Conversation], tokenizer: Any, max_length: int
+) -> tuple[list[Sample], SampleStats | str]:
+    """The held-out samples with their counts, or with the reason why there are none."""
+    try:
+        return build_samples(conversations, tokenizer, max_length=max_length, progress=False)
+    except ValueError as error:
+        return [], str(error).removeprefix("nothing to train on: ")
+
+
+def describe_contents(conversations: Sequence[Conversation]) -> str:
+    """The numbers of conversations with each kind of content."""
+    messages = [conversation["messages"] for conversation in conversations]
+    counts = {
+        "with several turns": sum(sum(m["role"] == "user" for m in some) > 1 for some in messages),
+        "with a system prompt": sum(any(m["role"] == "system" for m in some) for some in messages),
+        "with reasoning": sum(any(split_reasoning(m) for m in some) for some in messages),
+        "with tool calls": sum(any("tool_calls" in m for m in some) for some in messages),
+        "of plain text": sum(map(is_plain_text, conversations)),
+    }
+    return "  " + ", ".join(f"{count:,} {what}" for what, count in counts.items())
+
+
+def describe_held_out(stats: SampleStats | str) -> Iterator[str]:
+    """Lines about the held-out part."""
+    if isinstance(stats, str):
+        yield f"held out: nothing to judge on ({stats})"
+        return
+    share = stats.labels / stats.tokens
+    yield f"held out: {stats.tokens:,} tokens in {stats.samples:,} samples, {share:.0%} of them labels"
+    for loss in stats.losses():
+        yield f"  {loss}"
 
 
 def describe_training(samples: Sequence[Sample], stats: SampleStats, train: Sequence[Conversation]) -> Iterator[str]:

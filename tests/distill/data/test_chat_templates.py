@@ -220,6 +220,30 @@ def test_a_call_that_the_template_leaves_out_is_refused_and_the_answer_after_it_
     assert stats.refused_answers == {"with tool calls that the chat template leaves out": 1}
 
 
+@pytest.mark.parametrize("name", CALLED)
+@pytest.mark.parametrize("arguments", ["{}", '{"a": 1}', '{"a": {"b": [1, null, true]}}', '{"a": "</tool_call>\\n"}'])
+def test_a_call_ends_once_whatever_its_arguments(name: str, arguments: str) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    found, _ = learn(name, {"messages": [user("a"), say("", tool_calls=[call])], "tools": TOOLS})
+    expected = CALLED[name].replace(ARGUMENTS, arguments)
+    assert found == [(serve(FAMILIES[name], [user("a")], TOOLS) + EMPTY.get(name, ""), expected)]
+
+
+@pytest.mark.parametrize(("name", "between"), [("Qwen3", "\n"), ("Magistral", ""), ("Granite 3.3", "")])
+def test_parallel_calls_are_learned_together(name: str, between: str) -> None:
+    found, _ = learn(name, {"messages": [user("a"), say("", tool_calls=[CALL, CALL])], "tools": TOOLS})
+    end = FAMILIES[name].end
+    one = CALLED[name].removesuffix(end)
+    expected = one + between + one if name != "Granite 3.3" else one[:-1] + ", " + one.removeprefix("<|tool_call|>[")
+    assert found[0][1] == expected + end
+
+
+def test_parallel_calls_are_refused_if_the_template_writes_the_first_alone() -> None:
+    found, stats = learn("gpt-oss", {"messages": [*AFTER_CALL, say("6"), user("b"), say("", tool_calls=[CALL, CALL])]})
+    assert len(found) == 2
+    assert stats.refused_answers == {"with tool calls that the chat template leaves out": 1}
+
+
 def test_text_beside_a_call_is_refused_if_the_template_drops_it() -> None:
     chat = [user("a"), say("Let me see.", tool_calls=[CALL]), RESULT, say("6")]
     found, stats = learn("Llama 3.2", {"messages": chat, "tools": TOOLS})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,16 @@ import pytest
 
 from redraft.distill.data.samples import Sample, build_samples
 from redraft.recipes.cli import dispatch
-from redraft.recipes.decide.data import GREEN, PLAIN, choose_samples, describe_vocabulary, measure_answers, paint
+from redraft.recipes.decide.data import (
+    GREEN,
+    PLAIN,
+    choose_samples,
+    describe_held_out,
+    describe_vocabulary,
+    held_out_part,
+    measure_answers,
+    paint,
+)
 
 TARGET = "tests/assets/tiny-target"
 
@@ -43,10 +53,17 @@ def test_the_summary_counts_what_is_learned_and_what_is_not(source: Path, capsys
     assert dispatch(["data", str(source), "--target", TARGET, "--held-out", "0.3", "--sequence-length", "64"]) == 0
     out = capsys.readouterr().out
     assert "data.json: 43 conversations; skipped rows: 1 without messages (first: row 42), 1 without a" in out
-    first, turns, tokens = out.splitlines()[1:4]
+    first, contents, turns, tokens = out.splitlines()[1:5]
     num_train, num_held_out = (int(first.split(": ")[1].split(", ")[i].split()[0]) for i in (0, 1))
     assert num_train + num_held_out == 43 - (out.count(" 1 repeated ones"))
     assert num_held_out > 2
+    assert contents.split(", ") == [
+        "  20 with several turns",
+        "0 with a system prompt",
+        "0 with reasoning",
+        "0 with tool calls",
+        "0 of plain text",
+    ]
     assert turns.startswith("turns: ")
     assert " of them labels" in tokens
     assert "domains: 3\n  chat: 30 (69.8%)\n  law: 11 (25.6%)\n  all: 2 (4.7%)" in out
@@ -54,6 +71,62 @@ def test_the_summary_counts_what_is_learned_and_what_is_not(source: Path, capsys
     assert out.count("--- sample ") == 3
     assert "<|assistant|>\n「answer " in out
     assert "\x1b" not in out
+
+
+def test_everything_cut_or_refused_is_told_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    chats = [
+        [user("long"), say("one"), user("b"), say("two " * 99), user("c"), say("three")],
+        [user("longer"), say("word " * 99)],
+        [user("too long " * 99), say("one")],
+        [user("reasoned"), say("so", reasoning="hm")],
+        [user("called"), say("", tool_calls=[call]), {"role": "tool", "content": "5"}, say("5")],
+        [user("question only")],
+        [say("to nothing"), user("a"), say("one")],
+    ]
+    # the same conversations in both parts, told apart by a word
+    rows = [{"messages": [{**m, "content": f"{m['content']} {i}"} for m in chat]} for i in range(12) for chat in chats]
+    rows += [{"prompt": f"answered {i}", "completion": "one", "cut": True} for i in range(9)]
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps(rows))
+    assert dispatch(["data", str(path), "--target", TARGET, "--held-out", "0.5", "--sequence-length", "96"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "  12 with several turns, 0 with a system prompt, 12 with reasoning, 12 with tool calls, 0 of plain text" in out
+    )
+    training, held_out = out.split("held out: ")[0], out.split("held out: ")[1].split("duplicates: ")[0]
+    reasons = {
+        "conversations without an assistant turn": 12,
+        "opening answers with no question before them": 12,
+        "answers not learned, with reasoning, for which the chat template has no tags": 12,
+        "answers not learned, with tool calls that the chat template leaves out": 12,
+        "conversations with no answer inside the window": 12,
+        "conversations cut at a turn to fit the window": 12,
+        "answers cut at the window, with no earlier turn to cut at": 12,
+        "later answers beyond the window left out": 24,
+    }
+    for reason, total in reasons.items():
+        counts = [re.search(rf"  (\d+) {reason}", part) for part in (training, held_out)]
+        assert [bool(count) for count in counts] == [True, True], reason
+        assert sum(int(count[1]) for count in counts if count) == total, reason
+    assert "last answers cut at a length limit when they were written" in training
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def say(content: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+def test_a_held_out_part_with_nothing_to_judge_on_is_no_error(small_tokenizer: Any) -> None:
+    """All of it may be refused by the template, or too long."""
+    samples, reason = held_out_part([], small_tokenizer, 64)
+    assert samples == []
+    assert list(describe_held_out(reason)) == [
+        "held out: nothing to judge on (0 conversations: 0 samples, 0 tokens (0 labels))"
+    ]
 
 
 def test_strict_ends_at_the_first_row_that_cannot_be_used(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
