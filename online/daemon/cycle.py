@@ -30,6 +30,7 @@ from redraft.heads.files.artifact import FileEntry, is_full, manifest, verify
 from redraft.heads.files.sealed import DamagedError, set_aside
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.inbox import Inbox
+from redraft.online.daemon.judging import Judge
 from redraft.online.daemon.state import LOOKS_AFTER_DAMAGE, Event, Move, Phase, State, advance, load, save
 from redraft.online.fleet.reconciler import Reconciler
 from redraft.online.fleet.registry import TRAINED_UNTIL, Registry
@@ -40,8 +41,7 @@ from redraft.online.journal import Journal
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import DRAFT, NotFiniteError
 from redraft.online.learning.cursor import SERVED
-from redraft.online.learning.gate import Decision, Verdict, judge
-from redraft.online.learning.scoring import Request, RequestScore, pair_scores, score_requests
+from redraft.online.learning.gate import Decision, Verdict
 from redraft.online.learning.trainer import Trainer
 
 T = TypeVar("T")
@@ -65,6 +65,7 @@ class Cycle:
         self.fleet = asyncio.Lock()
         """Held by whoever swaps drafts, except for the reconciler, which begins nothing while it is held."""
         self.reconciler = Reconciler()
+        self.judge = Judge(cfg, registry, buffer, trainer.candidate)
         self._state_path = cfg.folder / "state.json"
         self.state = self._load_state()
         # torch gets a separate thread: ingest and watch continue during a training step.
@@ -97,7 +98,7 @@ class Cycle:
         began_from = await self.in_thread(self.trainer.start)
         for problem in self.trainer.damage:
             self._journal_fault("checkpoint_damaged", reason=problem)
-        self._journal_state(f"training goes on from {self.current if began_from == SERVED else began_from}")
+        self.journal_state(f"training goes on from {self.current if began_from == SERVED else began_from}")
         while True:
             if halt := self.inbox.take(Event.HALT):
                 await self._advance(halt)
@@ -159,7 +160,7 @@ class Cycle:
         if not self.fleet.locked():
             self.reconciler.push(servers, self.current)
 
-    async def go_back(self, reason: str, to: str = "") -> Convergence:
+    async def go_back(self, reason: str, to: str = "", *, is_automatic: bool = False) -> Convergence:
         """Take back the candidate of the running rollout, or else the current version; returns the version served then.
 
         With `to`, go back as far as this version, which may be the current one; training begins again from it. Servers
@@ -177,18 +178,15 @@ class Cycle:
         async with self.fleet:
             await self.reconciler.stop()
             # First, because a restart on the way must end at the same version. It reads the whole version.
-            version = await asyncio.to_thread(self.registry.rollback, to)
+            version = await self._roll_registry_back(to, is_automatic)
             self.inbox.post(Move(Event.BEGIN_AGAIN))
             back = await self.reconciler.bring_all(self.servers, version, self.cfg.rollout.rollback_timeout_s)
-        self._journal_state(f"went back to {version} ({back}): {reason}")
+        self.journal_state(f"went back to {version} ({back}): {reason}")
         return back
 
-    def judge_draft(self, draft: Path) -> Verdict:
-        """The gate's verdict on the draft in a folder, against the current version. Blocking."""
-        cfg = self.cfg.judging
-        seqs = self.buffer.select_held_out(cfg.held_out_per_domain)
-        candidate, incumbent = (self._score(folder, seqs) for folder in (draft, self.registry.path(self.current)))
-        return judge(*pair_scores(candidate, incumbent), self.cfg.gate, look=self.state.num_looks + 1)
+    async def judge_draft(self, draft: Path) -> Verdict:
+        """The gate's verdict on the draft in a folder, against the current version."""
+        return await self.in_thread(self.judge.judge_draft, draft, self.current, self.state.num_looks + 1)
 
     # ----------------------------------------------------------------------------------------------- the phases
 
@@ -237,7 +235,7 @@ class Cycle:
     async def _judge(self) -> Move:
         name = self._candidate()
         try:
-            verdict = await self.in_thread(self.judge_draft, self.trainer.folder / name / DRAFT)
+            verdict = await self.judge_draft(self.trainer.folder / name / DRAFT)
         except (OSError, ValueError) as error:
             return Move(Event.REJECTED, reason=f"{name} cannot be read: {error}")
         self._journal_verdict(name, verdict)
@@ -337,18 +335,6 @@ class Cycle:
         except OSError as error:
             self._journal_fault(name_disk_fault(error), error)
 
-    def _score(self, folder: Path, seqs: Sequence[int]) -> dict[Request, RequestScore]:
-        candidate = self.trainer.candidate
-        draft = candidate.load(folder)
-        return score_requests(
-            (draft.float() if candidate.accelerator.device.type == "cpu" else draft).eval(),
-            (stored.record for stored in self.buffer.read(seqs)),
-            num_speculative_tokens=self.cfg.judging.num_speculative_tokens,
-            method=self.cfg.judging.draft_sample_method,
-            sequence_length=self.cfg.training.sequence_length,
-            reads=candidate.family.reads,
-        )
-
     def _count_without_gain(self) -> None:
         """Begin again from the served version if training leads nowhere."""
         self._num_without_gain += 1
@@ -438,7 +424,25 @@ class Cycle:
             aside = set_aside(self._state_path)
             reason = f"{error}: it is now {aside.name}, and the learner begins at idle"
             self._journal_fault("state_damaged", reason=reason)
-            return State(num_looks=LOOKS_AFTER_DAMAGE)
+            return State(num_looks=LOOKS_AFTER_DAMAGE, has_gone_back=True)
+
+    async def _roll_registry_back(self, to: str, is_automatic: bool) -> str:
+        """The version that is current now. A second automatic rollback needs a promotion in between."""
+        if is_automatic:  # noted first: after a kill, one rollback too few is better than a second one
+            self._note_rollback(True)
+        try:
+            return await asyncio.to_thread(self.registry.rollback, to)
+        except (OSError, ValueError):
+            if is_automatic:
+                self._note_rollback(False)
+            raise
+
+    def _note_rollback(self, has_gone_back: bool) -> None:
+        self.state = replace(self.state, has_gone_back=has_gone_back)
+        try:
+            save(self.state, self._state_path)
+        except OSError as error:  # a full disk must not stop a rollback
+            self._journal_fault(name_disk_fault(error), error)
 
     async def _advance(self, move: Move) -> None:
         state = advance(self.state, move.event, candidate=move.candidate, reason=move.reason)
@@ -448,13 +452,14 @@ class Cycle:
 
         await self._until_written(write)
         self.state = state
-        self._journal_state(self.state.reason)
+        self.journal_state(self.state.reason)
         if not self.is_rolling_out:  # a late recall must not end the next rollout
             self.inbox.settle(Event.RECALLED)
 
     # ----------------------------------------------------------------------------------------------- the journal
 
-    def _journal_state(self, reason: str) -> None:
+    def journal_state(self, reason: str) -> None:
+        """Write down the phase and a sentence for people."""
         self.journal.write("state", phase=self.state.phase.value, candidate=self.state.candidate, reason=reason)
 
     def _journal_fault(self, what: str, error: OSError | None = None, reason: str = "") -> None:

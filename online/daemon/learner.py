@@ -8,6 +8,7 @@
     ingest    spool files, or the log      a record                  nothing; a full disk pauses it
     cycle     records of the buffer        enough new records        a person, another target: `online.daemon.cycle`
     watch     status, counters             `fleet.poll_s`            nothing
+    alarm     a report of the watch        a version to compare      nothing: `online.daemon.alarm`
     control   requests of a person         a connection              nothing
 
 One asyncio process owns the buffer. torch has a separate thread there, and other ranks follow it. Serving goes on
@@ -40,9 +41,10 @@ from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.lock import own
 from redraft.heads.files.tokenizers import check_same_tokenizer
 from redraft.online.daemon import control
+from redraft.online.daemon.alarm import Alarm
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.cycle import Cycle, copy_model
-from redraft.online.fleet.discovery import Members, discover, read_fleet
+from redraft.online.fleet.discovery import Members, discover, list_servers, read_fleet
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import STATUS_TIMEOUT_S, FleetServer
 from redraft.online.fleet.watch import JournaledServer, Observation, Watch
@@ -219,12 +221,15 @@ class Learner:
         self.journal, self.members = journal, members
         # With half a poll for the servers that hang, looks at the others keep their pace.
         self.watch = Watch(members.servers, min(STATUS_TIMEOUT_S, max(1.0, cfg.fleet.poll_s / 2)))
+        self.alarm = Alarm(cycle, journal)
         self.vocab_size = read_vocab_size(cfg.target)
         self._accepted: Sums = {}
         self._lost = Counter[str]()
         self._intake = asyncio.Lock()
         self._faults: set[tuple[str, str]] = set()
         self._laggards: set[FleetServer] = set()
+        if buffer.upgraded:
+            self._fault("buffer_upgraded", "held-out.key", buffer.upgraded)
         self._stream = open_stream(cfg, buffer, self.vocab_size) if cfg.ingest else None
         self._spool = Spool(cfg.spool, buffer, self.vocab_size) if cfg.spool else None
 
@@ -236,6 +241,7 @@ class Learner:
             tasks.create_task(self.cycle.run())
             tasks.create_task(self._ingest())
             tasks.create_task(self._watch(first_s))
+            tasks.create_task(self.alarm.run())
             if not self.cycle.trainer.ranks.is_alone:
                 tasks.create_task(self._keep_ranks_awake())
 
@@ -276,6 +282,7 @@ class Learner:
     async def _look(self) -> None:
         await self._find_servers()
         observed = await self.watch.look()
+        await asyncio.to_thread(self.buffer.refresh_names)
         self._journal_observations(observed)
         problem = self._find_foreign_target(observed)
         self.cycle.report_problem(problem)
@@ -288,10 +295,8 @@ class Learner:
         behind = [one.server for one in answering if one.status and not one.server.serves(one.status, current)]
         self._report_laggards(behind)
         alarming = [one for one in answering if one.is_alarming and one.status and one.status.draft_version == current]
-        if alarming:
-            await self._alarm(alarming[0].server, current)
-        else:
-            self.cycle.reconcile(behind)
+        self._report_alarm(alarming, current)
+        self.cycle.reconcile(behind)
 
     async def _find_servers(self) -> None:
         try:
@@ -301,6 +306,7 @@ class Learner:
             self._fault("fleet_unknown", type(error).__name__)
             return
         self._heal("fleet_unknown")
+        self.buffer.known_domains = frozenset(list_domains(self.cfg))
         if self.cycle.fleet.locked():  # a swap in progress relies on the present list of servers
             return
         known = set(self.members.servers)
@@ -335,12 +341,11 @@ class Learner:
         self._heal("target_changed")
         return ""
 
-    async def _alarm(self, server: FleetServer, version: str) -> None:
-        self._fault("acceptance_alarm", server.url)
-        try:
-            await self.cycle.go_back(f"{server.url} hardly accepts anything of {version}")
-        except (OSError, ValueError):  # it is the first version, or the one before is damaged
-            self._fault("nothing_to_go_back_to", version)
+    def _report_alarm(self, alarming: Sequence[Observation], version: str) -> None:
+        for one in alarming:
+            self._fault("acceptance_alarm", one.server.url, f"it hardly accepts anything of {version}")
+        if alarming:
+            self.alarm.report(alarming[0].server.url, version)
 
     def _journal_observations(self, observed: list[Observation]) -> None:
         for one in observed:
@@ -424,7 +429,7 @@ class Learner:
                 back = await self.cycle.go_back("a person asked for it", str(request.get("to", "")))
                 return {"version": back.version, **({} if back.is_complete else {"behind": str(back)})}
             case "judge":
-                verdict = await self.cycle.in_thread(self.cycle.judge_draft, Path(request["draft"]))
+                verdict = await self.cycle.judge_draft(Path(request["draft"]))
                 return {"decision": verdict.decision.value, "reason": verdict.reason}
             case "forget":
                 return asdict(await self._forget(str(request["tenant"]), is_dry=bool(request.get("dry_run"))))
@@ -448,6 +453,16 @@ class Learner:
         names = list_stored_names(tenant)
         trainer.anchors = [record for record in trainer.anchors if record.tenant not in names]
         return forgotten
+
+
+def list_domains(cfg: LearnerConfig) -> set[str]:
+    """The domains that an operator named, in the settings or in fleet.toml.
+
+    Raises:
+        ValueError, OSError: if fleet.toml cannot be read.
+    """
+    listed = [server.domain for server in list_servers(cfg.fleet.file)] if cfg.fleet.file else []
+    return {cfg.domain, *cfg.judging.domains, *listed} - {""}
 
 
 def open_stream(cfg: LearnerConfig, buffer: Buffer, vocab_size: int) -> StreamSource:

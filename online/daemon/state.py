@@ -105,6 +105,8 @@ class State:
     num_looks: int = 0
     """Verdicts of the gate on held-out requests since a version was last rolled out. The gate needs more evidence at
     every look, so a kill must not begin the count again."""
+    has_gone_back: bool = False
+    """Whether an alarm has taken back a version since one was last rolled out."""
 
 
 NEEDS_CANDIDATE = (Phase.JUDGING, Phase.PUBLISHING, Phase.CANARY, Phase.ROLLING)
@@ -125,6 +127,7 @@ def advance(state: State, event: Event, *, candidate: str | None = None, reason:
         candidate=(candidate or state.candidate) if has_candidate else None,
         reason=reason,
         num_looks=0 if event is Event.ROLLED_OUT else state.num_looks,
+        has_gone_back=event is not Event.ROLLED_OUT and state.has_gone_back,
     )
 
 
@@ -144,8 +147,8 @@ def load(path: Path) -> State:
         return State()
     content = read_sealed(path)
     try:
-        # A file of an earlier redraft has no number of looks.
-        state = State(**{"num_looks": 0, **content, "phase": Phase(content["phase"])})
+        # A file of an earlier release may lack the last fields.
+        state = State(**{**content, "phase": Phase(content["phase"])})
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{path} does not hold a state ({error})") from error
     if state.candidate is None and state.phase in NEEDS_CANDIDATE:

@@ -10,7 +10,8 @@
     canary       candidate                one server to swap                     the server's status
     warm-up      nothing                  caches and running requests to turn    a fixed time
     window       counters of both groups  an interval of the loss that decides   counts, or the timeout: inconclusive
-    waves        the other servers        every server of the wave to swap       their status, and no alarm
+    waves        the other servers        every server of the wave to swap       their status, and no alarm that
+                                                                                 the remaining servers lack
 
 The interval comes from the spread between polls, not between drafts: all drafts of a request are alike, so 2000 drafts
 of 70 requests say far less than 2000 separate ones. The engine's counters name no domain. If the canary gets other
@@ -35,7 +36,7 @@ from numpy.typing import NDArray
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.intervals import Estimate, estimate_gain, estimate_ratio, subtract_independent
-from redraft.online.fleet.server import Convergence, FleetServer, Window, converge, is_alarming
+from redraft.online.fleet.server import ALARM_DRAFTS, Convergence, FleetServer, Window, converge, is_alarming
 
 Array = NDArray[np.float64]
 
@@ -70,7 +71,7 @@ class RolloutPolicy:
     waves: tuple[float, ...] = (0.1, 0.5, 1.0)
     """Share of the fleet with the candidate after each wave. Must rise to 1.0."""
     watch_s: float = 30
-    """Seconds to watch for alarms after each wave."""
+    """Seconds to watch for alarms after each wave but the last: the remaining servers are the control group."""
     swap_timeout_s: float = 120
     """Seconds to wait for a silent server before the rollout goes on without it."""
     rollback_timeout_s: float = 300
@@ -153,7 +154,8 @@ async def roll_waves(servers: Sequence[FleetServer], candidate: str, incumbent: 
         absent |= swapped.absent
         if _are_too_many(absent, servers, policy):
             return await _roll_back(servers, incumbent, f"{len(absent)} servers are gone: {swapped}", policy)
-        alarm = await _watch(done, policy)
+        others = [server for server in servers if server not in done and server.url not in absent]
+        alarm = await _watch(done, others, policy)
         if alarm:
             return await _roll_back(servers, incumbent, alarm, policy)
     # Some servers may have restarted meanwhile, with the draft of the command line.
@@ -294,7 +296,7 @@ async def _compare(
             theirs.add(counted)
         taus = f"tau {_describe(ours.total)} against {_describe(theirs.total)}"
         # On an alarm, waiting for more drafts would only slow down more requests.
-        if is_alarming(ours.total):
+        if is_worse_than_control(ours.total, theirs.total):
             return Comparison(ours.total, theirs.total, Finding.WORSE, f"its draft is hardly accepted: {taus}")
         is_late = time.monotonic() > deadline_s
         has_enough = min(ours.total.num_drafts, theirs.total.num_drafts) >= policy.min_drafts
@@ -323,16 +325,34 @@ def _look(ours: _Polls, theirs: _Polls, taus: str, policy: RolloutPolicy, *, is_
     return finding, f"{taus}, {spread}"
 
 
-async def _watch(servers: Sequence[FleetServer], policy: RolloutPolicy) -> str:
-    """The first alarm after `watch_s`; empty if there is none."""
-    window = await Window.open(servers)
+async def _watch(done: Sequence[FleetServer], control: Sequence[FleetServer], policy: RolloutPolicy) -> str:
+    """The reason for an alarm after `watch_s`; empty if there is none.
+
+    After the last wave there is no control group, and the learner's watch takes over.
+    """
+    if not control:
+        return ""
+    window = await Window.open([*done, *control])
     await asyncio.sleep(policy.watch_s)
-    for server, acceptance in (await window.read()).items():
-        if is_alarming(acceptance):
-            return (
-                f"{server.url} hardly accepts its draft: tau {acceptance.tau:.3f} over {acceptance.num_drafts} drafts"
-            )
+    counted = await window.read()
+    ours, theirs = (
+        sum((counted[server] for server in group if server in counted), AcceptanceCounts.zero())
+        for group in (done, control)
+    )
+    if is_worse_than_control(ours, theirs):
+        return (
+            f"{len(done)} servers hardly accept the draft: tau {_describe(ours)} against {_describe(theirs)} of the "
+            "others"
+        )
     return ""
+
+
+def is_worse_than_control(ours: AcceptanceCounts, control: AcceptanceCounts) -> bool:
+    """Whether our draft is hardly accepted, and the control group's is.
+
+    If neither is, the traffic is to blame: a few clients at temperature 2 bring down any draft.
+    """
+    return is_alarming(ours) and control.num_drafts >= ALARM_DRAFTS and not is_alarming(control)
 
 
 def _are_too_many(absent: dict[str, str], servers: Sequence[FleetServer], policy: RolloutPolicy) -> bool:

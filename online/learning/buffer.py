@@ -4,6 +4,9 @@
                                      └────────────┬─────────────┘
                     fresh(after)   replay(through)   read(select_held_out())   commit_trained(checkpoint, through)
 
+A keyed hash of the prompt decides whether a record trains or is held out: see `prompt_key`. No tenant has more than its
+share of what is replayed or judged: see `evidence`.
+
 Every record gets a sequence number, which is never reused. The learner trains records in this order, and commits the
 number it has reached together with a checkpoint's name. After a crash it resumes the checkpoint of the newest commit
 and continues after this number. A checkpoint without a commit does not count: no record is trained twice by accident.
@@ -20,13 +23,13 @@ import os
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -49,6 +52,8 @@ from redraft.online.learning.buffer_file import (
     unlink,
 )
 from redraft.online.learning.cursor import Commit, Cursor
+from redraft.online.learning.evidence import EvidenceLimits, choose_evidence, name_domains, take_fairly
+from redraft.online.learning.prompt_key import PromptKey
 from redraft.online.learning.quarantine import Quarantine, overwrite
 from redraft.online.records.origin import list_stored_names
 from redraft.online.records.record import CorruptRecordError, Record, decode_record
@@ -79,9 +84,16 @@ class BufferConfig:
     Only records with hidden states come near it. If they do, a step has fewer records than `training` asks for: raise
     this to `training.replay_per_step` times the size of a record, at 2 bytes per number."""
     held_out_fraction: float = 0.05
-    """Share of all prompts whose records judge candidates and are never trained."""
+    """Share of all prompts whose records judge candidates and are never trained. A secret key in the folder decides
+    which, so that no client can choose."""
+    tenant_share: float = 0.2
+    """Largest share of one tenant (X-Redraft-Tenant) among the held-out requests that judge a candidate, and among
+    replayed records. All requests without a tenant are one tenant's. If there are fewer than 1 / tenant_share tenants,
+    each may have an equal part, so a single one has everything. Set this to 1 if you trust all your tenants."""
 
     def __post_init__(self) -> None:
+        if not 0 < self.tenant_share <= 1:
+            raise ValueError(f"tenant_share is {self.tenant_share}: it must be above 0 and at most 1")
         if min(self.max_bytes, self.max_age_s, self.max_read_bytes) <= 0:
             raise ValueError("max_bytes, max_age_s and max_read_bytes must be above 0")
         if not 0 <= self.held_out_fraction < 1:
@@ -142,13 +154,6 @@ class TenantRecords:
     """Files of a later release, which may hold anybody's records."""
 
 
-def is_held_out(record: Record, fraction: float) -> bool:
-    """True for `fraction` of all prompts, by hash. All segments and repetitions of a request get the same answer."""
-    # The prompt only: answers of one prompt differ, and training on one would leak into judging by another.
-    prompt = record.context[: 4 * record.num_prompt_tokens]  # int32 ids
-    return int.from_bytes(hashlib.sha256(prompt).digest()[:8], "big") < fraction * 2**64
-
-
 class Buffer:
     """The only writer and reader of a folder. Methods may be called from several threads."""
 
@@ -179,6 +184,12 @@ class Buffer:
         """A sentence for every damage found. Whoever tells it may empty the list."""
         # Without a folder, nothing of anybody's text may reach a disk: bad records are then only counted.
         self.quarantine = Quarantine(config.folder / "quarantine", config.max_age_s) if config.folder else None
+        self.known_domains: frozenset[str] = frozenset({domain} - {""})
+        """Domains that an operator named. Clients can send any name: see `name_domains`."""
+        self.names: Mapping[str, str] = {}
+        """The name under which each domain is judged and shown, as of the last `refresh_names`."""
+        self.upgraded = ""
+        """A sentence for people if the files were of an earlier release; else empty."""
         self._later_files: list[Path] = []
         """Files of a later release: they wait for it, until they are `max_age_s` old."""
         self._lock = threading.RLock()
@@ -190,6 +201,8 @@ class Buffer:
                 self._cursor = Cursor(config.folder)
                 self.damage += self._cursor.damage
                 self._files = self._open_files()
+                self._key = PromptKey.open(config.folder / "held-out.key") if config.folder else PromptKey.make()
+                self._upgrade()
             self._opened = opened.pop_all()
         seqs = self._index()["seq"]
         # Commits count too: the records with the highest numbers may have expired, and no number is used twice.
@@ -293,8 +306,9 @@ class Buffer:
     ) -> list[Record]:
         """`count` records to train again: a share of `anchors`, then distinct records up to `through`, by weight.
 
-        Fewer if the buffer holds fewer, or if together they would have more than `max_read_bytes`. The same contents
-        and seed give the same records.
+        No tenant has more than `tenant_share` of the latter while others have records left. Fewer if the buffer holds
+        fewer, or if together they would have more than `max_read_bytes`. The same contents and seed give the same
+        records.
         """
         rng = np.random.default_rng(seed)
         # Without anchors in the file, all of the draw is from traffic.
@@ -303,17 +317,28 @@ class Buffer:
         with self._lock:
             index = self._training()
             index = index[index["seq"] <= through]
-            order = draw(log_weights(index, now_s, policy), count - num_anchors, rng)
+            order = draw(log_weights(index, now_s, policy), rng)
+            count -= num_anchors
+            order = order[take_fairly(index["tenant"][order].tolist(), count, self.config.tenant_share, count)]
             return chosen + [stored.record for stored in self._read(index["seq"][order])]
 
-    def select_held_out(self, per_domain: int) -> list[int]:
-        """Sequence numbers of the newest `per_domain` held-out records of every domain, even one without traffic."""
+    def select_held_out(self, per_domain: int, **limits: Any) -> list[int]:
+        """Sequence numbers of the newest held-out requests of every domain, even one without traffic.
+
+        Every prompt counts once, and no tenant has more than `tenant_share` of them. `limits` are other fields of
+        EvidenceLimits.
+        """
         with self._lock:
             index = self._usable()
-            index = index[index["held_out"]]
-            # Per domain, or a busy domain would crowd out the others and the gate could not judge them.
-            newest = [index["seq"][index["domain"] == domain][-per_domain:] for domain in set(index["domain"])]
-            return sorted(np.concatenate([index["seq"][:0], *newest]).tolist())
+        wanted = EvidenceLimits(per_domain=per_domain, tenant_share=self.config.tenant_share, **limits)
+        return choose_evidence(index[index["held_out"]], name_domains(index, self.known_domains), wanted)
+
+    def refresh_names(self) -> Mapping[str, str]:
+        """Update `names` from the records, and return them."""
+        with self._lock:
+            index = self._usable()
+        self.names = name_domains(index, self.known_domains)
+        return self.names
 
     def read(self, seqs: Iterable[int]) -> Iterator[Stored]:
         """The records with these sequence numbers, in this order, one at a time: together they may not fit in memory.
@@ -419,6 +444,7 @@ class Buffer:
     def _row(self, record: Record, now_s: float) -> Row:
         # Rows after a rejection continue a text the target refused: they say nothing about the draft's quality.
         verified_R = (record.draft_ids >= 0) & (record.branches == 0)
+        hashes = self._key.hash(record)
         return Row(
             record_id=record.record_id,
             time_s=now_s,
@@ -428,7 +454,9 @@ class Buffer:
             draft_version=record.draft_version,
             num_drafted=int(verified_R.sum()),
             num_wrong=int((verified_R & ~record.accepted).sum()),
-            held_out=is_held_out(record, self.config.held_out_fraction),
+            held_out=hashes.is_held_out(self.config.held_out_fraction),
+            prompt=hashes.prompt,
+            request=hashes.request,
         )
 
     def _insert(self, rows: list[tuple[Row, bytes]], now_s: float) -> None:
@@ -481,6 +509,23 @@ class Buffer:
         overwrite(path)
         unlink(path)
         self._later_files.remove(path)
+
+    def _upgrade(self) -> None:
+        """Hash the prompts of held-out records from an earlier release, which knew no key.
+
+        Every record stays on its side: nothing held out is trained, and nothing trained judges.
+        """
+        older = [file for file in self._files if file.is_older]
+        for file in older:
+            index = self._unless_damaged(file, file.index, np.empty(0, INDEX_DTYPE))
+            seqs = index["seq"][index["held_out"]].tolist()
+            hashes = {stored.seq: self._key.hash(stored.record) for stored in self.read(seqs)}
+            file.set_hashes(hashes)
+        if older:
+            self.upgraded = (
+                f"{sum(len(file.index()) for file in older if file in self._files)} records of an earlier release keep "
+                f"their side; a key decides which new prompts are held out. Keep it: {self.config.folder}/held-out.key"
+            )
 
     def _drop(self, file: BufferFile, reason: str) -> None:
         self.counts[reason] += len(file.index())
@@ -569,9 +614,9 @@ def log_weights(index: Index, now_s: float, policy: Replay) -> NDArray[np.float6
     return log_weight
 
 
-def draw(log_weight: NDArray[np.float64], count: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """`count` distinct positions, drawn one after the other by weight, without replacement.
+def draw(log_weight: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.int64]:
+    """All positions in the order of a draw by weight, without replacement.
 
     This is Gumbel top-k (arXiv 1903.06059): sorting by log-weight plus Gumbel noise gives the same distribution.
     """
-    return np.argsort(-(log_weight + rng.gumbel(size=len(log_weight))))[:count]
+    return np.argsort(-(log_weight + rng.gumbel(size=len(log_weight))))

@@ -6,7 +6,7 @@ import errno
 import sqlite3
 import sys
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redraft.heads.files.artifact import is_full
+from redraft.online.learning.prompt_key import Hashes
 
 LAYOUT = 2
 """Layout of the files, in SQLite's `user_version`. Those of layout 0 have no checksums, and get no more records."""
@@ -31,7 +32,8 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
     seq INTEGER PRIMARY KEY, record_id TEXT NOT NULL UNIQUE, time_s REAL NOT NULL, domain TEXT NOT NULL,
     tenant TEXT NOT NULL, target_fingerprint TEXT NOT NULL, draft_version TEXT NOT NULL,
-    num_drafted INTEGER NOT NULL, num_wrong INTEGER NOT NULL, held_out INTEGER NOT NULL, crc32 INTEGER NOT NULL);
+    num_drafted INTEGER NOT NULL, num_wrong INTEGER NOT NULL, held_out INTEGER NOT NULL,
+    prompt INTEGER NOT NULL, request INTEGER NOT NULL, crc32 INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS frames (seq INTEGER PRIMARY KEY, frame BLOB NOT NULL);
 """
 
@@ -43,10 +45,13 @@ INDEX_DTYPE = np.dtype(
         ("seq", "i8"),
         ("time_s", "f8"),
         ("domain", "O"),
+        ("tenant", "O"),
         ("target_fingerprint", "O"),
         ("num_drafted", "i8"),
         ("num_wrong", "i8"),
         ("held_out", "?"),
+        ("prompt", "i8"),
+        ("request", "i8"),
     ]
 )
 
@@ -83,6 +88,13 @@ class Row(NamedTuple):
     num_wrong: int
     """Verified draft tokens refused by the target."""
     held_out: bool
+    prompt: int
+    """Keyed hash of the prompt."""
+    request: int
+    """Keyed hash of the prompt and the request's id. All segments of a request have the same."""
+
+
+NO_HASHES = Hashes(0, 0)
 
 
 class BufferFile:
@@ -91,6 +103,7 @@ class BufferFile:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.connection, self.layout = connect(path, _SCHEMA)
+        self._hashes: Mapping[int, Hashes] = {}
         self._index: Index | None = None
         self._inserted: list[tuple[int, Row]] = []
         """Rows missing from the cached index. It is read less often than records arrive."""
@@ -115,7 +128,7 @@ class BufferFile:
         for seq, *columns in self.connection.execute("SELECT * FROM records ORDER BY seq"):
             if self.layout == LAYOUT and columns.pop() != _checksum(seq, columns):
                 raise DamagedFileError(f"the checksum of record {seq} differs")
-            row = Row(*columns)
+            row = Row(*columns, *(self._hashes.get(seq, NO_HASHES) if self.is_older else ()))
             yield (seq, *(getattr(row, name) for name in _ROW_COLUMNS))
 
     def oldest_s(self) -> float:
@@ -129,13 +142,22 @@ class BufferFile:
         oldest_s = min(self.oldest_s(), *(row.time_s for _, row, _ in rows))
         with transaction(self.connection):
             self.connection.executemany(
-                "INSERT INTO records VALUES (?,?,?,?,?,?,?,?,?,?,?)",
+                "INSERT INTO records VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
                 [(seq, *row, _checksum(seq, row)) for seq, row, _ in rows],
             )
             self.connection.executemany("INSERT INTO frames VALUES (?,?)", [(seq, frame) for seq, _, frame in rows])
         self._inserted += [(seq, row) for seq, row, _ in rows]
         self._oldest_s = oldest_s
         return True
+
+    @property
+    def is_older(self) -> bool:
+        """Whether an earlier release wrote the file, which knew no hashes of prompts. It gets no more records."""
+        return self.layout < LAYOUT
+
+    def set_hashes(self, hashes: Mapping[int, Hashes]) -> None:
+        """Give records of an older file their hashes, by number. They are kept in memory."""
+        self._hashes, self._index = hashes, None
 
     def find_known(self, record_ids: list[str]) -> set[str]:
         """The subset of the ids in this file."""
@@ -249,15 +271,15 @@ def is_damaged(error: sqlite3.Error) -> bool:
 
 
 def _build_index(rows: Iterable[Any]) -> Index:
-    """INDEX_DTYPE [rows] from the columns in order. Domains and fingerprints are few, and interned to share memory.
+    """INDEX_DTYPE [rows] from the columns in order. The names are few, and interned to share memory.
 
     Raises:
         DamagedFileError: if a value is of another type.
     """
     values = []
     try:
-        for seq, time_s, domain, target_fingerprint, *rest in rows:
-            values.append((seq, time_s, sys.intern(domain), sys.intern(target_fingerprint), *rest))
+        for seq, time_s, *names, num_drafted, num_wrong, held_out, prompt, request in rows:
+            values.append((seq, time_s, *map(sys.intern, names), num_drafted, num_wrong, held_out, prompt, request))
         return np.array(values, INDEX_DTYPE)
     except (TypeError, ValueError, OverflowError) as error:
         raise DamagedFileError(f"a column of another type: {error}") from error

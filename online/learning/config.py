@@ -70,4 +70,9 @@ class Judging:
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     """How the servers pick draft tokens. Must match --draft-sample-method of `redraft serve`."""
     held_out_per_domain: int = 200
-    """A candidate is judged on this many held-out records per domain, the newest ones."""
+    """A candidate is judged on this many held-out requests per domain, the newest ones. A prompt counts once, however
+    often it was sent."""
+    domains: tuple[str, ...] = ()
+    """Domains to judge by themselves in any case, in addition to those in `fleet.file`. Clients can invent domains, so
+    another one is judged by itself only if at least two tenants send it, or if there is just one tenant; the rest
+    counts as one domain, `other`."""

@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.intervals import estimate_gain
+from redraft.online.learning.evidence import OTHER
 
 Array = NDArray[np.float64]
 
@@ -114,10 +116,7 @@ def judge(
     if not _is_sane(candidate):
         return _verdict(Decision.REJECT, "the candidate's counts are not finite")
 
-    pairs = zip(candidate, incumbent, strict=True)
-    counts_N4 = np.array([(c.num_drafts, c.num_accepted, i.num_drafts, i.num_accepted) for c, i in pairs])
-    # A request without drafts on one side, e.g. with a single output token, cannot be compared.
-    usable_N = (counts_N4[:, [0, 2]] > 0).all(1) if len(counts_N4) else np.zeros(0, bool)
+    counts_N4, usable_N = _pair_counts(candidate, incumbent)
     if usable_N.sum() < policy.min_requests:
         return _verdict(
             Decision.INCONCLUSIVE, f"{usable_N.sum()} held-out requests with drafts, {policy.min_requests} needed"
@@ -127,13 +126,45 @@ def judge(
     judged, unjudged = {}, []
     for name in sorted(set(names_N.tolist())):
         rows_N = names_N == name
-        if rows_N.sum() >= policy.min_domain_requests:
+        # Anybody can send a request of another domain: together they may not block a candidate.
+        if name != OTHER and rows_N.sum() >= policy.min_domain_requests:
             judged[name] = _gain(counts_N4[rows_N], policy, look)
         else:
             unjudged.append(f"{name} ({rows_N.sum()})")
     decision, why = _decide(overall, judged, policy)
-    note = f"; too few requests to judge {', '.join(unjudged)}" if unjudged else ""
+    note = f"; not judged by themselves: {', '.join(unjudged)}" if unjudged else ""
     return _verdict(decision, f"{why}{note}", overall, judged)
+
+
+def find_loss(
+    current: Sequence[AcceptanceCounts], previous: Sequence[AcceptanceCounts], policy: Policy, look: int = 1
+) -> tuple[bool, str]:
+    """Whether the current version is proven to be accepted less than the previous one, and the numbers for people.
+
+    Row i of both sequences is the same held-out request. As with `judge`, `look` counts the comparisons since the
+    current version was promoted, and the error of all of them is bounded by 1 - `policy.confidence`.
+
+    Raises:
+        ValueError: if the sequences differ in length or `look` is below 1.
+    """
+    if look < 1:
+        raise ValueError(f"looks are counted from 1, got {look}")
+    counts_N4, usable_N = _pair_counts(current, previous)
+    if not _is_sane(current):
+        return True, "its counts are not finite"
+    if usable_N.sum() < policy.min_requests:
+        return False, f"{usable_N.sum()} held-out requests with drafts, {policy.min_requests} needed"
+    gain = _gain(counts_N4[usable_N], policy, look, is_upper_spent=True)
+    return gain.upper < 0, str(gain)
+
+
+def _pair_counts(ours: Sequence[AcceptanceCounts], theirs: Sequence[AcceptanceCounts]) -> tuple[Array, Any]:
+    """(drafts, accepted, drafts, accepted) of every request, [N, 4], and which requests can be compared, [N]."""
+    pairs = zip(ours, theirs, strict=True)
+    counts_N4 = np.array([(o.num_drafts, o.num_accepted, t.num_drafts, t.num_accepted) for o, t in pairs])
+    counts_N4 = counts_N4.reshape(-1, 4)
+    # A request without drafts on one side, e.g. with a single output token, cannot be compared.
+    return counts_N4, (counts_N4[:, [0, 2]] > 0).all(1)
 
 
 def _decide(overall: Gain, domains: dict[str, Gain], policy: Policy) -> tuple[Decision, str]:
@@ -160,13 +191,14 @@ def spent_confidence(confidence: float, look: int) -> float:
     return 1 - (1 - confidence) / (look * (look + 1))
 
 
-def _gain(counts_N4: Array, policy: Policy, look: int) -> Gain:
+def _gain(counts_N4: Array, policy: Policy, look: int, *, is_upper_spent: bool = False) -> Gain:
     accepted_N2, drafts_N2 = counts_N4[:, [1, 3]], counts_N4[:, [0, 2]]
     tau_candidate, tau_incumbent = 1 + accepted_N2.sum(0) / drafts_N2.sum(0)
     gain = estimate_gain(accepted_N2, drafts_N2)
     # One-sided bounds at `confidence` are the ends of a two-sided interval at 2 * confidence - 1.
-    lower, _ = gain.interval(2 * spent_confidence(policy.confidence, look) - 1)
-    _, upper = gain.interval(2 * policy.confidence - 1)
+    spent = spent_confidence(policy.confidence, look)
+    lower, _ = gain.interval(2 * spent - 1)
+    _, upper = gain.interval(2 * (spent if is_upper_spent else policy.confidence) - 1)
     return Gain(
         num_requests=len(counts_N4),
         tau_candidate=float(tau_candidate),

@@ -27,6 +27,7 @@ import numpy as np
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.evidence import OTHER
 from redraft.online.learning.quarantine import overwrite
 from redraft.online.records.checks import Fault
 from redraft.online.records.record import CorruptRecordError, LaterLayoutError, Record, read_frames
@@ -43,7 +44,6 @@ Sums = dict[tuple[str, str], AcceptanceCounts]
 """Acceptance of the servers' drafts by (domain, draft version)."""
 
 MAX_SUMS = 256
-OTHER = ("other", "other")
 
 
 @dataclass(kw_only=True)
@@ -162,11 +162,11 @@ def _readable(file: BinaryIO, stays: Counter[str]) -> Frames:
 
 
 def add_acceptance(sums: Sums, key: tuple[str, str], acceptance: AcceptanceCounts) -> None:
-    """Add to the sum of (domain, draft version), or to that of OTHER if there are MAX_SUMS already.
+    """Add to the sum of (domain, draft version), or to that of the others if there are MAX_SUMS already.
 
     Senders choose both names, and each sum becomes a line of the journal.
     """
-    key = key if key in sums or len(sums) < MAX_SUMS else OTHER
+    key = key if key in sums or len(sums) < MAX_SUMS else (OTHER, OTHER)
     sums[key] = sums.get(key, AcceptanceCounts.zero()) + acceptance
 
 
@@ -181,7 +181,8 @@ def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Take
         taken += Taken(counts=buffer.append(batch, now_s))
         for _, record in batch:
             if isinstance(record, Record) and record.target_fingerprint == buffer.target_fingerprint:
-                add_acceptance(taken.accepted, (record.domain or "all", record.draft_version), count_acceptance(record))
+                domain = buffer.names.get(record.domain, OTHER) if buffer.names else record.domain or "all"
+                add_acceptance(taken.accepted, (domain, record.draft_version), count_acceptance(record))
     return taken
 
 

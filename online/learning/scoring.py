@@ -23,6 +23,7 @@ from redraft.eval.counts import AcceptanceCounts, expected_blocks
 from redraft.eval.forecast.rows import ROWS_A_CHUNK, step_rates, take_draft_steps, target_rows
 from redraft.heads.catalog import Reads
 from redraft.heads.draft import Draft, DraftStep, TargetSignal
+from redraft.online.learning.evidence import OTHER
 from redraft.online.learning.replay import RecordedBatch, make_batches
 from redraft.online.records.record import Record, Sampling, training_sequences
 
@@ -74,15 +75,17 @@ def score_requests(draft: Draft, records: Iterable[Record], **settings: Any) -> 
     for record in records:
         key = (record.server_id, record.request_id)
         (counts,) = score(draft, [record], **settings)
-        before = found.get(key, RequestScore(record.domain or "all", AcceptanceCounts.zero()))
+        before = found.get(key, RequestScore(record.domain, AcceptanceCounts.zero()))
         found[key] = RequestScore(before.domain, before.counts + counts)
     return found
 
 
 def pair_scores(
-    candidate: Mapping[Request, RequestScore], incumbent: Mapping[Request, RequestScore]
+    candidate: Mapping[Request, RequestScore],
+    incumbent: Mapping[Request, RequestScore],
+    names: Mapping[str, str] | None = None,
 ) -> tuple[list[AcceptanceCounts], list[AcceptanceCounts], list[str]]:
-    """(candidate's counts, incumbent's counts, domains) of the requests that can be compared.
+    """(candidate's counts, incumbent's counts, domains by `names`) of the requests that can be compared.
 
     A request is left out if its records expired between the two scorings, or if the incumbent's score is not finite:
     the served draft is known to be finite, so the record is to blame. A request whose score is not finite for the
@@ -92,7 +95,7 @@ def pair_scores(
     return (
         [candidate[key].counts for key in compared],
         [incumbent[key].counts for key in compared],
-        [incumbent[key].domain for key in compared],
+        [(names or {}).get(incumbent[key].domain, OTHER) for key in compared],
     )
 
 

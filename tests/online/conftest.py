@@ -15,7 +15,14 @@ from real_server import COPY, CORRUPT, FOREIGN, NOISY, RANDOM, TOKEN, WIDER, Ser
 from safetensors.torch import load_file, save_file
 
 from redraft.heads.files.artifact import publish
+from redraft.online.learning import prompt_key
 from redraft.online.records.spool import spool_files
+
+
+@pytest.fixture(autouse=True)
+def known_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A known key, so that the same prompts are held out in every run."""
+    monkeypatch.setattr(prompt_key, "make_secret", lambda: bytes(prompt_key.KEY_BYTES))
 
 
 @pytest.fixture(scope="session")

@@ -307,19 +307,6 @@ def test_a_server_that_restarts_with_its_old_draft_is_brought_back(world, record
     play(world, script)
 
 
-def test_a_version_that_is_hardly_accepted_any_more_is_rolled_back(world, records):
-    async def script(task):
-        ship(world.spool, records[:300])
-        version = await promoted(world, task)
-        world.traffic.tau[version] = 1.0
-        await until(lambda: all(fake.version == "v000001" for fake in world.fakes), task)
-        assert world.registry.current() == "v000001"
-
-    play(world, script)
-    assert "acceptance_alarm" in faults(world)
-    assert any(entry.outcome == "rolled_back" for entry in world.entries("swap"))
-
-
 def test_the_fleet_stays_on_one_version_where_a_server_refuses_the_new_one(world, records):
     world.fakes[1].refuses = {"v000002"}
 

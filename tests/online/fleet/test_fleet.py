@@ -226,14 +226,25 @@ async def test_a_restarted_control_server_is_left_out_of_the_window():
 
 @in_event_loop
 async def test_an_alarm_in_a_wave_brings_all_servers_back():
-    """The canary's traffic suits the draft, another server's does not."""
-    fakes = [FakeServer(Traffic()) for _ in range(6)]
-    fakes[4].traffic = Traffic(tau={OLD: 2.0, NEW: 1.01})
+    """The canary's traffic suits the draft, that of the servers of the second wave does not."""
+    fakes = [FakeServer(Traffic()) for _ in range(10)]
+    for fake in fakes[1:5]:
+        fake.traffic = Traffic(tau={OLD: 2.0, NEW: 1.01}, drafts_per_reading=50_000)
     async with running(*fakes) as servers:
         outcome = await roll_out(servers, NEW)
         assert not outcome.passed
-        assert f"{fakes[4].url} hardly accepts its draft: tau 1.010 over 500 drafts" in outcome.reason
+        assert "5 servers hardly accept the draft: tau 1.0" in outcome.reason
+        assert "against 2.000" in outcome.reason
         assert {fake.version for fake in fakes} == {OLD}
+
+
+@in_event_loop
+async def test_clients_that_no_draft_suits_stop_no_rollout():
+    """Temperature 2 or few allowed tokens bring every server's counters down, whatever its draft."""
+    fakes = [FakeServer(Traffic(tau={OLD: 1.01, NEW: 1.01})) for _ in range(4)]
+    async with running(*fakes) as servers:
+        assert (await roll_out(servers, NEW)).passed
+        assert {fake.version for fake in fakes} == {NEW}
 
 
 @in_event_loop

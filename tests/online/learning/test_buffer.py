@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from redraft.heads.files.lock import AlreadyOwnedError
-from redraft.online.learning.buffer import CLOCK_SLACK_S, Buffer, BufferConfig, Replay, is_held_out
+from redraft.online.learning.buffer import CLOCK_SLACK_S, Buffer, BufferConfig, Replay
 from redraft.online.learning.buffer_file import PAGE_BYTES, BufferFullError
 from redraft.online.records.record import Record, Sampling, encode_record, read_frames
 
@@ -233,13 +233,6 @@ def test_held_out_prompts_never_train_whatever_the_segment(folder):
         assert 0.2 < len(judged) / 400 < 0.4
         replayed = buffer.replay(999, [], through=10**6, now_s=0.0, seed=0, policy=Replay())
         assert sorted(numbers_of(replayed)) == sorted(numbers_of(trained))
-
-
-def test_the_side_of_a_prompt_depends_on_its_prompt_alone():
-    sides = {is_held_out(make_record(n, prompt=i32(1, 2), domain=str(n), sequence=n), 0.5) for n in range(50)}
-    assert len(sides) == 1
-    share = np.mean([is_held_out(make_record(n), 0.25) for n in range(4000)])
-    assert share == pytest.approx(0.25, abs=0.03)
 
 
 def test_held_out_keeps_every_domain_in_view(folder):

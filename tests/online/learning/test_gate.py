@@ -7,7 +7,8 @@ import pytest
 from scipy import stats
 
 from redraft.eval.counts import AcceptanceCounts
-from redraft.online.learning.gate import Decision, Policy, judge, spent_confidence
+from redraft.online.learning.evidence import OTHER
+from redraft.online.learning.gate import Decision, Policy, find_loss, judge, spent_confidence
 
 LENIENT = Policy(min_requests=10, min_domain_requests=10)
 
@@ -189,3 +190,42 @@ def test_sequences_must_pair_up() -> None:
 def test_the_same_numbers_give_the_same_verdict() -> None:
     candidate, incumbent = make_requests(np.random.default_rng(5), 60, 0.05)
     assert judge(candidate, incumbent, ["a"] * 60, Policy()) == judge(candidate, incumbent, ["a"] * 60, Policy())
+
+
+# --- a promoted version against the one before
+
+
+def test_a_version_that_lost_acceptance_is_found_and_an_equal_one_is_not() -> None:
+    rng = np.random.default_rng(3)
+    for gain, is_worse in ((-0.6, True), (0.0, False), (0.6, False)):
+        current, previous = make_requests(rng, 200, gain)
+        assert find_loss(current, previous, Policy())[0] is is_worse
+
+
+def test_equal_versions_are_hardly_ever_found_worse_however_often_one_looks() -> None:
+    """Bounded by 5% over all looks of a campaign."""
+    rng = np.random.default_rng(4)
+    campaigns = [
+        any(find_loss(*make_requests(rng, 60, 0.0), Policy(), look)[0] for look in range(1, 11)) for _ in range(200)
+    ]
+    assert np.mean(campaigns) <= 0.08  # 0.05 and two standard errors
+
+
+def test_too_few_requests_find_nothing_and_numbers_that_are_not_finite_do() -> None:
+    bad, good = make_scored([0.0] * 49), make_scored([1.0] * 49)
+    assert find_loss(bad, good, Policy()) == (False, "49 held-out requests with drafts, 50 needed")
+    assert find_loss([], [], Policy())[0] is False
+    assert find_loss([make_counts(math.nan, 1)], [make_counts(1, 1)], Policy())[0]
+    with pytest.raises(ValueError, match="looks are counted from 1"):
+        find_loss(bad, good, Policy(), look=0)
+
+
+def test_domains_that_nobody_vouches_for_block_no_candidate() -> None:
+    candidate = make_scored([1.0] * 100 + [0.1] * 40)
+    incumbent = make_scored([0.5] * 100 + [0.5] * 40)
+    domains = ["code"] * 100 + ["invented"] * 40
+    assert judge(candidate, incumbent, domains, Policy()).decision is Decision.REJECT
+    verdict = judge(candidate, incumbent, [name.replace("invented", OTHER) for name in domains], Policy())
+    assert verdict.decision is Decision.PROMOTE
+    assert set(verdict.domains) == {"code"}
+    assert verdict.reason.endswith("not judged by themselves: other (40)")

@@ -688,7 +688,7 @@ def test_a_request_that_is_not_finite_counts_only_against_the_candidate():
     keys = [("boot", str(number)) for number in range(4)]
     incumbent = dict(zip(keys, [RequestScore("code", counts) for counts in (fine, nan, nan, fine)], strict=True))
     candidate = dict(zip(keys[:3], [RequestScore("code", counts) for counts in (nan, nan, fine)], strict=True))
-    assert pair_scores(candidate, incumbent) == ([nan], [fine], ["code"])
+    assert pair_scores(candidate, incumbent, {"code": "code"}) == ([nan], [fine], ["code"])
 
 
 def test_a_record_is_as_large_as_its_arrays():

@@ -1,0 +1,76 @@
+"""The alarm: a server hardly accepts anything of the current version. Held-out requests decide whether it goes back.
+
+    watch ─ counters below the limit ─► report ─► compare with the previous version ─► go back, or stay and say why
+
+A server's counters count whatever anybody sends, and a few clients at temperature 2 can bring them down for any draft.
+So they only ask the question. There is at most one automatic rollback after a promotion: one version can be bad, but
+when the version before it looks bad as well, the traffic has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+
+from redraft.online.daemon.cycle import Cycle
+from redraft.online.journal import Journal
+
+REST_S = 600.0
+"""Seconds between two answers to the alarm: scoring two drafts takes the place of training."""
+
+
+class Alarm:
+    def __init__(self, cycle: Cycle, journal: Journal) -> None:
+        self.cycle, self.journal = cycle, journal
+        self._reported = asyncio.Event()
+        self._server = self._version = ""
+        self._looks = Counter[str]()
+        self._answered_s = -REST_S
+        self._told = ""
+
+    def report(self, server: str, version: str) -> None:
+        """A server hardly accepts anything of the version. Returns at once; `run` looks into it."""
+        if version != self._version:
+            self._answered_s = -REST_S
+        if time.monotonic() - self._answered_s >= REST_S:
+            self._server, self._version = server, version
+            self._reported.set()
+
+    async def run(self) -> None:
+        """Answer reports, one after the other, forever."""
+        while True:
+            await self._reported.wait()
+            await self._answer(self._server, self._version)
+            self._answered_s = time.monotonic()
+            self._reported.clear()
+
+    async def _answer(self, server: str, version: str) -> None:
+        cycle = self.cycle
+        previous = cycle.registry.previous()
+        if previous is None:
+            self._fault("nothing_to_go_back_to", version)
+            return
+        if cycle.state.has_gone_back:
+            self._tell(f"stays on {version}: the fleet went back already, and does so once after a promotion")
+            return
+        self._looks[version] += 1
+        try:
+            is_worse, why = await cycle.in_thread(cycle.judge.find_loss, version, previous, self._looks[version])
+            if is_worse and version == cycle.current and not cycle.is_rolling_out:
+                await cycle.go_back(f"{server} hardly accepts anything of {version}, and {why}", is_automatic=True)
+            elif not is_worse:
+                self._tell(f"stays on {version}, although {server} hardly accepts it: {why}")
+        except (OSError, ValueError):  # the version before is gone or damaged
+            self._fault("nothing_to_go_back_to", version)
+
+    def _tell(self, sentence: str) -> None:
+        """Write down the answer, once."""
+        if sentence != self._told:
+            self._told = sentence
+            self.cycle.journal_state(sentence)
+
+    def _fault(self, what: str, detail: str) -> None:
+        if what + detail != self._told:
+            self._told = what + detail
+            self.journal.write("fault", what=what, detail=detail)

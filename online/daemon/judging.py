@@ -1,0 +1,100 @@
+"""Verdicts on drafts, by held-out requests: a candidate against the current version, or that against the one before.
+
+Blocking; for use from the thread that owns the draft in training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.heads.files.artifact import verify
+from redraft.online.daemon.config import LearnerConfig
+from redraft.online.fleet.registry import Registry
+from redraft.online.fleet.server import is_alarming
+from redraft.online.learning.buffer import Buffer, Stored
+from redraft.online.learning.candidate import Candidate
+from redraft.online.learning.gate import Verdict, find_loss, judge
+from redraft.online.learning.intake import count_acceptance
+from redraft.online.learning.scoring import Request, RequestScore, pair_scores, score_requests
+
+RECENT_S = 86400.0
+"""Age of the oldest requests that decide about an alarm: it is about today's traffic."""
+
+
+class Judge:
+    def __init__(self, cfg: LearnerConfig, registry: Registry, buffer: Buffer, candidate: Candidate) -> None:
+        self.cfg, self.registry, self.buffer, self.candidate = cfg, registry, buffer, candidate
+
+    def judge_draft(self, draft: Path, incumbent: str, look: int) -> Verdict:
+        """The gate's verdict on the draft in a folder against a version."""
+        seqs = self._select_requests()
+        ours, theirs = (self._score(folder, seqs) for folder in (draft, self.registry.path(incumbent)))
+        return judge(*pair_scores(ours, theirs, self.buffer.refresh_names()), self.cfg.gate, look)
+
+    def find_loss(self, current: str, previous: str, look: int) -> tuple[bool, str]:
+        """Whether the current version is proven worse than the previous one on today's traffic, and why.
+
+        Counters of servers take no part: they count whatever anybody sends. `look` is 1 for the first time after a
+        promotion, 2 for the next one, and so on.
+
+        Raises:
+            OSError, ValueError: if a version is gone or damaged.
+        """
+        folders = [self.registry.path(version) for version in (current, previous)]
+        for folder in folders:
+            verify(folder)  # loading a damaged draft could raise anything
+        seqs = self._select_requests(since_s=time.time() - RECENT_S)
+        ours, theirs = (self._score(folder, seqs) for folder in folders)
+        # Two comparisons a look, each with a part of the error.
+        is_worse, numbers = find_loss(*pair_scores(ours, theirs)[:2], self.cfg.gate, 2 * look - 1)
+        if is_worse:
+            return True, f"on held-out requests it is worse than {previous}: {numbers}"
+        is_refused, served_numbers = self._find_refused(current, theirs, seqs, 2 * look)
+        if is_refused:
+            return True, f"the engine hardly accepts it on held-out requests, unlike {previous}: {served_numbers}"
+        return False, f"on held-out requests it is not proven worse than {previous}: {numbers}"
+
+    def _find_refused(
+        self, current: str, theirs: dict[Request, RequestScore], seqs: Sequence[int], look: int
+    ) -> tuple[bool, str]:
+        """Whether the engine refuses a draft that is good by its weights, e.g. because it runs it wrongly.
+
+        A score cannot see that, but the records tell which draft tokens the engine accepted.
+        """
+        served = count_served(self.buffer.read(seqs), current)
+        paired = pair_scores({key: RequestScore("", counts) for key, counts in served.items()}, theirs)
+        if not is_alarming(sum(paired[0], AcceptanceCounts.zero())):
+            return False, ""
+        return find_loss(*paired[:2], self.cfg.gate, look)
+
+    def _select_requests(self, **limits: float) -> list[int]:
+        return self.buffer.select_held_out(
+            self.cfg.judging.held_out_per_domain,
+            at_least=self.cfg.gate.min_requests,
+            at_least_of_domain=self.cfg.gate.min_domain_requests,
+            **limits,
+        )
+
+    def _score(self, folder: Path, seqs: Sequence[int]) -> dict[Request, RequestScore]:
+        draft = self.candidate.load(folder)
+        return score_requests(
+            (draft.float() if self.candidate.accelerator.device.type == "cpu" else draft).eval(),
+            (stored.record for stored in self.buffer.read(seqs)),
+            num_speculative_tokens=self.cfg.judging.num_speculative_tokens,
+            method=self.cfg.judging.draft_sample_method,
+            sequence_length=self.cfg.training.sequence_length,
+            reads=self.candidate.family.reads,
+        )
+
+
+def count_served(records: Iterable[Stored], version: str) -> dict[Request, AcceptanceCounts]:
+    """The engine's acceptance of this version's drafts, by request."""
+    counts: dict[Request, AcceptanceCounts] = {}
+    for record in (stored.record for stored in records):
+        if record.draft_version == version:
+            key = (record.server_id, record.request_id)
+            counts[key] = counts.get(key, AcceptanceCounts.zero()) + count_acceptance(record)
+    return counts

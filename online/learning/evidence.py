@@ -1,0 +1,129 @@
+"""The requests that judge a candidate, and the records replayed: distinct prompts, and a share per tenant. Pure.
+
+    held-out records ─► newest request of each prompt ─► share per tenant, by domain ─► share per tenant, over all
+
+One tenant must not decide alone: not by sending much, not by repeating a prompt, not by inventing domains. A tenant is
+a value of X-Redraft-Tenant, and all records without one are one tenant's: set the header at the gateway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from redraft.online.learning.buffer_file import Index
+
+OTHER = "other"
+"""Name that stands for all domains that are not told apart. It has no verdict by itself."""
+
+MAX_DOMAINS = 32
+"""Domains told apart, apart from the known ones."""
+
+FULL_TENANT = 20
+"""A tenant with this many requests counts in full, and smaller ones count together: a single stray request must not
+make two tenants of one, and halve the share of the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvidenceLimits:
+    """Bounds of the requests that judge a draft."""
+
+    per_domain: int
+    """Largest number of requests of one domain."""
+    tenant_share: float = 1.0
+    """Largest share of one tenant, see `take_fairly`."""
+    at_least: int = 0
+    """The share yields if it would leave fewer requests than this."""
+    at_least_of_domain: int = 0
+    """The same within a domain."""
+    since_s: float = -math.inf
+    """Only records that arrived since then, in seconds since the epoch."""
+
+
+def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceLimits) -> list[int]:
+    """Sequence numbers of the records that judge a draft, ascending: whole requests, the newest ones of every domain.
+
+    `held_out` is the index of all held-out records, and `names` is of `name_domains`. A prompt counts once, with its
+    newest request.
+    """
+    held_out = held_out[held_out["time_s"] >= limits.since_s]
+    newest = _take_newest_requests(held_out)
+    by_domain = defaultdict(list)
+    for row in newest:
+        by_domain[names.get(held_out["domain"][row], OTHER)].append(row)
+    tenants = held_out["tenant"]
+    chosen: set[int] = set()
+    for rows in by_domain.values():
+        of_domain = [tenants[row] for row in rows]
+        taken = take_fairly(of_domain, limits.per_domain, limits.tenant_share, limits.at_least_of_domain)
+        chosen |= {rows[position] for position in taken}
+    rows = [row for row in newest if row in chosen]
+    taken = take_fairly([tenants[row] for row in rows], len(rows), limits.tenant_share, limits.at_least)
+    requests = held_out["request"][[rows[position] for position in taken]]
+    return [int(seq) for seq in held_out["seq"][np.isin(held_out["request"], requests)]]
+
+
+def _take_newest_requests(held_out: Index) -> list[int]:
+    """A row of the newest request of every prompt, newest first."""
+    found: dict[int, int] = {}
+    for row, prompt in reversed(list(enumerate(held_out["prompt"].tolist()))):
+        found.setdefault(prompt, row)
+    return list(found.values())
+
+
+def name_domains(index: Index, known: Collection[str]) -> Mapping[str, str]:
+    """The name under which each domain of the index is judged and shown: its own, or OTHER.
+
+    Known domains keep their names. So do the MAX_DOMAINS largest of the others, by tenants, then records. In a fleet of
+    several tenants a domain needs two of them: anybody can send X-Redraft-Domain.
+    """
+    pairs = Counter(zip(index["domain"].tolist(), index["tenant"].tolist(), strict=True))
+    tenants, records = Counter[str](), Counter[str]()
+    for (domain, _), count in pairs.items():
+        tenants[domain] += 1
+        records[domain] += count
+    wanted = min(2, count_tenants(index["tenant"].tolist()))
+    unknown = [domain for domain in records if domain not in known and tenants[domain] >= wanted]
+    unknown.sort(key=lambda domain: (-tenants[domain], -records[domain], domain))
+    named = {*known, *unknown[:MAX_DOMAINS]}
+    return {domain: (domain or "all") if domain in named else OTHER for domain in records}
+
+
+def count_tenants(tenants: Sequence[str]) -> int:
+    """Number of tenants with FULL_TENANT requests, all smaller ones taken together; at least 1."""
+    return max(1, sum(min(count, FULL_TENANT) for count in Counter(tenants).values()) // FULL_TENANT)
+
+
+def take_fairly(tenants: Sequence[str], count: int, share: float, at_least: int) -> list[int]:
+    """Positions of at most `count` requests with these tenants, the first ones, and at most `share` of them of each.
+
+    Fewer than 1 / `share` tenants may each have an equal part. If all this would leave fewer than `at_least` requests,
+    the tenants with most fill up to it, in equal parts.
+    """
+    counts = np.array(list(Counter(tenants).values()))
+    share = max(share, 1 / count_tenants(tenants))
+    size = min(count, len(tenants))
+    while size > (possible := int(np.minimum(counts, _part(share, size)).sum())):
+        size = possible  # fewer in all, so a part is smaller, too
+    limit = _part(share, size)
+    if size < (needed := min(at_least, count, len(tenants))):
+        size = needed
+        while int(np.minimum(counts, limit).sum()) < size:
+            limit += 1
+    taken: list[int] = []
+    used = Counter[str]()
+    for position, tenant in enumerate(tenants):
+        if len(taken) == size:
+            break
+        if used[tenant] < limit:
+            used[tenant] += 1
+            taken.append(position)
+    return taken
+
+
+def _part(share: float, size: int) -> int:
+    return int(share * size + 1e-9)

@@ -1,0 +1,167 @@
+"""The alarm over the fleet's acceptance: servers' counters ask the question, held-out requests answer it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from fake_fleet import TOKEN
+from learner_world import World, make_draft, make_records, ship, until
+
+from redraft.heads.files.artifact import fingerprint
+from redraft.online.daemon import alarm
+from redraft.online.daemon.state import Event, State, advance, load, save
+from redraft.online.learning.gate import Policy
+
+NOISY, GOOD, BAD = "v000001", "v000002", "v000003"
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
+    monkeypatch.setattr(alarm, "REST_S", 0.0)
+
+
+@pytest.fixture(scope="module")
+def drafts(random_target, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drafts")
+    return [
+        make_draft(random_target, folder / "noisy"),
+        random_target,
+        make_draft(random_target, folder / "bad", noise=1.0),
+    ]
+
+
+@pytest.fixture(scope="module")
+def records(random_target):
+    return make_records(random_target, 120)
+
+
+@pytest.fixture
+def world(random_target, drafts, tmp_path):
+    """A fleet whose registry has the three versions; nothing is trained."""
+    world = World.make(tmp_path, random_target, drafts[0])
+    for draft in drafts:
+        version = world.registry.publish(
+            lambda folder, draft=draft: shutil.copytree(draft, folder, dirs_exist_ok=True),
+            target_fingerprint=fingerprint(random_target), provenance={}, evaluation={},
+        )  # fmt: skip
+        world.registry.promote(version)
+    return world
+
+
+def play(world, script):
+    training = replace(world.config().training, records_per_candidate=100_000)
+
+    async def main():
+        async with world.fleet(), world.learner(training=training, gate=Policy(min_requests=10)) as task:
+            await script(task)
+
+    asyncio.run(main())
+
+
+async def start(world, records, task):
+    """Wait until the learner has evidence."""
+    ship(world.spool, records)
+    await until(lambda: world.last("buffer", "held_out") > 20, task)
+    await until(lambda: {fake.version for fake in world.fakes} == {world.registry.current()}, task)
+
+
+def told(world, words):
+    return [entry.reason for entry in world.entries("state") if words in entry.reason]
+
+
+def spoil_counters(world):
+    """As by clients at temperature 2: no server accepts anything of any draft."""
+    for version in (NOISY, GOOD, BAD):
+        world.traffic.tau[version] = 1.0
+
+
+def test_counters_alone_roll_nothing_back(world, records):
+    """They rolled the fleet back to its first version, one version every six seconds."""
+    world.registry.rollback()
+
+    async def script(task):
+        await start(world, records, task)
+        spoil_counters(world)
+        await until(lambda: len(told(world, f"stays on {GOOD}")) >= 3, task)
+        assert {fake.version for fake in world.fakes} == {GOOD}
+
+    play(world, script)
+    assert world.registry.current() == GOOD
+    assert world.registry.promoted() == [NOISY, GOOD]
+    assert "acceptance_alarm" in {entry.what for entry in world.entries("fault")}
+    assert "not proven worse than v000001: tau 1." in told(world, f"stays on {GOOD}")[0]
+
+
+def test_a_bad_version_is_rolled_back_once_and_no_further(world, records):
+    async def script(task):
+        await start(world, records, task)
+        spoil_counters(world)
+        await until(lambda: {fake.version for fake in world.fakes} == {GOOD}, task)
+        await until(lambda: told(world, f"went back to {GOOD}"), task)
+        await until(lambda: told(world, f"stays on {GOOD}: the fleet went back already"), task)
+
+    async def again(task):
+        await until(lambda: len(told(world, f"stays on {GOOD}: the fleet went back already")) == 2, task)
+
+    play(world, script)
+    assert load(world.root / "learner" / "state.json").has_gone_back
+    play(world, again)
+    assert world.registry.current() == GOOD
+
+
+def test_without_enough_held_out_requests_the_fleet_stays_and_says_so(world, records):
+    async def script(task):
+        ship(world.spool, records[:3])
+        await until(lambda: {fake.version for fake in world.fakes} == {BAD}, task)
+        spoil_counters(world)
+        await until(lambda: told(world, "held-out requests with drafts, 10 needed"), task)
+
+    play(world, script)
+    assert world.registry.current() == BAD
+
+
+def test_a_draft_that_the_engine_refuses_is_rolled_back_although_its_weights_are_good(world, records):
+    world.registry.rollback()
+    rows = len(records[0].positions)
+    refused = {
+        "draft_version": GOOD,
+        "row_drafts": np.array([5, -1] * (rows // 2), "<i4").tobytes(),
+        "row_accepted": bytes(rows),
+    }
+
+    async def script(task):
+        await start(world, [msgspec.structs.replace(record, **refused) for record in records], task)
+        spoil_counters(world)
+        await until(lambda: {fake.version for fake in world.fakes} == {NOISY}, task)
+        await until(lambda: told(world, "the engine hardly accepts it on held-out requests"), task)
+
+    play(world, script)
+
+
+def test_a_version_before_that_is_damaged_is_told_and_ends_nothing(world, records):
+    weights = world.registry.path(GOOD) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+
+    async def script(task):
+        await start(world, records, task)
+        spoil_counters(world)
+        await until(lambda: "nothing_to_go_back_to" in {entry.what for entry in world.entries("fault")}, task)
+
+    play(world, script)
+    assert world.registry.current() == BAD
+
+
+def test_the_one_rollback_is_remembered_until_the_next_promotion(tmp_path):
+    state = replace(State(), has_gone_back=True)
+    save(state, tmp_path / "state.json")
+    state = load(tmp_path / "state.json")
+    for event in (Event.BEGIN, Event.TRAINED, Event.PROMOTED, Event.PUBLISHED, Event.PASSED):
+        state = advance(state, event, candidate="v000009")
+        assert state.has_gone_back
+    assert not advance(state, Event.ROLLED_OUT).has_gone_back

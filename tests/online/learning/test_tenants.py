@@ -1,0 +1,292 @@
+"""The power of one tenant over a learner's evidence and replay, with real buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sqlite3
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from test_buffer import frames_of, i32, make_record
+
+from redraft.online.learning import prompt_key
+from redraft.online.learning.buffer import Buffer, BufferConfig, Replay
+from redraft.online.learning.evidence import FULL_TENANT, MAX_DOMAINS, OTHER, take_fairly
+from redraft.online.learning.prompt_key import PromptKey
+from redraft.online.records.record import Record
+
+MAKE_SECRET = prompt_key.make_secret
+"""The true one: tests get a known key."""
+
+HONEST = [f"honest-{number}" for number in range(5)]
+
+
+@contextlib.contextmanager
+def opened(folder: Any = None, *, domain: str = "", **config: Any) -> Any:
+    with Buffer(BufferConfig(folder=folder, **config), "target", domain=domain) as buffer:
+        yield buffer
+
+
+def send(buffer: Buffer, *records: Record, now_s: float = 0.0) -> None:
+    buffer.append(frames_of(*records), now_s)
+
+
+def traffic(first: int, count: int, tenants: Any, **changes: Any) -> list[Record]:
+    """Records of distinct prompts, by turns of these tenants."""
+    return [make_record(first + n, tenant=tenants[n % len(tenants)], **changes) for n in range(count)]
+
+
+def judges(buffer: Buffer, per_domain: int = 200, **limits: Any) -> Counter[str]:
+    """Requests of the gate's evidence by tenant."""
+    stored = buffer.read(buffer.select_held_out(per_domain, **limits))
+    return Counter({one.record.request_id: one.record.tenant for one in stored}.values())
+
+
+def greatest_share(counts: Counter[str], tenant: str) -> float:
+    return counts[tenant] / max(1, counts.total())
+
+
+# --- the side of a prompt
+
+
+def test_the_side_of_a_prompt_depends_on_prompt_and_key_alone() -> None:
+    key = PromptKey.make()
+    same = [make_record(n, prompt=i32(1, 2), domain=str(n), tenant=str(n), sequence=n) for n in range(50)]
+    assert len({key.hash(record).prompt for record in same}) == 1
+    share = np.mean([key.hash(make_record(n)).is_held_out(0.25) for n in range(2000)])
+    assert share == pytest.approx(0.25, abs=0.05)
+
+
+def test_a_client_that_knows_everything_but_the_key_chooses_no_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts picked for another key, or for none, are held out as often as any others."""
+    monkeypatch.setattr(prompt_key, "make_secret", MAKE_SECRET)
+    guesses = [PromptKey.make(), PromptKey(b""), PromptKey(bytes(32))]
+    candidates = [make_record(n) for n in range(1600)]
+    for guess in guesses:
+        picked = [record for record in candidates if guess.hash(record).is_held_out(0.25)]
+        with opened(held_out_fraction=0.25) as buffer:
+            send(buffer, *picked)
+            held_out = sum(buffer.status().num_held_out.values())
+        assert len(picked) > 300
+        assert held_out / len(picked) == pytest.approx(0.25, abs=0.12)
+
+
+def test_the_key_is_secret_and_stays(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_key, "make_secret", MAKE_SECRET)
+    path = tmp_path / "held-out.key"
+    for _ in range(2):
+        with opened(tmp_path, held_out_fraction=0.5) as buffer:
+            send(buffer, *traffic(0, 40, HONEST))
+            first = buffer.select_held_out(40)
+            assert path.stat().st_mode & 0o777 == 0o600
+    with opened(tmp_path, held_out_fraction=0.5) as buffer:
+        assert buffer.select_held_out(40) == first
+        send(buffer, *traffic(0, 40, HONEST, server_id="another boot"))
+        assert sum(buffer.status().num_held_out.values()) == 2 * len(first)
+        assert judges(buffer).total() == len(first)
+    assert len({MAKE_SECRET() for _ in range(100)}) == 100
+
+
+def test_without_a_folder_the_key_reaches_no_disk(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with opened(None, held_out_fraction=0.5) as buffer:
+        send(buffer, *traffic(0, 40, HONEST))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_key_that_is_none_is_told_in_one_line(tmp_path: Any) -> None:
+    (tmp_path / "held-out.key").write_bytes(b"torn")
+    with pytest.raises(ValueError, match=r"held-out.key does not hold a key: restore it, or remove it") as error:
+        Buffer(BufferConfig(folder=tmp_path), "target")
+    assert "\n" not in str(error.value)
+
+
+# --- evidence
+
+
+def test_a_prompt_sent_a_thousand_times_is_one_piece_of_evidence() -> None:
+    with opened(held_out_fraction=0.999999) as buffer:
+        send(buffer, *traffic(0, 30, ["monitoring"]))
+        repeated = [make_record(100 + n, prompt=i32(1, 2), tenant="monitoring") for n in range(1000)]
+        send(buffer, *repeated)
+        assert judges(buffer) == {"monitoring": 31}
+        (newest,) = [s for s in buffer.read(buffer.select_held_out(200)) if s.record.context == i32(1, 2)]
+        assert newest.record.request_id == "cmpl-1099"
+
+
+def test_all_segments_of_a_long_answer_are_one_request() -> None:
+    with opened(held_out_fraction=0.999999) as buffer:
+        send(buffer, *(make_record(7, sequence=segment) for segment in range(3)), make_record(8))
+        assert len(buffer.select_held_out(200)) == 4
+        assert judges(buffer) == {"acme": 2}
+        send(buffer, *(make_record(7, sequence=segment, server_id="again") for segment in range(2)))
+        assert len(buffer.select_held_out(200)) == 3, "the newest request of each prompt, whole"
+
+
+def test_a_flood_of_one_tenant_is_at_most_its_share_of_the_evidence() -> None:
+    """It was 200 of the newest 200."""
+    with opened(held_out_fraction=0.999999) as buffer:
+        send(buffer, *traffic(0, 300, HONEST))
+        send(buffer, *traffic(1000, 2000, ["flood"]), now_s=1.0)
+        found = judges(buffer)
+    assert found.total() == 200
+    assert found["flood"] == 40
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_the_share_is_a_setting(share: float) -> None:
+    with opened(held_out_fraction=0.999999, tenant_share=share) as buffer:
+        send(buffer, *traffic(0, 600, [f"honest-{n}" for n in range(20)]))
+        send(buffer, *traffic(1000, 1000, ["flood"]), now_s=1.0)
+        assert judges(buffer)["flood"] == 200 * share
+
+
+def test_requests_without_a_tenant_are_one_tenants_together() -> None:
+    with opened(held_out_fraction=0.999999) as buffer:
+        send(buffer, *traffic(0, 300, HONEST))
+        send(buffer, *traffic(1000, 1000, [""]), now_s=1.0)
+        assert judges(buffer)[""] == 40
+    with opened(held_out_fraction=0.999999) as buffer:
+        send(buffer, *traffic(0, 300, [""]))
+        assert judges(buffer) == {"": 200}, "alone they are everything"
+
+
+def test_a_single_tenant_keeps_its_evidence_beside_a_stray_request() -> None:
+    with opened(held_out_fraction=0.999999) as buffer:
+        send(buffer, *traffic(0, 300, ["only"]), *traffic(1000, 3, ["stray"]))
+        assert judges(buffer) == {"only": 197, "stray": 3}
+
+
+def test_a_verdict_stays_possible_beside_small_tenants() -> None:
+    with opened(held_out_fraction=0.999999) as buffer:
+        send(buffer, *traffic(0, 300, ["large"]), *traffic(1000, FULL_TENANT, ["small"]))
+        assert judges(buffer) == {"large": 20, "small": 20}
+        assert judges(buffer, at_least=50, at_least_of_domain=50) == {"large": 30, "small": 20}
+
+
+def test_a_share_is_kept_whatever_the_tenants() -> None:
+    """Oracle: the definition, on random fleets."""
+    rng = random.Random(0)
+    for _ in range(300):
+        tenants = [f"t{int(rng.paretovariate(0.7)) % 12}" for _ in range(rng.randrange(1, 400))]
+        count, share = rng.randrange(1, 300), rng.choice([0.05, 0.2, 0.3, 1.0])
+        taken = take_fairly(tenants, count, share, 0)
+        found = Counter(tenants[position] for position in taken)
+        full = max(1, sum(min(n, FULL_TENANT) for n in Counter(tenants).values()) // FULL_TENANT)
+        assert len(taken) <= count
+        assert taken == sorted(set(taken)), "the first ones of each"
+        assert all(n <= max(share, 1 / full) * len(taken) + 1e-6 for n in found.values())
+        assert len(take_fairly(tenants, count, share, count)) == min(count, len(tenants))
+
+
+def test_the_same_holds_for_a_learner_of_one_domain() -> None:
+    with opened(held_out_fraction=0.999999, domain="code") as buffer:
+        send(buffer, *traffic(0, 300, HONEST, domain="code"))
+        send(buffer, *traffic(1000, 1000, ["flood"], domain="code"), now_s=1.0)
+        send(buffer, *traffic(5000, 1000, ["flood"], domain="prose"), now_s=1.0)
+        found = judges(buffer)
+        replayed = buffer.replay(20, [], through=10**9, now_s=1.0, seed=0, policy=Replay())
+        assert buffer.refresh_names() == {"code": "code"}
+    assert (found.total(), found["flood"]) == (200, 40)
+    assert all(record.domain == "code" for record in replayed)
+
+
+# --- domains
+
+
+def test_invented_domains_give_a_tenant_no_more_evidence_and_no_place_in_the_table() -> None:
+    """6,000 made-up domains brought all of the tenant's held-out records into every verdict."""
+    with opened(held_out_fraction=0.999999) as buffer:
+        send(buffer, *traffic(0, 300, HONEST, domain="code"), *traffic(300, 300, HONEST, domain="prose"))
+        invented = [make_record(1000 + n, tenant="flood", domain=f"invented-{n % 600}") for n in range(2000)]
+        send(buffer, *invented, now_s=1.0)
+        found, names = judges(buffer), buffer.refresh_names()
+    assert set(names.values()) == {"code", "prose", OTHER}
+    assert greatest_share(found, "flood") <= 0.2
+    assert found.total() >= 400
+
+
+def test_domains_of_a_single_tenant_keep_their_names_up_to_a_number() -> None:
+    with opened(held_out_fraction=0.5) as buffer:
+        send(buffer, *(make_record(n, tenant="", domain=f"d{min(n % 400, 100)}") for n in range(2000)))
+        names = buffer.refresh_names()
+    assert len(names) == 101
+    assert len(set(names.values())) == MAX_DOMAINS + 1
+    assert names["d100"] == "d100", "the largest"
+
+
+def test_a_domain_that_an_operator_names_is_judged_by_itself() -> None:
+    with opened(held_out_fraction=0.999999) as buffer:
+        send(buffer, *traffic(0, 200, HONEST), *traffic(500, 50, ["bank"], domain="sql"))
+        assert buffer.refresh_names() == {"code": "code", "sql": OTHER}
+        buffer.known_domains = frozenset({"sql"})
+        assert buffer.refresh_names() == {"code": "code", "sql": "sql"}
+
+
+def test_a_request_without_a_domain_is_of_all() -> None:
+    with opened(held_out_fraction=0.5) as buffer:
+        send(buffer, *traffic(0, 40, HONEST, domain=""))
+        assert buffer.refresh_names() == {"": "all"}
+
+
+# --- replay
+
+
+def replayed_share(buffer: Buffer, tenant: str, draws: int = 40, count: int = 20) -> float:
+    drawn = [
+        record
+        for seed in range(draws)
+        for record in buffer.replay(count, [], through=10**9, now_s=0.0, seed=seed, policy=Replay())
+    ]
+    assert len(drawn) == draws * count
+    return sum(record.tenant == tenant for record in drawn) / len(drawn)
+
+
+def test_a_tenant_whose_answers_are_never_accepted_does_not_own_the_replay() -> None:
+    """Half of the records were 68% of the replay, because refused drafts weigh more."""
+    records = [*traffic(0, 200, HONEST), *traffic(1000, 200, ["flood"], wrong=4)]
+    with opened(held_out_fraction=0, tenant_share=1.0) as buffer:
+        send(buffer, *records)
+        assert replayed_share(buffer, "flood") > 0.5
+    with opened(held_out_fraction=0) as buffer:
+        send(buffer, *records)
+        assert replayed_share(buffer, "flood") == pytest.approx(0.2, abs=0.01)
+
+
+def test_replay_is_filled_also_where_one_tenant_has_nearly_everything() -> None:
+    with opened(held_out_fraction=0) as buffer:
+        send(buffer, *traffic(0, 200, ["only"]), *traffic(1000, 25, ["small"]))
+        assert replayed_share(buffer, "only") == 0.5
+
+
+# --- a buffer of an earlier release
+
+
+def make_older(folder: Any) -> None:
+    """Take away from a buffer all that an earlier release did not write; every third record is held out."""
+    (folder / "held-out.key").unlink()
+    for path in folder.glob("records-*.db"):
+        with contextlib.closing(sqlite3.connect(path)) as file, file:
+            file.execute("UPDATE records SET held_out = (seq % 3 = 0)")
+            for column in ("prompt", "request", "crc32"):
+                file.execute(f"ALTER TABLE records DROP COLUMN {column}")
+            file.execute("PRAGMA user_version = 0")
+
+
+def test_records_of_an_earlier_release_keep_their_side_and_are_told(tmp_path: Any) -> None:
+    with opened(tmp_path, held_out_fraction=0.5) as buffer:
+        send(buffer, *traffic(0, 61, HONEST))
+        assert buffer.upgraded == ""
+    make_older(tmp_path)
+    with opened(tmp_path, held_out_fraction=0.5) as buffer:
+        assert "61 records of an earlier release keep their side" in buffer.upgraded
+        judged = [one.seq for one in buffer.read(buffer.select_held_out(99))]
+        trained = [one.seq for one in buffer.fresh(0, 99)]
+        assert judged == list(range(3, 61, 3))
+        assert trained == [seq for seq in range(1, 62) if seq % 3]
+        send(buffer, make_record(200, prompt=i32(7, 5)))  # the prompt of the record with number 6
+        newest = [one.record.request_id for one in buffer.read(buffer.select_held_out(99))]
+        assert ("cmpl-200" in newest) == ("cmpl-5" not in newest), "a repetition counts once, whoever wrote it"
