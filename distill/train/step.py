@@ -334,6 +334,6 @@ class Distillation:
         if not fits_ranks(folder, self.accelerator):
             here = describe_layout(self.accelerator)
             raise ValueError(f"{folder} was written by {progress['ranks']}: resume with the same, not {here}")
-        with without_code(deepspeed=uses_deepspeed()):
+        with without_code(folder, deepspeed=uses_deepspeed()):
             self.accelerator.load_state(str(folder))
         self.step_index, self.skipped = progress["step_index"], progress["skipped"]

@@ -16,6 +16,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,11 +39,11 @@ METADATA = {
 
 
 @contextmanager
-def without_code(deepspeed: bool = False) -> Iterator[None]:
-    """Have checkpoints read without running code from them. `deepspeed` allows DeepSpeed's classes too.
+def without_code(checkpoint: Path, *, deepspeed: bool = False) -> Iterator[None]:
+    """Have `checkpoint` read without running code from it. `deepspeed` allows DeepSpeed's classes too.
 
     Raises:
-        ValueError: if a checkpoint holds anything else; nothing of it ran.
+        ValueError: if it holds anything else; nothing of it ran. The message names it.
     """
     switches = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}  # for every torch.load
     before = {name: os.environ.get(name) for name in switches}
@@ -56,8 +57,8 @@ def without_code(deepspeed: bool = False) -> Iterator[None]:
         if not reasons:
             raise
         raise ValueError(
-            f"this checkpoint holds more than tensors and numbers and was not loaded: {reasons[0]}; "
-            "somebody changed it, or another program wrote it"
+            f"{checkpoint} holds more than tensors and numbers and was not loaded: {reasons[0]}. Somebody changed it, "
+            "or another program wrote it: delete it to resume from the checkpoint before"
         ) from error
     finally:
         vars(filesystem)["pickle"] = pickle

@@ -41,7 +41,7 @@ def test_torch_load_builds_no_object_although_it_is_asked_to(legacy: bool, tmp_p
     path, mark = tmp_path / "optimizer.bin", tmp_path / "mark"
     torch.save({"value": Bomb(mark)}, path, _use_new_zipfile_serialization=not legacy)
     load: Callable[..., Any] = torch.load  # DeepSpeed's call
-    with pytest.raises(ValueError, match=r"was not loaded: it names posix\.mkdir") as error, without_code():
+    with pytest.raises(ValueError, match=r"was not loaded: it names posix\.mkdir") as error, without_code(tmp_path):
         load(path, weights_only=False)
     assert len(str(error.value).splitlines()) == 1
     assert not mark.exists()
@@ -59,10 +59,13 @@ def test_what_deepspeed_saves_is_read_and_what_it_does_not_save_is_refused(tmp_p
     scaler = DynamicLossScaler(2.0**8, 1000, 1.0, 2, False)
     save({"loss_scaler": scaler, "zero_stage": ZeroStageEnum.weights}, tmp_path / "good.pt")
     save(Bomb(tmp_path / "mark"), tmp_path / "bad.pt")
-    with without_code(deepspeed=True):
+    with without_code(tmp_path, deepspeed=True):
         found = engine.load(tmp_path / "good.pt")["value"]
     assert (found["loss_scaler"].cur_scale, found["zero_stage"]) == (256.0, ZeroStageEnum.weights)
-    with pytest.raises(ValueError, match=r"was not loaded: it names posix\.mkdir"), without_code(deepspeed=True):
+    with (
+        pytest.raises(ValueError, match=r"was not loaded: it names posix\.mkdir"),
+        without_code(tmp_path, deepspeed=True),
+    ):
         engine.load(tmp_path / "bad.pt")
     assert not (tmp_path / "mark").exists()
 
@@ -71,20 +74,20 @@ def test_a_sharded_checkpoint_is_read_and_its_description_runs_no_code(tmp_path:
     state = {"weight": torch.arange(6.0).view(2, 3).bfloat16(), "step": 7, "betas": (0.9, 0.95)}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     read = {"weight": torch.zeros(2, 3, dtype=torch.bfloat16), "step": 0, "betas": (0.0, 0.0)}
-    with without_code():
+    with without_code(tmp_path):
         dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
     assert torch.equal(read["weight"], state["weight"])
     assert (read["step"], read["betas"]) == (7, (0.9, 0.95))
 
     described, mark = (tmp_path / ".metadata").read_bytes(), tmp_path / "mark"
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Bomb(mark)))
-    with pytest.raises(ValueError, match=r"was not loaded: it names posix\.mkdir"), without_code():
+    with pytest.raises(ValueError, match=r"was not loaded: it names posix\.mkdir"), without_code(tmp_path):
         dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
     assert not mark.exists()
 
     (tmp_path / ".metadata").write_bytes(described)
     dcp.save({"step": Bomb(mark)}, checkpoint_id=tmp_path / "bytes", no_dist=True)
-    with pytest.raises(ValueError, match=r"was not loaded: it names posix\.mkdir"), without_code():
+    with pytest.raises(ValueError, match=r"was not loaded: it names posix\.mkdir"), without_code(tmp_path):
         dcp.load({"step": 0}, checkpoint_id=tmp_path / "bytes", no_dist=True)
     assert not mark.exists()
 
@@ -104,14 +107,14 @@ def test_a_sharded_checkpoint_is_read_and_its_description_runs_no_code(tmp_path:
 def test_no_detour_leads_to_a_function(content: bytes, tmp_path: Path) -> None:
     dcp.save({"step": 7}, checkpoint_id=tmp_path, no_dist=True)
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(ValueError, match="was not loaded"), without_code():
+    with pytest.raises(ValueError, match="was not loaded"), without_code(tmp_path):
         dcp.load({"step": 0}, checkpoint_id=tmp_path, no_dist=True)
 
 
 def test_afterwards_all_is_as_it_was_and_other_errors_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     before = dict(os.environ)
-    with pytest.raises(FileNotFoundError), without_code():
+    with pytest.raises(FileNotFoundError), without_code(tmp_path):
         torch.load(tmp_path / "absent", weights_only=True)
     assert dict(os.environ) == before
     assert vars(filesystem)["pickle"] is pickle
@@ -130,7 +133,7 @@ def test_a_training_with_code_in_its_checkpoint_is_not_resumed(tmp_path: Path) -
     distillation.save(tmp_path / "checkpoint")
     distillation.resume(tmp_path / "checkpoint")
     save(Bomb(tmp_path / "mark"), tmp_path / "checkpoint" / "optimizer.bin")
-    with pytest.raises(ValueError, match="more than tensors and numbers"):
+    with pytest.raises(ValueError, match="checkpoint holds more than tensors and numbers"):
         distillation.resume(tmp_path / "checkpoint")
     assert not (tmp_path / "mark").exists()
     distillation.close()
