@@ -142,7 +142,8 @@ def judge_acceptance(
     if len(known) >= MIN_PROMPTS:
         expected = sum((each for _, each in known), AcceptanceCounts.zero()).tau
         facts["forecast"] = f"tau {expected:.3f}, published for {len(known)} of these {len(served.outputs)} prompts"
-        missed = list(find_missed_forecast(*zip(*known, strict=True)))
+        counted, expected_counts = zip(*known, strict=True)
+        missed = list(find_missed_forecast(counted, expected_counts, is_exact=plan.run.dtype == "float32"))
         if not missed:  # nothing is left to find
             return
         yield from missed

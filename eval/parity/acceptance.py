@@ -15,6 +15,9 @@ MIN_DIFFERENCE = 0.02
 """Difference from the forecast that counts, as a share of its accepted tokens. In the forecast's own dtype an engine
 counts the same up to 0.05%; another dtype breaks ties of the target's greedy choice."""
 
+MAX_APART = 0.25
+"""Share of the prompts on which an engine in float32 may count otherwise than the forecast, because of ties."""
+
 MIN_SHARE = 0.75
 """Smallest acceptable share of the acceptance on training's held-out text. Text of another kind costs some, a wrong
 input far more."""
@@ -32,20 +35,29 @@ TOO_GOOD = 0.97
 """Share of accepted draft tokens that no trained draft reaches on text it has not seen."""
 
 
-def find_missed_forecast(served: Sequence[AcceptanceCounts], expected: Sequence[AcceptanceCounts]) -> Iterator[Finding]:
-    """A finding if serving accepts clearly more or less than the forecast of publication, over the same prompts."""
+def find_missed_forecast(
+    served: Sequence[AcceptanceCounts], expected: Sequence[AcceptanceCounts], *, is_exact: bool
+) -> Iterator[Finding]:
+    """A finding if serving does not count as the forecast of publication does, over the same prompts.
+
+    `is_exact` for an engine in float32, which counts the same on nearly every prompt, so that a small fault shows too.
+    In bfloat16 ties are broken otherwise here and there, and only a difference in the mean counts.
+    """
     accepted_N2, drafts_N2 = (
         np.array([[getattr(s, name), getattr(e, name)] for s, e in zip(served, expected, strict=True)], np.float64)
         for name in ("num_accepted", "num_drafts")
     )
+    num_apart = int(((accepted_N2[:, 0] != accepted_N2[:, 1]) | (drafts_N2[:, 0] != drafts_N2[:, 1])).sum())
     difference = estimate_gain(accepted_N2, drafts_N2)
     low, high = difference.interval()
     forecast = float(accepted_N2[:, 1].sum() / drafts_N2[:, 1].sum())
-    if low <= 0 <= high or abs(difference.value) < MIN_DIFFERENCE * forecast:
+    in_mean = not low <= 0 <= high and abs(difference.value) >= MIN_DIFFERENCE * forecast
+    if not in_mean and not (is_exact and num_apart > MAX_APART * len(served)):
         return
     yield Finding(
         f"the forecast published with the draft is tau {1 + forecast:.3f} on these {len(served)} prompts, serving sees "
-        f"{1 + forecast + difference.value:.3f} (95% interval of the difference {low:+.3f} to {high:+.3f})",
+        f"{1 + forecast + difference.value:.3f} (95% interval of the difference {low:+.3f} to {high:+.3f}), and "
+        f"{num_apart} prompts count otherwise",
         "these are not the weights that were published, or they are fed other inputs: compare model.safetensors and "
         "config.json with the run's draft folder",
     )

@@ -226,9 +226,11 @@ FAULTS: tuple[Fault, ...] = (
     Fault(name="keys and values swapped", plant=swap_tensors(KEY, VALUE),
           ours=f"{KEY} and {VALUE} are swapped", theirs="are swapped"),
     Fault(name="gate and up swapped", plant=swap_tensors(GATE, UP),
-          ours=f"{GATE} and {UP} are swapped", theirs="are swapped"),
+          ours=MISSED, theirs="",
+          unseen="it costs 0.03 of tau, too little to tell over 16 prompts without a forecast"),
     Fault(name="norms swapped", plant=swap_tensors(*NORMS),
-          ours=f"{NORMS[0]} and {NORMS[1]} are swapped", theirs="are swapped"),
+          ours=MISSED, theirs="",
+          unseen="it costs 0.01 of tau, too little to tell over 16 prompts without a forecast"),
     Fault(name="final norm lost", plant=change_tensor("norm.weight", torch.ones_like), ours=MISSED, theirs="",
           unseen="a norm of ones is what an untrained norm is, and other norms cannot be guessed"),
     # --- vocabulary, and another target
