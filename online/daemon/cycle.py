@@ -35,7 +35,7 @@ from redraft.online.daemon.state import LOOKS_AFTER_DAMAGE, Event, Move, Phase, 
 from redraft.online.fleet.reconciler import Reconciler
 from redraft.online.fleet.registry import TRAINED_UNTIL, Registry
 from redraft.online.fleet.rollout import Outcome, roll_waves, try_canary
-from redraft.online.fleet.server import Convergence, FleetServer
+from redraft.online.fleet.server import Convergence, FleetServer, ask_drafting
 from redraft.online.fleet.watch import JournaledServer
 from redraft.online.journal import Journal
 from redraft.online.learning.buffer import Buffer
@@ -185,8 +185,10 @@ class Cycle:
         return back
 
     async def judge_draft(self, draft: Path) -> Verdict:
-        """The gate's verdict on the draft in a folder, against the current version."""
-        return await self.in_thread(self.judge.judge_draft, draft, self.current, self.state.num_looks + 1)
+        """The gate's verdict on the draft in a folder, against the current version, drafting as the servers do."""
+        drafting = self.judge.draft_as(await ask_drafting(self.servers))
+        verdict = await self.in_thread(self.judge.judge_draft, draft, self.current, self.state.num_looks + 1)
+        return replace(verdict, reason=f"{verdict.reason} ({drafting})")
 
     # ----------------------------------------------------------------------------------------------- the phases
 
@@ -360,7 +362,7 @@ class Cycle:
             },
             evaluation={
                 "verdict": self.state.reason,
-                "judging": asdict(self.cfg.judging),
+                "judging": asdict(self.judge.judging),
                 "gate": asdict(self.cfg.gate),
             },
         )

@@ -6,16 +6,19 @@ Blocking; for use from the thread that owns the draft in training.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.heads.files.artifact import verify
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry
-from redraft.online.fleet.server import is_alarming
+from redraft.online.fleet.server import Drafting, is_alarming
 from redraft.online.learning.buffer import Buffer, Stored
 from redraft.online.learning.candidate import Candidate
+from redraft.online.learning.config import Judging
 from redraft.online.learning.gate import Verdict, find_loss, judge
 from redraft.online.learning.intake import count_acceptance
 from redraft.online.learning.scoring import Request, RequestScore, pair_scores, score_requests
@@ -27,6 +30,13 @@ RECENT_S = 86400.0
 class Judge:
     def __init__(self, cfg: LearnerConfig, registry: Registry, buffer: Buffer, candidate: Candidate) -> None:
         self.cfg, self.registry, self.buffer, self.candidate = cfg, registry, buffer, candidate
+        self.judging = cfg.judging
+        """The settings to judge with. Number of draft tokens and sampling method are the servers', once they told."""
+
+    def draft_as(self, servers: Counter[Drafting]) -> str:
+        """Judge as most of the servers draft from now on; returns how, in words. `servers` are counts."""
+        self.judging, drafting = choose_judging(self.judging, servers)
+        return drafting
 
     def judge_draft(self, draft: Path, incumbent: str, look: int) -> Verdict:
         """The gate's verdict on the draft in a folder against a version."""
@@ -72,7 +82,7 @@ class Judge:
 
     def _select_requests(self, **limits: float) -> list[int]:
         return self.buffer.select_held_out(
-            self.cfg.judging.held_out_per_domain,
+            self.judging.held_out_per_domain,
             at_least=self.cfg.gate.min_requests,
             at_least_of_domain=self.cfg.gate.min_domain_requests,
             **limits,
@@ -83,11 +93,26 @@ class Judge:
         return score_requests(
             (draft.float() if self.candidate.accelerator.device.type == "cpu" else draft).eval(),
             (stored.record for stored in self.buffer.read(seqs)),
-            num_speculative_tokens=self.cfg.judging.num_speculative_tokens,
-            method=self.cfg.judging.draft_sample_method,
+            num_speculative_tokens=self.judging.num_speculative_tokens,
+            method=self.judging.draft_sample_method,
             sequence_length=self.cfg.training.sequence_length,
             reads=self.candidate.family.reads,
         )
+
+
+def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging, str]:
+    """The settings to judge with, and where they come from, in words.
+
+    Most servers decide. If none tells, the latest settings stay: those that servers told before, or else the
+    configured ones.
+    """
+    if not servers:
+        stays = Drafting(latest.num_speculative_tokens, latest.draft_sample_method)
+        return latest, f"{stays}, as before: no server tells how it drafts"
+    # of equally many, the ones that draft less, so that the verdict does not depend on the order of the answers
+    chosen = min(servers, key=lambda drafting: (-servers[drafting], drafting))
+    told = f"{chosen}, as {servers[chosen]} of {servers.total()} servers draft"
+    return replace(latest, **asdict(chosen)), told if len(servers) > 1 else f"{chosen}, as the servers draft"
 
 
 def count_served(records: Iterable[Stored], version: str) -> dict[Request, AcceptanceCounts]:

@@ -115,6 +115,7 @@ def redraft_status(worker: Any) -> dict[str, Any]:
         "manifest_sha256": state.manifest_sha256,
         "method": speculative.method if speculative else None,
         "num_speculative_tokens": speculative.num_speculative_tokens if speculative else 0,
+        "draft_sample_method": speculative.draft_sample_method if speculative else None,
         "target_fingerprint": state.target_fingerprint,
         "target_checksum": state.target_checksum,
         "target_intact": state.is_target_intact,

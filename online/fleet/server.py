@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import httpx
 import msgspec
@@ -85,6 +86,9 @@ class NonsenseError(RefusedError):
     """The answer is malformed, or its values are impossible."""
 
 
+SampleMethod = Literal["greedy", "probabilistic"]
+
+
 class _StatusAnswer(msgspec.Struct, frozen=True):
     """The body of GET /redraft/status, as far as it is used."""
 
@@ -94,10 +98,23 @@ class _StatusAnswer(msgspec.Struct, frozen=True):
     target_intact: bool
     target_fingerprint: Identifier
     capture: dict[str, Any] | None = None
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITIONS)] = 0
+    draft_sample_method: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     manifest_sha256: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 _status_decoder = msgspec.json.Decoder(_StatusAnswer)
+
+
+@dataclass(frozen=True, order=True)
+class Drafting:
+    """How a server drafts."""
+
+    num_speculative_tokens: int
+    draft_sample_method: SampleMethod
+
+    def __str__(self) -> str:
+        return f"{self.num_speculative_tokens} draft tokens, {self.draft_sample_method}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +127,8 @@ class Status:
     is_intact: bool
     """True if draft and target are as they were loaded, on all ranks."""
     target_fingerprint: str
+    drafting: Drafting | None = None
+    """None from a server of an earlier release, or one without a draft."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """Records lost by capture since the server started, by reason."""
     manifest_sha256: str = ""
@@ -152,6 +171,7 @@ class FleetServer:
                 draft_version=body.draft_version,
                 is_intact=body.draft_intact and body.target_intact,
                 target_fingerprint=body.target_fingerprint,
+                drafting=_read_drafting(body),
                 lost=_count_lost(body.capture or {}),
                 manifest_sha256=body.manifest_sha256,
             )
@@ -230,6 +250,28 @@ class FleetServer:
                 if len(content) > MAX_ANSWER_BYTES:
                     raise NonsenseError(f"{self.url} answers {path} with more than {MAX_ANSWER_BYTES >> 20} MiB")
         return answer.status_code, bytes(content)
+
+
+def _read_drafting(body: _StatusAnswer) -> Drafting | None:
+    if not body.num_speculative_tokens:
+        return None
+    for method in get_args(SampleMethod):
+        if body.draft_sample_method == method:
+            return Drafting(body.num_speculative_tokens, method)
+    return None
+
+
+async def ask_drafting(servers: Iterable[FleetServer]) -> Counter[Drafting]:
+    """The number of servers that draft in each way. Servers that do not answer, or do not tell, are left out."""
+
+    async def ask(server: FleetServer) -> Drafting | None:
+        try:
+            return (await server.status()).drafting
+        except (UnreachableError, RefusedError):
+            return None
+
+    answers = await asyncio.gather(*map(ask, servers))
+    return Counter(drafting for drafting in answers if drafting is not None)
 
 
 def _count_lost(capture: Mapping[str, Any]) -> dict[str, int]:

@@ -66,9 +66,9 @@ class Training:
 @dataclass(frozen=True, kw_only=True)
 class Judging:
     num_speculative_tokens: int = 3
-    """Number of tokens the servers draft per step. Must match --num-speculative-tokens of `redraft serve`."""
+    """Number of tokens drafted per step. The servers are asked for theirs; this counts only if none of them tells."""
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
-    """How the servers pick draft tokens. Must match --draft-sample-method of `redraft serve`."""
+    """How draft tokens are picked. The servers are asked; this counts only if none of them tells."""
     held_out_per_domain: int = 200
     """A candidate is judged on this many held-out requests per domain, the newest ones. A prompt counts once, however
     often it was sent."""

@@ -46,6 +46,8 @@ class FakeServer:
     target_fingerprint: str = "target"
     capture: dict[str, int] = field(default_factory=dict)
     """The counters of the server, as far as a test needs them."""
+    drafting: dict[str, object] = field(default_factory=dict)
+    """The fields of the status that tell how the server drafts; none from a server of an earlier release."""
     trouble: dict[str, str] = field(default_factory=dict)
     """By path: "hang" (no answer), "drip" (a byte every 0.2 s) or "pour" (an answer without end)."""
     answers: dict[str, bytes] = field(default_factory=dict)
@@ -134,6 +136,7 @@ class FakeServer:
             "target_intact": True,
             "target_fingerprint": self.target_fingerprint,
             "capture": self.capture,
+            **self.drafting,
             **({} if self.manifests is None else {"manifest_sha256": self.manifests.get(self.version, "")}),
         }
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import threading
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -17,10 +18,13 @@ from safetensors.torch import load_file
 from redraft.heads.files.artifact import fingerprint, verify
 from redraft.heads.files.lock import AlreadyOwnedError, own
 from redraft.online.daemon import control
+from redraft.online.daemon.judging import choose_judging
 from redraft.online.daemon.learner import run
 from redraft.online.daemon.state import load
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
+from redraft.online.fleet.server import Drafting
+from redraft.online.learning.config import Judging
 from redraft.online.records.record import MAGIC, Sampling, encode_record
 from redraft.online.records.spool import is_in_memory
 from redraft.recipes.soak import poison
@@ -87,6 +91,42 @@ def test_a_better_draft_reaches_every_server(world, records):
     assert verdict.domains["code"].gain > 0
     ways = ["idle", "training", "judging", "publishing", "canary", "rolling", "idle"]
     assert [phase for phase in phases(world) if phase != "idle"][:5] == ways[1:-1]
+
+
+def test_the_gate_judges_with_the_servers_draft_tokens_and_sampling_method(world, records):
+    assert world.config().judging.num_speculative_tokens == 3, "the configured number is another one"
+    for fake in world.fakes:
+        fake.drafting = {"num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
+
+    async def script(task):
+        ship(world.spool, records[:300])
+        version = await promoted(world, task)
+        told = json.loads((world.registry.path(version) / "evaluation.json").read_text())["judging"]
+        assert (told["num_speculative_tokens"], told["draft_sample_method"]) == (2, "probabilistic")
+
+    play(world, script)
+    verdicts = world.entries("gate")
+    assert all(entry.reason.endswith("(2 draft tokens, probabilistic, as the servers draft)") for entry in verdicts)
+    assert all(entry.tau_candidate <= 3 for entry in verdicts if entry.requests)
+
+
+FEW, MANY = Drafting(3, "greedy"), Drafting(5, "probabilistic")
+
+
+@pytest.mark.parametrize(
+    ("servers", "chosen", "told"),
+    [
+        ([], Drafting(4, "greedy"), "4 draft tokens, greedy, as before: no server tells how it drafts"),
+        ([MANY, MANY], MANY, "5 draft tokens, probabilistic, as the servers draft"),
+        ([MANY, FEW, MANY], MANY, "5 draft tokens, probabilistic, as 2 of 3 servers draft"),
+        ([MANY, FEW], FEW, "3 draft tokens, greedy, as 1 of 2 servers draft"),
+    ],
+)
+def test_most_servers_decide_how_to_judge(servers, chosen, told):
+    latest = Judging(num_speculative_tokens=4, held_out_per_domain=7)
+    judging, words = choose_judging(latest, Counter(servers))
+    assert Drafting(judging.num_speculative_tokens, judging.draft_sample_method) == chosen
+    assert (words, judging.held_out_per_domain) == (told, 7)
 
 
 def test_records_of_older_drafts_are_learned_from(world, random_target):

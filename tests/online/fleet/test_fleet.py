@@ -14,10 +14,12 @@ from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.intervals import Estimate
 from redraft.online.fleet.rollout import Finding, RolloutPolicy, decide, estimate_loss, roll_waves, try_canary
 from redraft.online.fleet.server import (
+    Drafting,
     FleetServer,
     RefusedError,
     UnreachableError,
     Window,
+    ask_drafting,
     converge,
     is_alarming,
     reconcile,
@@ -375,6 +377,22 @@ async def test_a_wrong_token_is_a_refusal_and_never_shown():
         with pytest.raises(RefusedError, match="401"):
             await stranger.status()
         assert TOKEN not in repr(servers[0])
+
+
+@in_event_loop
+async def test_servers_are_asked_how_they_draft_and_those_that_do_not_tell_are_left_out():
+    ways = [
+        {"num_speculative_tokens": 5, "draft_sample_method": "probabilistic"},
+        {"num_speculative_tokens": 5, "draft_sample_method": "probabilistic"},
+        {"num_speculative_tokens": 3},  # an earlier release
+        {"num_speculative_tokens": 3, "draft_sample_method": "a method of a later release"},
+        {"num_speculative_tokens": 0, "draft_sample_method": None},  # without a draft
+        {"num_speculative_tokens": 3, "draft_sample_method": "greedy"},
+    ]
+    fakes = [FakeServer(Traffic(), drafting=way) for way in ways]
+    async with running(*fakes) as servers:
+        fakes[-1].stop()
+        assert await ask_drafting(servers) == {Drafting(5, "probabilistic"): 2}
 
 
 @in_event_loop
