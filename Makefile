@@ -124,7 +124,7 @@ bench: $(STAMP)  ## speed and memory, as ratios of one interleaved run; is what 
 	$(BIN)/redraft bench-ingest
 	$(BIN)/redraft bench-router --streams 600
 
-bench-decisions: $(STAMP)  ## how often are gate, canary, --baseline and intervals wrong, and which faults are named?
+bench-decisions: $(STAMP)  ## how often are decisions wrong, how far off forecasts, and which faults are named?
 	$(BIN)/redraft bench-decisions
 
 clean:  ## remove the environment and outputs

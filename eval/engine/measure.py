@@ -71,10 +71,12 @@ def measure(
     prompts: Sequence[Prompt],
     *,
     max_tokens: int,
-    sampling: Sampling = GREEDY,
+    sampling: Sampling | None = GREEDY,
     concurrency: int = 4,
 ) -> Measurement:
     """Send every prompt after a warm-up; return outputs, duration and the engine's counts.
+
+    Without `sampling`, requests name no parameter: the server takes all from the target's generation_config.json.
 
     Raises:
         ValueError: there are no prompts; the engine refused one; another client used the server meanwhile.
@@ -96,7 +98,12 @@ def measure(
 
 
 async def complete_all(
-    server: VllmServer, prompts: Sequence[Prompt], max_tokens: int, sampling: Sampling, concurrency: int, label: str
+    server: VllmServer,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    sampling: Sampling | None,
+    concurrency: int,
+    label: str,
 ) -> list[Output]:
     """The output of every prompt, in order, `concurrency` requests at a time; `label` is for the progress bar.
 
@@ -121,7 +128,7 @@ async def complete_all(
 
 
 async def _complete(
-    client: httpx.AsyncClient, server: VllmServer, prompt: Prompt, max_tokens: int, sampling: Sampling
+    client: httpx.AsyncClient, server: VllmServer, prompt: Prompt, max_tokens: int, sampling: Sampling | None
 ) -> Output:
     request = {
         "model": server.model,
@@ -129,8 +136,7 @@ async def _complete(
         "max_tokens": max_tokens,
         "return_token_ids": True,
         # All of them: a server takes what is not set from the target's generation_config.json.
-        **asdict(sampling),
-        **PENALTIES,
+        **({} if sampling is None else asdict(sampling) | PENALTIES),
     }
     response = await client.post(f"{server.url}/v1/completions", json=request)
     if response.is_error:

@@ -7,6 +7,7 @@
     baseline    `redraft eval --baseline` on two equal drafts: how often does it fail?
     intervals   how often does a 95% interval over 16, 32 or 64 prompts hold the truth?
     doctor      how many faults planted into a sound head does `redraft doctor` name? (`recipes/bench/planted.py`)
+    served      by how much do forecasts miss a real vLLM that filters as the target's generation_config.json says?
 
 Requests differ as they do on the demo's target: tau has a standard deviation of 0.46 between requests of 28 drafts,
 0.41 of which remains however long the request is. Seeds are fixed: the same code prints the same numbers.
@@ -33,6 +34,7 @@ from redraft.heads.files.artifact import write_whole
 from redraft.online.fleet.rollout import MIN_POLLS, Finding, RolloutPolicy, decide, estimate_loss
 from redraft.online.learning.gate import Decision, Policy, judge
 from redraft.recipes.bench.planted import measure_doctor
+from redraft.recipes.bench.served import ServedCase, measure_served
 from redraft.recipes.cli import run_recipe
 
 Array = NDArray[np.float64]
@@ -59,10 +61,14 @@ class Config:
     """Simulations of each case. With 400, a rate of 2% is known to within 1.4%."""
     seed: int = 0
     """Seed of all simulations."""
+    engine: bool = True
+    """Also compare forecasts with a real vLLM, which takes a few minutes."""
 
 
 def main(cfg: Config) -> None:
     report = {**simulate(cfg.trials, cfg.seed), "doctor": measure_doctor()}
+    if cfg.engine:
+        report["served"] = measure_served(ServedCase(seed=cfg.seed), cfg.output / "served")
     for name, section in report.items():
         print(f"{name}: {json.dumps(section)}")
     cfg.output.mkdir(parents=True, exist_ok=True)

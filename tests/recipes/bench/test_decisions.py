@@ -47,7 +47,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
 
 @pytest.mark.slow
 def test_the_report_is_written_and_keeps_the_limits(tmp_path):
-    main(Config(output=tmp_path))
+    main(Config(output=tmp_path, engine=False))
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["canary"]["equal_rolled_back"] <= 0.02
     assert report["canary"]["worse_passed"] <= 0.02
