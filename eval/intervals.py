@@ -89,6 +89,20 @@ def paired_interval(
     return estimate_ratio(gain_N, np.asarray(rows, np.float64)).interval(confidence, (-1.0, 1.0))
 
 
+def median_interval(values: Sequence[float] | Array) -> tuple[float, tuple[float, float]]:
+    """The median and its 95% interval from order statistics, which holds for any distribution (the sign test).
+
+    The interval is infinite with fewer than six values: the smallest and the largest then hold the median in less than
+    95% of cases. For rounds on a shared machine, where the mean follows single disturbed rounds.
+    """
+    sorted_N = np.sort(np.asarray(values, np.float64))
+    size, outside, rank = len(sorted_N), 0.0, 0
+    while (outside := outside + 2 * math.comb(size, rank) / 2**size) <= 1 - CONFIDENCE:
+        rank += 1
+    interval = (float(sorted_N[rank - 1]), float(sorted_N[size - rank])) if rank else UNBOUNDED
+    return float(np.median(sorted_N)), interval
+
+
 def _leave_one_out(over_N: Array, under_N: Array) -> tuple[float, Array, float]:
     """(ratio, the ratio without each of the prompts [N], degrees of freedom)."""
     if not len(over_N) or over_N.shape != under_N.shape:

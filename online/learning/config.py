@@ -44,7 +44,7 @@ class Training:
     shorter texts fails beyond them."""
     accumulation: int = 1
     """Micro-batches per optimizer step. Raise it if a step does not fit into memory."""
-    records_per_candidate: int = 256
+    records_per_candidate: int = 128
     """New records to train on before a candidate is judged."""
     max_lag_records: int = 4096
     """Largest backlog of new records. If more wait, the oldest are never trained as new, but can still be replayed."""

@@ -32,6 +32,8 @@ from redraft.eval.intervals import estimate_gain, estimate_ratio
 from redraft.eval.report.regression import compare_reports
 from redraft.heads.files.artifact import write_whole
 from redraft.online.fleet.rollout import MIN_POLLS, Finding, RolloutPolicy, decide, estimate_loss
+from redraft.online.learning.buffer import BufferConfig
+from redraft.online.learning.config import Training
 from redraft.online.learning.gate import Decision, Policy, judge
 from redraft.recipes.bench.planted import measure_doctor
 from redraft.recipes.bench.served import ServedCase, measure_served
@@ -168,9 +170,15 @@ def _simulate_polls(
 def simulate_gate(trials: int, seed: int = 0) -> dict[str, Any]:
     """Share of campaigns of ten looks that promote, by the true gain; candidates are judged until one is promoted."""
     policy = Policy()
-    gains = {"at_bar_promoted": policy.min_gain, "equal_promoted": 0.0, "gain_0.1_promoted": 0.1}
+    gains = {
+        "at_bar_promoted": policy.min_gain,
+        "equal_promoted": 0.0,
+        "gain_0.1_promoted": 0.1,
+        "gain_0.2_promoted": 0.2,
+        "gain_0.4_promoted": 0.4,
+    }
     report: dict[str, Any] = {}
-    for num_requests in (50, 100):
+    for num_requests in (policy.min_requests, 50, 100):
         rates = {}
         for name, gain in gains.items():
             rng = np.random.default_rng(seed)
@@ -179,7 +187,26 @@ def simulate_gate(trials: int, seed: int = 0) -> dict[str, Any]:
             rates[name.replace("promoted", "at_first_look")] = campaigns.count(1) / trials
         report[f"{num_requests}_requests"] = rates
     worst = max(rates["at_bar_promoted"] for rates in report.values())
-    return {"at_bar_promoted": worst, "num_looks": NUM_LOOKS, **report}
+    return {
+        "at_bar_promoted": worst,
+        "num_looks": NUM_LOOKS,
+        "first_verdict_requests": _simulate_first_verdict(trials, seed, policy),
+        **report,
+    }
+
+
+def _simulate_first_verdict(trials: int, seed: int, policy: Policy) -> dict[str, float]:
+    """Distinct requests until a candidate can be judged, with the learner's defaults: median and 99th percentile.
+
+    It takes `records_per_candidate` requests to train on and `min_requests` held-out ones.
+    """
+    rng = np.random.default_rng(seed)
+    is_held_out_TN = rng.random((max(trials, 1000), 1000)) < BufferConfig().held_out_fraction
+    held_out_TN = is_held_out_TN.cumsum(1)
+    trained_TN = np.arange(1, 1001) - held_out_TN
+    enough_TN = (held_out_TN >= policy.min_requests) & (trained_TN >= Training().records_per_candidate)
+    needed_T = 1 + enough_TN.argmax(1)
+    return {"median": float(np.median(needed_T)), "p99": float(np.quantile(needed_T, 0.99))}
 
 
 def _run_campaign(rng: np.random.Generator, gain: float, num_requests: int, policy: Policy) -> int:

@@ -4,8 +4,10 @@
     $ python recipes/demo/online.py --overwrite --distil-steps 40 --records-b 200 --overhead-pairs 2
 
 The target has two domains, A and B. A draft distilled on A is served to 8 streaming clients, who ask about A and later
-about B. The learner captures, trains, evaluates, publishes and swaps. Then a poisoned draft is offered to the gate, and
-a useless one is forced past it. Everything is measured in the engine, and no request may fail.
+about B. The learner captures, trains, evaluates, publishes and swaps, on the defaults of learner.toml but for the few
+settings in `forced_settings`. Then a poisoned draft is offered to the gate, and a useless one is forced past it.
+Everything is measured in the engine, and no request may fail. At the end the training is replayed offline with several
+seeds, beside a ceiling: the same draft, trained for as many steps on the recorded answers to B alone.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,7 @@ from redraft.recipes.demo.fleet import (
     measure_tokens_per_s,
     start_server,
 )
+from redraft.recipes.demo.online_replay import Replayer
 from redraft.recipes.demo.online_report import (
     build_timeline,
     count_records_to_adapt,
@@ -65,6 +68,7 @@ from redraft.recipes.demo.online_report import (
 
 A, B = "code", "prose"
 
+CEILING = "offline on B"
 
 TEMPLATE = Path(__file__).parent / "templates" / "online.html.j2"
 
@@ -81,10 +85,10 @@ class Config:
     """Layers of the target to initialise the draft with."""
     distil_steps: int = 60
     """Training steps of 4,096 tokens, offline on A, for the served draft."""
-    ceiling_steps: int = 150
-    """Further training steps, offline on B, for the draft used as the ceiling."""
+    seeds: int = 3
+    """Seeds of the offline replay of the learner's training, and of its ceiling."""
     distil_lr: float = 1e-3
-    """AdamW learning rate of the offline training."""
+    """AdamW learning rate of the offline distillation on A."""
     num_anchors: int = 300
     """Samples of A replayed by the learner against forgetting."""
     num_test_prompts: int = 48
@@ -105,10 +109,6 @@ class Config:
     """Number of records of B in the served draft's training after which the traffic of B ends."""
     traffic_b_s: float = 540
     """Maximum duration of the traffic of B, in seconds."""
-    lr: float = 1e-3
-    """AdamW learning rate of the learner."""
-    records_per_candidate: int = 240
-    """Records the learner trains on between two candidates."""
     overhead_pairs: int = 16
     """Number of rounds to measure the cost of capture in, each with capture of all, a tenth and none of the requests.
     Many short rounds are best, because the speed of a shared machine changes within seconds."""
@@ -135,7 +135,7 @@ def main(cfg: Config) -> None:
 
 async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
     """Run the demo on a prepared stage, and return the report."""
-    report: dict[str, Any] = {}
+    report: dict[str, Any] = {"settings": describe_settings(forced_settings(cfg))}
     with ExitStack() as running:
         servers = [running.enter_context(stage.server(core)) for core in (0, 1)]
         await asyncio.gather(*(server.ready() for server in servers))
@@ -168,8 +168,9 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
         # 4. after: the served version, every version before it, and the ceiling
         after = await measure_domains(cfg, stage, servers)
         report["tau"] |= {"b_adapted": read_tau(after[B]), "a_after": read_tau(after[A])}
+        report["gap"] = await asyncio.to_thread(replay, cfg, stage)
         report["versions"] = await measure_versions(cfg, stage, servers, records_at_shift)
-        report["tau"]["b_offline"] = next(v["tau"] for v in report["versions"] if v["origin"] == "offline on B")
+        report["tau"]["b_offline"] = next(v["tau"] for v in report["versions"] if v["origin"] == CEILING)
         report["records_to_adapt"] = count_records_to_adapt(report)
         now = [await read_target_checksum(stage, server) for server in servers]
         report["swap"]["target_checksum_equal"] = now == checksums
@@ -179,6 +180,36 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
     report["lossless"] = are_all_greedy(stage, traffic.answers, [*before.values(), *after.values()])
     report["timeline"] = build_timeline(journal, shifted_s)
     return report
+
+
+def forced_settings(cfg: Config) -> dict[str, tuple[Any, str]]:
+    """The learner's settings that are not the defaults, each with the reason."""
+    slow = "the two small servers verify about 50 drafts a second together"
+    cores = "the learner shares two cores with two servers"
+    return {
+        "training.lr": (1e-3, "a model of a few million parameters learns at higher rates than one of billions"),
+        "training.sequence_length": (512, "the longest text that the small target serves"),
+        "training.mixed_precision": (fastest_precision(), "the faster one on this processor"),
+        "training.replay_per_step": (12, cores),
+        "training.branches_per_record": (0, cores),
+        "fleet.poll_s": (2, "the chart of live traffic shows minutes"),
+        "rollout.min_drafts": (400, slow),
+        "rollout.max_loss": (0.2, slow),
+        "rollout.window_timeout_s": (60, slow),
+        "rollout.poll_s": (0.5, slow),
+        "rollout.warm_up_s": (1, "answers take two seconds"),
+        "rollout.watch_s": (2, "answers take two seconds"),
+    }
+
+
+def describe_settings(forced: Mapping[str, tuple[Any, str]]) -> list[dict[str, Any]]:
+    """A row for every forced setting: name, default, value and reason. All others are the defaults."""
+    defaults = asdict(LearnerConfig(target=Path("target"), registry=Path("drafts"), spool=Path("spool")))
+    rows = []
+    for name, (value, reason) in forced.items():
+        table, key = name.split(".")
+        rows.append({"setting": name, "default": defaults[table][key], "value": value, "reason": reason})
+    return [row for row in rows if row["value"] != row["default"]]
 
 
 # ------------------------------------------------------------------------------------------------------- the stage
@@ -205,10 +236,8 @@ class Stage:
         parts = {name: [c for c in train if c["domain"] == name] for name in (A, B)}
 
         draft = make_draft(Init(layers=cfg.draft_layers), target, tokenizer)
-        # The ceiling, B's draft, continues from the served one.
-        for name, steps in ((A, cfg.distil_steps), (B, cfg.ceiling_steps)):
-            distil(draft, target, tokenizer, parts[name], name=name, steps=steps, lr=cfg.distil_lr)
-            draft.export(folder / f"draft-{name}", torch.bfloat16, tokenizer=tokenizer)
+        distil(draft, target, tokenizer, parts[A], name=A, steps=cfg.distil_steps, lr=cfg.distil_lr)
+        draft.export(folder / f"draft-{A}", torch.bfloat16, tokenizer=tokenizer)
         samples, _ = build_samples(parts[A][: cfg.num_anchors], tokenizer, max_length=512, progress=False)
         write_anchors(folder / "anchors", samples, InProcessTarget(target), fingerprint(cfg.target))
 
@@ -253,48 +282,20 @@ class Stage:
 
     @staticmethod
     def _learner_config(cfg: Config, folder: Path, servers: Sequence[str]) -> LearnerConfig:
-        """Write learner.toml, for a fleet of two and with thresholds for minutes of traffic instead of days."""
-        (folder / "learner.toml").write_text(f"""
-target = "{cfg.target.absolute()}"
-registry = "drafts"
-spool = "spool"
-folder = "learner"
-anchors = "anchors"
-[draft]
-initial = "draft-{A}"
-[fleet]
-servers = {json.dumps(list(servers))}
-token_file = "token"
-poll_s = 2
-[buffer]
-held_out_fraction = 0.2
-[replay]
-half_life_s = 120
-[training]
-lr = {cfg.lr}
-warmup_steps = 10
-mixed_precision = "{fastest_precision()}"
-fresh_per_step = 4
-replay_per_step = 12
-branches_per_record = 0
-sequence_length = 512
-records_per_candidate = {cfg.records_per_candidate}
-[judging]
-num_speculative_tokens = {cfg.num_speculative_tokens}
-held_out_per_domain = 60
-[gate]
-min_gain = 0.01
-min_requests = 30
-min_domain_requests = 20
-max_domain_loss = 0.25
-[rollout]
-warm_up_s = 1
-min_drafts = 400
-window_timeout_s = 60
-poll_s = 0.5
-watch_s = 2
-max_loss = 0.2
-""")
+        """Write learner.toml: the addresses, and the forced settings."""
+        addresses: dict[str, Any] = {
+            "target": str(cfg.target.absolute()),
+            "registry": "drafts",
+            "spool": "spool",
+            "folder": "learner",
+            "anchors": "anchors",
+            "draft.initial": f"draft-{A}",
+            "fleet.servers": list(servers),
+            "fleet.token_file": "token",
+        }
+        settings = addresses | {name: value for name, (value, _) in forced_settings(cfg).items()}
+        lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+        (folder / "learner.toml").write_text("\n".join(lines) + "\n")
         return load_config(folder / "learner.toml")
 
     def configure(self, servers: Sequence[Server]) -> None:
@@ -412,9 +413,9 @@ async def measure_versions(
     """For every version that was current, and for the ceiling: tau on B's test prompts, and records of B trained on."""
     registry = stage.registry
     offline = registry.publish(
-        lambda folder: copy_draft(stage.folder / f"draft-{B}", registry.path("v000001"), folder),
+        lambda folder: copy_draft(stage.folder / "ceiling", registry.path("v000001"), folder),
         target_fingerprint=stage.fingerprint,
-        provenance={"origin": "offline on B"},
+        provenance={"origin": CEILING},
         evaluation={},
     )
     promoted = registry.promoted()
@@ -432,6 +433,13 @@ async def measure_versions(
                 origin = provenance.get("origin", "learned" if "records" in provenance else "offline on A")
                 rows.append({"version": version, "origin": origin, "records": records, "tau": read_tau(run)})
     return rows
+
+
+def replay(cfg: Config, stage: Stage) -> dict[str, Any]:
+    """The share of the gap closed, with an interval, by the learner's training replayed offline with several seeds."""
+    records = read_provenance(stage.registry, stage.registry.current() or "").get("records", 0)
+    with Replayer(stage.config, stage.target, stage.test[B], cfg.num_speculative_tokens, cfg.max_tokens) as replayer:
+        return replayer.run(records, B, range(cfg.seeds), stage.folder / "ceiling")
 
 
 def copy_draft(draft: Path, like: Path, folder: Path) -> None:
@@ -453,11 +461,12 @@ async def measure_capture_overhead(cfg: Config, stage: Stage, servers: Sequence[
                     urls, prompts, clients=cfg.clients, max_tokens=cfg.max_tokens, captured=share
                 )
             )
-    (whole, interval), (tenth, _) = (estimate_overhead(rates[share], rates[0.0]) for share in (1.0, 0.1))
+    (whole, interval), (tenth, tenth_interval) = (estimate_overhead(rates[share], rates[0.0]) for share in (1.0, 0.1))
     return {
         "overhead": whole,
         "overhead_interval": interval,
         "overhead_at_10_percent": tenth,
+        "overhead_at_10_percent_interval": tenth_interval,
         "tokens_per_s": {str(share): some for share, some in rates.items()},
     }
 

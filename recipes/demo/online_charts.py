@@ -98,7 +98,7 @@ def _versions(report: Mapping[str, Any]) -> alt.LayerChart:
     labels = base.mark_text(baseline="bottom", dy=-10, color="currentColor").encode(
         text=alt.Text("tau:Q", format=".2f")
     )
-    ceiling = [{"tau": report["tau"]["b_offline"], "label": f"distilled offline on {report['domains'][1]}"}]
+    ceiling = [{"tau": report["tau"]["b_offline"], "label": "trained offline on the same answers"}]
     rule = alt.Chart(alt.Data(values=ceiling)).encode(y="tau:Q")
     return (
         base.mark_line(strokeWidth=2.5, color="var(--ours)")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from redraft.eval.intervals import CONFIDENCE
-from redraft.online.journal import AcceptanceEntry, Entry, SwapEntry
+from redraft.eval.intervals import UNBOUNDED, Estimate, median_interval, subtract_independent
+from redraft.online.journal import AcceptanceEntry, Entry, GateEntry, SwapEntry
 from redraft.recipes.demo.fleet import Traffic
+
+Array = NDArray[np.float64]
 
 
 def summarise_traffic(traffic: Traffic, journal: Sequence[Entry]) -> dict[str, Any]:
@@ -24,9 +27,12 @@ def summarise_traffic(traffic: Traffic, journal: Sequence[Entry]) -> dict[str, A
         end_s = swap.time_s + monotonic + 1.5
         around.append(traffic.longest_gap_ms(swap.server, begin_s, end_s))
         before.append(traffic.longest_gap_ms(swap.server, 2 * begin_s - end_s, begin_s))
+    first_s = next((e.time_s for e in journal if isinstance(e, GateEntry) and e.gain is not None), None)
+    answered_s = [answer.times_s[-1] - monotonic for answer in traffic.answers]
     return {
         "failed_requests": len(traffic.failures),
         "requests": len(traffic.answers),
+        "first_verdict_requests": None if first_s is None else sum(s <= first_s for s in answered_s),
         "failures": traffic.failures[:5],
         "swap": {
             "count": len(swaps),
@@ -57,33 +63,106 @@ def build_timeline(journal: Sequence[Entry], shifted_s: float) -> dict[str, Any]
     return {"acceptance": acceptance, "swaps": swaps}
 
 
-def estimate_overhead(with_capture: Sequence[float], without: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """Cost of capture as a share of tokens/s: the median over pairs of runs, with a bootstrapped 95% interval."""
-    cost_P = 1 - np.divide(with_capture, without)
-    drawn_RP = np.random.default_rng(0).integers(len(cost_P), size=(4_000, len(cost_P)))
-    low, high = np.quantile(np.median(cost_P[drawn_RP], axis=1), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return float(np.median(cost_P)), (float(low), float(high))
+def estimate_overhead(
+    with_capture: Sequence[float], without: Sequence[float]
+) -> tuple[float, tuple[float, float] | None]:
+    """Cost of capture as a share of tokens/s: the median over interleaved pairs of runs, with its 95% interval.
+
+    None in place of an interval if there are too few pairs for one.
+    """
+    cost, interval = median_interval(1 - np.divide(with_capture, without))
+    return cost, None if interval == UNBOUNDED else interval
+
+
+def describe_cost(cost: float, interval: Sequence[float] | None) -> str:
+    """The cost in words. A cost that the interval cannot tell from none is called equal."""
+    if interval is None:
+        return "not told, too few rounds"
+    low, high = interval
+    spread = f"95% interval {low:.1%} to {high:.1%}"
+    return f"equal to no capture ({spread})" if low <= 0 <= high else f"{cost:.1%} ({spread})"
+
+
+def estimate_share(before_N2: Array, learned_SN2: Array, ceiling_SN2: Array) -> dict[str, Any]:
+    """Share of the gap between two drafts that learning closed, with a 95% interval over seeds and prompts.
+
+    The arrays hold accepted draft tokens and drafts of every prompt. `share` and `interval` are None if the ceiling is
+    not above the draft before.
+    """
+    learned_S, ceiling_S, share_S = _share_by_seed(before_N2, learned_SN2, ceiling_SN2)
+    report: dict[str, Any] = {
+        "tau_before": _tau(before_N2),
+        "tau_learned": learned_S.tolist(),
+        "tau_ceiling": ceiling_S.tolist(),
+        "shares": None,
+        "share": None,
+        "interval": None,
+    }
+    if not (ceiling_S > _tau(before_N2)).all():
+        return report
+    num_seeds, num_prompts = len(learned_SN2), len(before_N2)
+    left_out_N = np.array(
+        [
+            _share_by_seed(*(np.delete(counts, n, axis=-2) for counts in (before_N2, learned_SN2, ceiling_SN2)))[
+                2
+            ].mean()
+            for n in range(num_prompts)
+        ]
+    )
+    prompt_error = np.sqrt((num_prompts - 1) / num_prompts * np.square(left_out_N - share_S.mean()).sum())
+    seed_error = share_S.std(ddof=1) / np.sqrt(num_seeds) if num_seeds > 1 else np.inf
+    # Seeds and prompts vary independently, so their errors add up as those of a difference do.
+    share = subtract_independent(
+        Estimate(float(share_S.mean()), float(seed_error), max(1.0, num_seeds - 1.0)),
+        Estimate(0.0, float(prompt_error), max(1.0, num_prompts - 1.0)),
+    )
+    interval = share.interval() if np.isfinite(share.error) else None
+    return report | {"shares": share_S.tolist(), "share": share.value, "interval": interval}
+
+
+def _share_by_seed(before_N2: Array, learned_SN2: Array, ceiling_SN2: Array) -> tuple[Array, Array, Array]:
+    """tau of the learned drafts, tau of the ceilings, and the share of the gap; [S] each."""
+    before = _tau(before_N2)
+    learned_S, ceiling_S = (np.array([_tau(counts_N2) for counts_N2 in runs]) for runs in (learned_SN2, ceiling_SN2))
+    gap_S = ceiling_S - before
+    return learned_S, ceiling_S, np.divide(learned_S - before, gap_S, out=np.zeros_like(gap_S), where=gap_S != 0)
+
+
+def _tau(counts_N2: Array) -> float:
+    accepted, drafts = counts_N2.sum(0)
+    return float(1 + accepted / drafts)
+
+
+def describe_gap(gap: Mapping[str, Any]) -> str:
+    """The share of the gap closed, in words."""
+    if gap["share"] is None:
+        return "no gap to close"
+    seeds = len(gap["seeds"])
+    if gap["interval"] is None:
+        return f"{gap['share']:.0%} of the gap closed (one seed, no interval)"
+    low, high = gap["interval"]
+    return f"{gap['share']:.0%} of the gap closed (95% interval {low:.0%} to {high:.0%} over {seeds} seeds)"
 
 
 def summarise_report(report: dict[str, Any]) -> str:
     """The lines printed at the end of the demo."""
     tau, (a, b) = report["tau"], report["domains"]
-    gap = tau["b_offline"] - tau["b_before"]
-    closed = f"{(tau['b_adapted'] - tau['b_before']) / gap:.0%} of the gap closed" if gap > 0 else "no gap to close"
     capture = report["capture"]
-    low, high = capture["overhead_interval"]
+    whole = describe_cost(capture["overhead"], capture["overhead_interval"])
+    tenth = describe_cost(capture["overhead_at_10_percent"], capture["overhead_at_10_percent_interval"])
     return "\n".join(
         [
-            f"tau on {b}: {tau['b_before']:.3f} -> {tau['b_adapted']:.3f}, distilled offline {tau['b_offline']:.3f}: "
-            f"{closed} (70% after {report['records_to_adapt']} records)",
+            f"tau on {b}: {tau['b_before']:.3f} -> {tau['b_adapted']:.3f}, trained offline on the same answers for "
+            f"as many steps {tau['b_offline']:.3f} (70% of the gap after {report['records_to_adapt']} records)",
+            f"the same training replayed offline, by the forecast: {describe_gap(report['gap'])}",
             f"tau on {a}: {tau['a_before']:.3f} -> {tau['a_after']:.3f}",
             f"{report['swap']['count']} swaps; longest wait for a chunk {report['swap']['pause_ms_max']:.0f} ms around "
             f"them, {report['swap']['pause_ms_max_before']:.0f} ms before them",
             f"{report['failed_requests']} of {report['requests']} requests failed; lossless: {report['lossless']}",
             f"poisoned candidate rejected: {report['bad_candidate']['rejected_by_gate']}; bad draft rolled back: "
             f"{report['bad_draft']['rolled_back']}, after {report['bad_draft']['rollback_s']} s",
-            f"capturing every request costs {capture['overhead']:.1%} of tokens/s (95% interval {low:.1%} to "
-            f"{high:.1%}); capturing one in ten, {capture['overhead_at_10_percent']:.1%}",
+            f"cost in tokens/s of capturing every request: {whole}; one in ten: {tenth}",
+            f"first verdict of the gate after {report['first_verdict_requests']} requests",
             f"duration: {report['duration_s']} s",
         ]
     )

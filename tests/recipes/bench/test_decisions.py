@@ -34,6 +34,12 @@ def test_candidates_at_the_bar_are_seldom_promoted_in_ten_looks():
     assert gate["100_requests"]["gain_0.1_promoted"] > 0.9, "the price in power is small"
 
 
+def test_by_default_the_gate_gives_its_first_verdict_within_200_requests_and_sees_a_gain():
+    gate = simulate_gate(40)
+    assert gate["first_verdict_requests"]["p99"] <= 200
+    assert gate["24_requests"]["gain_0.2_at_first_look"] > 0.9
+
+
 def test_equal_drafts_pass_the_comparison_with_a_baseline_and_worse_ones_do_not():
     baseline = simulate_baseline(TRIALS)
     assert baseline["equal_failed"] <= 0.02 + SLACK

@@ -26,7 +26,27 @@ def make_online_report(**changes: Any) -> dict[str, Any]:
         "swap": {"count": 2, "pause_ms_max": 200.0, "pause_ms_max_before": 300.0, "target_checksum_equal": True},
         "bad_candidate": {"rejected_by_gate": True, "reason": "reject: tau 2.0 -> 1.5"},
         "bad_draft": {"rolled_back": True, "rollback_s": 4.5, "reason": "its draft is hardly accepted"},
-        "capture": {"overhead": 0.03, "overhead_at_10_percent": 0.01, "tokens_per_s": {"0.0": [1.0], "1.0": [0.97]}},
+        "first_verdict_requests": 187,
+        "gap": {
+            "seeds": [0, 1, 2],
+            "steps": 100,
+            "num_prompts": 48,
+            "records": 400,
+            "tau_before": 1.2,
+            "tau_learned": [1.8, 1.81, 1.79],
+            "tau_ceiling": [2.0, 2.0, 2.0],
+            "shares": [0.75, 0.76, 0.74],
+            "share": 0.75,
+            "interval": [0.66, 0.84],
+        },
+        "settings": [{"setting": "training.lr", "default": 1e-4, "value": 1e-3, "reason": "a small model"}],
+        "capture": {
+            "overhead": 0.03,
+            "overhead_interval": [0.01, 0.05],
+            "overhead_at_10_percent": -0.01,
+            "overhead_at_10_percent_interval": [-0.03, 0.01],
+            "tokens_per_s": {"0.0": [1.0], "1.0": [0.97]},
+        },
         "versions": [
             {"version": "v000001", "origin": "offline on A", "records": 0, "tau": 1.2},
             {"version": "v000002", "origin": "learned", "records": 300, "tau": 1.8},
@@ -57,7 +77,7 @@ def test_the_page_begins_with_what_the_draft_gained(tmp_path: Path) -> None:
     assert (
         words(html, "h1") == "Traffic moved to prose, and the draft followed: from 1.20 to 1.80 tokens per target step."
     )
-    assert "That closes 75% of the gap" in html
+    assert "Learning closes 75% of that gap (95% interval 66% to 84%, over 3 seeds and 48 prompts)" in html
     assert "every token is the target's own" in html
 
 

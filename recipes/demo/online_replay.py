@@ -1,0 +1,126 @@
+"""The learner's training replayed offline on the captured records, with several seeds, and a fair ceiling beside it.
+
+    learned   the records in order of arrival with replayed ones, as the learner trained, without gate and rollout
+    ceiling   as many steps of as many records, all of the new domain and drawn at random from everything captured
+
+Both begin at the first version and are judged by the forecast on test prompts. A seed changes which records are
+replayed or drawn, and their order within a step.
+
+S = seeds, N = prompts.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from redraft.distill.signal.sources import InProcessTarget
+from redraft.eval.forecast.greedy import forecast, greedy_continuations
+from redraft.eval.prompts import Prompt
+from redraft.heads.families.standalone import StandaloneDraft
+from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.checkpoint import end_ids, load_tokenizer
+from redraft.heads.progress import Progress
+from redraft.online.daemon.config import LearnerConfig
+from redraft.online.fleet.registry import Registry
+from redraft.online.learning.anchors import read_anchors
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.candidate import DRAFT, Candidate
+from redraft.online.records.record import Record
+from redraft.recipes.demo.online_report import estimate_share
+
+FIRST = "v000001"
+
+
+class Replayer:
+    """Trains from the first version on the records in a learner's buffer. The learner must have ended."""
+
+    def __init__(
+        self, cfg: LearnerConfig, target: Any, prompts: Sequence[Prompt], num_speculative_tokens: int, max_tokens: int
+    ) -> None:
+        self.cfg, self.target, self.num_speculative_tokens = cfg, target, num_speculative_tokens
+        self.first = Registry(cfg.registry).path(FIRST)
+        self.candidate = Candidate(cfg.training, cfg.draft.family, cfg.target)
+        self.continuations = greedy_continuations(
+            target,
+            prompts,
+            max_tokens=max_tokens,
+            num_speculative_tokens=num_speculative_tokens,
+            end_ids=end_ids(str(cfg.target), load_tokenizer(cfg.target)),
+        )
+        target_fingerprint = fingerprint(cfg.target)
+        self.anchors = read_anchors(cfg.anchors, target_fingerprint) if cfg.anchors else []
+        self.buffer = Buffer(cfg.buffer_config, target_fingerprint)
+
+    def __enter__(self) -> Replayer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.buffer.close()
+
+    def run(self, num_records: int, domain: str, seeds: Sequence[int], ceiling: Path) -> dict[str, Any]:
+        """The share of the gap closed by training on the first `num_records`; the first ceiling goes to `ceiling`."""
+        stored = self.buffer.fresh(0, 1_000_000)
+        of_domain = [one.record for one in stored if one.record.domain == domain]
+        steps = -(-num_records // self.cfg.training.fresh_per_step)
+        before_N2 = self._judge(self.first)
+        runs: dict[str, list[NDArray[np.float64]]] = {"learned": [], "ceiling": []}
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            Progress(total=2 * len(seeds) * steps, desc="replay offline", unit="step") as bar,
+        ):
+            for seed in seeds:
+                for name, batches in (
+                    ("learned", self._in_order(steps, seed)),
+                    ("ceiling", self._at_random(of_domain, steps, seed)),
+                ):
+                    self.candidate.begin(self.first)
+                    for step, records in enumerate(batches):
+                        self.candidate.step(records, seed * 1_000_003 + step)
+                        bar.update()
+                    folder = Path(scratch) / f"{name}-{seed}"
+                    folder.mkdir()
+                    self.candidate.write(folder)
+                    runs[name].append(self._judge(folder / DRAFT))
+                    if name == "ceiling" and not ceiling.exists():
+                        (folder / DRAFT).rename(ceiling)
+        share = estimate_share(before_N2, np.stack(runs["learned"]), np.stack(runs["ceiling"]))
+        return {**share, "seeds": list(seeds), "steps": steps, "num_prompts": len(before_N2), "records": len(of_domain)}
+
+    def _in_order(self, steps: int, seed: int) -> Iterator[list[Record]]:
+        """The records of every step as the learner takes them (`Trainer.step`)."""
+        training, through = self.cfg.training, 0
+        for _ in range(steps):
+            fresh = self.buffer.fresh(through, training.fresh_per_step)
+            if not fresh:
+                return
+            replayed = self.buffer.replay(
+                training.replay_per_step,
+                self.anchors,
+                through=through,
+                now_s=fresh[-1].record.time_s,
+                seed=seed * 1_000_003 + through,
+                policy=self.cfg.replay,
+            )
+            yield [*(one.record for one in fresh), *replayed]
+            through = fresh[-1].seq
+
+    def _at_random(self, records: Sequence[Record], steps: int, seed: int) -> Iterator[list[Record]]:
+        """Every step draws as many records as the learner takes, without order."""
+        rng = np.random.default_rng(seed)
+        count = min(len(records), self.cfg.training.fresh_per_step + self.cfg.training.replay_per_step)
+        for _ in range(steps):
+            yield [records[i] for i in rng.choice(len(records), count, replace=False)]
+
+    @torch.no_grad()
+    def _judge(self, folder: Path) -> NDArray[np.float64]:
+        """Accepted draft tokens and drafts of every test prompt, by the forecast, [N, 2]."""
+        draft = StandaloneDraft.load(folder, dtype=torch.float32).eval()
+        found = forecast(draft, InProcessTarget(self.target), self.continuations, self.num_speculative_tokens)
+        return np.array([(prompt.counts.num_accepted, prompt.counts.num_drafts) for prompt in found.per_prompt], float)
