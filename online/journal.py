@@ -10,6 +10,7 @@
 | `buffer` | at every look at the servers |
 | `training` | at every optimizer step |
 | `gate`, `swap`, `state`, `server` | when it happens; `state` also when the learner starts |
+| `staleness` | when the served draft is compared with itself at its promotion, and when the learner sleeps or wakes |
 | `fault` | when something failed and the learner carries on |
 
 No entry can hold a user's text: fields are numbers, identifiers without spaces, and short labels. An unknown field is
@@ -156,6 +157,26 @@ class StateEntry(_Entry, frozen=True, kw_only=True, tag="state"):
     reason: Reason = ""
 
 
+class StalenessEntry(_Entry, frozen=True, kw_only=True, tag="staleness"):
+    """The served draft on new held-out requests against the same draft at its promotion."""
+
+    version: Identifier
+    tau_then: float | None = None
+    """tau at the promotion, in today's mix of domains. None, like the other numbers, if there is nothing to compare."""
+    tau_now: float | None = None
+    loss: float | None = None
+    """tau_then - tau_now."""
+    low: float | None = None
+    high: float | None = None
+    requests: int = 0
+    """New held-out requests."""
+    is_asleep: bool
+    """Training is not worth it: the learner waits until acceptance falls."""
+    steps_saved: int = 0
+    """Optimizer steps not taken because the learner slept, since its folder began."""
+    reason: Reason = ""
+
+
 class FaultEntry(_Entry, frozen=True, kw_only=True, tag="fault"):
     what: Identifier
     """`disk_full`, `loss_not_finite`, `server_unreachable`, `target_changed`, ..."""
@@ -171,8 +192,18 @@ class ServerEntry(_Entry, frozen=True, kw_only=True, tag="server"):
     change: Literal["joined", "left"]
 
 
-Entry = AcceptanceEntry | BufferEntry | TrainingEntry | GateEntry | SwapEntry | StateEntry | FaultEntry | ServerEntry
-Kind = Literal["acceptance", "buffer", "training", "gate", "swap", "state", "fault", "server"]
+Entry = (
+    AcceptanceEntry
+    | BufferEntry
+    | TrainingEntry
+    | GateEntry
+    | SwapEntry
+    | StateEntry
+    | StalenessEntry
+    | FaultEntry
+    | ServerEntry
+)
+Kind = Literal["acceptance", "buffer", "training", "gate", "swap", "state", "staleness", "fault", "server"]
 Observer = Callable[[Entry], None]
 
 

@@ -11,6 +11,7 @@ from redraft.online.fleet.rollout import RolloutPolicy
 from redraft.online.learning.buffer import BufferConfig, Replay
 from redraft.online.learning.config import DraftConfig, Judging, Training
 from redraft.online.learning.gate import Policy
+from redraft.online.learning.staleness import SleepPolicy
 from redraft.online.page.config import Page
 from redraft.online.records.nats_config import Nats, StreamLimits, parse_addresses
 from redraft.online.records.origin import require_label
@@ -52,6 +53,7 @@ class LearnerConfig:
     training: Training = field(default_factory=Training)
     judging: Judging = field(default_factory=Judging)
     gate: Policy = field(default_factory=Policy)
+    sleep: SleepPolicy = field(default_factory=SleepPolicy)
     rollout: RolloutPolicy = field(default_factory=RolloutPolicy)
     page: Page = field(default_factory=Page)
     nats: Nats = field(default_factory=Nats)

@@ -1,7 +1,8 @@
 """The learner's way round the phases: the work of each, and the event it ends with (`state` has the table).
 
     phase        work                                            ends with
-    idle         waits for new records or a request to swap      begin, swap requested
+    idle         waits for new records or a request to swap, or  begin, swap requested
+                 sleeps while training is not worth it
     training     steps until enough new records are trained      trained; failed: not finite, interrupted
     judging      candidate and incumbent on held-out requests    promoted, rejected, inconclusive
     publishing   copies the checkpoint's draft to the registry   published; rejected: the checkpoint is damaged
@@ -31,6 +32,7 @@ from redraft.heads.files.sealed import DamagedError, set_aside
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.inbox import Inbox
 from redraft.online.daemon.judging import Judge
+from redraft.online.daemon.sleep import load_sleep, save_sleep
 from redraft.online.daemon.state import LOOKS_AFTER_DAMAGE, Event, Move, Phase, State, advance, load, save
 from redraft.online.fleet.reconciler import Reconciler
 from redraft.online.fleet.registry import TRAINED_UNTIL, Registry
@@ -42,6 +44,7 @@ from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import DRAFT, NotFiniteError
 from redraft.online.learning.cursor import SERVED
 from redraft.online.learning.gate import Decision, Verdict
+from redraft.online.learning.staleness import Row, Sleep, Staleness, compare
 from redraft.online.learning.trainer import Trainer
 
 T = TypeVar("T")
@@ -70,8 +73,13 @@ class Cycle:
         self.state = self._load_state()
         # torch gets a separate thread: ingest and watch continue during a training step.
         self._thread = ThreadPoolExecutor(1, "trainer")
+        self._sleep_path = cfg.folder / "sleep.json"
+        self.sleep = load_sleep(self._sleep_path)
+        self._new_rows: list[Row] = []
+        """The served draft on the newest held-out requests, as last measured."""
         self._num_without_gain = 0
-        """Candidates in a row without a proven gain. A count, not a state: at `patience` it posts BEGIN_AGAIN."""
+        """Candidates without a gain since the last promotion or sleep. A count, not a state: at `patience` it posts
+        BEGIN_AGAIN."""
         self._phases: dict[Phase, Callable[[], Awaitable[Move | None]]] = {
             Phase.IDLE: self._idle,
             Phase.TRAINING: self._train,
@@ -88,6 +96,11 @@ class Cycle:
         current = self.registry.current()
         assert current is not None, "the learner begins with a version"
         return current
+
+    @property
+    def num_steps_saved(self) -> int:
+        """Optimizer steps not taken because the learner slept."""
+        return self.sleep.num_saved // self.cfg.training.fresh_per_step
 
     @property
     def is_rolling_out(self) -> bool:
@@ -200,9 +213,29 @@ class Cycle:
                 return swap
             already = Outcome(passed=True, version=self.current, reason="it is current already")
             self.inbox.settle(Event.SWAP_REQUESTED, already)
-        if await self.in_thread(self.trainer.lag) >= self.cfg.training.fresh_per_step:
+        newest, num_waiting = await self.in_thread(self.trainer.find_waiting)
+        if self.sleep.is_asleep_at(self.current):
+            if num_waiting >= self.cfg.training.records_per_candidate:
+                return await self._look_around(newest, num_waiting)
+        elif num_waiting >= self.cfg.training.fresh_per_step:
             return Move(Event.BEGIN)
         await asyncio.sleep(POLL_S)
+        return None
+
+    async def _look_around(self, newest: int, num_waiting: int) -> Move | None:
+        """Asleep, with a candidate's worth of new records: wake, or pass over the records up to `newest`.
+
+        Those that arrive during the look wait for the next one.
+        """
+        staleness = await self.in_thread(self._measure_staleness)
+        reason = self.sleep.find_reason_to_wake(
+            staleness, num_waiting, self.cfg.sleep, self.cfg.training.records_per_candidate
+        )
+        if reason:
+            self._save_sleep(self.sleep.wake(), staleness, f"training begins again: {reason}")
+            return Move(Event.BEGIN, reason=reason)
+        await self.in_thread(self.trainer.pass_over, newest)
+        self._save_sleep(self.sleep.pass_over(num_waiting), staleness, "training is not worth it")
         return None
 
     async def _train(self) -> Move | None:
@@ -246,10 +279,14 @@ class Cycle:
         if verdict.decision is Decision.PROMOTE:
             self._num_without_gain = 0
             return Move(Event.PROMOTED, reason=verdict.reason)
-        if verdict.decision is Decision.INCONCLUSIVE:
-            return Move(Event.INCONCLUSIVE, reason=verdict.reason)
-        self._count_without_gain()
-        return Move(Event.REJECTED, reason=verdict.reason)
+        if verdict.overall is not None:
+            staleness = await self.in_thread(self._measure_staleness)  # may set the reference in `self.sleep`
+            self._save_sleep(self.sleep, staleness, "")
+        is_rejected = verdict.decision is Decision.REJECT
+        # Whether a small gain is proven or not: a candidate that does not even seem to gain shows no promise.
+        if is_rejected or (verdict.overall is not None and verdict.overall.value <= self.cfg.gate.min_gain):
+            self._count_without_gain()
+        return Move(Event.REJECTED if is_rejected else Event.INCONCLUSIVE, reason=verdict.reason)
 
     async def _publish(self) -> Move:
         try:
@@ -337,12 +374,45 @@ class Cycle:
         except OSError as error:
             self._journal_fault(name_disk_fault(error), error)
 
+    def _measure_staleness(self) -> Staleness | None:
+        """The served draft on held-out requests since its reference. Without a reference, this measures one."""
+        gate, version = self.cfg.gate, self.current
+        has_reference = self.sleep.version == version
+        newest, rows = self.judge.score_since(version, self.sleep.through if has_reference else 0)
+        if len(rows) < gate.min_requests:
+            return None
+        self._new_rows = rows
+        if has_reference:
+            return compare(self.sleep.then, rows, self.cfg.sleep, gate)
+        self.sleep = self.sleep.refer(version, newest, rows)
+        return None
+
+    def _save_sleep(self, sleep: Sleep, staleness: Staleness | None, reason: str) -> None:
+        self.sleep = sleep
+        save_sleep(sleep, self._sleep_path)
+        numbers = {} if staleness is None else {
+            "tau_then": staleness.tau_then,
+            "tau_now": staleness.tau_now,
+            "loss": staleness.loss,
+            "low": staleness.low,
+            "high": staleness.high,
+            "requests": staleness.num_requests,
+        }  # fmt: skip
+        self.journal.write(
+            "staleness", version=self.current, is_asleep=sleep.is_asleep_at(self.current),
+            steps_saved=self.num_steps_saved, reason=reason or str(staleness or ""), **numbers,
+        )  # fmt: skip
+
     def _count_without_gain(self) -> None:
-        """Begin again from the served version if training leads nowhere."""
+        """Begin again from the served version if training leads nowhere, and sleep first if the settings say so."""
         self._num_without_gain += 1
-        if self._num_without_gain >= self.cfg.training.patience:
-            self._num_without_gain = 0
-            self.inbox.post(Move(Event.BEGIN_AGAIN))
+        if self._num_without_gain < self.cfg.training.patience:
+            return
+        self._num_without_gain = 0
+        self.inbox.post(Move(Event.BEGIN_AGAIN))
+        if self.cfg.sleep.enabled and self.sleep.version == self.current:
+            reason = f"{self.cfg.training.patience} candidates without a gain: the served draft is enough"
+            self._save_sleep(self.sleep.fall_asleep(self._new_rows), None, reason)
 
     def _publish_candidate(self) -> str:
         """The version with the candidate's draft: published now, or before a kill."""

@@ -21,7 +21,8 @@ from redraft.online.learning.candidate import Candidate
 from redraft.online.learning.config import Judging
 from redraft.online.learning.gate import Verdict, find_loss, judge
 from redraft.online.learning.intake import count_acceptance
-from redraft.online.learning.scoring import Request, RequestScore, pair_scores, score_requests
+from redraft.online.learning.scoring import Request, RequestScore, list_rows, pair_scores, score_requests
+from redraft.online.learning.staleness import Row
 
 RECENT_S = 86400.0
 """Age of the oldest requests that decide about an alarm: it is about today's traffic."""
@@ -43,6 +44,21 @@ class Judge:
         seqs = self._select_requests()
         ours, theirs = (self._score(folder, seqs) for folder in (draft, self.registry.path(incumbent)))
         return judge(*pair_scores(ours, theirs, self.buffer.refresh_names()), self.cfg.gate, look)
+
+    def score_since(self, version: str, after: int) -> tuple[int, list[Row]]:
+        """(newest record, a row per request) of a version on the held-out records after sequence number `after`.
+
+        No rows if there are fewer than `gate.min_requests`, or if the version cannot be read.
+        """
+        seqs = [seq for seq in self._select_requests() if seq > after]
+        if len(seqs) < self.cfg.gate.min_requests:
+            return after, []
+        folder = self.registry.path(version)
+        try:
+            verify(folder)
+        except (OSError, ValueError):  # a damaged version is the watch's business
+            return after, []
+        return max(seqs), list_rows(self._score(folder, seqs).values(), self.buffer.refresh_names())
 
     def find_loss(self, current: str, previous: str, look: int) -> tuple[bool, str]:
         """Whether the current version is proven worse than the previous one on today's traffic, and why.

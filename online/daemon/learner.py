@@ -421,7 +421,13 @@ class Learner:
         match request.get("do"):
             case "status":
                 state = self.cycle.state
-                return {"phase": state.phase.value, "candidate": state.candidate, "current": self.cycle.current}
+                return {
+                    "phase": state.phase.value,
+                    "candidate": state.candidate,
+                    "current": self.cycle.current,
+                    "is_asleep": self.cycle.sleep.is_asleep_at(self.cycle.current),
+                    "steps_saved": self.cycle.num_steps_saved,
+                }
             case "swap":
                 outcome = await self.cycle.request_swap(str(request["version"]))
                 return {"passed": outcome.passed, "version": outcome.version, "reason": outcome.reason}

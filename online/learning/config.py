@@ -51,7 +51,8 @@ class Training:
     max_skipped_share: float = 0.1
     """A candidate is thrown away if more than this share of the steps had a non-finite loss or gradient."""
     patience: int = 3
-    """After this many candidates in a row without a proven gain, training begins again from the served version."""
+    """After this many candidates that were rejected, or did not seem to gain `gate.min_gain`, training begins again
+    from the served version, after a sleep if `sleep.enabled`. A promotion starts the count afresh."""
     save_every_s: float = 600
     """Seconds between checkpoints while a candidate is in training. The end always makes one."""
     seed: int = 0

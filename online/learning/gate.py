@@ -74,10 +74,13 @@ class Gain:
     lower: float
     upper: float
 
+    @property
+    def value(self) -> float:
+        return self.tau_candidate - self.tau_incumbent
+
     def __str__(self) -> str:
-        gain = self.tau_candidate - self.tau_incumbent
         return (
-            f"tau {self.tau_incumbent:.3f} -> {self.tau_candidate:.3f}, gain {gain:+.3f} "
+            f"tau {self.tau_incumbent:.3f} -> {self.tau_candidate:.3f}, gain {self.value:+.3f} "
             f"[{self.lower:+.3f}, {self.upper:+.3f}] over {self.num_requests} requests"
         )
 

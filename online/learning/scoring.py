@@ -99,6 +99,12 @@ def pair_scores(
     )
 
 
+def list_rows(scores: Iterable[RequestScore], names: Mapping[str, str]) -> list[tuple[str, float, float]]:
+    """Domain by `names`, drafts and accepted tokens of every request with drafts; the others say nothing of a draft."""
+    usable = [score for score in scores if _is_finite(score.counts) and score.counts.num_drafts > 0]
+    return [(names.get(one.domain, OTHER), one.counts.num_drafts, one.counts.num_accepted) for one in usable]
+
+
 def _is_finite(counts: AcceptanceCounts) -> bool:
     return math.isfinite(counts.num_drafts) and math.isfinite(counts.num_accepted)
 

@@ -101,7 +101,11 @@ class Trainer:
 
     def lag(self) -> int:
         """The number of training records not trained yet."""
-        return self.buffer.bound_lag(self.progress.through, 0)[1]
+        return self.find_waiting()[1]
+
+    def find_waiting(self) -> tuple[int, int]:
+        """(sequence number of the newest training record, number of those not trained yet)."""
+        return self.buffer.bound_lag(self.progress.through, 0)
 
     def step(self) -> StepStats | None:
         """One optimizer step on the next fresh records and replayed ones; None if too few fresh records wait."""
@@ -168,6 +172,12 @@ class Trainer:
         self.num_steps = self.num_not_finite = 0
         for checkpoint in self._checkpoints():  # never resumed again; a person may want their training undone
             shutil.rmtree(checkpoint, ignore_errors=True)
+
+    def pass_over(self, through: int) -> None:
+        """Leave the records up to this sequence number out of training. They can still be replayed."""
+        self.progress.through = through
+        newest = next(iter(self.buffer.commits()), None)
+        self.buffer.commit_trained(newest.checkpoint_id if newest else SERVED, through)
 
     def _served(self) -> Path:
         current = self.registry.current()

@@ -47,13 +47,18 @@ class ServedDraft:
     last_s: float
 
 
-def compose_headline(draft: ServedDraft | None, state: StateEntry | None, now_s: float) -> Headline:
+def compose_headline(
+    draft: ServedDraft | None, state: StateEntry | None, now_s: float, *, is_asleep: bool = False
+) -> Headline:
     """Compose the page's answer: tokens per target step, the change since the last version, the learner's phase."""
     if draft is None:
         below = "The curves start once a server has answered requests with a draft."
-        return Headline(before="Nothing has been measured yet.", below=f"{_describe_learner(state)} {below}")
+        return Headline(before="Nothing has been measured yet.", below=f"{_describe_learner(state, is_asleep)} {below}")
     tau, before = _compute_tau(draft.entries), draft.before
-    name, below = shorten_version(draft.version), f"{_describe_learner(state)} {_describe_traffic(draft, now_s)}"
+    name, below = (
+        shorten_version(draft.version),
+        f"{_describe_learner(state, is_asleep)} {_describe_traffic(draft, now_s)}",
+    )
     number = f"{tau:.2f} tokens"
     if tau < ALARM_TAU:
         remedy = "If the learner does not roll it back, run redraft rollback."
@@ -143,9 +148,11 @@ def _describe_traffic(draft: ServedDraft, now_s: float) -> str:
     return f"{fleet}; measured over {sum(entry.drafts for entry in draft.entries):,.0f} target steps{ago}."
 
 
-def _describe_learner(state: StateEntry | None) -> str:
+def _describe_learner(state: StateEntry | None, is_asleep: bool) -> str:
     if state is None:
         return "The learner has not started."
+    if is_asleep and state.phase == "idle":
+        return "The learner sleeps: training is not worth it until acceptance falls."
     candidate = f" {shorten_version(state.candidate)}" if state.candidate else ""
     return f"Learner: {state.phase}{candidate}."
 

@@ -16,6 +16,7 @@ from redraft.online.journal import (
     BufferEntry,
     FaultEntry,
     GateEntry,
+    StalenessEntry,
     StateEntry,
     SwapEntry,
     TrainingEntry,
@@ -83,6 +84,8 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     """Records dropped since the previous point, by reason."""
     training: list[TrainingEntry]
     gates: list[GateEntry]
+    staleness: StalenessEntry | None
+    """The newest comparison of the served draft with itself at its promotion."""
     swaps: list[SwapEntry]
     faults: list[FaultEntry]
 
@@ -99,12 +102,13 @@ def build_overview(history: History, now_s: float, range_s: float = 0) -> Overvi
     swaps = history.select(SwapEntry)
     buffer = history.select(BufferEntry, begin_s)
     draft, state = find_served_draft(history), history.last(StateEntry)
+    staleness = history.last(StalenessEntry)
     return Overview(
         now_s=now_s,
         begin_s=begin_s,
         width_s=width_s,
         gap_s=max(SILENT_S, 4.0 * domain_width_s),
-        headline=compose_headline(draft, state, now_s),
+        headline=compose_headline(draft, state, now_s, is_asleep=staleness is not None and staleness.is_asleep),
         state=state,
         servers=build_curves(engine, lambda entry: entry.server or "all servers", width_s, rank_worst_first),
         domains=build_curves(captured, lambda entry: entry.domain or "no domain", domain_width_s, rank_busiest_first),
@@ -114,6 +118,7 @@ def build_overview(history: History, now_s: float, range_s: float = 0) -> Overvi
         drops=_sum_drops(buffer, width_s),
         training=_thin(history.select(TrainingEntry, begin_s), width_s),
         gates=history.select(GateEntry)[-12:][::-1],
+        staleness=staleness,
         swaps=_drop_repeats(swaps)[-30:][::-1],
         faults=[fault for fault in history.select(FaultEntry) if fault.time_s > now_s - 86400][-12:][::-1],
     )

@@ -29,6 +29,7 @@ from redraft.online.journal import (
     Observer,
     Phase,
     ServerEntry,
+    StalenessEntry,
     StateEntry,
     SwapEntry,
     SwapOutcome,
@@ -119,6 +120,13 @@ class Telemetry:
             "Gain of the last verdict, in tokens per target step, and its confidence bounds",
             "bound",
         )
+        self._staleness = self._gauge(
+            "staleness_tokens",
+            "tau of the served draft at its promotion less tau now, on held-out requests, and the 95% interval",
+            "bound",
+        )
+        self._asleep = self._gauge("asleep", "1 while the learner sleeps, because training is not worth it")
+        self._saved = self._gauge("saved_steps", "Optimizer steps not taken because the learner slept")
         self._swaps = self._counter("swaps", "Swaps requested of servers, by outcome", "outcome")
         self._swap_s = Histogram(
             "redraft_swap_duration_seconds",
@@ -192,6 +200,13 @@ class Telemetry:
         self._verdicts.labels(entry.verdict).inc()
         for bound, value in (("low", entry.low), ("mean", entry.gain), ("high", entry.high)):
             self._gain.labels(bound).set(_to_number(value))
+
+    @_take.register
+    def _(self, entry: StalenessEntry) -> None:
+        for bound, value in (("low", entry.low), ("mean", entry.loss), ("high", entry.high)):
+            self._staleness.labels(bound).set(_to_number(value))
+        self._asleep.set(entry.is_asleep)
+        self._saved.set(entry.steps_saved)
 
     @_take.register
     def _(self, entry: SwapEntry) -> None:

@@ -5,6 +5,7 @@
     canary      an equal draft and one 0.2 worse, with short and long requests: how often is it returned or passed?
     gate        ten candidates in a row with a true gain of exactly `min_gain`: how often is one promoted?
     baseline    `redraft eval --baseline` on two equal drafts: how often does it fail?
+    sleep       a learner that sleeps: how often does it wake though nothing changed, how soon after a drift?
     intervals   how often does a 95% interval over 16, 32 or 64 prompts hold the truth?
     doctor      how many faults planted into a sound head does `redraft doctor` name? (`recipes/bench/planted.py`)
     served      by how much do forecasts miss a real vLLM that filters as the target's generation_config.json says?
@@ -18,6 +19,7 @@ T = trials, N = prompts or requests, P = polls.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +35,9 @@ from redraft.eval.report.regression import compare_reports
 from redraft.heads.files.artifact import write_whole
 from redraft.online.fleet.rollout import MIN_POLLS, Finding, RolloutPolicy, decide, estimate_loss
 from redraft.online.learning.buffer import BufferConfig
-from redraft.online.learning.config import Training
+from redraft.online.learning.config import Judging, Training
 from redraft.online.learning.gate import Decision, Policy, judge
+from redraft.online.learning.staleness import Row, SleepPolicy, compare
 from redraft.recipes.bench.planted import measure_doctor
 from redraft.recipes.bench.served import ServedCase, measure_served
 from redraft.recipes.cli import run_recipe
@@ -84,6 +87,7 @@ def simulate(trials: int, seed: int = 0) -> dict[str, Any]:
         "canary": simulate_canary,
         "gate": simulate_gate,
         "baseline": simulate_baseline,
+        "sleep": simulate_sleep,
         "intervals": simulate_intervals,
     }
     report = {}
@@ -239,6 +243,69 @@ def _make_requests(rng: np.random.Generator, count: int) -> tuple[Array, Array, 
 def _to_counts(drafts_N: Array, rate_N: Array) -> list[AcceptanceCounts]:
     pairs = zip(drafts_N.tolist(), (drafts_N * rate_N).tolist(), strict=True)
     return [AcceptanceCounts(num_drafts=drafts, num_accepted=accepted) for drafts, accepted in pairs]
+
+
+# --- sleep
+
+
+def simulate_sleep(trials: int, seed: int = 0) -> dict[str, Any]:
+    """Records until a sleeping learner wakes, by the true loss of tau since the promotion, in one of two domains.
+
+    `unchanged_woken` is the share of the longest pauses that a false alarm ends. `steps_saved` is the share of the
+    optimizer steps that a learner does not take in the long run if its traffic does not change; it still tries to find
+    a gain after every pause.
+    """
+    policy, gate, training = SleepPolicy(), Policy(), Training()
+    delays: dict[float, list[float]] = {loss: [] for loss in (0.0, 0.2, 0.4, 0.8)}
+    for loss, found in delays.items():
+        rng = np.random.default_rng(seed)
+        for _ in range(trials):
+            found.append(_count_records_to_alarm(rng, loss, policy, gate, training))
+    longest = policy.longest * training.records_per_candidate
+    woken = {loss: sum(delay < math.inf for delay in found) / trials for loss, found in delays.items()}
+    slept = [min(delay, longest) for delay in delays[0.0]]
+    trained = training.patience * training.records_per_candidate
+    return {
+        "unchanged_woken": woken[0.0],
+        "steps_saved": float(np.mean(slept) / (np.mean(slept) + trained)),
+        **{
+            f"loss_{loss}_in_one_of_two": {
+                "woken": woken[loss],
+                "records_median": _or_none(float(np.median(delays[loss]))),
+                "records_p90": _or_none(float(np.quantile(delays[loss], 0.9, method="higher"))),
+            }
+            for loss in delays
+            if loss
+        },
+    }
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _count_records_to_alarm(
+    rng: np.random.Generator, loss: float, policy: SleepPolicy, gate: Policy, training: Training
+) -> float:
+    """Training records after the drift until it is noticed; infinite if the longest pause ends before."""
+    fraction = BufferConfig().held_out_fraction
+    per_look = round(training.records_per_candidate * fraction / (1 - fraction))
+    then = _make_rows(rng, 100, 0.0)
+    now: list[Row] = []
+    for look in range(1, policy.longest):
+        now = (now + _make_rows(rng, per_look, loss))[-2 * Judging().held_out_per_domain :]
+        staleness = compare(then, now, policy, gate)
+        if staleness and staleness.reason:
+            return look * training.records_per_candidate
+    return math.inf
+
+
+def _make_rows(rng: np.random.Generator, count: int, loss: float) -> list[Row]:
+    """Requests of two domains, half and half; in the second, tau is lower by `loss`."""
+    drafts_N, rate_N, _ = _make_requests(rng, count)
+    domains = ["code" if is_code else "prose" for is_code in rng.random(count) < 0.5]
+    rates = [max(0.0, rate - loss * (name == "prose")) for rate, name in zip(rate_N.tolist(), domains, strict=True)]
+    return [(name, n, n * rate) for name, n, rate in zip(domains, drafts_N.tolist(), rates, strict=True)]
 
 
 # --- baseline

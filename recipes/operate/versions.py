@@ -60,7 +60,8 @@ async def live_lines(cfg: LearnerConfig) -> list[str]:
     try:
         status = await control.ask(cfg.folder, do="status")
         about = f" {status['candidate']}" if status["candidate"] else ""
-        lines = [f"learner: {status['phase']}{about}"]
+        asleep = ", asleep: training is not worth it until acceptance falls" if status.get("is_asleep") else ""
+        lines = [f"learner: {status['phase']}{about}{asleep}"]
     except control.NoLearnerError as error:
         lines = [str(error)]
     async with connected(await discover(cfg.fleet, cfg.domain)) as servers:

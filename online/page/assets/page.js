@@ -75,7 +75,17 @@ function lagTile({lag_s, lag_records}) {
   return lag_s === null ? tile("Behind traffic", waiting, "waiting for training") : tile("Behind traffic", duration(lag_s), `${waiting} waiting for training`, {tone: lag_s > 1800 ? "warn" : ""});
 }
 
-function buildTiles({buffer, gates, training}) {
+/** The served draft against itself at its promotion; an interval that holds 0 is no change. */
+function stalenessTile(stale) {
+  if (!stale) return tile("Since promotion", "–", "not compared with its promotion yet");
+  const saved = stale.steps_saved ? `; ${number(stale.steps_saved)} training steps saved` : "";
+  const doing = stale.is_asleep ? "asleep, not worth training" : "training goes on";
+  if (stale.low === null || stale.high === null) return tile("Since promotion", "–", `${doing}${saved}`);
+  const change = stale.low <= 0 && stale.high >= 0 ? "unchanged" : signed(-stale.loss);
+  return tile("Since promotion", change, `tau ${stale.tau_then.toFixed(2)}, now ${stale.tau_now.toFixed(2)}, 95% [${signed(-stale.high)}, ${signed(-stale.low)}]; ${doing}${saved}`, {tone: stale.low > 0 ? "warn" : ""});
+}
+
+function buildTiles({buffer, gates, training, staleness}) {
   const fill = buffer.at(-1), gate = gates[0], train = training.at(-1);
   return [
     fill ? tile("Buffer", `${number(fill.records)} records`, `${bytes(fill.bytes)}${fill.max_bytes ? ` of ${bytes(fill.max_bytes)}` : ""}, ${number(fill.held_out)} held out`,
@@ -85,6 +95,7 @@ function buildTiles({buffer, gates, training}) {
       {tone: train.loss === null ? "bad" : ""}) : tile("Training", "–", "no step yet"),
     gate ? tile("Last verdict", gate.gain === null ? gate.verdict : signed(gate.gain), `${gate.gain === null ? "" : `${gate.verdict}, `}${version(gate.candidate)} against ${version(gate.incumbent)}`, {tone: TONES[gate.verdict]})
       : tile("Last verdict", "–", "no candidate judged yet"),
+    stalenessTile(staleness),
   ];
 }
 
@@ -177,7 +188,7 @@ function show(view) {
   latest = view;
   showAnswer(view);
   const width = innerWidth, frame = [view.begin_s, view.now_s, view.marks, width];
-  changed("tiles", [view.buffer.at(-1), view.gates[0], view.training.at(-1)], () => $("tiles").replaceChildren(...buildTiles(view)));
+  changed("tiles", [view.buffer.at(-1), view.gates[0], view.training.at(-1), view.staleness], () => $("tiles").replaceChildren(...buildTiles(view)));
   changed("servers", [view.servers, frame], () => curves($("servers"), view.servers, view, "No server has answered requests with a draft in this time range.", 290));
   changed("domains", [view.domains, frame], () => curves($("domains"), view.domains, view, "No captured requests in this time range."));
   changed("positions", [view.positions, width], () => showPositions($("positions"), view.positions));

@@ -1,0 +1,185 @@
+"""Is the served draft still as good as it was? Acceptance on new held-out requests against that at its promotion.
+
+    then   the draft on the held-out requests of the time it became current
+    now    the same draft on held-out requests that arrived since, so the two are independent
+    loss   then - now in tau, domain by domain, weighted by today's share of each domain
+
+A draft that training could not improve, and whose acceptance has not fallen since, is not worth training: the learner
+sleeps. It wakes when the loss is proven, when a new domain appears, or after the longest sleep, to try once more.
+Numbers in, findings out; no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from redraft.eval.intervals import CONFIDENCE, Estimate, estimate_ratio, subtract_independent
+from redraft.online.learning.gate import Policy
+
+Row = tuple[str, float, float]
+"""Domain, drafts and accepted draft tokens of one held-out request."""
+
+
+FIRST_PAUSE = 4
+"""First pause without a loss, in candidates. Short, because three candidates may be too few to show a slow gain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SleepPolicy:
+    """When the learner stops training, and when it begins again."""
+
+    enabled: bool = True
+    """Stop training after `training.patience` candidates in a row without a proven gain. The learner goes on storing
+    records and looks at the served draft again after every `training.records_per_candidate` new ones."""
+    confidence: float = 0.99
+    """Training begins again when acceptance on new held-out requests is below that at the promotion with this
+    confidence. A false alarm costs some training; no draft is served because of it."""
+    longest: int = 16
+    """Longest pause between two attempts to find a gain, in multiples of `training.records_per_candidate`. After the
+    first attempt without a gain the pause is 4 of them, and it doubles with every further one. If acceptance has
+    fallen, the pause begins at 1."""
+
+    def __post_init__(self) -> None:
+        if not 0.5 < self.confidence < 1 or self.longest < 1:
+            raise ValueError(
+                f"confidence must be between 0.5 and 1 and longest at least 1, got {self.confidence} and {self.longest}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staleness:
+    tau_then: float
+    tau_now: float
+    loss: float
+    """tau_then - tau_now; above 0 if acceptance has fallen."""
+    low: float
+    high: float
+    """The 95% interval of the loss."""
+    num_requests: int
+    """Number of new held-out requests."""
+    reason: str
+    """The proof that the draft is stale; empty if there is none."""
+
+    def __str__(self) -> str:
+        return (
+            f"tau {self.tau_then:.3f} at the promotion, {self.tau_now:.3f} now, loss {self.loss:+.3f} "
+            f"[{self.low:+.3f}, {self.high:+.3f}] over {self.num_requests} requests"
+        )
+
+
+def compare(then: Sequence[Row], now: Sequence[Row], policy: SleepPolicy, gate: Policy) -> Staleness | None:
+    """The staleness of a draft; None if fewer than `gate.min_requests` new requests are of known domains."""
+    then_by, now_by = _group(then), _group(now)
+    enough = gate.min_domain_requests
+    new = [name for name, rows in now_by.items() if name not in then_by and len(rows) >= enough]
+    # One request has no spread: a rare domain would make the whole interval infinite.
+    known = [name for name in now_by if min(len(now_by[name]), len(then_by.get(name, ()))) > 1]
+    num_known = sum(len(now_by[name]) for name in known)
+    if num_known < gate.min_requests:
+        return None if not new else _only_new(new, len(now))
+    weights = {name: sum(drafts for _, drafts, _ in now_by[name]) for name in known}
+    total = sum(weights.values())
+    losses = {name: _estimate_loss(then_by[name], now_by[name]) for name in known}
+    loss = _weigh([losses[name] for name in known], [weights[name] / total for name in known])
+    tau_now = 1 + sum(accepted for name in known for _, _, accepted in now_by[name]) / total
+    low, high = loss.interval(CONFIDENCE)
+    judged = {"acceptance": loss} | {
+        f"acceptance of domain {name}": losses[name] for name in known if len(now_by[name]) >= enough
+    }
+    # One alarm of several must not be likelier than one alone.
+    confidence = 1 - (1 - policy.confidence) / len(judged)
+    fallen = [what for what, estimate in judged.items() if estimate.interval(2 * confidence - 1)[0] > 0]
+    reasons = [f"{what} has fallen" for what in fallen[:1]] + [f"domain {name} is new" for name in new[:1]]
+    return Staleness(
+        tau_then=tau_now + loss.value,
+        tau_now=tau_now,
+        loss=loss.value,
+        low=low,
+        high=high,
+        num_requests=len(now),
+        reason=" and ".join(reasons),
+    )
+
+
+def _only_new(names: Sequence[str], num_requests: int) -> Staleness:
+    nothing = math.nan
+    return Staleness(
+        tau_then=nothing, tau_now=nothing, loss=nothing, low=nothing, high=nothing, num_requests=num_requests,
+        reason=f"domain {names[0]} is new",
+    )  # fmt: skip
+
+
+def _group(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    by_domain: dict[str, list[Row]] = {}
+    for row in rows:
+        by_domain.setdefault(row[0], []).append(row)
+    return by_domain
+
+
+def _estimate_loss(then: Sequence[Row], now: Sequence[Row]) -> Estimate:
+    return subtract_independent(_estimate_rate(then), _estimate_rate(now))
+
+
+def _estimate_rate(rows: Sequence[Row]) -> Estimate:
+    return estimate_ratio(np.array([row[2] for row in rows]), np.array([row[1] for row in rows]))
+
+
+def _weigh(losses: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
+    error = math.hypot(*(weight * loss.error for weight, loss in zip(weights, losses, strict=True)))
+    value = sum(weight * loss.value for weight, loss in zip(weights, losses, strict=True))
+    return Estimate(value, error, max(loss.freedom for loss in losses))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sleep:
+    """The reference of the served draft, and whether the learner sleeps. Saved on disk, over kills."""
+
+    version: str = ""
+    """The version that `then` was measured for; empty before the first measurement."""
+    through: int = 0
+    """Newest held-out record of the reference: whatever is newer is independent of it."""
+    then: tuple[Row, ...] = ()
+    is_asleep: bool = False
+    num_attempts: int = 0
+    """How often training has led nowhere since the version became current. The pauses double with it."""
+    num_passed: int = 0
+    """Records passed over since the learner fell asleep."""
+    num_saved: int = 0
+    """Records passed over in all."""
+
+    def is_asleep_at(self, version: str) -> bool:
+        """Whether the learner sleeps while it serves `version`. Any other version than the reference's wakes it."""
+        return self.is_asleep and self.version == version
+
+    def refer(self, version: str, through: int, rows: Sequence[Row]) -> Sleep:
+        """A new reference, awake."""
+        return Sleep(version=version, through=through, then=tuple(rows), num_saved=self.num_saved)
+
+    def fall_asleep(self, now: Sequence[Row]) -> Sleep:
+        """Asleep. Domains of `now` that the reference lacks are new no longer: training has seen them."""
+        known = {domain for domain, _, _ in self.then}
+        then = (*self.then, *(row for row in now if row[0] not in known))
+        return replace(self, then=then, is_asleep=True, num_attempts=self.num_attempts + 1, num_passed=0)
+
+    def wake(self) -> Sleep:
+        return replace(self, is_asleep=False, num_passed=0)
+
+    def pass_over(self, num_records: int) -> Sleep:
+        """Asleep still, with that many records more that are not trained as new."""
+        return replace(self, num_passed=self.num_passed + num_records, num_saved=self.num_saved + num_records)
+
+    def find_reason_to_wake(
+        self, staleness: Staleness | None, num_waiting: int, policy: SleepPolicy, records_per_candidate: int
+    ) -> str:
+        """The reason to train again, with `num_waiting` records not trained yet; empty if there is none."""
+        candidates = (self.num_passed + num_waiting) / records_per_candidate
+        pause = 2 ** max(0, self.num_attempts - 1)
+        if staleness and staleness.reason and candidates >= min(pause, policy.longest):
+            return staleness.reason
+        if candidates >= min(FIRST_PAUSE * pause, policy.longest):
+            return f"{self.num_passed + num_waiting} records since the last attempt: is there anything to gain by now?"
+        return ""

@@ -1,0 +1,129 @@
+"""Is the served draft still as good as at its promotion, and when does the learner sleep and wake?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from redraft.online.daemon.sleep import load_sleep, save_sleep
+from redraft.online.learning.gate import Policy
+from redraft.online.learning.staleness import Row, Sleep, SleepPolicy, compare
+
+POLICY, GATE = SleepPolicy(), Policy()
+
+
+def make_rows(tau: float, count: int, seed: int, domain: str = "code") -> list[Row]:
+    """Requests as on a real target: tau varies by 0.4 between them."""
+    rng = np.random.default_rng(seed)
+    drafts_N = np.maximum(rng.lognormal(np.log(24), 0.6, count).round(), 2.0)
+    rate_N = np.maximum(tau - 1 + 0.4 * rng.standard_normal(count), 0)
+    return [(domain, n, n * rate) for n, rate in zip(drafts_N.tolist(), rate_N.tolist(), strict=True)]
+
+
+def test_unchanged_traffic_is_not_stale_and_the_loss_has_an_interval_around_zero() -> None:
+    found = compare(make_rows(2.0, 100, 0), make_rows(2.0, 100, 1), POLICY, GATE)
+    assert found is not None
+    assert found.reason == ""
+    assert found.low < 0 < found.high
+    assert found.tau_then - found.tau_now == pytest.approx(found.loss)
+
+
+def test_the_interval_of_the_loss_holds_the_truth() -> None:
+    held = []
+    for seed in range(400):
+        found = compare(make_rows(2.0, 60, 2 * seed), make_rows(1.8, 60, 2 * seed + 1), POLICY, GATE)
+        assert found is not None
+        held.append(found.low <= 0.2 <= found.high)
+    assert np.mean(held) >= 0.92
+
+
+def test_a_fall_is_found_in_the_domain_where_it_happened() -> None:
+    then = make_rows(2.0, 100, 0) + make_rows(1.8, 100, 1, "prose")
+    now = make_rows(2.0, 100, 2) + make_rows(1.3, 25, 3, "prose")
+    found = compare(then, now, POLICY, GATE)
+    assert found is not None
+    assert "prose has fallen" in found.reason
+
+
+def test_another_mix_of_the_same_domains_is_no_loss() -> None:
+    then = make_rows(2.5, 150, 0) + make_rows(1.5, 50, 1, "prose")
+    now = make_rows(2.5, 20, 2) + make_rows(1.5, 150, 3, "prose")
+    found = compare(then, now, POLICY, GATE)
+    assert found is not None
+    assert found.reason == ""
+    assert abs(found.loss) < 0.15, "the mix alone changes tau by 0.6"
+
+
+def test_a_rare_domain_neither_blinds_the_comparison_nor_wakes_the_learner() -> None:
+    then, rare = make_rows(2.0, 100, 0), [("poem", 10.0, 0.0)]
+    found = compare(then + rare, make_rows(1.4, 100, 1) + rare, POLICY, GATE)
+    assert found is not None
+    assert found.low > 0
+    quiet = compare(then, make_rows(2.0, 100, 2) + rare, POLICY, GATE)
+    assert quiet is not None
+    assert quiet.reason == ""
+
+
+def test_a_new_domain_is_something_to_learn() -> None:
+    found = compare(make_rows(2.0, 100, 0), make_rows(2.0, 60, 1) + make_rows(1.2, 30, 2, "prose"), POLICY, GATE)
+    assert found is not None
+    assert found.reason == "domain prose is new"
+    alone = compare(make_rows(2.0, 100, 0), make_rows(1.2, 30, 2, "prose"), POLICY, GATE)
+    assert alone is not None
+    assert alone.reason == "domain prose is new"
+
+
+def test_too_few_requests_say_nothing() -> None:
+    assert compare(make_rows(2.0, 100, 0), make_rows(1.0, 10, 1), POLICY, GATE) is None
+
+
+def test_the_learner_sleeps_until_acceptance_falls() -> None:
+    rows = make_rows(2.0, 100, 0)
+    sleep = Sleep().refer("v000002", 500, rows).fall_asleep(rows)
+    assert sleep.is_asleep_at("v000002")
+    assert not sleep.is_asleep_at("v000003"), "another version wakes it"
+    same, fallen = (compare(rows, make_rows(tau, 100, 1), POLICY, GATE) for tau in (2.0, 1.5))
+    assert sleep.find_reason_to_wake(same, 128, POLICY, 128) == ""
+    assert sleep.find_reason_to_wake(fallen, 128, POLICY, 128) == "acceptance has fallen"
+    passed = sleep.pass_over(128).pass_over(128)
+    assert passed.num_saved == 256
+    assert passed.wake().num_saved == 256, "the account goes on"
+
+
+def test_the_pauses_grow_while_training_leads_nowhere_and_end_at_the_longest() -> None:
+    rows = make_rows(2.0, 100, 0)
+    fallen = compare(rows, make_rows(1.5, 100, 1), POLICY, GATE)
+    sleep, quiet, stale = Sleep().refer("v1", 0, rows), [], []
+    for _ in range(7):
+        sleep = sleep.fall_asleep(rows)
+        for found, pauses in ((None, quiet), (fallen, stale)):
+            pauses.append(
+                next(
+                    n for n in range(1, 99) if replace(sleep, num_passed=n - 1).find_reason_to_wake(found, 1, POLICY, 1)
+                )
+            )
+        sleep = sleep.wake()
+    assert quiet == [4, 8, 16, 16, 16, 16, 16]
+    assert stale == [1, 2, 4, 8, 16, 16, 16]
+    assert sleep.refer("v2", 9, rows).num_attempts == 0, "a promotion starts afresh"
+
+
+def test_a_domain_that_training_has_seen_is_new_no_longer() -> None:
+    then, now = make_rows(2.0, 100, 0), make_rows(2.0, 60, 1) + make_rows(1.2, 30, 2, "prose")
+    sleep = Sleep().refer("v1", 0, then).fall_asleep(now)
+    found = compare(sleep.then, make_rows(2.0, 60, 3) + make_rows(1.2, 30, 4, "prose"), POLICY, GATE)
+    assert found is not None
+    assert found.reason == ""
+
+
+def test_a_kill_does_not_wake_the_learner_and_a_torn_file_does(tmp_path: Path) -> None:
+    rows = make_rows(2.0, 30, 0)
+    sleep = Sleep().refer("v000002", 500, rows).fall_asleep(rows).pass_over(64)
+    save_sleep(sleep, tmp_path / "sleep.json")
+    assert load_sleep(tmp_path / "sleep.json") == sleep
+    whole = (tmp_path / "sleep.json").read_text()
+    (tmp_path / "sleep.json").write_text(whole[: len(whole) // 2])
+    assert load_sleep(tmp_path / "sleep.json") == Sleep() == load_sleep(tmp_path / "none.json")
