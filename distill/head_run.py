@@ -75,7 +75,7 @@ DEMO: dict[str, Any] = {
     "divergence": Divergence(name="forward_kl"),
     "optim": Optim(lr=2e-3),
     "loop": Loop(steps=64, batch_size=4, sequence_length=1024, eval_every=16, eval_batches=1, save_every=64),
-    "prove": Prove(num_speculative_tokens=3),
+    "prove": Prove(num_speculative_tokens=3, speed_rounds=8),
     "mixed_precision": "bf16",
 }
 """Fields of a `HeadConfig` for a run of minutes on two CPU cores. All families share them, so the results compare."""

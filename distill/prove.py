@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -22,7 +23,7 @@ from redraft.distill.train.loop import LoadedData, TrainingCost
 from redraft.distill.train.run import Run
 from redraft.eval.engine.lossless import Lossless, compare_lossless
 from redraft.eval.engine.measure import Measurement, measure
-from redraft.eval.engine.server import vllm_server
+from redraft.eval.engine.server import VllmServer, vllm_server
 from redraft.eval.forecast.greedy import (
     Continuation,
     Forecast,
@@ -36,6 +37,7 @@ from redraft.eval.forecast.stored import store_forecast
 from redraft.eval.machine import engine_environment, environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import (
+    Speed,
     domain_section,
     engine_section,
     offline_section,
@@ -46,9 +48,14 @@ from redraft.heads.files.artifact import fingerprint, publish
 from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
 from redraft.heads.files.folder import model_folder
 from redraft.heads.files.kept import compute_once
+from redraft.heads.progress import Progress
 
 MAX_DRAFT_TOKENS = 128
 """Limit of vLLM's rejection sampler on the draft tokens of one request in one step."""
+
+
+SPEED_PROMPTS = 4
+"""Prompts of a speed round for every request in flight. Short rounds are best on a shared machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +75,19 @@ class Prove:
     """Longest answer to a held-out prompt, in tokens."""
     concurrency: int = 4
     """Number of requests in flight at once."""
+    speed_rounds: int = 0
+    """Interleaved rounds to compare the speed with and without the draft in, at least 6 for an interval. The two
+    servers run side by side, so both must fit into the memory. Without rounds the report does not tell a speed-up:
+    `redraft bench` measures one."""
     engine_args: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Argument for vLLM, after an equals sign: --prove.engine-args=--tensor-parallel-size=8. Once for each argument."""
     reference: Path | None = None
     """Folder for several runs to share results that depend only on the target and the prompts: the target's answers,
-    and the engine's speed without a draft. By default, --output."""
+    and the engine's answers without a draft. By default, --output."""
 
     def __post_init__(self) -> None:
+        if 0 < self.speed_rounds < 6:
+            raise ValueError(f"--prove.speed-rounds {self.speed_rounds} give no 95% interval: 6 or more, or 0 for none")
         for name in ("num_speculative_tokens", "max_tokens", "concurrency"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--prove.{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
@@ -190,6 +203,7 @@ class EngineProof:
     with_draft: Measurement
     without_draft: Measurement
     lossless: Lossless
+    speed: Speed | None = None
     decoder: str = "a real vLLM"
     """Name of the decoder in the report's text."""
 
@@ -219,19 +233,29 @@ def prove_in_engine(
     Raises: ChildProcessError with the engine's message; ConnectionError.
     """
 
-    def measured(name: str, model: str | Path, config: Mapping[str, Any] | None) -> Measurement:
-        with vllm_server(
+    def start(name: str, model: str | Path, config: Mapping[str, Any] | None) -> AbstractContextManager[VllmServer]:
+        return vllm_server(
             model,
             log=folder / f"vllm-{name}-draft.log",
             speculative_config=config,
             max_model_len=max(len(p.token_ids) for p in prompts) + cfg.max_tokens + cfg.num_speculative_tokens,
             extra_args=cfg.engine_args,
-        ) as server:
-            return measure(server, prompts, max_tokens=cfg.max_tokens, concurrency=cfg.concurrency)
+        )
 
-    with_draft = measured(
-        "with", served or target, {**speculative, "num_speculative_tokens": cfg.num_speculative_tokens}
-    )
+    def measured(server: VllmServer) -> Measurement:
+        return measure(server, prompts, max_tokens=cfg.max_tokens, concurrency=cfg.concurrency)
+
+    def measure_alone() -> Measurement:
+        with start("without", target, None) as server:
+            return measured(server)
+
+    config = {**speculative, "num_speculative_tokens": cfg.num_speculative_tokens}
+    speed = None
+    with start("with", served or target, config) as ours:
+        with_draft = measured(ours)
+        if cfg.speed_rounds:
+            with start("beside", target, None) as theirs:
+                speed = compare_speed(ours, theirs, prompts, cfg)
     without_draft = compute_once(
         cfg.reference or folder,
         "without-draft",
@@ -244,13 +268,25 @@ def prove_in_engine(
             engine_environment(),
         ],
         Measurement,
-        lambda: measured("without", target, None),
+        measure_alone,
     )
     return EngineProof(
         with_draft=with_draft,
         without_draft=without_draft,
         lossless=compare_lossless(with_draft, without_draft, _make_logits(target)),
+        speed=speed,
     )
+
+
+def compare_speed(ours: VllmServer, theirs: VllmServer, prompts: Sequence[Prompt], cfg: Prove) -> Speed:
+    """Tokens/s of two servers on the same prompts, one after the other in every round; the order alternates."""
+    some = prompts[: SPEED_PROMPTS * cfg.concurrency]
+    rates: dict[str, list[float]] = {ours.url: [], theirs.url: []}
+    for number in Progress(range(cfg.speed_rounds), desc="speed", unit="round"):
+        for server in (ours, theirs) if number % 2 else (theirs, ours):
+            run = measure(server, some, max_tokens=cfg.max_tokens, concurrency=cfg.concurrency)
+            rates[server.url].append(run.tokens_per_s)
+    return Speed(with_draft=rates[ours.url], without_draft=rates[theirs.url])
 
 
 def prove_by_reference(cfg: Prove, model: Any, head: Any, continuations: Sequence[Continuation]) -> EngineProof:
@@ -305,6 +341,6 @@ def report(
         "duration_s": round(time.perf_counter() - started, 1),
     }
     if engine:
-        section = engine_section(engine.with_draft, engine.without_draft, engine.lossless, after)
+        section = engine_section(engine.with_draft, engine.lossless, after, engine.speed)
         sections["engine"] = {**section, "decoder": engine.decoder}
     return write_report(run.folder, sections)

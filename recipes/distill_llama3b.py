@@ -59,7 +59,7 @@ PRESETS = {
         divergence=Divergence(name="forward_kl"),
         optim=Optim(lr=3e-3),
         loop=Loop(steps=400, batch_size=2, sequence_length=1024, eval_every=100, eval_batches=8, save_every=200),
-        prove=Prove(ce_baseline=True),
+        prove=Prove(ce_baseline=True, speed_rounds=8),
         output=Path("outputs/demo"),
         mixed_precision="bf16",
     )

@@ -31,7 +31,7 @@ def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
         ),
         "positions": _positions(report),
         "gain": _gain(report["offline"]),
-        "speed": _speed(report["engine"]) if "engine" in report else None,
+        "speed": _speed(report["engine"]["speed"]) if "engine" in report and report["engine"]["speed"] else None,
         "domains": _domains(report["by_domain"]) if len(report["by_domain"]) > 1 else None,
     }
     return {name: to_spec(chart) for name, chart in charts.items() if chart is not None}
@@ -141,10 +141,10 @@ def _gain(offline: Mapping[str, Any]) -> alt.LayerChart:
     return _bars(rows, ours=names["after"], title="alpha greedy on held-out prompts", number=".3f")
 
 
-def _speed(engine: Mapping[str, Any]) -> alt.LayerChart:
+def _speed(speed: Mapping[str, Any]) -> alt.LayerChart:
     rows = [
-        {"label": "without a draft", "value": engine["tokens_per_s_without_draft"]},
-        {"label": "with the draft", "value": engine["tokens_per_s"]},
+        {"label": "without a draft", "value": speed["tokens_per_s_without_draft"]},
+        {"label": "with the draft", "value": speed["tokens_per_s"]},
     ]
     return _bars(rows, ours="with the draft", title="output tokens per second", number=",.0f")
 

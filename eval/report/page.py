@@ -18,16 +18,17 @@ import functools
 import importlib.util
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 
 from redraft.eval.engine.lossless import Lossless
 from redraft.eval.engine.measure import Measurement
 from redraft.eval.forecast.greedy import Forecast
-from redraft.eval.intervals import paired_interval
+from redraft.eval.intervals import median_interval, paired_interval
 from redraft.eval.machine import environment
 from redraft.heads.files.artifact import write_whole
 
@@ -40,8 +41,7 @@ REQUIRED = {
         "forecast_error",
         "lossless",
         "ties",
-        "tokens_per_s",
-        "tokens_per_s_without_draft",
+        "speed",
         "num_prompts",
     ),
     "train": ("tokens_per_s", "peak_rss_mib"),
@@ -78,10 +78,36 @@ def offline_section(*, before: Forecast, after: Forecast, ce_baseline: Forecast 
     return section
 
 
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Tokens/s with and without a draft, measured in turns: entry i of both is of the same round."""
+
+    with_draft: list[float]
+    without_draft: list[float]
+
+    def to_json(self, tau: float, num_speculative_tokens: int) -> dict[str, Any]:
+        """Medians, the speed-up with its 95% interval over rounds, and the cost of a draft token in target steps.
+
+        A speed-up s at tau means that a step with k draft tokens takes tau / s times as long as one without.
+        """
+        speedup, interval = median_interval(np.divide(self.with_draft, self.without_draft))
+        return {
+            "rounds": len(self.with_draft),
+            "tokens_per_s": float(np.median(self.with_draft)),
+            "tokens_per_s_without_draft": float(np.median(self.without_draft)),
+            "speedup": speedup,
+            "speedup_interval": interval,
+            "draft_token_cost": (tau / speedup - 1) / num_speculative_tokens,
+        }
+
+
 def engine_section(
-    with_draft: Measurement, without_draft: Measurement, lossless: Lossless, forecast: Forecast
+    with_draft: Measurement, lossless: Lossless, forecast: Forecast, speed: Speed | None = None
 ) -> dict[str, Any]:
-    """The measurements of a real engine, and the error of the forecast: |tau_forecast - tau| / tau."""
+    """The measurements of a real engine, and the error of the forecast: |tau_forecast - tau| / tau.
+
+    A speed-up is told only from rounds in turns: two runs one after the other differ by the machine's load as well.
+    """
     counts = with_draft.counts
     assert counts is not None, "measured with a draft"
     return {
@@ -97,9 +123,9 @@ def engine_section(
         "dtype": with_draft.dtype,
         "num_prompts": len(with_draft.prompts),
         "num_output_tokens": with_draft.num_output_tokens,
-        "tokens_per_s": with_draft.tokens_per_s,
-        "tokens_per_s_without_draft": without_draft.tokens_per_s,
-        "speedup": with_draft.tokens_per_s / without_draft.tokens_per_s,
+        "drafts_by_prompt": [output.counts.num_drafts if output.counts else 0 for output in with_draft.outputs],
+        "accepted_by_prompt": [output.counts.num_accepted if output.counts else 0 for output in with_draft.outputs],
+        "speed": speed.to_json(counts.tau, len(counts.accepted_per_position)) if speed else None,
     }
 
 

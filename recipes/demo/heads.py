@@ -10,19 +10,22 @@ answers to the held-out prompts and the measurement without a draft, which depen
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 
 from redraft.distill.data.conversations import load_conversations
 from redraft.distill.loss.divergences import Divergence
+from redraft.eval.intervals import Estimate, estimate_gain, subtract_independent
 from redraft.eval.machine import environment
 from redraft.eval.report.page import write_page
 from redraft.heads.catalog import find_family
@@ -52,6 +55,8 @@ HEADS: dict[HeadName, Head] = {
         "vLLM has no proposer for it, so the reference decoder stands in for the engine",
     ),
 }
+UNTIMED = ("--prove.speed-rounds", "0")
+
 DIVERGENCES = ("forward_kl", "total_variation", "lk_hybrid", "cross_entropy")
 """Divergences of the ablation with EAGLE-3. The first is the preset's."""
 
@@ -64,6 +69,9 @@ class Config:
     """Families to train."""
     divergences: tuple[str, ...] = DIVERGENCES
     """Divergences to compare with EAGLE-3."""
+    seeds: int = 3
+    """Seeds of EAGLE-3 with the first divergence, to tell how much tau differs from seed to seed. All but the first are
+    trained and forecast without an engine."""
     resume: bool = False
     """Continue the runs in `output`."""
     overwrite: bool = False
@@ -89,7 +97,13 @@ def main(cfg: Config) -> None:
     # 2. every head, and EAGLE-3 with every other divergence
     others = [name for name in cfg.divergences if name != DIVERGENCES[0]] if "eagle3" in cfg.heads else []
     runs: list[tuple[str, HeadName, tuple[str, ...]]] = [(name, name, ()) for name in cfg.heads]
-    runs += [(f"eagle3-{name}", "eagle3", ("--divergence.name", name)) for name in others]
+    # only the families are timed, and only by the families is the speed told
+    runs += [(f"eagle3-{name}", "eagle3", ("--divergence.name", name, *UNTIMED)) for name in others]
+    reseeded = [f"eagle3-seed-{seed}" for seed in range(1, cfg.seeds)] if others else []
+    runs += [
+        (folder, "eagle3", ("--loop.seed", str(seed), "--prove.no-engine", *UNTIMED))
+        for seed, folder in enumerate(reseeded, 1)
+    ]
     if cfg.overwrite:
         shutil.rmtree(cfg.output / "target", ignore_errors=True)
     for number, (folder, name, flags) in enumerate(runs, 1):
@@ -99,6 +113,8 @@ def main(cfg: Config) -> None:
     # 3. compare
     reports = {folder: json.loads((cfg.output / folder / "report.json").read_text()) for folder, _, _ in runs}
     by_divergence = {DIVERGENCES[0]: "eagle3"} | {name: f"eagle3-{name}" for name in others}
+    ablation = {name: extract_entry(reports[run]) for name, run in by_divergence.items()} if others else {}
+    seed_taus = [reports[run]["offline"]["tau_forecast"] for run in ("eagle3", *reseeded)] if others else []
     page = write_page(
         cfg.output,
         {
@@ -108,7 +124,8 @@ def main(cfg: Config) -> None:
                 name: {**extract_entry(reports[name]), "title": find_family(name).title, "note": HEADS[name].note}
                 for name in cfg.heads
             },
-            "ablation": {name: extract_entry(reports[run]) for name, run in by_divergence.items()} if others else {},
+            "ablation": compare_with_best(ablation, seed_taus) if ablation else {},
+            "seed_taus": seed_taus,
             "environment": environment(),
             "duration_s": round(sum(report["duration_s"] for report in reports.values()), 1),
         },
@@ -138,6 +155,33 @@ def train_and_prove(recipe: str, folder: Path, cfg: Config, flags: tuple[str, ..
         raise ValueError(f"{folder.name} failed, see above: fix the problem and continue with --resume")
 
 
+def compare_with_best(entries: Mapping[str, Mapping[str, Any]], seed_taus: Sequence[float]) -> dict[str, Any]:
+    """Every entry with the difference of its tau to the highest one, and whether the 95% interval holds 0.
+
+    The interval is over prompts, in pairs, and over seeds: both of two runs have the spread of `seed_taus`, taken to
+    be the same for all entries. With a single seed nothing is told apart.
+    """
+    best = max(entries, key=lambda name: entries[name]["tau_engine"])
+    spread = float(np.std(seed_taus, ddof=1)) if len(seed_taus) > 1 else math.inf
+    seeds = Estimate(0.0, math.sqrt(2) * spread, max(1.0, len(seed_taus) - 1.0))
+    compared = {}
+    for name, entry in entries.items():
+        accepted_N2, drafts_N2 = (
+            np.column_stack([entry[key], entries[best][key]]).astype(float)
+            for key in ("accepted_by_prompt", "drafts_by_prompt")
+        )
+        low, high = subtract_independent(estimate_gain(accepted_N2, drafts_N2), seeds).interval()
+        is_told = math.isfinite(low)
+        compared[name] = {
+            **entry,
+            "difference": entry["tau_engine"] - entries[best]["tau_engine"],
+            "difference_interval": (low, high) if is_told and name != best else None,
+            "is_best": name == best,
+            "equals_best": name == best or not is_told or low <= 0 <= high,
+        }
+    return compared
+
+
 def extract_entry(report: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of one head's report for the comparison."""
     offline, engine, train = report["offline"], report["engine"], report["train"]
@@ -153,6 +197,9 @@ def extract_entry(report: Mapping[str, Any]) -> dict[str, Any]:
         "ties": len(engine["ties"]),
         "decoder": engine["decoder"],
         "num_prompts": engine["num_prompts"],
+        "speed": engine["speed"],
+        "drafts_by_prompt": engine["drafts_by_prompt"],
+        "accepted_by_prompt": engine["accepted_by_prompt"],
         "train_tokens_per_s": train["tokens_per_s"],
         "peak_rss_mib": train["peak_rss_mib"],
         "duration_s": report["duration_s"],

@@ -13,7 +13,7 @@ from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, bars_with_forec
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
     """Specifications by element id on the page."""
     families = sorted(report["families"].values(), key=lambda entry: -entry["tau_engine"])
-    ablation = [{**entry, "title": name.replace("_", " ")} for name, entry in report["ablation"].items()]
+    ablation = [{**entry, "title": title_divergence(name, entry)} for name, entry in report["ablation"].items()]
     charts = {
         "tau": _tau(families),
         "families-positions": _positions_by_family(families),
@@ -21,6 +21,12 @@ def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
         "ablation": _tau(ablation) if ablation else None,
     }
     return {name: to_spec(chart) for name, chart in charts.items() if chart is not None}
+
+
+def title_divergence(name: str, entry: Mapping[str, Any]) -> str:
+    """The label of a bar: a divergence that the interval cannot tell from the best one says so."""
+    words = name.replace("_", " ")
+    return words if entry["is_best"] or not entry["equals_best"] else f"{words} (equal)"
 
 
 def _tau(entries: Rows) -> alt.LayerChart:

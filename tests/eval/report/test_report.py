@@ -17,7 +17,7 @@ from redraft.eval.engine.measure import Measurement, Output
 from redraft.eval.forecast.greedy import Forecast, PromptForecast
 from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt
-from redraft.eval.report.page import domain_section, engine_section, offline_section, write_report
+from redraft.eval.report.page import Speed, domain_section, engine_section, offline_section, write_report
 
 
 def make_forecast(accepted: int) -> Forecast:
@@ -53,16 +53,23 @@ TIE = Difference(prompt=1, domain="prose", position=7, token_with=3, token_witho
 ERROR = Difference(prompt=0, domain="code", position=2, token_with=3, token_without=None, logit_gap=None, is_tie=False)
 
 
+WITH = [38.0, 42.0, 39.0, 41.0, 40.0, 40.0, 37.0, 43.0]
+"""Tokens/s with the draft, in 8 rounds."""
+
+
 def make_report(*differences: Difference, **changes: Any) -> dict[str, Any]:
     after = make_forecast(3)
-    with_draft, without_draft = make_measurement(2, 1.0), make_measurement(None, 1.6)
+    with_draft = make_measurement(2, 1.0)
     return {
         "target": "a target",
         "draft": "a <b>draft</b>",
         "command": "python recipes/distill.py --loop.steps 20",
         "offline": offline_section(before=make_forecast(1), after=after, ce_baseline=make_forecast(2)),
         "engine": engine_section(
-            with_draft, without_draft, Lossless(num_prompts=2, differences=list(differences)), after
+            with_draft,
+            Lossless(num_prompts=2, differences=list(differences)),
+            after,
+            Speed(with_draft=WITH, without_draft=[25.0] * 8),
         ),
         "by_domain": domain_section(after, with_draft),
         "train": {"tokens_per_s": 1234.5, "peak_rss_mib": 678.0},
@@ -90,8 +97,11 @@ def test_the_json_holds_the_numbers_by_name(tmp_path: Path):
     assert report["engine"]["forecast_error"] == pytest.approx(0.5 / 3)
     assert report["engine"]["lossless"] is True
     assert [tie["position"] for tie in report["engine"]["ties"]] == [7]
-    assert (report["engine"]["tokens_per_s"], report["engine"]["tokens_per_s_without_draft"]) == (40.0, 25.0)
-    assert report["engine"]["speedup"] == pytest.approx(1.6)
+    speed = report["engine"]["speed"]
+    assert (speed["tokens_per_s"], speed["tokens_per_s_without_draft"]) == (40.0, 25.0)
+    assert speed["speedup"] == pytest.approx(1.6)
+    assert speed["speedup_interval"] == pytest.approx([37 / 25, 43 / 25]), "the extremes of 8 rounds: 2 / 256 outside"
+    assert speed["draft_token_cost"] == pytest.approx((3.0 / 1.6 - 1) / 4)
     assert report["by_domain"]["code"]["tau_forecast"] == 4.0
     assert report["by_domain"]["prose"]["tau"] == 3.0
     assert (report["train"]["tokens_per_s"], report["train"]["peak_rss_mib"]) == (1234.5, 678.0)
@@ -138,6 +148,19 @@ def test_the_page_begins_with_the_answer(tmp_path: Path):
     html = write_report(tmp_path, make_report()).read_text()
     heading = re.sub(r"<[^>]+>", "", html.split("<h1>")[1].split("</h1>")[0])
     assert heading == "With this draft, each target step emits 3.00 tokens, and output is 1.60× as fast."
+
+
+@pytest.mark.parametrize(
+    ("rates", "answer"),
+    [(None, "tokens."), ([20.0] * 8, "tokens, but output is only 0.80× as fast."), ([*range(21, 29)], "as without.")],
+)
+def test_a_speed_that_the_rounds_do_not_tell_is_not_told(tmp_path: Path, rates: list[float] | None, answer: str):
+    speed = Speed(with_draft=rates, without_draft=[25.0] * 8) if rates else None
+    section = engine_section(make_measurement(2, 1.0), Lossless(num_prompts=2, differences=[]), make_forecast(3), speed)
+    html = write_report(tmp_path, make_report(engine=section)).read_text()
+    heading = re.sub(r"<[^>]+>", "", html.split("<h1>")[1].split("</h1>")[0])
+    assert heading.endswith(answer)
+    assert ("Output speed" in html) == (rates is not None)
 
 
 def test_a_page_of_wrong_outputs_warns(tmp_path: Path):

@@ -11,9 +11,12 @@ import pytest
 from chromium import browser, open_in_chromium
 
 from redraft.eval.report.page import write_page
-from redraft.recipes.demo.heads import TEMPLATE, draw_charts
+from redraft.recipes.demo.heads import TEMPLATE, compare_with_best, draw_charts
 
 TITLES = {"eagle3": "EAGLE-3", "medusa": "Medusa", "mlp_speculator": "MLPSpeculator"}
+
+
+SEED_TAUS = [1.5, 1.51, 1.49]
 
 
 def make_entry(tau: float, **changes: Any) -> dict[str, Any]:
@@ -31,6 +34,16 @@ def make_entry(tau: float, **changes: Any) -> dict[str, Any]:
         "num_prompts": 64,
         "train_tokens_per_s": 3000.0,
         "duration_s": 120.0,
+        "speed": {
+            "rounds": 8,
+            "tokens_per_s": 300.0,
+            "tokens_per_s_without_draft": 400.0,
+            "speedup": 0.75,
+            "speedup_interval": [0.7, 0.8],
+            "draft_token_cost": 0.33,
+        },
+        "drafts_by_prompt": [20, 30, 25, 40],
+        "accepted_by_prompt": [round(20 * (tau - 1)), round(30 * (tau - 1)), round(25 * (tau - 1)), 40 * (tau - 1)],
         **changes,
     }
 
@@ -42,7 +55,8 @@ def make_heads_report(**changes: Any) -> dict[str, Any]:
         "families": {
             name: make_entry(1.5 + number / 10, title=title) for number, (name, title) in enumerate(TITLES.items())
         },
-        "ablation": {"forward_kl": make_entry(1.5), "cross_entropy": make_entry(1.4)},
+        "ablation": compare_with_best({"forward_kl": make_entry(1.5), "cross_entropy": make_entry(1.3)}, SEED_TAUS),
+        "seed_taus": SEED_TAUS,
         "environment": {"date": "2026-01-02", "processor": "an abacus"},
         "duration_s": 900.0,
         **changes,
@@ -67,6 +81,27 @@ def test_the_page_names_a_head_that_changed_the_output(tmp_path: Path) -> None:
     html = write(tmp_path, report).read_text()
     assert "Medusa changed the target's output." in html
     assert "Every output is the target's own" not in html
+
+
+def test_divergences_that_the_interval_cannot_tell_apart_are_called_equal(tmp_path: Path) -> None:
+    entries = {"forward_kl": make_entry(1.5), "lk_hybrid": make_entry(1.49), "cross_entropy": make_entry(1.3)}
+    found = compare_with_best(entries, SEED_TAUS)
+    assert [entry["equals_best"] for entry in found.values()] == [True, True, False]
+    assert found["lk_hybrid"]["difference_interval"] is not None
+    alone = compare_with_best(entries, [1.5])
+    assert all(entry["equals_best"] for entry in alone.values()), "one seed tells nothing apart"
+    html = write(tmp_path, make_heads_report(ablation=found)).read_text()
+    assert "lk hybrid (equal)" in html, "the chart says so"
+    assert re.search(r'<th scope="row">lk hybrid</th>.*?equal \[', html, re.DOTALL), "and the table"
+
+
+def test_a_head_is_told_with_its_worth_even_if_it_is_a_loss(tmp_path: Path) -> None:
+    html = write(tmp_path, make_heads_report()).read_text()
+    assert '<td class="bad">0.75× [0.70, 0.80], 300 tokens/s</td><td>0.33 target steps</td>' in html
+    report = make_heads_report()
+    for head in report["families"].values():
+        head["speed"] = {**head["speed"], "speedup_interval": [0.9, 1.1]}
+    assert "equal [0.90, 1.10]" in write(tmp_path, report).read_text()
 
 
 def test_a_page_without_an_ablation_leaves_out_its_chart(tmp_path: Path) -> None:
