@@ -104,6 +104,7 @@ def write_serving(folder: Path, report: Mapping[str, Any]) -> Path:
         "grid": build_grid(report["tables"][GRID]) if GRID in report["tables"] else None,
         "shorten_name": shorten_name,
         "best": find_best_row(report),
+        "describe_speedup": describe_speedup,
     }
     page = write_page(folder, report, TEMPLATES / "serving.html.j2", _draw_charts, stem="serving", extras=extras)
     write_whole(folder / "serving.md", render_markdown(report))
@@ -137,12 +138,22 @@ def compose_answer(report: Mapping[str, Any]) -> Iterator[str]:
         k, concurrency = row["num_speculative_tokens"], row["concurrency"]
         yield (
             f"With {shorten_name(row['draft'])} and {k} draft token{'s' if k > 1 else ''}, output is "
-            f"{row['speedup']:.2f}x as fast with {concurrency} concurrent request{'s' if concurrency > 1 else ''}, "
+            f"{describe_speedup(row)} with {concurrency} concurrent request{'s' if concurrency > 1 else ''}, "
             f"at {row['measured']['tau']:.2f} tokens per target step."
         )
     for name, draft in report["drafts"].items():
         if draft["advice"]:
             yield f"{shorten_name(name)}: {draft['advice']['sentence']}."
+
+
+def describe_speedup(row: Row) -> str:
+    """The speed-up in words, as far as the repeats tell it."""
+    if not row.get("speedup_interval"):
+        return "not compared with that of no draft (--repeats 2 or more give an interval)"
+    low, high = row["speedup_interval"]
+    if low <= 1 <= high:
+        return f"as fast as without (95% interval {low:.2f}x to {high:.2f}x)"
+    return f"{row['speedup']:.2f}x as fast (95% interval {low:.2f}x to {high:.2f}x)"
 
 
 HEADER = (
@@ -158,7 +169,8 @@ def format_row(row: Row) -> list[str]:
     return [
         f"{shorten_name(row['draft'])}{quantized}" if row["draft"] else "none",
         str(row["num_speculative_tokens"] or "–"),
-        *(_format_ratio(row[key] if row["draft"] else None) for key in ("speedup", "speedup_e2e", "speedup_ideal")),
+        _format_with_interval(row),
+        *(_format_ratio(row[key] if row["draft"] else None) for key in ("speedup_e2e", "speedup_ideal")),
         f"{measured['tau']:.2f}" if row["draft"] else "–",
         f"{measured['tokens_per_s']:,.0f}",
         *(f"{measured[key]['mean']:,.1f}" for key in ("ttft_ms", "tpot_ms", "e2e_ms")),
@@ -188,6 +200,16 @@ def _format_speed(row: Row | None) -> str:
 def _format_speedup(row: Row | None) -> str:
     """Speed-up, and tokens/s in brackets."""
     return "–" if row is None else f"{_format_ratio(row['speedup'])} ({_format_speed(row)})"
+
+
+def _format_with_interval(row: Row) -> str:
+    """The speed-up with its 95% interval, or a note that it comes from a single round."""
+    if not row["draft"] or row["speedup"] is None:
+        return "–"
+    if not row.get("speedup_interval"):
+        return f"{_format_ratio(row['speedup'])}, one round"
+    low, high = row["speedup_interval"]
+    return f"{'equal' if low <= 1 <= high else _format_ratio(row['speedup'])} [{low:.2f}, {high:.2f}]"
 
 
 def _format_ratio(value: float | None) -> str:

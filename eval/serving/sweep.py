@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from redraft.eval.intervals import paired_ratio_interval
 from redraft.eval.serving.cost import StepCosts
 from redraft.eval.serving.load import Load, LoadResult, median_run
 from redraft.heads.files.artifact import write_whole
@@ -159,28 +160,45 @@ class Results:
         runs = [json.loads(self.path(cell, r).read_text()) for r in range(num_repeats) if self.has(cell, r)]
         return median_run([LoadResult.from_json(run["served"]) for run in runs]) if runs else None
 
+    def speedup_interval(self, cell: Cell, num_repeats: int) -> tuple[float, float] | None:
+        """The 95% interval of the speed-up over the repeats, which took turns; None with fewer than two."""
+        speeds = [
+            [json.loads(self.path(one, r).read_text())["served"]["tokens_per_s"] for one in (cell, cell.alone())]
+            for r in range(num_repeats)
+            if self.has(cell, r) and self.has(cell.alone(), r)
+        ]
+        return paired_ratio_interval([ours for ours, _ in speeds], [theirs for _, theirs in speeds])
+
+
+Intervals = Mapping[Cell, tuple[float, float] | None]
+
 
 def build_tables(
-    questions: Mapping[str, Sequence[Cell]], measured: Mapping[Cell, LoadResult]
+    questions: Mapping[str, Sequence[Cell]], measured: Mapping[Cell, LoadResult], intervals: Intervals | None = None
 ) -> dict[str, list[dict[str, Any]]]:
     """The rows of every question, one for each measured cell. Questions without rows are left out.
+
+    `intervals` are those of the speed-ups; a speed-up without one is not told in words.
 
     The table of quantised drafts is left out if the engine refused all of them.
     """
     tables = {}
     for question, cells in questions.items():
-        if rows := list(_build_rows(cells, measured)):
+        if rows := list(_build_rows(cells, measured, intervals or {})):
             tables[question] = rows
     if not any(row["quantization"] for row in tables.get("quantization", ())):
         tables.pop("quantization", None)
     return tables
 
 
-def _build_rows(cells: Sequence[Cell], measured: Mapping[Cell, LoadResult]) -> Iterator[dict[str, Any]]:
+def _build_rows(
+    cells: Sequence[Cell], measured: Mapping[Cell, LoadResult], intervals: Intervals
+) -> Iterator[dict[str, Any]]:
     for cell in cells:
         if cell in measured and not cell.variant.is_ideal:
             ideal = replace(cell, variant=replace(cell.variant, is_ideal=True))
-            yield build_row(cell, measured[cell], measured.get(cell.alone()), measured.get(ideal))
+            row = build_row(cell, measured[cell], measured.get(cell.alone()), measured.get(ideal))
+            yield row | {"speedup_interval": intervals.get(cell)}
 
 
 def build_row(

@@ -81,7 +81,7 @@ def make_serving_report(sweep: Sweep | None = None, **changes: Any) -> dict[str,
             "input_tokens": 64,
             "output_tokens": 64,
             "data": "sonnet",
-            "repeats": 1,
+            "repeats": 3,
         },
         "refused": [{"what": "good in fp8 k=3", "reason": "fp8 quantization is currently not supported in cpu."}],
         "ideal_source": "cost model",
@@ -92,4 +92,6 @@ def make_serving_report(sweep: Sweep | None = None, **changes: Any) -> dict[str,
         "runs/good/draft": {"method": "draft_model", "model": "runs/good/draft"},
         "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
     }
-    return build_serving_report(build_tables(questions, measured), configs, **{**facts, **changes})
+    ratios = {cell: result.tokens_per_s / serve(cell.alone()).tokens_per_s for cell, result in measured.items()}
+    intervals = {cell: (0.9 * ratio, 1.1 * ratio) for cell, ratio in ratios.items() if cell.variant.draft}
+    return build_serving_report(build_tables(questions, measured, intervals), configs, **{**facts, **changes})
