@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 from chromium import browser, open_in_chromium
 from make_serving import ACCEPTED, make_load_result, make_serving_report, make_sweep, serve, step_s
 
 from redraft.eval.serving import report as serving_report
 from redraft.eval.serving.cost import StepCosts, advise
-from redraft.eval.serving.report import compose_answer, read_serving, write_serving
+from redraft.eval.serving.report import compose_answer, describe_speedup, read_serving, write_serving
 from redraft.eval.serving.sweep import ALONE, Cell, Results, Variant, build_row, fit_step_costs, group_by_variant, plan
 from redraft.heads.files.kept import fingerprint_path
 
@@ -172,7 +173,7 @@ def test_the_markdown_begins_with_the_answer_and_has_a_table_for_every_question(
     write_serving(tmp_path, report)
     text = (tmp_path / "serving.md").read_text()
     speedup = serve_ratio(4, 3)
-    assert f"With good and 3 draft tokens, output is {speedup:.2f}x as fast with 4 concurrent requests" in text
+    assert f"With good and 3 draft tokens, output is {speedup:.2f}x as fast (95% interval 1.18x to 1.45x) with 4 concurrent requests" in text
     assert list(compose_answer(report))[1] in text
     assert [line for line in text.splitlines() if line.startswith("## By")] == [
         "## By draft",
@@ -200,7 +201,7 @@ def test_the_page_begins_with_the_answer(tmp_path: Path) -> None:
     html = write_serving(tmp_path, make_serving_report()).read_text()
     heading = re.sub(r"<[^>]+>", "", html.split("<h1>")[1].split("</h1>")[0])
     sentence = make_serving_report()["drafts"]["runs/good/draft"]["advice"]["sentence"]
-    assert heading == f"With good, output is {serve_ratio(4, 3):.2f}× as fast with 4 concurrent requests; {sentence}."
+    assert heading == f"With good, output is {serve_ratio(4, 3):.2f}x as fast (95% interval 1.18x to 1.45x) with 4 concurrent requests; {sentence}."
     assert "good in fp8 k=3 was not measured" in html
     assert len(html.encode()) < 3e6
     page = html.split("<script>")[0]
@@ -245,3 +246,21 @@ def test_every_chart_of_the_benchmark_renders_without_an_error_or_a_request(tmp_
         assert len(re.findall("<path", drawn[0])) >= 2, f"{chart} is empty"
     assert console == []
     assert asked == []
+
+
+def test_a_speed_up_has_the_interval_of_its_repeats_and_one_repeat_tells_none(tmp_path: Path):
+    results = Results(tmp_path, {})
+    cell = Cell(variant=Variant(draft="good", num_speculative_tokens=3), load=make_sweep().load())
+    ratios = (1.2, 1.3, 1.25)
+    for repeat, ratio in enumerate(ratios):  # the machine is twice as fast in the second round
+        alone = 100.0 * (1 + (repeat == 1))
+        results.add(cell, repeat, make_load_result(ratio * alone))
+        results.add(cell.alone(), repeat, make_load_result(alone))
+    logs = np.log(ratios)
+    margin = 4.3027 * logs.std(ddof=1) / 3**0.5  # t(0.975, 2)
+    expected = np.exp([logs.mean() - margin, logs.mean() + margin])
+    assert results.speedup_interval(cell, 3) == pytest.approx(expected.tolist(), rel=1e-3)
+    assert results.speedup_interval(cell, 1) is None
+    row = {"draft": "good", "speedup": 1.25, "speedup_interval": None}
+    assert describe_speedup(row).startswith("not compared")
+    assert describe_speedup({**row, "speedup_interval": (0.97, 1.6)}).startswith("as fast as without")
