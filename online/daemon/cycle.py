@@ -234,7 +234,7 @@ class Cycle:
         if reason:
             self._save_sleep(self.sleep.wake(), staleness, f"training begins again: {reason}")
             return Move(Event.BEGIN, reason=reason)
-        await self.in_thread(self.trainer.pass_over, newest)
+        await self._until_written(lambda: self.in_thread(self.trainer.pass_over, newest))
         self._save_sleep(self.sleep.pass_over(num_waiting), staleness, "training is not worth it")
         return None
 
@@ -389,7 +389,10 @@ class Cycle:
 
     def _save_sleep(self, sleep: Sleep, staleness: Staleness | None, reason: str) -> None:
         self.sleep = sleep
-        save_sleep(sleep, self._sleep_path)
+        try:
+            save_sleep(sleep, self._sleep_path)
+        except OSError as error:  # a restart then forgets this much of the sleep
+            self._journal_fault("disk_full", error)
         numbers = {} if staleness is None else {
             "tau_then": staleness.tau_then,
             "tau_now": staleness.tau_now,

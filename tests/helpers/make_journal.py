@@ -110,6 +110,11 @@ def _write_events(journal: Journal, i: int, steps: int, swap: int, bad: int, bac
             duration_ms=None if outcome == "unreachable" else 81.0 + 7 * server + i % 9, reason=reason,
         )  # fmt: skip
 
+    if i == round(0.7 * steps):
+        journal.write(
+            "staleness", version="v000012", tau_then=2.82, tau_now=2.79, loss=0.03, low=-0.04, high=0.1, requests=140,
+            is_asleep=False, steps_saved=320,
+        )  # fmt: skip
     if i == 0:
         journal.write("state", phase="idle")
     elif i == round(0.12 * steps):

@@ -173,7 +173,8 @@ def test_the_markdown_begins_with_the_answer_and_has_a_table_for_every_question(
     write_serving(tmp_path, report)
     text = (tmp_path / "serving.md").read_text()
     speedup = serve_ratio(4, 3)
-    assert f"With good and 3 draft tokens, output is {speedup:.2f}x as fast (95% interval 1.18x to 1.45x) with 4 concurrent requests" in text
+    interval = "(95% interval 1.18x to 1.45x)"
+    assert f"3 draft tokens, output is {speedup:.2f}x as fast {interval} with 4 concurrent requests" in text
     assert list(compose_answer(report))[1] in text
     assert [line for line in text.splitlines() if line.startswith("## By")] == [
         "## By draft",
@@ -201,7 +202,8 @@ def test_the_page_begins_with_the_answer(tmp_path: Path) -> None:
     html = write_serving(tmp_path, make_serving_report()).read_text()
     heading = re.sub(r"<[^>]+>", "", html.split("<h1>")[1].split("</h1>")[0])
     sentence = make_serving_report()["drafts"]["runs/good/draft"]["advice"]["sentence"]
-    assert heading == f"With good, output is {serve_ratio(4, 3):.2f}x as fast (95% interval 1.18x to 1.45x) with 4 concurrent requests; {sentence}."
+    speedup = f"{serve_ratio(4, 3):.2f}x as fast (95% interval 1.18x to 1.45x)"
+    assert heading == f"With good, output is {speedup} with 4 concurrent requests; {sentence}."
     assert "good in fp8 k=3 was not measured" in html
     assert len(html.encode()) < 3e6
     page = html.split("<script>")[0]

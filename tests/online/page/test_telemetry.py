@@ -327,3 +327,15 @@ def test_wandb_offline_gets_every_number_and_no_reason(tmp_path: Path, monkeypat
     while b"training/alpha" not in written.read_bytes():  # wandb's process writes the file
         assert time.monotonic() < deadline, f"{written} lacks the training's numbers"
         time.sleep(0.2)
+
+
+def test_a_sleeping_learner_tells_its_staleness_and_the_steps_it_saved(tmp_path: Path):
+    telemetry = Telemetry()
+    journal = Journal(tmp_path, observers=[telemetry.observe])
+    numbers = {"tau_then": 2.0, "tau_now": 1.9, "loss": 0.1, "low": -0.05, "high": 0.25, "requests": 60}
+    journal.write("staleness", version="v000002", is_asleep=True, steps_saved=48, **numbers)
+    text = generate_latest(telemetry.registry).decode()
+    assert 'redraft_staleness_tokens{bound="mean"} 0.1' in text
+    assert 'redraft_staleness_tokens{bound="low"} -0.05' in text
+    assert "redraft_asleep 1.0" in text
+    assert "redraft_saved_steps 48.0" in text
