@@ -290,7 +290,7 @@ def test_a_server_of_another_user_reads_the_registry_whatever_the_learners_umask
 
     def read() -> str:
         seen = Registry(root / "drafts" / "llama")
-        copied = json.loads((seen.folder / "promoted.json").read_text())
+        copied = json.loads((seen.folder / "promoted.json").read_text())["versions"]
         bad = [name for name in copied if not artifact.verify(seen.path(name))]
         return f"{seen.current()} {read_id(seen.folder)} {copied} {bad}"
 
