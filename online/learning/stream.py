@@ -80,6 +80,8 @@ class StreamSource:
         self.buffer, self.vocab_size = buffer, vocab_size
         self._client: Any = None
         self._pull: Pull | None = None
+        self._is_refused = False
+        """Whether the broker does not overwrite messages. Asked once per connection, because a refusal costs time."""
         self.damage: list[str] = []
         """Sentences on text that could not be overwritten. Whoever tells them may empty the list."""
 
@@ -150,13 +152,13 @@ class StreamSource:
 
     async def _release(self, messages: list[Any]) -> None:
         """Overwrite the messages in the broker's files, then acknowledge them."""
-        if self._client is not None:
+        if self._client is not None and not self._is_refused:
             try:
                 with wrap_broker_errors(self.ingest):
                     await asyncio.gather(*(self._erase(message) for message in messages))
             except BrokerError as error:
-                if not self.damage:
-                    self.damage.append(f"text stays in the broker's files: {error}; the learner needs $JS.API.STREAM.>")
+                self._is_refused = True
+                self.damage.append(f"text stays in the broker's files: {error}; the learner needs $JS.API.STREAM.>")
         await _answer(messages, "ack")
 
     async def _erase(self, message: Any) -> None:
@@ -174,7 +176,7 @@ class StreamSource:
                 await client.close()
 
     async def _open(self) -> Pull:
-        self._client = await connect(self.ingest, self.config, "learner")
+        self._client, self._is_refused = await connect(self.ingest, self.config, "learner"), False
         await provide_stream(self._client.jetstream(), self.config, self.limits, self.buffer.domain)
         pull = Pull(self._client, self.config.stream, name_consumer(self.buffer.domain))
         await pull.open()

@@ -345,6 +345,9 @@ async def test_a_broker_that_refuses_to_overwrite_costs_no_record_and_is_told(br
     assert await take_all(source, 3) == {"stored": 3}
     (sentence,) = source.damage
     assert "text stays in the broker's files" in sentence
+    await publish(broker, nats_config, make_record(9))
+    assert await take_all(source, 1) == {"stored": 1}
+    assert len(source.damage) == 1, "once for a connection: every refusal may cost the whole deadline"
     await source.take()
     assert (await stream_state(broker, nats_config)).messages == 0
     await source.close()
