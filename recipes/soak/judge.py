@@ -15,10 +15,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-WARM_UP_S = 45.0
-"""Seconds of a process's life that are not measured: it loads, and fills its caches."""
+WARM_UP_S = 120.0
+"""Seconds after a process is ready that are not measured: it fills its caches, and a learner begins to train."""
 
-MIN_LIFE_S = 90.0
+MIN_LIFE_S = 120.0
 """Shorter lives say nothing about growth."""
 
 FLAT_SHARE, FLAT_BYTES, FLAT_DESCRIPTORS = 0.1, 96 << 20, 64

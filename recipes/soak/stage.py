@@ -107,7 +107,11 @@ class Stage:
         # By default vLLM would bind both servers to the first core.
         core = str((number - 1) % (os.cpu_count() or 1))
         return Supervised(
-            name, command, self.log(name), env={"VLLM_CPU_OMP_THREADS_BIND": core, "VLLM_NO_USAGE_STATS": "1"}
+            name,
+            command,
+            self.log(name),
+            env={"VLLM_CPU_OMP_THREADS_BIND": core, "VLLM_NO_USAGE_STATS": "1"},
+            port=self.ports[name],
         )
 
     def build_learner(self, name: str) -> Supervised:

@@ -43,7 +43,7 @@ class Run:
     is_wanted: bool = False
     """Whether the soak ended it, by a fault or by its liveness probe."""
     samples: list[tuple[float, int, int]] = field(default_factory=list)
-    """(time, resident bytes, descriptors) of all its processes together."""
+    """(time, resident bytes, descriptors) of all its processes together, from the time when it was ready."""
 
 
 class Supervised:
@@ -155,7 +155,7 @@ class Supervised:
     async def _sample_forever(self) -> None:
         while True:
             await asyncio.sleep(SAMPLE_S)
-            if self.pid is not None:
+            if self.pid is not None and self.run.ready_s is not None:
                 with contextlib.suppress(psutil.Error, FileNotFoundError):
                     leader = psutil.Process(self.pid)
                     family = [leader, *leader.children(recursive=True)]

@@ -15,7 +15,7 @@ from redraft.recipes.soak.soak import sum_dropped
 IDS = [f"boot/cmpl-{number}/0" for number in range(100)]
 
 
-def life(*, grown=0.0, descriptors=0, seconds=300.0, name="router", **changes):
+def life(*, grown=0.0, descriptors=0, seconds=400.0, name="router", **changes):
     """A process of 100 MiB and 50 descriptors that grows steadily, by this share and so many descriptors."""
     count = int(seconds // 5)
     samples = [
@@ -81,12 +81,12 @@ def test_a_reason_explains_only_as_many_records_as_it_counts():
 
 
 def test_growth_is_measured_after_the_warm_up_and_over_the_life():
-    loading = [(5.0 * i, min(i, 8) * (100 << 20), 10 * min(i, 8)) for i in range(60)]
+    loading = [(5.0 * i, min(i, 20) * (100 << 20), 10 * min(i, 20)) for i in range(80)]
     growth = LifeSeen(name="server", samples=loading).find_growth()
     assert growth is not None
     assert growth.share == 0
     assert growth.descriptors == 0
-    assert LifeSeen(name="server", samples=loading[:20]).find_growth() is None
+    assert LifeSeen(name="server", samples=loading[:40]).find_growth() is None
     assert LifeSeen(name="server").find_growth() is None
 
 
