@@ -92,6 +92,8 @@ async def inject(world: World, fault: Fault) -> Injected:
         await until_well(world, fault.target)
     except* (NotSurvivedError, HostileAnswerError) as errors:
         problem = "; ".join(str(error) for error in errors.exceptions)
+    except* Exception as errors:  # the soak goes on, and does not pass
+        problem = "; ".join(f"it could not be injected: {error!r}" for error in errors.exceptions)
     return Injected(fault=fault, began_s=began_s, ended_s=time.monotonic(), problem=problem)
 
 

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 
+import psutil
 import pytest
 from real_broker import running_broker
 
@@ -22,7 +23,7 @@ from redraft.online.records.publisher import Publisher
 from redraft.online.records.record import encode_frame
 from redraft.recipes.soak import poison
 from redraft.recipes.soak.disks import mounted, unmount_below
-from redraft.recipes.soak.faults import Fault, shuffle
+from redraft.recipes.soak.faults import Fault, inject, shuffle
 from redraft.recipes.soak.soak import take_free
 from redraft.recipes.soak.supervisor import Supervised
 from redraft.recipes.soak.witness import Witness, is_acknowledgement
@@ -209,3 +210,35 @@ def test_each_fault_comes_before_any_comes_again_and_waits_for_its_target():
     assert taken.target != first
     assert len(deck) == 5
     assert take_free(deck, set("abcd")) is None
+
+
+def test_a_fault_whose_target_stays_down_or_that_fails_itself_is_not_survived(monkeypatch):
+    async def unwell(world, target):
+        return "connection refused"
+
+    monkeypatch.setattr("redraft.recipes.soak.faults.find_problem", unwell)
+    monkeypatch.setattr("redraft.recipes.soak.faults.until_well.__defaults__", (0.1,))
+
+    async def harmless(world, target):
+        pass
+
+    async def failing(world, target):
+        raise OSError(5, "broken")
+
+    found = [asyncio.run(inject(None, Fault("kill", "router", act))) for act in (harmless, failing)]
+    assert found[0].problem == "router is not well after 0 s: connection refused"
+    assert "could not be injected: OSError(5, 'broken')" in found[1].problem
+
+
+@in_event_loop
+async def test_killing_a_process_and_its_engine_reaches_the_right_one(tmp_path):
+    parent = "import subprocess, sys, time\nsubprocess.Popen(['sleep', '600'])\ntime.sleep(600)"
+    async with supervised(Supervised("parent", [sys.executable, "-c", parent], tmp_path / "log")) as process:
+        await until(lambda: psutil.Process(process.pid).children())
+        child = psutil.Process(process.pid).children()[0]
+        with pytest.raises(LookupError):
+            process.kill(child="EngineCore")
+        process.kill(child="sleep")
+        await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+        assert process.run.ended_s is None
+        assert process.run.is_wanted
