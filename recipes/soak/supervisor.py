@@ -88,7 +88,9 @@ class Supervised:
     def was_up(self, since_s: float) -> bool:
         """Whether the present run was ready before that time and still goes on."""
         ready_s = self.run.ready_s if self.runs else None
-        return self.pid is not None and ready_s is not None and ready_s <= since_s
+        # A killed process closes its connections before the system tells of its end.
+        is_alive = self.pid is not None and not self.run.is_wanted
+        return is_alive and ready_s is not None and ready_s <= since_s
 
     def signal(self, number: int) -> None:
         """Send a signal to the whole group."""
