@@ -127,9 +127,9 @@ def test_a_small_noisy_gain_is_inconclusive_not_a_pass() -> None:
 
 
 def test_few_requests_are_inconclusive_however_large_the_gain() -> None:
-    verdict = judge(make_scored([3.0] * 49), make_scored([0.0] * 49), ["chat"] * 49, Policy())
+    verdict = judge(make_scored([3.0] * 23), make_scored([0.0] * 23), ["chat"] * 23, Policy())
     assert verdict.decision is Decision.INCONCLUSIVE
-    assert "49 held-out requests with drafts, 50 needed" in verdict.reason
+    assert "23 held-out requests with drafts, 24 needed" in verdict.reason
     assert judge([], [], [], Policy()).decision is Decision.INCONCLUSIVE
 
 
@@ -212,8 +212,8 @@ def test_equal_versions_are_hardly_ever_found_worse_however_often_one_looks() ->
 
 
 def test_too_few_requests_find_nothing_and_numbers_that_are_not_finite_do() -> None:
-    bad, good = make_scored([0.0] * 49), make_scored([1.0] * 49)
-    assert find_loss(bad, good, Policy()) == (False, "49 held-out requests with drafts, 50 needed")
+    bad, good = make_scored([0.0] * 23), make_scored([1.0] * 23)
+    assert find_loss(bad, good, Policy()) == (False, "23 held-out requests with drafts, 24 needed")
     assert find_loss([], [], Policy())[0] is False
     assert find_loss([make_counts(math.nan, 1)], [make_counts(1, 1)], Policy())[0]
     with pytest.raises(ValueError, match="looks are counted from 1"):
