@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 Reads = Literal["nothing", "layers", "last"]
 """Input from the target: nothing, the streams after some layers, or the last hidden state after the final norm."""
 
-Parity = Literal["autoregressive", "recurrent", "parallel"]
+Parity = Literal["autoregressive", "recurrent", "parallel", "block"]
 """How vLLM's drafter computes a block, for the doctor's comparison with training (`eval.parity.compare`).
 
 autoregressive   the prefix in one pass, then every drafted token
 recurrent        the prefix shifted by one token beside the target's features, then a row for every drafted token
 parallel         one pass over the target's last hidden state for all tokens
+block            one pass over the last known token and a mask for every token to draft
 """
 
 Decoder = Literal["v1", "v2", "reference"]
@@ -78,6 +79,8 @@ class Family:
     """Input from the target. MTP layers of some targets read a stream instead of the last hidden state."""
     layers_key: str = ""
     """Key of config.json with the list of target layers to read. Dots lead into nested sections."""
+    layers_offset: int = 0
+    """Added to each of them: 1 if the checkpoint counts layers from 0, so that its k is the stream after k + 1 layers."""
     fixed_tokens: FixedTokens | None = None
     """The limit on draft tokens; None for a family without one."""
     varies_tokens: bool = True
@@ -134,7 +137,7 @@ class Family:
         *sections, last = self.layers_key.split(".")
         for section in sections:
             config = config[section]
-        return list(config[last])
+        return [layer + self.layers_offset for layer in config[last]]
 
     def own_checks(self) -> tuple[Any, ...]:
         """The doctor's checks for this family only."""
@@ -181,6 +184,23 @@ FAMILIES: tuple[Family, ...] = (
         trains_lm_head=True,
         parity="recurrent",
         checks="redraft.heads.doctor.eagle3:CHECKS",
+    ),
+    Family(
+        name="dflash",
+        title="DFlash",
+        draft="redraft.heads.families.dflash:DFlash",
+        method="dflash",
+        decoders=("v1", "v2", "reference"),
+        tensors=r"hidden_norm\.weight",
+        architectures=("DFlashDraftModel",),
+        reads="layers",
+        layers_key="dflash_config.target_layer_ids",
+        layers_offset=1,
+        fixed_tokens=FixedTokens(("block_size",), unused=1),
+        varies_tokens=False,
+        can_sample=True,
+        parity="block",
+        checks="redraft.heads.doctor.dflash:CHECKS",
     ),
     Family(
         name="mlp_speculator",

@@ -149,6 +149,9 @@ class Draft(Protocol):
     is_autoregressive: bool
     """One step serves for all: the row of step 0 that is j rows further on predicts the j-th draft token."""
 
+    is_block: bool
+    """All tokens come from one block, whose length changes them: a forecast of K tokens takes a pass of K tokens."""
+
     aux_layer_ids: tuple[int, ...]
     """The target layers whose residual stream it reads, ascending; they become `TargetSignal.aux_BTLD`."""
 

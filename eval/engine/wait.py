@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from redraft.eval.engine.grouped_norm import patch_grouped_norm
+
 ENABLED = "REDRAFT_ENGINE_WAIT"
-"""Set to 1 for servers started for measurements. `redraft serve` applies the patch by itself."""
+"""Set to 1 for servers started for measurements. `redraft serve` applies the patches by itself."""
 
 YIELDS_PER_SLEEP = 128
 """One sleep per 128 calls, which is about every 0.3 ms of waiting."""
@@ -27,6 +29,7 @@ def register() -> None:
     """Entry point of vLLM's general plugins. Does nothing unless ENABLED is set."""
     if os.environ.get(ENABLED) == "1":
         patch_engine_wait()
+        patch_grouped_norm()
 
 
 def patch_engine_wait() -> None:

@@ -188,14 +188,15 @@ def _make_forecast(pair: Pair, target: LoadedTarget, is_sampled: bool, most_toke
     if not pair.family.is_head:
         _require_rows(pair.draft, draft.model, target.model)
 
-    def steps(batch: Batch, signal: TargetSignal) -> list[DraftStep]:
-        computed: list[DraftStep] = draft.draft_steps(batch, signal, most_tokens)
+    def steps(batch: Batch, signal: TargetSignal, num_tokens: int) -> list[DraftStep]:
+        computed: list[DraftStep] = draft.draft_steps(batch, signal, num_tokens)
         return computed
 
     return Forecastable(
         fingerprint=fingerprint(pair.draft),
         steps=steps,
         is_autoregressive=draft.is_autoregressive,
+        is_block=draft.is_block,
         aux_layer_ids=draft.aux_layer_ids,
         is_sampled=is_sampled,
         can_sample=pair.family.can_sample,

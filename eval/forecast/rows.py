@@ -157,7 +157,7 @@ def take_draft_steps(draft: Draft, batch: Batch, signal: TargetSignal, num_specu
     Raises:
         ValueError: the draft has fewer.
     """
-    steps = draft.draft_steps(batch, signal)
+    steps = draft.draft_steps(batch, signal, num_speculative_tokens if draft.is_block else None)
     needed = 1 if draft.is_autoregressive else num_speculative_tokens
     if len(steps) < needed:
         raise ValueError(

@@ -37,8 +37,11 @@ class Forecastable:
 
     fingerprint: str
     """Identifies the draft in cached results, e.g. the fingerprint of a folder."""
-    steps: Callable[[Batch, TargetSignal], list[DraftStep]] | Ngram
+    steps: Callable[[Batch, TargetSignal, int], list[DraftStep]] | Ngram
+    """The draft steps for a number of draft tokens."""
     is_autoregressive: bool = False
+    is_block: bool = False
+    """The number of draft tokens changes all of them, so each number takes a pass."""
     aux_layer_ids: tuple[int, ...] = ()
     is_sampled: bool = False
     """Above temperature 0, serving draws tokens from q instead of taking the most probable one."""
@@ -190,17 +193,41 @@ def evaluate_batch(
     union = sorted({layer for draft in drafts.values() for layer in draft.aux_layer_ids})
     labels, proposed = _labels(texts, batch), {}
     for name, draft in drafts.items():
-        most = min(protocol.most_tokens, draft.max_tokens or protocol.most_tokens)
-        proposed[name] = _propose(draft, batch, _select_layers(known, union, draft), texts, most)
+        layers = _select_layers(known, union, draft)
+        for most in _list_passes(draft, protocol):
+            proposed[name, most] = _propose(draft, batch, layers, texts, most)
     # All drafts go through the labels together, so the target's logits are computed once.
     flat = [each for steps in proposed.values() for each in steps]
     verified = iter(verify_labels(flat, known.distribution, labels, protocol.filters.at(temperature)))
-    by_draft = {}
-    for name, steps in proposed.items():
+    results: list[dict[str, PromptRows]] = [{} for _ in texts]
+    for (name, most), steps in proposed.items():
         # at temperature 0 the two ways to draft are the same
         draft = drafts[name] if temperature > 0 else replace(drafts[name], can_sample=False)
-        by_draft[name] = _by_prompt(draft, steps, [next(verified) for _ in steps], texts, protocol)
-    return [{name: rows[i] for name, rows in by_draft.items()} for i in range(len(texts))]
+        told = _limit_to_pass(draft, protocol, most)
+        rows = _by_prompt(draft, steps, [next(verified) for _ in steps], texts, told)
+        for result, row in zip(results, rows, strict=True):
+            result[name] = _add_counts(result.get(name), row)
+    return results
+
+
+def _list_passes(draft: Forecastable, protocol: Protocol) -> list[int]:
+    """The numbers of draft tokens that take a pass of their draft each."""
+    limit = draft.max_tokens or protocol.most_tokens
+    if draft.is_block:
+        return [k for k in protocol.num_speculative_tokens if k <= limit] or [limit]
+    return [min(protocol.most_tokens, limit)]
+
+
+def _limit_to_pass(draft: Forecastable, protocol: Protocol, most: int) -> Protocol:
+    """The protocol with the numbers of draft tokens whose counts the pass of `most` tokens gives."""
+    return replace(protocol, num_speculative_tokens=(most,)) if draft.is_block else protocol
+
+
+def _add_counts(earlier: PromptRows | None, row: PromptRows) -> PromptRows:
+    """The row of a pass, with the counts of the passes of fewer tokens."""
+    if earlier is None:
+        return row
+    return replace(row, counts=earlier.counts | row.counts, other_counts=earlier.other_counts | row.other_counts)
 
 
 def _labels(texts: Sequence[Continuation], batch: Batch) -> Labels:
@@ -229,7 +256,7 @@ def _propose(
     """The proposals for `most_tokens`: one step of an autoregressive draft, K steps of others, K looked-up tokens."""
     if isinstance(draft.steps, Ngram):
         return list(_looked_up(draft.steps, texts, most_tokens).to(batch.input_ids_BT.device))
-    return list(draft.steps(batch, signal)[: 1 if draft.is_autoregressive else most_tokens])
+    return list(draft.steps(batch, signal, most_tokens)[: 1 if draft.is_autoregressive else most_tokens])
 
 
 def _looked_up(ngram: Ngram, texts: Sequence[Continuation], most_tokens: int) -> Tensor:

@@ -197,6 +197,16 @@ def _parallel(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, 
     return passes, list(zip(steps, last, strict=False))
 
 
+def _block(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
+    """DFlash: the anchor and the masks in one pass. The features went into the cache before, and are not seen here."""
+    ids_T, row = batch.input_ids_BT[0].cpu(), batch.input_ids_BT.shape[1] - num_drafted - 2
+    last = [step.hidden_BTD[0, row] for step in steps[:num_drafted]]
+    slots = Pass(
+        ids_N=None, positions_N=row + 2 + torch.arange(num_drafted), feature_ND=None, hidden_ND=torch.stack(last).cpu()
+    )
+    return [slots], list(zip(steps, last, strict=False))
+
+
 def _autoregressive(steps: list[DraftStep], batch: Batch, _: Tensor | None, num_drafted: int) -> Expected:
     """A standalone draft: the whole prefix, then every drafted token."""
     ids_T, hidden_TD = batch.input_ids_BT[0].cpu(), steps[0].hidden_BTD[0]
@@ -209,7 +219,7 @@ def _autoregressive(steps: list[DraftStep], batch: Batch, _: Tensor | None, num_
     return passes, [(steps[0], hidden_TD[length - 1 + k]) for k in range(num_drafted)]
 
 
-EXPECT = {"recurrent": _recurrent, "parallel": _parallel, "autoregressive": _autoregressive}
+EXPECT = {"recurrent": _recurrent, "parallel": _parallel, "autoregressive": _autoregressive, "block": _block}
 """The passes expected of an engine, by `Family.parity`."""
 
 
@@ -219,6 +229,11 @@ def _served(block: Block, parity: Parity, draft: Any, trained: Sequence[Pass]) -
         (only,) = block.passes
         at, feature_ND = trained[0].positions_N, only["args"][0]
         return [Pass(ids_N=None, positions_N=at, feature_ND=feature_ND, hidden_ND=out) for out in only["out"]]
+    if parity == "block":  # slot 0 holds the anchor and proposes nothing
+        (only,) = block.passes
+        slots = slice(1, 1 + len(block.drafted))
+        at, hidden_ND = only["positions"][slots], only["out"][draft.engine_output][slots]
+        return [Pass(ids_N=None, positions_N=at, feature_ND=None, hidden_ND=hidden_ND)]
     return [
         Pass(
             ids_N=each["input_ids"],

@@ -25,6 +25,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import torch
 
+from redraft.eval.engine.grouped_norm import patch_grouped_norm
+
 
 class Recorder:
     """Wraps the calls between an engine's model runner and drafter, and keeps copies of inputs and outputs."""
@@ -129,6 +131,7 @@ def main(runs: list[dict[str, Any]]) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     keep_imports_frozen()
+    patch_grouped_norm()
     for run in runs:
         if run["native_rotary"]:
             rotate_in_pytorch()

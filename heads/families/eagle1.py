@@ -53,6 +53,7 @@ class Layer(nn.Module):
 
 class Eagle1(nn.Module):
     is_autoregressive = False
+    is_block = False
     aux_layer_ids: tuple[int, ...] = ()
     max_tokens: int | None = None
     engine_output = 0

@@ -75,6 +75,7 @@ class Layer(nn.Module):
 
 class Eagle3(nn.Module):
     is_autoregressive = False
+    is_block = False
     max_tokens: int | None = None
     engine_output = 0
 
@@ -279,7 +280,7 @@ class Eagle3(nn.Module):
         config = read_config(folder)
         tensors = read_tensors(folder, tensor_files(folder))
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
-        draft_ids_W = _read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
+        draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
         embed_VD = tensors.pop("embed_tokens.weight", target.embed_VD)
         # compare in the type of the copy: an export in bfloat16 rounds the embeddings of a float32 target
         if not torch.equal(embed_VD, target.embed_VD.to(embed_VD)):
@@ -314,7 +315,7 @@ def check_ids(draft_ids_W: Tensor, vocab_size: int) -> None:
         raise ValueError(f"draft ids must ascend within 0..{vocab_size - 1}: is d2t an offset, not the target's id?")
 
 
-def _read_ids(offset_W: Tensor | None, kept_V: Tensor | None, source: Path) -> Tensor | None:
+def read_ids(offset_W: Tensor | None, kept_V: Tensor | None, source: Path) -> Tensor | None:
     """The target id of every draft id, from d2t. t2d holds the same ids as a mask; if it is there, they must agree."""
     if offset_W is None:
         return None

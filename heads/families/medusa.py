@@ -48,6 +48,7 @@ class ResidualBlock(nn.Module):
 
 class Medusa(nn.Module):
     is_autoregressive = False
+    is_block = False
     aux_layer_ids: tuple[int, ...] = ()
     engine_output = 0
 

@@ -54,6 +54,7 @@ class ScaledNorm(nn.Module):
 
 class MLPSpeculator(nn.Module):
     is_autoregressive = False
+    is_block = False
     aux_layer_ids: tuple[int, ...] = ()
     engine_output = 0
 

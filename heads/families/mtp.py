@@ -51,6 +51,7 @@ AttentionInterface.register(MEMORY_ATTENTION, attend_memory)
 
 class Mtp(nn.Module):
     is_autoregressive = False
+    is_block = False
     max_tokens: int | None = None
 
     def __init__(self, config: Config, target: Target) -> None:

@@ -68,6 +68,7 @@ class StandaloneDraft(nn.Module):
     """A Hugging Face causal LM as a draft. `model` is the LM itself."""
 
     is_autoregressive = True
+    is_block = False
     aux_layer_ids: tuple[int, ...] = ()
     max_tokens: int | None = None
     engine_output = 0

@@ -9,10 +9,12 @@ def register() -> None:
     """Fix the CPU build and let workers capture and swap; do nothing unless VLLM_PLUGINS names redraft."""
     if not is_enabled():
         return
+    from redraft.eval.engine.grouped_norm import patch_grouped_norm
     from redraft.eval.engine.wait import patch_engine_wait
     from redraft.online.engine.cpu_fix import fix_cpu_sampling
     from redraft.online.engine.worker import register_worker
 
     fix_cpu_sampling()
     patch_engine_wait()
+    patch_grouped_norm()
     register_worker()

@@ -20,7 +20,7 @@ from transformers import (
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.parity.compare import compare
 from redraft.eval.parity.run import Dump, EngineRun, run_engine
-from redraft.heads.families import eagle1, eagle3, medusa, mtp
+from redraft.heads.families import dflash, eagle1, eagle3, medusa, mtp
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.target import Target
@@ -53,6 +53,13 @@ def make_eagle3(folder: Path, ids: Any, layout: str = "vllm", **options: Any) ->
         return eagle3.Eagle3(eagle3.Config(num_steps=NUM_TOKENS, **options), target, ids)
 
     return make_served(folder, "eagle3", make, layout=layout, target_name=str(folder / "target"))
+
+
+def make_dflash(folder: Path, ids: Any, **options: Any) -> Served:
+    def make(target: Target) -> Any:
+        return dflash.DFlash(dflash.Config(mask_token_id=255, num_layers=2, **options), target, ids)
+
+    return make_served(folder, "dflash", make)
 
 
 def make_mimo(folder: Path, *, alone: bool) -> Served:
@@ -90,6 +97,10 @@ VARIANTS: dict[str, Callable[[Path], Served]] = {
     ),
     "medusa": lambda folder: make_served(
         folder, "medusa", lambda target: medusa.Medusa(medusa.Config(num_layers=2), target)
+    ),
+    "dflash: two layers": lambda folder: make_dflash(folder, None, aux_layer_ids=(1, 4), block_size=4),
+    "dflash: reduced vocabulary, a longer block than is served": lambda folder: make_dflash(
+        folder, torch.arange(1, 256, 2), aux_layer_ids=(1, 2, 5), block_size=8
     ),
     "mtp: stitched into a mimo target": lambda folder: make_mimo(folder, alone=False),
     "mtp: in a folder of its own": lambda folder: make_mimo(folder, alone=True),

@@ -1,0 +1,376 @@
+"""DFlash: all draft tokens in one pass, in a block of masks beside the target's features (arXiv 2602.06036).
+
+    c[r] = hidden_norm(fc(concat of the target's residual stream after each aux layer)), for every known row r
+    block of the anchor a = [x[a], mask, ..., mask] at positions a, a + 1, ...; slot i predicts x[a + i], for i >= 1
+    every layer: the block's queries read the keys of c[r] with r < a in the anchor's document, and of their own block
+
+The target has not read the anchor yet, so c[a] does not exist. Row t of a draft step belongs to the anchor t + 1. A block
+has as many slots as the engine asks for tokens: attention within it runs both ways, so its length changes every proposal.
+B = batch, T = tokens, A = anchors of a row, S = slots of a block, L = aux layers, D = hidden, W = draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from redraft.heads.draft import Batch, Drafted, DraftStep, TargetSignal, draw, label_rows, require_tokens
+from redraft.heads.families.eagle3 import aux_layers, check_ids, read_ids
+from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
+from redraft.heads.files.tensors import load_into, read_tensors, write_head
+from redraft.heads.nn.blocks import BlockMask, attend_blocks
+from redraft.heads.nn.layers import GatedMLP, LlamaShape, Rotary, norm, rotate
+from redraft.heads.nn.recurrent import over_target_vocabulary
+from redraft.heads.target import Target
+
+SECTION = "dflash_config"
+"""The part of config.json with the keys of this family only."""
+
+ANCHORS_A_CHUNK = 64
+"""Blocks that are in memory at once. Their attention mask has ANCHORS_A_CHUNK * S rows, whatever the batch's length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    aux_layer_ids: tuple[int, ...] = ()
+    """Target layers to read, ascending; k stands for the residual stream after k layers, from 1. Empty chooses
+    2, n // 2 and n - 3 of n layers."""
+    num_layers: int = 5
+    """Layers of the draft."""
+    block_size: int = 16
+    """Slots of a block in training: the anchor, and one for every draft token. An engine may serve fewer tokens, never
+    more than block_size - 1."""
+    mask_token_id: int = -1
+    """Token whose embedding stands in the empty slots. It must be in the target's table and should never occur in text.
+    -1 chooses a row that the tokenizer does not use, or else the padding token."""
+    num_anchors: int = 512
+    """Blocks trained in each row of the batch, at anchors chosen anew for every batch."""
+    gamma: float = 7.0
+    """Decay of a slot's weight in the loss: slot i has the weight exp(-(i - 1) / gamma). Usual are 4 for blocks of 8 and
+    7 for blocks of 16."""
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with normed heads, as in Qwen3."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self._head_dim = shape.head_dim
+        query_size, key_size = (n * shape.head_dim for n in (shape.num_attention_heads, shape.num_key_value_heads))
+        self.q_proj = nn.Linear(shape.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+
+    def keys_and_values(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """[B, key heads, T, head size] each."""
+        return rotate(self.k_norm(self._heads(self.k_proj(x_BTD))), cos_sin), self._heads(self.v_proj(x_BTD))
+
+    def forward(
+        self, x_BND: Tensor, cos_sin: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: BlockMask
+    ) -> Tensor:
+        """The blocks' rows, laid end to end, over the context and their own block."""
+        q = rotate(self.q_norm(self._heads(self.q_proj(x_BND))), cos_sin)
+        out_BHNE = attend_blocks(q, context, self.keys_and_values(x_BND, cos_sin), mask, self._head_dim**-0.5)
+        out: Tensor = self.o_proj(out_BHNE.transpose(1, 2).flatten(2))
+        return out
+
+    def _heads(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.input_layernorm = norm(shape)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = norm(shape)
+        self.mlp = GatedMLP(shape)
+
+    def forward(
+        self, x_BND: Tensor, cos_sin: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: BlockMask
+    ) -> Tensor:
+        x_BND = x_BND + self.self_attn(self.input_layernorm(x_BND), cos_sin, context, mask)
+        out: Tensor = x_BND + self.mlp(self.post_attention_layernorm(x_BND))
+        return out
+
+
+class DFlash(nn.Module):
+    is_autoregressive = False
+    is_block = True
+    engine_output = 0
+
+    def __init__(
+        self, config: Config, target: Target, draft_ids_W: Tensor | None = None, shape: LlamaShape | None = None
+    ) -> None:
+        """An untrained head.
+
+        Args:
+            config: Options, with a mask token.
+            target: Lends embeddings and the output head.
+            draft_ids_W: Target ids for the draft to propose, ascending; None for all.
+            shape: Sizes of the layers; by default those of the target's layers.
+
+        Raises:
+            ValueError: the target does not have these layers or ids.
+        """
+        super().__init__()
+        self.config = config
+        self.shape = shape or LlamaShape.from_config(target.config)
+        self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
+        check_options(config, self.aux_layer_ids, len(target.embed_VD))
+        self._embed_VD = target.embed_VD
+        self._rotary = Rotary.from_shape(self.shape)
+        if draft_ids_W is not None:
+            check_ids(draft_ids_W, self.shape.vocab_size)
+        self._draft_ids_W: Tensor | None
+        self.register_buffer("_draft_ids_W", draft_ids_W, persistent=False)
+        self._head_WD = target.head_VD if self._draft_ids_W is None else target.head_VD[self._draft_ids_W]
+        hidden = self.shape.hidden_size
+        self.fc = nn.Linear(len(self.aux_layer_ids) * hidden, hidden, bias=False)
+        self.hidden_norm = norm(self.shape)
+        self.layers = nn.ModuleList(Layer(self.shape) for _ in range(config.num_layers))
+        self.norm = norm(self.shape)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.config.block_size - 1
+
+    def feature(self, signal: TargetSignal) -> Tensor:
+        """c, the context of every row, [B, T, D].
+
+        Raises:
+            ValueError: the signal has another number of aux layers, or none.
+        """
+        aux_BTLD, wanted = signal.aux_BTLD, len(self.aux_layer_ids)
+        if aux_BTLD is None or aux_BTLD.shape[2] != wanted:
+            held = 0 if aux_BTLD is None else aux_BTLD.shape[2]
+            raise ValueError(f"this head reads target layers {self.aux_layer_ids}, the signal holds {held} layers")
+        out: Tensor = self.hidden_norm(self.fc(aux_BTLD.to(self.fc.weight.dtype).flatten(2)))
+        return out
+
+    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
+        """One step for each slot after the anchor, of shifts 1, 2, ...
+
+        While gradients are recorded, a row of the batch has at most `num_anchors` anchors; otherwise every row with a label
+        has one.
+        """
+        num_tokens = min(num_steps or self.max_tokens, self.max_tokens)
+        limit = self.config.num_anchors if torch.is_grad_enabled() else None
+        rows_BA, is_anchor_BT = choose_anchors(batch, limit)
+        hidden_BASD = self._blocks(batch, self.feature(signal), rows_BA, num_tokens + 1)
+        at_BAD = rows_BA[..., None].expand(-1, -1, hidden_BASD.shape[-1])
+        empty_BTD = hidden_BASD.new_zeros(*batch.input_ids_BT.shape, hidden_BASD.shape[-1])
+        return [
+            DraftStep(
+                hidden_BTD=empty_BTD.scatter(1, at_BAD, hidden_BASD[:, :, slot]),
+                head_WD=self._head_WD,
+                shift=slot,
+                mask_BT=label_rows(batch, slot) & is_anchor_BT,
+                weight=math.exp(-(slot - 1) / self.config.gamma),
+                draft_ids_W=self._draft_ids_W,
+            )
+            for slot in range(1, num_tokens + 1)
+        ]
+
+    def _blocks(self, batch: Batch, context_BTD: Tensor, rows_BA: Tensor, num_slots: int) -> Tensor:
+        """The input of the output head in every slot of the blocks, [B, A, S, D]."""
+        cos_sin = self._rotary(batch.position_ids_BT, context_BTD)
+        contexts = [layer.self_attn.keys_and_values(context_BTD, cos_sin) for layer in self.layers]
+        outs = []
+        for chunk_BA in rows_BA.split(ANCHORS_A_CHUNK, dim=1):
+            # a row at the end of the batch has no anchor after it; it is clamped here, and has no label
+            anchor_BA = (chunk_BA + 1).clamp(max=batch.input_ids_BT.shape[1] - 1)
+            slots_S = torch.arange(num_slots, device=chunk_BA.device)
+            positions_BN = (batch.position_ids_BT.gather(1, anchor_BA)[..., None] + slots_S).flatten(1)
+            ids_BAS = anchor_BA.new_full((*anchor_BA.shape, num_slots), self.config.mask_token_id)
+            ids_BAS[..., 0] = batch.input_ids_BT.gather(1, anchor_BA)
+            mask = BlockMask.make(chunk_BA, batch.document_BT, num_slots)
+            x_BND = F.embedding(ids_BAS.flatten(1), self._embed_VD).to(context_BTD.dtype)
+            cos_sin = self._rotary(positions_BN, context_BTD)
+            for layer, context in zip(self.layers, contexts, strict=True):
+                x_BND = layer(x_BND, cos_sin, context, mask)
+            outs.append(self.norm(x_BND).unflatten(1, (-1, num_slots)))
+        return torch.cat(outs, dim=1)
+
+    @torch.no_grad()
+    def propose(
+        self,
+        prefix_ids: Sequence[int],
+        signal: TargetSignal,
+        num_tokens: int,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Drafted:
+        """All tokens from one block of `num_tokens` + 1 slots. Raises ValueError for more than `max_tokens`."""
+        require_tokens(num_tokens, self.max_tokens)
+        context_BTD, num_rows = self.feature(signal), len(prefix_ids) - 1
+        if context_BTD.shape[:2] != (1, num_rows):
+            held = tuple(context_BTD.shape[:2])
+            raise ValueError(f"{num_rows + 1} tokens need {num_rows} rows of features, not {held}")
+        batch = Batch.padded([prefix_ids], device=context_BTD.device)
+        # the anchor is the prefix's last token, whose row the target has not computed
+        context_BTD = F.pad(context_BTD, (0, 0, 0, 1))
+        rows_BA = torch.tensor([[num_rows - 1]], device=context_BTD.device)
+        hidden_SD = self._blocks(batch, context_BTD, rows_BA, num_tokens + 1)[0, 0]
+        logits_KW = F.linear(hidden_SD[1:], self._head_WD.to(hidden_SD.dtype)).float()
+        rows = (over_target_vocabulary(logits_W, self._draft_ids_W, self.shape.vocab_size) for logits_W in logits_KW)
+        return [draw(logits_V, temperature, generator) for logits_V in rows]
+
+    def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
+        """Start as layers of the target, usually its last, on the stream of the highest aux layer.
+
+        Tensors of equal shape are copied; the others stay random.
+
+        Raises:
+            ValueError: there is another number of layers.
+        """
+        if len(layers) != len(self.layers):
+            raise ValueError(f"{len(layers)} layers were given to a draft of {len(self.layers)}")
+        theirs = {f"layers.{i}.{name}": v for i, layer in enumerate(layers) for name, v in layer.state_dict().items()}
+        theirs["norm.weight"] = theirs["hidden_norm.weight"] = final_norm.state_dict()["weight"]
+        with torch.no_grad():
+            for name, mine in self.state_dict().items():
+                if name in theirs and theirs[name].shape == mine.shape:
+                    mine.copy_(theirs[name])
+            self.fc.weight.zero_()[:, -self.shape.hidden_size :].fill_diagonal_(1.0)
+
+    def export(
+        self,
+        folder: Path,
+        dtype: torch.dtype | None = None,
+        *,
+        weights: Mapping[str, Tensor] | None = None,
+        like: Path | None = None,
+    ) -> None:
+        """Write a folder for vLLM's `method: dflash`, without the embeddings, which are the target's.
+
+        The output head is left out too, unless the vocabulary is reduced: then the folder has its rows and `d2t`.
+        """
+        tensors = dict(weights or self.state_dict())
+        if self._draft_ids_W is not None:
+            ids_W = self._draft_ids_W.cpu()
+            # d2t is the difference between target id and draft id, not the target id itself
+            tensors |= {"lm_head.weight": self._head_WD, "d2t": ids_W - torch.arange(len(ids_W))}
+        served = {**self._served(), "block_size": self.config.block_size}
+        kept = {"num_anchors": self.config.num_anchors, "gamma": self.config.gamma}
+        config = {
+            **self.shape.hf_config(),
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "num_hidden_layers": self.config.num_layers,
+            "layer_types": ["full_attention"] * self.config.num_layers,
+            "draft_vocab_size": len(self._head_WD),
+            **served,
+            "redraft": {"family": "dflash", **kept, TRAINED_WITH: served},
+        }
+        write_head(folder, tensors, config, dtype or self.fc.weight.dtype)
+
+    def _served(self) -> dict[str, Any]:
+        # vLLM counts from the layer that ends, so its k is our k + 1. `causal` is always written: readers differ in the
+        # default.
+        ids = [layer - 1 for layer in self.aux_layer_ids]
+        return {SECTION: {"mask_token_id": self.config.mask_token_id, "target_layer_ids": ids, "causal": False}}
+
+    @staticmethod
+    def load(folder: Path, target: Target) -> DFlash:
+        """A head from an exported folder, or from a checkpoint of another trainer with the same layout.
+
+        Raises:
+            ValueError: a tensor is missing, unknown or of another shape, the embeddings or the head are not the
+                target's, or the head attends in a way that is not supported here.
+        """
+        config = read_config(folder)
+        tensors = read_tensors(folder, tensor_files(folder))
+        draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
+        for name, theirs_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
+            rows = theirs_VD if draft_ids_W is None or name != "lm_head.weight" else theirs_VD[draft_ids_W]
+            held = tensors.pop(name, None)
+            # compare in the type of the copy: an export in bfloat16 rounds the rows of a float32 target
+            if held is not None and not torch.equal(held, rows.to(held)):
+                raise ValueError(f"{folder}: {name} is not the target's: a leftover, trained, or of another target")
+        shape = LlamaShape.from_head_config({**config, "model_type": "llama"}, target.config)
+        head = DFlash(_read(config, folder), target, draft_ids_W, replace(shape, head_dim=config["head_dim"]))
+        load_into(head, tensors, folder)
+        return head
+
+
+def check_options(config: Config, aux_layer_ids: Sequence[int], num_embeddings: int) -> None:
+    """Raise ValueError unless the options fit together and fit the target's table of embeddings."""
+    if config.block_size < 2:
+        raise ValueError(f"a block of {config.block_size} slots holds no draft token: give block_size 2 or more")
+    if not 0 <= config.mask_token_id < num_embeddings:
+        raise ValueError(
+            f"mask token {config.mask_token_id} is not in the target's table of {num_embeddings} embeddings: "
+            f"choose an id below {num_embeddings}"
+        )
+    if aux_layer_ids[0] < 1:
+        raise ValueError("DFlash cannot read the embeddings (layer 0): engines count layers from 1, name one of those")
+
+
+def choose_mask_token(num_embeddings: int, num_tokens: int, pad_id: int | None) -> int:
+    """A token for the empty slots: the first row that the tokenizer does not use, or else the padding token.
+
+    Args:
+        num_embeddings: Rows of the target's table.
+        num_tokens: Ids of the tokenizer, added ones included.
+        pad_id: The tokenizer's padding token.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    if num_tokens < num_embeddings:
+        return num_tokens
+    if pad_id is None:
+        raise ValueError(
+            "every row of the target's embeddings is a token, and there is no padding token: "
+            "name a token that never occurs in text with --head.mask-token-id"
+        )
+    return pad_id
+
+
+def choose_anchors(batch: Batch, limit: int | None) -> tuple[Tensor, Tensor]:
+    """(rows before an anchor, ascending, int64 [B, A]; whether a row is one of them, bool [B, T]).
+
+    Rows are chosen among those with a label one row after the anchor. If a row of the batch has fewer than `limit` of
+    them, others fill the rest up and count as none. The choice depends on the batch alone, so that a resumed run, and a
+    run on more processes, make the same; nothing waits for the device.
+    """
+    has_label_BT = label_rows(batch, 1)
+    if limit is None:
+        limit = max(int(has_label_BT.sum(1).max()), 1)
+    # a hash of all tokens up to the row; the multiplier of Knuth's multiplicative hashing
+    mixed_BT = (batch.input_ids_BT.cumsum(1) * 2654435761 + batch.position_ids_BT * 40503) % (1 << 31)
+    key_BT = torch.where(has_label_BT, mixed_BT, -1)
+    rows_BA = key_BT.topk(min(limit, key_BT.shape[1]), dim=1).indices.sort(dim=1).values
+    chosen_BT = torch.zeros_like(has_label_BT).scatter(1, rows_BA, True)
+    return rows_BA, chosen_BT & has_label_BT
+
+
+def _read(config: Mapping[str, Any], folder: Path) -> Config:
+    """The options of a checkpoint.
+
+    Raises:
+        ValueError: its attention is causal, of a window, or rotates in another way.
+    """
+    section = config.get(SECTION) or {}
+    windows = "sliding_attention" in (config.get("layer_types") or ()) or section.get("use_swa")
+    if section.get("causal") or config.get("is_causal") or windows or config.get("is_neox_style") is False:
+        raise ValueError(f"{folder}: only full attention in both directions within a block is supported here")
+    known = {name: value for name, value in config.get("redraft", {}).items() if name in asdict(Config())}
+    return Config(
+        aux_layer_ids=tuple(layer + 1 for layer in section["target_layer_ids"]),
+        num_layers=config["num_hidden_layers"],
+        block_size=config["block_size"],
+        mask_token_id=section["mask_token_id"],
+        **known,
+    )

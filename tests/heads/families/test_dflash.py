@@ -1,0 +1,292 @@
+"""DFlash: the blocks against a loop over single queries, anchors, packing, decoding, export."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from make_heads import (
+    HIDDEN,
+    VOCAB,
+    assert_every_parameter_learns,
+    assert_round_trip,
+    make_batch,
+    make_ids,
+    make_random,
+    make_signal,
+    make_target,
+    q_of,
+    signal_of_prefix,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from redraft.heads.families.dflash import Config, DFlash, choose_anchors, choose_mask_token
+from redraft.heads.nn.layers import rotate
+from redraft.heads.target import Target
+
+MASK = VOCAB - 1
+DRAFT_IDS = torch.arange(3, VOCAB, 4)
+VARIANTS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
+    "plain": ({}, None),
+    "reduced vocabulary": ({}, DRAFT_IDS),
+    "one layer": ({"aux_layer_ids": (5,), "num_layers": 1}, None),
+}
+
+
+def make_head(variant: str = "plain", **options: Any) -> tuple[DFlash, Any]:
+    chosen, draft_ids = VARIANTS[variant]
+    model = make_target()
+    torch.manual_seed(0)
+    sizes = {"aux_layer_ids": (1, 2, 4), "num_layers": 2, "block_size": 4, "mask_token_id": MASK}
+    return make_random(DFlash(Config(**{**sizes, **chosen, **options}), Target.from_model(model), draft_ids)), model
+
+
+def rms(x: Tensor, norm: torch.nn.RMSNorm) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps) * norm.weight
+
+
+@torch.no_grad()
+def draft_by_hand(head: DFlash, context_TD: Tensor, anchor: int, first_position: int, token: int, slots: int) -> Tensor:
+    """The input of the output head in every slot, [S, D], query by query and key by key. `context_TD` are the features of
+    the document's rows before the anchor, which stands at position `anchor`."""
+    shape = head.shape
+    groups = shape.num_attention_heads // shape.num_key_value_heads
+    x_SD = head._embed_VD[torch.tensor([token] + [MASK] * (slots - 1))]
+
+    def turn(heads_HE: Tensor, position: int) -> Tensor:
+        cos_sin = head._rotary(torch.tensor([[position]]), heads_HE)
+        return rotate(heads_HE[None, :, None], cos_sin)[0, :, 0]
+
+    for layer in head.layers:
+        attention = layer.self_attn
+        normed_SD = rms(x_SD, layer.input_layernorm)
+        rows = [(feature, first_position + i) for i, feature in enumerate(context_TD)]
+        rows += [(normed, first_position + anchor + s) for s, normed in enumerate(normed_SD)]
+        keys = [turn(rms(attention.k_proj(row).view(-1, shape.head_dim), attention.k_norm), at) for row, at in rows]
+        values = [attention.v_proj(row).view(-1, shape.head_dim) for row, _ in rows]
+        out = []
+        for s, normed in enumerate(normed_SD):
+            q = turn(rms(attention.q_proj(normed).view(-1, shape.head_dim), attention.q_norm), first_position + anchor + s)
+            per_head = []
+            for h in range(shape.num_attention_heads):
+                scores = torch.stack([q[h] @ key[h // groups] for key in keys]) / math.sqrt(shape.head_dim)
+                per_head.append(scores.softmax(0) @ torch.stack([value[h // groups] for value in values]))
+            out.append(attention.o_proj(torch.cat(per_head)))
+        x_SD = x_SD + torch.stack(out)
+        x_SD = x_SD + layer.mlp(rms(x_SD, layer.post_attention_layernorm))
+    return rms(x_SD, head.norm)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_slot_is_that_of_a_loop_over_queries_and_keys(variant: str) -> None:
+    head, model = make_head(variant)
+    documents = [make_ids(7, seed=5), make_ids(6, seed=6)]
+    batch = make_batch([documents])
+    signal = make_signal(model, batch, head.aux_layer_ids)
+    with torch.no_grad():
+        feature_TD = head.feature(signal)[0]
+        steps = head.draft_steps(batch, signal)
+    start = 0
+    for document in documents:
+        for anchor in range(1, len(document) - 1):
+            wanted_SD = draft_by_hand(
+                head, feature_TD[start : start + anchor], anchor, 0, document[anchor], len(steps) + 1
+            )
+            for step in steps:
+                row = start + anchor - 1
+                if step.mask_BT[0, row]:
+                    torch.testing.assert_close(step.hidden_BTD[0, row], wanted_SD[step.shift], atol=1e-5, rtol=1e-4)
+        start += len(document)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_training_sees_what_decoding_sees(variant: str, num_tokens: int) -> None:
+    head, model = make_head(variant)
+    for length in (2, 3, 9, 14):
+        prefix = make_ids(length)
+        drafted = head.propose(prefix, signal_of_prefix(head, model, prefix), num_tokens, temperature=1.0)
+        text = [*prefix, *(token for token, _ in drafted)]
+        batch = make_batch([[text]])
+        with torch.no_grad():
+            steps = head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids), num_tokens)
+        assert [step.shift for step in steps] == list(range(1, num_tokens + 1))
+        for step, (_, q_V) in zip(steps, drafted, strict=True):
+            torch.testing.assert_close(q_of(step, length - 2), q_V, atol=1e-5, rtol=1e-4)
+
+
+def test_a_shorter_block_proposes_something_else() -> None:
+    # a mask slot reads the masks after it, so a forecast needs the block of the server
+    head, model = make_head()
+    prefix = make_ids(9)
+    signal = signal_of_prefix(head, model, prefix)
+    one, three = (head.propose(prefix, signal, k, temperature=1.0)[0][1] for k in (1, 3))
+    assert (one - three).abs().max() > 1e-3
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    head, model = make_head()
+    documents = [make_ids(9, seed=5), make_ids(7, seed=6)]
+    packed = make_batch([documents, [make_ids(18, seed=7)]])
+    with torch.no_grad():
+        steps = head.draft_steps(packed, make_signal(model, packed, head.aux_layer_ids))
+    start = 0
+    for document in documents:
+        alone = make_batch([[document]])
+        with torch.no_grad():
+            alone_steps = head.draft_steps(alone, make_signal(model, alone, head.aux_layer_ids))
+        window = slice(start, start + len(document))
+        for step, alone_step in zip(steps, alone_steps, strict=True):
+            mask_T = step.mask_BT[0, window]
+            assert torch.equal(mask_T, alone_step.mask_BT[0])
+            assert mask_T.sum() == len(document) - 1 - step.shift
+            torch.testing.assert_close(
+                step.hidden_BTD[0, window][mask_T], alone_step.hidden_BTD[0][mask_T], atol=1e-5, rtol=1e-4
+            )
+        start += len(document)
+
+
+def test_chunks_of_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, model = make_head()
+    batch = make_batch([[make_ids(20)], [make_ids(15)]])
+    signal = make_signal(model, batch, head.aux_layer_ids)
+    with torch.no_grad():
+        whole = head.draft_steps(batch, signal)
+        monkeypatch.setattr("redraft.heads.families.dflash.ANCHORS_A_CHUNK", 3)
+        parts = head.draft_steps(batch, signal)
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one.hidden_BTD, other.hidden_BTD, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_learns(variant: str) -> None:
+    assert_every_parameter_learns(*make_head(variant))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_export_loads_equal(variant: str, tmp_path: Path) -> None:
+    assert_round_trip(*make_head(variant, num_anchors=5, gamma=3.0), tmp_path)
+
+
+def test_training_takes_some_anchors_and_a_forecast_all() -> None:
+    head, model = make_head(num_anchors=4)
+    batch = make_batch([[make_ids(20)], [make_ids(12), make_ids(8, seed=3)]], loss_from=2)
+    signal = make_signal(model, batch, head.aux_layer_ids)
+    trained = head.draft_steps(batch, signal)
+    with torch.no_grad():
+        forecast = head.draft_steps(batch, signal)
+    assert trained[0].mask_BT.sum(1).tolist() == [4, 4]
+    assert forecast[0].mask_BT.sum(1).tolist() == [18, 16]
+    assert not (trained[0].mask_BT & ~forecast[0].mask_BT).any()
+    for one, other in zip(trained, forecast, strict=True):
+        mask_BT = one.mask_BT
+        torch.testing.assert_close(one.hidden_BTD[mask_BT], other.hidden_BTD[mask_BT], atol=1e-5, rtol=1e-4)
+
+
+def test_anchors_are_spread_and_depend_on_the_row_alone() -> None:
+    long = [torch.randint(0, VOCAB, (400,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(8)]
+    batch = make_batch([[ids] for ids in long])
+    rows_BA, is_anchor_BT = choose_anchors(batch, 100)
+    assert is_anchor_BT.sum(1).tolist() == [100] * 8
+    assert bool((rows_BA.diff(dim=1) > 0).all())
+    # 800 anchors over four quarters of 398 rows each: 200 expected, standard deviation about 12
+    quarters = [int(is_anchor_BT[:, q * 100 : (q + 1) * 100].sum()) for q in range(4)]
+    assert all(150 < count < 250 for count in quarters), quarters
+    alone, _ = choose_anchors(make_batch([[long[3]]]), 100)
+    assert torch.equal(alone[0], rows_BA[3])
+
+
+def test_a_row_without_labels_trains_nothing() -> None:
+    head, model = make_head(num_anchors=4)
+    batch = make_batch([[make_ids(6)], [make_ids(12)]])
+    batch = replace(batch, loss_mask_BT=batch.loss_mask_BT & torch.tensor([[False], [True]]))
+    steps = head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids))
+    assert all(not step.mask_BT[0].any() and step.hidden_BTD.isfinite().all() for step in steps)
+
+
+def test_weights_decay_by_slot() -> None:
+    head, model = make_head(gamma=2.0)
+    batch = make_batch([[make_ids(9)]])
+    steps = head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids))
+    assert [step.weight for step in steps] == pytest.approx([1.0, 0.60653, 0.36788], abs=1e-5)
+
+
+def test_engines_find_their_keys_where_they_look(tmp_path: Path) -> None:
+    head, _ = make_head("reduced vocabulary")
+    head.export(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    section = {"mask_token_id": MASK, "target_layer_ids": [0, 1, 3], "causal": False}
+    assert (config["architectures"], config["model_type"]) == (["DFlashDraftModel"], "qwen3")
+    assert config["dflash_config"] == section
+    assert (config["block_size"], config["num_hidden_layers"], config["draft_vocab_size"]) == (4, 2, len(DRAFT_IDS))
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["d2t"].tolist() == [3 + 3 * i for i in range(len(DRAFT_IDS))]
+    assert tensors["lm_head.weight"].shape == (len(DRAFT_IDS), HIDDEN)
+    assert "embed_tokens.weight" not in tensors
+
+
+def test_a_checkpoint_of_another_trainer_loads(tmp_path: Path) -> None:
+    head, model = make_head()
+    head.export(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["redraft"], config["draft_vocab_size"], config["layer_types"], config["dflash_config"]["causal"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = DFlash.load(tmp_path, Target.from_model(model))
+    assert loaded.config == head.config
+    assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in head.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("section", "top"), [({"causal": True}, {}), ({"use_swa": True}, {}), ({}, {"is_neox_style": False})]
+)
+def test_another_attention_is_refused(section: dict[str, Any], top: dict[str, Any], tmp_path: Path) -> None:
+    head, model = make_head()
+    head.export(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config = {**config, **top, "dflash_config": {**config["dflash_config"], **section}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="only full attention in both directions"):
+        DFlash.load(tmp_path, Target.from_model(model))
+
+
+def test_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
+    head, model = make_head()
+    head.export(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": torch.randn(VOCAB, HIDDEN)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head.weight is not the target's"):
+        DFlash.load(tmp_path, Target.from_model(model))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask_token_id": VOCAB}, f"mask token {VOCAB} is not in the target's table of {VOCAB} embeddings"),
+        ({"block_size": 1}, "holds no draft token"),
+        ({"aux_layer_ids": (0, 2)}, "DFlash cannot read the embeddings"),
+        ({"aux_layer_ids": (2, 6)}, "the target has layers 0 to 5"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_head(**options)
+
+
+def test_more_tokens_than_the_block_has_are_refused() -> None:
+    head, model = make_head()
+    prefix = make_ids(5)
+    with pytest.raises(ValueError, match="4 draft tokens asked of a draft that proposes 3"):
+        head.propose(prefix, signal_of_prefix(head, model, prefix), 4)
+
+
+def test_the_mask_token_is_an_unused_row_or_the_padding_token() -> None:
+    assert choose_mask_token(100, 90, 0) == 90
+    assert choose_mask_token(100, 100, 7) == 7
+    with pytest.raises(ValueError, match="--head.mask-token-id"):
+        choose_mask_token(100, 100, None)
