@@ -134,10 +134,18 @@ class HeadRun:
 
         Raises: ValueError if the weights are on another machine.
         """
-        layer, norm = self.model.base_model.layers[-1], self.model.base_model.norm
-        if next(layer.parameters()).is_meta:
-            raise ValueError("the target's layers stay on its server: begin at random with --init random")
+        (layer,), norm = self.last_layers(1)
         return layer, norm
+
+    def last_layers(self, count: int) -> tuple[list[nn.Module], nn.Module]:
+        """The target's last `count` decoder layers and final norm, to initialise a head with.
+
+        Raises: ValueError if the weights are on another machine.
+        """
+        layers, norm = list(self.model.base_model.layers[-count:]), self.model.base_model.norm
+        if next(layers[-1].parameters()).is_meta:
+            raise ValueError("the target's layers stay on its server: begin at random with --init random")
+        return layers, norm
 
     @functools.cached_property
     def forecaster(self) -> Forecaster:

@@ -80,7 +80,7 @@ class Family:
     layers_key: str = ""
     """Key of config.json with the list of target layers to read. Dots lead into nested sections."""
     layers_offset: int = 0
-    """Added to each of them: 1 if the checkpoint counts layers from 0, so that its k is the stream after k + 1 layers."""
+    """Added to each of them: 1 if the checkpoint's k stands for the stream after k + 1 layers."""
     fixed_tokens: FixedTokens | None = None
     """The limit on draft tokens; None for a family without one."""
     varies_tokens: bool = True
@@ -190,7 +190,7 @@ FAMILIES: tuple[Family, ...] = (
         title="DFlash",
         draft="redraft.heads.families.dflash:DFlash",
         method="dflash",
-        decoders=("v1", "v2", "reference"),
+        decoders=("v1", "v2"),
         tensors=r"hidden_norm\.weight",
         architectures=("DFlashDraftModel",),
         reads="layers",

@@ -1,7 +1,8 @@
 """A patch of vLLM's CPU build, for DFlash drafts.
 
-vLLM norms the context keys of all layers in one call, with a row of weights for each layer. The kernel for GPUs takes the
-row by the layer; the one for CPUs takes the first row for all. Every later layer then reads wrong keys, without an error.
+vLLM norms the context keys of all layers in one call, with a row of weights for each layer. The kernel for GPUs takes
+the row by the layer; the one for CPUs takes the first row for all. Every later layer then reads wrong keys, and there is
+no error.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def with_groups(rms_norm: RmsNorm) -> RmsNorm:
 
     def grouped(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
         if weight is None or weight.dim() == 1:
-            return rms_norm(out, input, weight, epsilon)
+            rms_norm(out, input, weight, epsilon)
+            return
         wide = input.to(torch.float32)
         shape = [len(weight), *[1] * (input.dim() - 2), weight.shape[1]]
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)

@@ -199,7 +199,7 @@ def _parallel(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, 
 
 def _block(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
     """DFlash: the anchor and the masks in one pass. The features went into the cache before, and are not seen here."""
-    ids_T, row = batch.input_ids_BT[0].cpu(), batch.input_ids_BT.shape[1] - num_drafted - 2
+    row = batch.input_ids_BT.shape[1] - num_drafted - 2
     last = [step.hidden_BTD[0, row] for step in steps[:num_drafted]]
     slots = Pass(
         ids_N=None, positions_N=row + 2 + torch.arange(num_drafted), feature_ND=None, hidden_ND=torch.stack(last).cpu()

@@ -4,8 +4,9 @@
     block of the anchor a = [x[a], mask, ..., mask] at positions a, a + 1, ...; slot i predicts x[a + i], for i >= 1
     every layer: the block's queries read the keys of c[r] with r < a in the anchor's document, and of their own block
 
-The target has not read the anchor yet, so c[a] does not exist. Row t of a draft step belongs to the anchor t + 1. A block
-has as many slots as the engine asks for tokens: attention within it runs both ways, so its length changes every proposal.
+The target has not read the anchor yet, so c[a] does not exist. Row t of a draft step belongs to the anchor t + 1. A
+block has one slot more than the engine asks for tokens. Attention within it runs both ways, so its length changes every
+proposal.
 B = batch, T = tokens, A = anchors of a row, S = slots of a block, L = aux layers, D = hidden, W = draft vocabulary.
 """
 
@@ -15,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -47,14 +48,14 @@ class Config:
     block_size: int = 16
     """Slots of a block in training: the anchor, and one for every draft token. An engine may serve fewer tokens, never
     more than block_size - 1."""
-    mask_token_id: int = -1
+    mask_token_id: int | None = None
     """Token whose embedding stands in the empty slots. It must be in the target's table and should never occur in text.
-    -1 chooses a row that the tokenizer does not use, or else the padding token."""
+    By default the recipe takes a row that the tokenizer does not use, or else the padding token."""
     num_anchors: int = 512
     """Blocks trained in each row of the batch, at anchors chosen anew for every batch."""
     gamma: float = 7.0
-    """Decay of a slot's weight in the loss: slot i has the weight exp(-(i - 1) / gamma). Usual are 4 for blocks of 8 and
-    7 for blocks of 16."""
+    """Decay of a slot's weight in the loss: slot i has the weight exp(-(i - 1) / gamma). Usual values are 4 for blocks
+    of 8 and 7 for blocks of 16."""
 
 
 class Attention(nn.Module):
@@ -85,7 +86,7 @@ class Attention(nn.Module):
         return out
 
     def _heads(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD.unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
+        return x_BTD.view(*x_BTD.shape[:2], -1, self._head_dim).transpose(1, 2)
 
 
 class Layer(nn.Module):
@@ -115,7 +116,7 @@ class DFlash(nn.Module):
         """An untrained head.
 
         Args:
-            config: Options, with a mask token.
+            config: Options. Without a mask token, the last row of the target's embeddings is taken.
             target: Lends embeddings and the output head.
             draft_ids_W: Target ids for the draft to propose, ascending; None for all.
             shape: Sizes of the layers; by default those of the target's layers.
@@ -124,10 +125,13 @@ class DFlash(nn.Module):
             ValueError: the target does not have these layers or ids.
         """
         super().__init__()
-        self.config = config
+        self._mask_token_id = len(target.embed_VD) - 1 if config.mask_token_id is None else config.mask_token_id
+        self.config = config = replace(config, mask_token_id=self._mask_token_id)
         self.shape = shape or LlamaShape.from_config(target.config)
         self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
-        check_options(config, self.aux_layer_ids, len(target.embed_VD))
+        check_options(config, len(target.embed_VD))
+        if self.aux_layer_ids[0] < 1:
+            raise ValueError("DFlash cannot read the embeddings (layer 0): engines count from the first layer's output")
         self._embed_VD = target.embed_VD
         self._rotary = Rotary.from_shape(self.shape)
         if draft_ids_W is not None:
@@ -161,8 +165,7 @@ class DFlash(nn.Module):
     def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
         """One step for each slot after the anchor, of shifts 1, 2, ...
 
-        While gradients are recorded, a row of the batch has at most `num_anchors` anchors; otherwise every row with a label
-        has one.
+        While gradients are recorded, a row of the batch has at most `num_anchors` anchors. Otherwise every label has one.
         """
         num_tokens = min(num_steps or self.max_tokens, self.max_tokens)
         limit = self.config.num_anchors if torch.is_grad_enabled() else None
@@ -185,19 +188,20 @@ class DFlash(nn.Module):
     def _blocks(self, batch: Batch, context_BTD: Tensor, rows_BA: Tensor, num_slots: int) -> Tensor:
         """The input of the output head in every slot of the blocks, [B, A, S, D]."""
         cos_sin = self._rotary(batch.position_ids_BT, context_BTD)
-        contexts = [layer.self_attn.keys_and_values(context_BTD, cos_sin) for layer in self.layers]
+        layers = cast(list[Layer], list(self.layers))
+        contexts = [layer.self_attn.keys_and_values(context_BTD, cos_sin) for layer in layers]
         outs = []
-        for chunk_BA in rows_BA.split(ANCHORS_A_CHUNK, dim=1):
+        for chunk_BA in torch.split(rows_BA, ANCHORS_A_CHUNK, dim=1):
             # a row at the end of the batch has no anchor after it; it is clamped here, and has no label
             anchor_BA = (chunk_BA + 1).clamp(max=batch.input_ids_BT.shape[1] - 1)
             slots_S = torch.arange(num_slots, device=chunk_BA.device)
             positions_BN = (batch.position_ids_BT.gather(1, anchor_BA)[..., None] + slots_S).flatten(1)
-            ids_BAS = anchor_BA.new_full((*anchor_BA.shape, num_slots), self.config.mask_token_id)
+            ids_BAS = anchor_BA.new_full((*anchor_BA.shape, num_slots), self._mask_token_id)
             ids_BAS[..., 0] = batch.input_ids_BT.gather(1, anchor_BA)
             mask = BlockMask.make(chunk_BA, batch.document_BT, num_slots)
             x_BND = F.embedding(ids_BAS.flatten(1), self._embed_VD).to(context_BTD.dtype)
             cos_sin = self._rotary(positions_BN, context_BTD)
-            for layer, context in zip(self.layers, contexts, strict=True):
+            for layer, context in zip(layers, contexts, strict=True):
                 x_BND = layer(x_BND, cos_sin, context, mask)
             outs.append(self.norm(x_BND).unflatten(1, (-1, num_slots)))
         return torch.cat(outs, dim=1)
@@ -262,6 +266,7 @@ class DFlash(nn.Module):
             # d2t is the difference between target id and draft id, not the target id itself
             tensors |= {"lm_head.weight": self._head_WD, "d2t": ids_W - torch.arange(len(ids_W))}
         served = {**self._served(), "block_size": self.config.block_size}
+        rotation = {"head_dim": self.shape.head_dim, "rope_parameters": dict(self.shape.rope_parameters)}
         kept = {"num_anchors": self.config.num_anchors, "gamma": self.config.gamma}
         config = {
             **self.shape.hf_config(),
@@ -271,7 +276,7 @@ class DFlash(nn.Module):
             "layer_types": ["full_attention"] * self.config.num_layers,
             "draft_vocab_size": len(self._head_WD),
             **served,
-            "redraft": {"family": "dflash", **kept, TRAINED_WITH: served},
+            "redraft": {"family": "dflash", **kept, TRAINED_WITH: {**served, **rotation}},
         }
         write_head(folder, tensors, config, dtype or self.fc.weight.dtype)
 
@@ -279,7 +284,7 @@ class DFlash(nn.Module):
         # vLLM counts from the layer that ends, so its k is our k + 1. `causal` is always written: readers differ in the
         # default.
         ids = [layer - 1 for layer in self.aux_layer_ids]
-        return {SECTION: {"mask_token_id": self.config.mask_token_id, "target_layer_ids": ids, "causal": False}}
+        return {SECTION: {"mask_token_id": self._mask_token_id, "target_layer_ids": ids, "causal": False}}
 
     @staticmethod
     def load(folder: Path, target: Target) -> DFlash:
@@ -304,17 +309,15 @@ class DFlash(nn.Module):
         return head
 
 
-def check_options(config: Config, aux_layer_ids: Sequence[int], num_embeddings: int) -> None:
+def check_options(config: Config, num_embeddings: int) -> None:
     """Raise ValueError unless the options fit together and fit the target's table of embeddings."""
     if config.block_size < 2:
         raise ValueError(f"a block of {config.block_size} slots holds no draft token: give block_size 2 or more")
-    if not 0 <= config.mask_token_id < num_embeddings:
+    if config.mask_token_id is not None and not 0 <= config.mask_token_id < num_embeddings:
         raise ValueError(
             f"mask token {config.mask_token_id} is not in the target's table of {num_embeddings} embeddings: "
             f"choose an id below {num_embeddings}"
         )
-    if aux_layer_ids[0] < 1:
-        raise ValueError("DFlash cannot read the embeddings (layer 0): engines count layers from 1, name one of those")
 
 
 def choose_mask_token(num_embeddings: int, num_tokens: int, pad_id: int | None) -> int:

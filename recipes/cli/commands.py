@@ -39,6 +39,12 @@ COMMANDS = {
         "Train an EAGLE-3 head",
         "redraft eagle3 --preset demo",
     ),
+    "dflash": Command(
+        Group.TRAIN,
+        "redraft.recipes.dflash_llama8b",
+        "Train a DFlash head, which drafts a block in one pass",
+        "redraft dflash --preset demo",
+    ),
     "eagle1": Command(
         Group.TRAIN,
         "redraft.recipes.eagle1_llama8b",

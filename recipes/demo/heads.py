@@ -44,9 +44,10 @@ class Head:
     note: str = ""
 
 
-HeadName = Literal["eagle3", "eagle1", "mtp", "medusa", "mlp_speculator"]
+HeadName = Literal["eagle3", "dflash", "eagle1", "mtp", "medusa", "mlp_speculator"]
 HEADS: dict[HeadName, Head] = {
     "eagle3": Head("eagle3_llama8b"),
+    "dflash": Head("dflash_llama8b"),
     "eagle1": Head("eagle1_llama8b"),
     "mtp": Head("mtp_qwen3_next", "one MTP layer in the target's weights in the MiMo layout"),
     "medusa": Head("medusa_llama8b"),

@@ -45,7 +45,7 @@ def test_a_family_has_every_member_of_the_protocol_with_the_same_parameters(fami
         assert [parameter for parameter in shared if parameter in wanted] == wanted
         further = [value for parameter, value in zip(shared, mine.values(), strict=True) if parameter not in wanted]
         assert all(value.default is not value.empty for value in further), f"{name} needs nothing else"
-    assert {"is_autoregressive", "max_tokens", "engine_output"} <= set(dir(draft))
+    assert {"is_autoregressive", "is_block", "max_tokens", "engine_output"} <= set(dir(draft))
     assert family.parity is None or "v1" in family.decoders
 
 
@@ -56,10 +56,10 @@ def test_the_table_is_read_without_torch() -> None:
 
 
 def test_methods_are_those_of_vllm_and_lead_back_to_their_family() -> None:
-    assert list_methods() == ["draft_model", "eagle", "eagle3", "medusa", "mtp"]
+    assert list_methods() == ["dflash", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
     assert [getattr(find_method(method), "name", None) for method in ("eagle", "suffix")] == ["eagle1", "suffix"]
     assert find_method(None) is None
-    assert find_method("dflash") is None
+    assert find_method("dspark") is None
 
 
 def test_a_head_of_others_is_recognised_by_its_architecture(tmp_path: Path) -> None:
@@ -71,5 +71,5 @@ def test_a_head_of_others_is_recognised_by_its_architecture(tmp_path: Path) -> N
 
 
 def test_an_unknown_family_is_refused() -> None:
-    with pytest.raises(ValueError, match="there is no draft family egale3: choose one of eagle1, eagle3"):
+    with pytest.raises(ValueError, match="there is no draft family egale3: choose one of dflash, eagle1, eagle3"):
         find_family("egale3")

@@ -47,6 +47,7 @@ class Config:
 
 class Tiny(nn.Module):
     is_autoregressive = False
+    is_block = False
     engine_output = 0
 
     def __init__(self, config: Config, target: Target) -> None:

@@ -28,6 +28,7 @@ from redraft.heads.target import Target
 
 RECIPES = {
     "eagle3": "eagle3_llama8b",
+    "dflash": "dflash_llama8b",
     "eagle1": "eagle1_llama8b",
     "medusa": "medusa_llama8b",
     "mtp": "mtp_qwen3_next",
@@ -65,6 +66,8 @@ def make_config(name: str, target: Path, data: Path, output: Path, **changes: An
     sizes: dict[str, Any] = {}
     if name == "eagle3":
         sizes = {"head": replace(demo.head, aux_layer_ids=(0, 1, 2)), "draft_vocab_size": 300}
+    if name == "dflash":
+        sizes = {"head": replace(demo.head, aux_layer_ids=(1, 2), num_anchors=16), "draft_vocab_size": 300}
     if name == "mlp_speculator":
         sizes = {"text": SMALL, "loop": replace(SMALL, on_policy=1.0, on_policy_tokens=4)}
     cfg = replace(
@@ -187,6 +190,9 @@ def test_runs_share_the_targets_answers(random_target: Path, data: Path, tmp_pat
 BAD = [
     ("eagle3", {"head": {"aux_layer_ids": (1, 99)}}, "aux layers .1, 99.: the target has layers 0 to 2"),
     ("eagle3", {"draft_vocab_size": 9999}, "9,999 ids: the target's has 512"),
+    ("dflash", {"head": {"block_size": 3}}, "3 draft tokens asked of a head that learns 2"),
+    ("dflash", {"head": {"mask_token_id": 512}}, "mask token 512 is not in the target's table of 512 embeddings"),
+    ("dflash", {"head": {"num_layers": 3}}, "--head.num-layers 3 is more than the target's 2"),
     ("medusa", {"head": {"num_heads": 200}}, "vLLM verifies at most 128 draft tokens"),
     ("medusa", {"head": {"num_heads": 2}}, "3 draft tokens asked of a head that learns 2"),
     ("mlp_speculator", {"head": {"num_stages": 2}}, "3 draft tokens asked of a head that learns 2"),

@@ -82,11 +82,12 @@ class LMDraft:
     """A language model as a draft, with all or part of the vocabulary."""
 
     is_autoregressive = True
+    is_block = False
 
     def __init__(self, model: Any, draft_ids_W: Tensor | None = None) -> None:
         self.model, self.draft_ids_W = model, draft_ids_W
 
-    def draft_steps(self, batch: Batch, signal: TargetSignal) -> list[DraftStep]:
+    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
         head = self.model.lm_head.weight
         return [
             DraftStep(
@@ -103,6 +104,7 @@ class HeadsDraft:
     """Like Medusa: head i predicts token t + 2 + i from the target's hidden state of t, here by a random matrix."""
 
     is_autoregressive = False
+    is_block = False
 
     def __init__(self, target: Any, num_heads: int) -> None:
         self.target = target
@@ -110,7 +112,7 @@ class HeadsDraft:
         size = target.config.hidden_size
         self.matrices = [torch.eye(size) * 0.1 + torch.randn(size, size, generator=generator) for _ in range(num_heads)]
 
-    def draft_steps(self, batch: Batch, signal: TargetSignal) -> list[DraftStep]:
+    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
         assert isinstance(signal.distribution, ExactTarget)
         return [
             DraftStep(

@@ -57,7 +57,7 @@ def step_of(table_SV: Tensor, batch: Batch, shift: int, ids_W: Tensor | None = N
 def make_draft(table_SV: Tensor, *, is_sampled: bool, ids_W: Tensor | None = None) -> Forecastable:
     return Forecastable(
         fingerprint="a draft",
-        steps=lambda batch, _: [step_of(table_SV, batch, 0, ids_W)],
+        steps=lambda batch, _, __: [step_of(table_SV, batch, 0, ids_W)],
         is_autoregressive=True,
         is_sampled=is_sampled,
     )
@@ -67,7 +67,7 @@ def make_heads(tables: Sequence[Tensor], *, is_sampled: bool) -> Forecastable:
     """Like Medusa: each token of a block comes from the state of the token before the last, whatever was drafted."""
     return Forecastable(
         fingerprint="heads",
-        steps=lambda batch, _: [step_of(table_SV, batch, i + 1) for i, table_SV in enumerate(tables)],
+        steps=lambda batch, _, __: [step_of(table_SV, batch, i + 1) for i, table_SV in enumerate(tables)],
         is_sampled=is_sampled,
         max_tokens=len(tables),
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from redraft.heads.doctor.checks import notes, static_findings
 from redraft.heads.doctor.eagle3 import compare_maps
 from redraft.heads.doctor.pair import Finding, Pair
-from redraft.heads.families import eagle1, eagle3, medusa, mlp_speculator, mtp
+from redraft.heads.families import dflash, eagle1, eagle3, medusa, mlp_speculator, mtp
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.files.artifact import fingerprint, publish
 from redraft.heads.target import Target
@@ -41,6 +41,11 @@ def make_eagle1(target: Target) -> Any:
 
 def make_eagle3(target: Target, ids: Tensor | None = DRAFT_IDS, **options: Any) -> Any:
     return eagle3.Eagle3(eagle3.Config(**{"aux_layer_ids": AUX, **options}), target, ids)
+
+
+def make_dflash(target: Target, ids: Tensor | None = DRAFT_IDS) -> Any:
+    options = {"aux_layer_ids": AUX, "num_layers": 2, "block_size": 4, "mask_token_id": VOCAB - 1}
+    return dflash.DFlash(dflash.Config(**options), target, ids)
 
 
 def make_medusa(target: Target) -> Any:
@@ -111,6 +116,7 @@ UNBROKEN = {
         lambda folder: make_pair(folder, make_eagle3, {"rope_parameters": LLAMA3_ROPE}, dtype=torch.bfloat16),
         "eagle3",
     ),
+    "dflash": (lambda folder: make_pair(folder, make_dflash), "dflash"),
     "medusa": (lambda folder: make_pair(folder, make_medusa), "medusa"),
     "mlp_speculator": (lambda folder: make_pair(folder, make_speculator), None),
     "mtp, stitched": (lambda folder: make_mimo(folder, alone=False), "mtp"),
@@ -286,6 +292,63 @@ def test_an_option_of_eagle3_that_changed(key: str, tmp_path: Path) -> None:
     assert f"{key} is unset: the engine takes false, the head was trained with true" in only(findings(folders)).problem
     edit_config(folders[1], **{key: False})
     assert f"{key} is false, the head was trained with true" in only(findings(folders)).problem
+
+
+DFLASH_SECTION = {"mask_token_id": VOCAB - 1, "target_layer_ids": [0, 1, 3], "causal": False}
+
+
+@pytest.mark.parametrize(
+    ("section", "problem", "cure"),
+    [
+        ({"mask_token_id": 5}, "mask_token_id is 5, the head was trained with 95", '"mask_token_id": 95'),
+        ({"mask_token_id": None}, "has no mask_token_id", '"mask_token_id" of training'),
+        ({"target_layer_ids": [1, 2, 4]}, "trained with [0, 1, 3]: off by one", '"target_layer_ids": [0, 1, 3]'),
+        ({"target_layer_ids": [0, 3]}, "2 target layers [0, 3] are fed, the weights of fc read 3", "3 layers"),
+        ({"causal": True}, "causal is True, the head was trained with False", '"causal": false'),
+        ({"causal": None}, "does not say whether attention within a block is causal", '"causal": false'),
+    ],
+)
+def test_keys_of_dflash_unlike_training(section: dict[str, Any], problem: str, cure: str, tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_dflash)
+    changed = {key: value for key, value in {**DFLASH_SECTION, **section}.items() if value is not None}
+    edit_config(folders[1], dflash_config=changed)
+    found = findings(folders)
+    assert any(problem in finding.problem and cure in finding.cure for finding in found), found
+
+
+@pytest.mark.parametrize(
+    ("mask", "layers", "problem"),
+    [(VOCAB, [0, 1, 3], "not in the target's table of 96"), (3, [0, 1, 5], "which has 0 to 4")],
+)
+def test_a_dflash_head_of_another_target(mask: int, layers: list[int], problem: str, tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_dflash)
+    section = {"mask_token_id": mask, "target_layer_ids": layers, "causal": False}
+    edit_config(folders[1], "redraft", dflash_config=section)
+    assert problem in only(findings(folders)).problem
+
+
+def test_a_longer_block_another_rotation_and_missing_norms(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_dflash)
+    edit_config(folders[1], block_size=8)
+    assert only(findings(folders)).problem == "block_size is 8, the head was trained with 4"
+    edit_config(folders[1], block_size=4, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    assert "rope_parameters is {'rope_type': 'default', 'rope_theta': 500000.0}" in only(findings(folders)).problem
+    edit_config(folders[1], rope_parameters={"rope_type": "default", "rope_theta": 1e4}, head_dim=16)
+    assert "head_dim is 16, the head was trained with 8" in only(findings(folders)).problem
+    edit_config(folders[1], head_dim=8)
+    edit_tensors(folders[1], "layers.1.self_attn.k_norm.weight")
+    assert "layer 1 lacks k_norm" in only(findings(folders)).problem
+
+
+def test_a_reduced_dflash_head_without_its_map(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_dflash)
+    edit_tensors(folders[1], "d2t")
+    assert "d2t is missing" in only(findings(folders)).problem
+
+
+def test_more_tokens_are_asked_of_dflash_than_its_block_has(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_dflash)
+    assert "the draft proposes 3" in only(findings(folders, num_speculative_tokens=4)).problem
 
 
 def test_medusa_drops_its_bias(tmp_path: Path) -> None:

@@ -53,8 +53,8 @@ def rms(x: Tensor, norm: torch.nn.RMSNorm) -> Tensor:
 
 @torch.no_grad()
 def draft_by_hand(head: DFlash, context_TD: Tensor, anchor: int, first_position: int, token: int, slots: int) -> Tensor:
-    """The input of the output head in every slot, [S, D], query by query and key by key. `context_TD` are the features of
-    the document's rows before the anchor, which stands at position `anchor`."""
+    """The input of the output head in every slot, [S, D], query by query and key by key. `context_TD` are the features
+    of the document's rows before the anchor, which stands at position `anchor`."""
     shape = head.shape
     groups = shape.num_attention_heads // shape.num_key_value_heads
     x_SD = head._embed_VD[torch.tensor([token] + [MASK] * (slots - 1))]
@@ -72,7 +72,9 @@ def draft_by_hand(head: DFlash, context_TD: Tensor, anchor: int, first_position:
         values = [attention.v_proj(row).view(-1, shape.head_dim) for row, _ in rows]
         out = []
         for s, normed in enumerate(normed_SD):
-            q = turn(rms(attention.q_proj(normed).view(-1, shape.head_dim), attention.q_norm), first_position + anchor + s)
+            q = turn(
+                rms(attention.q_proj(normed).view(-1, shape.head_dim), attention.q_norm), first_position + anchor + s
+            )
             per_head = []
             for h in range(shape.num_attention_heads):
                 scores = torch.stack([q[h] @ key[h // groups] for key in keys]) / math.sqrt(shape.head_dim)
@@ -288,5 +290,5 @@ def test_more_tokens_than_the_block_has_are_refused() -> None:
 def test_the_mask_token_is_an_unused_row_or_the_padding_token() -> None:
     assert choose_mask_token(100, 90, 0) == 90
     assert choose_mask_token(100, 100, 7) == 7
-    with pytest.raises(ValueError, match="--head.mask-token-id"):
+    with pytest.raises(ValueError, match=r"--head\.mask-token-id"):
         choose_mask_token(100, 100, None)

@@ -1,0 +1,130 @@
+"""Checks of a DFlash head: target layers, mask token, direction of attention, norms and draft vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from redraft.heads.doctor import shared
+from redraft.heads.doctor.eagle3 import vocabulary_map
+from redraft.heads.doctor.pair import Check, Finding, Pair
+
+SECTION = "dflash_config"
+
+SECTION_KEYS = ("mask_token_id", "target_layer_ids", "causal")
+
+
+def target_layers(pair: Pair) -> Iterator[Finding]:
+    """The layers exist, and `fc` reads as many."""
+    ids = _section(pair).get("target_layer_ids")
+    if not ids:
+        yield Finding(
+            f"{SECTION} names no target_layer_ids, so the engine does not know which states of the target to feed",
+            f'write "target_layer_ids" into {SECTION}: layer k counts from 0, the first one is 0',
+        )
+        return
+    read = pair.shapes["fc.weight"][1] // pair.target_config.hidden_size
+    if len(ids) != read:
+        yield Finding(
+            f"{len(ids)} target layers {list(ids)} are fed, the weights of fc read {read}",
+            f"name in target_layer_ids the {read} layers that the head was trained on",
+        )
+    elif list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= pair.target_config.num_hidden_layers:
+        last = pair.target_config.num_hidden_layers - 1
+        yield Finding(
+            f"target layers {list(ids)} are not distinct ascending layers of the target, which has 0 to {last}",
+            "name the layers that the head was trained on; the first layer of the target is 0",
+        )
+
+
+def mask_token(pair: Pair) -> Iterator[Finding]:
+    """The token in the empty slots is a row of the target's embeddings."""
+    mask, rows = _section(pair).get("mask_token_id"), pair.target_config.vocab_size
+    if mask is None:
+        yield Finding(
+            f"{SECTION} has no mask_token_id, which fills the slots of the draft tokens",
+            f'write the "mask_token_id" of training into {SECTION}',
+        )
+    elif not 0 <= mask < rows:
+        yield Finding(
+            f"mask_token_id {mask} is not in the target's table of {rows} embeddings",
+            "write the mask_token_id of training; if it is this one, the head belongs to a larger target",
+        )
+
+
+def as_trained(pair: Pair) -> Iterator[Finding]:
+    """The keys with an influence on the arithmetic are those of training."""
+    section = _section(pair)
+    trained = (pair.trained_with or {}).get(SECTION) or {}
+    for key in SECTION_KEYS:
+        if key in trained and section.get(key) is not None and section[key] != trained[key]:
+            yield Finding(
+                f"{key} is {section[key]}, the head was trained with {trained[key]}"
+                + _off_by_one(key, section, trained),
+                f'write "{key}": {str(trained[key]).lower()} into {SECTION}',
+            )
+    if "causal" not in section and "is_causal" not in pair.config:
+        yield Finding(
+            f"{SECTION} does not say whether attention within a block is causal, and readers differ in the default",
+            f'write "causal": false into {SECTION}, unless the head was trained with causal attention',
+        )
+
+
+def block_size(pair: Pair) -> Iterator[Finding]:
+    """The block is as long as in training."""
+    served, trained = pair.config.get("block_size"), (pair.trained_with or {}).get("block_size")
+    if served is None or (trained is not None and served != trained):
+        said = "missing" if served is None else served
+        yield Finding(
+            f"block_size is {said}, the head was trained with {trained or 'an unknown one'}",
+            f'write "block_size": {trained or "the slots of a block in training"} into config.json',
+        )
+
+
+def head_norms(pair: Pair) -> Iterator[Finding]:
+    """Every layer has the norms of queries and keys, which the engine would otherwise leave at one."""
+    for i in range(pair.layer_config.get("num_hidden_layers", 0)):
+        missing = [n for n in ("q_norm", "k_norm") if f"layers.{i}.self_attn.{n}.weight" not in pair.shapes]
+        if missing:
+            yield Finding(
+                f"layer {i} lacks {' and '.join(missing)}, and the engine would take ones", "export the head again"
+            )
+            return
+
+
+def rotation(pair: Pair) -> Iterator[Finding]:
+    """Rotary parameters and head size are those that the head was trained with."""
+    trained = pair.trained_with or {}
+    for key in ("head_dim", "rope_parameters"):
+        if key in trained and pair.config.get(key) != trained[key]:
+            yield Finding(
+                f"{key} is {pair.config.get(key)}, the head was trained with {trained[key]}",
+                f'write the "{key}" of training into config.json',
+            )
+
+
+def _section(pair: Pair) -> Mapping[str, Any]:
+    return pair.config.get(SECTION) or {}
+
+
+def _off_by_one(key: str, section: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
+    if key != "target_layer_ids" or len(section[key]) != len(trained[key]):
+        return ""
+    shifts = {served - was for served, was in zip(section[key], trained[key], strict=True)}
+    return ": off by one; layer k is counted from 0" if shifts in ({1}, {-1}) else ""
+
+
+CHECKS: tuple[Check, ...] = (
+    shared.sizes,
+    shared.positions,
+    partial(shared.shared_weights, borrowed=(shared.EMBEDDINGS,)),
+    shared.fc_bias,
+    target_layers,
+    mask_token,
+    as_trained,
+    block_size,
+    head_norms,
+    rotation,
+    vocabulary_map,
+)

@@ -1,0 +1,94 @@
+"""Train a DFlash head, prove it in a real vLLM, and report. The head drafts a whole block of tokens in one pass, from
+the states of several target layers.
+
+$ accelerate launch recipes/dflash_llama8b.py                   # for Llama-3.1-8B-Instruct
+$ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/dflash_llama8b.py --loop.steps 20000
+$ redraft dflash --preset demo                                  # the small target of tests/assets, on two CPU cores
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from redraft.distill.data.vocabulary import frequent_ids, require_smaller
+from redraft.distill.head_run import DEMO, HeadConfig, HeadRun, target_config
+from redraft.distill.loss.divergences import Divergence
+from redraft.distill.train.loop import Loop
+from redraft.distill.train.step import Optim
+from redraft.heads.families import dflash
+from redraft.heads.families.eagle3 import aux_layers
+from redraft.recipes.cli import run_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(HeadConfig):
+    head: dflash.Config = field(default_factory=dflash.Config)
+    init: Literal["last_layers", "random"] = "last_layers"
+    """Initial weights of the head's layers: copies of the target's last layers, or random."""
+    draft_vocab_size: int = 32000
+    """Size of the head's vocabulary: the tokens most frequent as labels. A smaller vocabulary makes a
+    block faster; 0 keeps all of the target's."""
+    divergence: Divergence = field(default_factory=lambda: Divergence(name="lk_hybrid"))
+    optim: Optim = field(default_factory=lambda: Optim(lr=6e-4, max_grad_norm=0.5))
+    loop: Loop = field(default_factory=lambda: Loop(steps=20000, sequence_length=2048))
+    output: Path = Path("outputs/dflash-llama8b")
+    """Folder of the run. It receives the config, metrics, checkpoints, the exported draft and the report."""
+
+
+PRESETS = {
+    "demo": Config(
+        **DEMO,
+        head=dflash.Config(aux_layer_ids=(2, 4, 7), num_layers=2, block_size=4, num_anchors=256, gamma=4.0),
+        draft_vocab_size=2048,
+        output=Path("outputs/demo-heads/dflash"),
+    )
+}
+
+
+def main(cfg: Config) -> None:
+    # 1. Refuse flags that do not fit the target, before any work.
+    shape = target_config(cfg.target)
+    aux_layers(cfg.head.aux_layer_ids, shape.num_hidden_layers)
+    dflash.check_options(cfg.head, shape.vocab_size)
+    require_smaller(cfg.draft_vocab_size, shape.vocab_size)
+    if cfg.init == "last_layers" and cfg.head.num_layers > shape.num_hidden_layers:
+        raise ValueError(
+            f"--head.num-layers {cfg.head.num_layers} is more than the target's {shape.num_hidden_layers}: "
+            "give fewer, or --init random"
+        )
+
+    # 2. The target, the data, and the folder of the run.
+    run = HeadRun(cfg, "dflash", cfg.head.block_size - 1)
+    draft_ids_W = frequent_ids(run.data.train.samples, cfg.draft_vocab_size, shape.vocab_size)
+
+    # 3. The head: new, or continued.
+    if cfg.start_from:
+        head = run.load(cfg.start_from)
+    else:
+        head = dflash.DFlash(_with_mask_token(cfg.head, run), run.target, draft_ids_W)
+        if cfg.init == "last_layers":
+            head.init_from_layers(*run.last_layers(cfg.head.num_layers))
+    before = run.forecast(head)
+
+    # 4. Training: optimizer, `prepare` and the loop (distill/train/).
+    head, cost = run.train(head)
+
+    # 5. The proof: publish the head, load it back, forecast it, serve it in vLLM, report.
+    draft = run.publish(lambda folder: head.export(folder, torch.bfloat16))
+    run.prove(before, draft, cost, {"method": "dflash", "model": str(draft.absolute())})
+
+
+def _with_mask_token(head: dflash.Config, run: HeadRun) -> dflash.Config:
+    if head.mask_token_id is not None:
+        return head
+    tokenizer = run.tokenizer
+    chosen = dflash.choose_mask_token(len(run.target.embed_VD), len(tokenizer), tokenizer.pad_token_id)
+    return replace(head, mask_token_id=chosen)
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__, PRESETS)
