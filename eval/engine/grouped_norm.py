@@ -1,8 +1,7 @@
 """A patch of vLLM's CPU build, for DFlash drafts.
 
 vLLM norms the context keys of all layers in one call, with a row of weights for each layer. The kernel for GPUs takes
-the row by the layer; the one for CPUs takes the first row for all. Every later layer then reads wrong keys, and there is
-no error.
+the row by the layer. The one for CPUs takes the first row for all, so every later layer silently reads wrong keys.
 """
 
 from __future__ import annotations

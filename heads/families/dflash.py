@@ -165,7 +165,7 @@ class DFlash(nn.Module):
     def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
         """One step for each slot after the anchor, of shifts 1, 2, ...
 
-        While gradients are recorded, a row of the batch has at most `num_anchors` anchors. Otherwise every label has one.
+        While gradients are recorded, a row of the batch has at most `num_anchors` anchors. Otherwise it has all.
         """
         num_tokens = min(num_steps or self.max_tokens, self.max_tokens)
         limit = self.config.num_anchors if torch.is_grad_enabled() else None
