@@ -199,6 +199,7 @@ FAMILIES: tuple[Family, ...] = (
         fixed_tokens=FixedTokens(("block_size",), unused=1),
         varies_tokens=False,
         can_sample=True,
+        learns_online=True,
         parity="block",
         checks="redraft.heads.doctor.dflash:CHECKS",
     ),

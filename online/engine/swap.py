@@ -14,17 +14,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from redraft.heads.files.artifact import VOLATILE_CONFIG_KEYS, safetensors_header
+from redraft.online.engine.fused import find_fused, refill, without_build
 
 CHECKSUM_CHUNK = 1 << 22
 """Elements summed at a time; the temporaries take 64 MB."""
 
 HASH_CHUNK_BYTES = 16 << 20
 
-UNSUPPORTED_METHODS = {
-    # their fused key-value buffers are built from the weights once, when the model is loaded
-    "dflash",
-    "dspark",
-}
+UNSUPPORTED_METHODS = {"dspark"}
+"""Methods of vLLM whose drafts cannot be swapped: it serves them with its V2 runner only."""
 
 
 def require_same_layout(current: Path, candidate: Path) -> None:
@@ -81,16 +79,19 @@ def load_draft(
     the draft's values are undefined until a load succeeds.
     """
     from vllm.config import set_current_vllm_config
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     model: Any = draft
     draft_config = vllm_config.speculative_config.draft_model_config
+    fused = find_fused(draft)
     with (
         set_current_vllm_config(vllm_config),
         torch.inference_mode(False),  # a tensor made in inference mode could not be written in place later
         torch.no_grad(),
         torch.device(device),
         without_shared_modules(draft, target) as shared,
+        without_build(fused),
     ):
         # vLLM repacks weights (for the CPU, for quantization) and frees the tensors load_weights writes to.
         initialize_layerwise_reload(draft)
@@ -99,6 +100,9 @@ def load_draft(
         finally:
             # Also after an error: until this call the layers are meta tensors, and the next step would end the engine.
             finalize_layerwise_reload(draft, draft_config)
+        if fused is not None:
+            tensors = dict(_read_tensors(files, shared))
+            refill(fused, tensors, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
 
 
 def shared_modules(draft: nn.Module, target: nn.Module) -> set[str]:

@@ -25,7 +25,7 @@ from redraft.distill.data.samples import Sample
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.prompts import Prompt
 from redraft.heads.draft import TargetSignal, final_hidden
-from redraft.heads.families import eagle1, eagle3
+from redraft.heads.families import dflash, eagle1, eagle3
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.target import Target
@@ -43,7 +43,7 @@ from redraft.online.records.record import Record, decode_record, encode_record, 
 from redraft.online.records.spool import spool_files
 from redraft.recipes.demo.fleet import Traffic
 
-LAYERS = (0, 1, 2)
+LAYERS = {"eagle3": (0, 1, 2), "dflash": (1, 2), "eagle1": ()}
 
 
 def make_head(name, target, folder, seed=0):
@@ -51,8 +51,10 @@ def make_head(name, target, folder, seed=0):
     torch.manual_seed(seed)
     borrowed = Target.from_folder(target)
     if name == "eagle3":
-        head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=LAYERS, num_steps=3), borrowed)
+        head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=LAYERS[name], num_steps=3), borrowed)
         head.lm_head.weight.data += 0.01 * torch.randn_like(head.lm_head.weight)  # its own, as in a trained head
+    elif name == "dflash":
+        head = dflash.DFlash(dflash.Config(aux_layer_ids=LAYERS[name], num_layers=1, block_size=4), borrowed)
     else:
         head = eagle1.Eagle1(eagle1.Config(num_steps=3), borrowed)
     head.export(folder)
@@ -63,8 +65,8 @@ def states_of(target, ids, name):
     """The states the head reads of the target, float32 [T, L, D], by Hugging Face's forward pass."""
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     sample = Sample(input_ids=np.array(ids, np.int32), loss_mask=np.ones(len(ids), bool), conversation="", domain="")
-    signal = InProcessTarget(model, LAYERS if name == "eagle3" else ())(collate([[sample]], len(ids), 0))
-    return signal.aux_BTLD[0] if name == "eagle3" else final_hidden(signal)[0][:, None]
+    signal = InProcessTarget(model, LAYERS[name])(collate([[sample]], len(ids), 0))
+    return signal.aux_BTLD[0] if LAYERS[name] else final_hidden(signal)[0][:, None]
 
 
 def words(states_HLD):
@@ -147,24 +149,24 @@ def test_the_exported_head_says_what_it_reads(random_target, tmp_path):
     assert read_hidden_shape("eagle3", make_head("eagle3", random_target, tmp_path / "3")) == (3, 64)
     assert read_hidden_shape("eagle1", make_head("eagle1", random_target, tmp_path / "1")) == (1, 64)
     assert read_hidden_shape("standalone", tmp_path) is None
-    with pytest.raises(ValueError, match="only eagle1, eagle3, standalone do"):
+    with pytest.raises(ValueError, match="only dflash, eagle1, eagle3, standalone do"):
         read_hidden_shape("medusa", tmp_path)
 
 
 # --- judging
 
 
-@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "dflash"])
 def test_the_expected_counts_are_those_of_the_reference_decoder(random_target, tmp_path, name):
     """Block by block, the head proposes from the states an engine would give it, and the target's text decides."""
     borrowed = Target.from_folder(random_target)
-    module = {"eagle1": eagle1.Eagle1, "eagle3": eagle3.Eagle3}[name]
+    module = {"eagle1": eagle1.Eagle1, "eagle3": eagle3.Eagle3, "dflash": dflash.DFlash}[name]
     head = module.load(make_head(name, random_target, tmp_path / "head", seed=3), borrowed).eval()
     if name == "eagle3":  # a useless head would accept nothing, and prove nothing
         model = LlamaForCausalLM.from_pretrained(random_target)
         head.init_from_layer(model.base_model.layers[-1], model.base_model.norm)
     records = [with_states(r, random_target, name) for r in make_records(random_target, 6)]
-    reads = "layers" if name == "eagle3" else "last"
+    reads = "layers" if LAYERS[name] else "last"
     scored = score(head, records, num_speculative_tokens=2, method="greedy", sequence_length=64, reads=reads)
     for record, found in zip(records, scored, strict=True):
         ids = [*record.context_ids.tolist(), *record.output_ids.tolist()]
@@ -243,7 +245,7 @@ def test_records_without_states_are_told_and_a_head_of_another_family_is_refused
 
 
 def test_a_head_whose_matrix_the_engine_would_share_is_refused_at_the_start(world, random_target, tmp_path):
-    untrained = eagle3.Eagle3(eagle3.Config(aux_layer_ids=LAYERS, num_steps=3), Target.from_folder(random_target))
+    untrained = eagle3.Eagle3(eagle3.Config(aux_layer_ids=(0, 1, 2), num_steps=3), Target.from_folder(random_target))
     untrained.export(tmp_path / "untrained")
     settings = world.config(draft=DraftConfig(family="eagle3", initial=tmp_path / "untrained"))
     with pytest.raises(ValueError, match=r"lm_head\.weight of .*untrained is the target's: vLLM would share it"):
@@ -267,7 +269,7 @@ def test_anchors_without_states_are_refused(world, random_target, tmp_path):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", ["eagle3", "eagle1"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle1", pytest.param("dflash", marks=pytest.mark.slow)])
 def test_what_is_captured_is_what_the_head_reads_in_serving(random_target, tmp_path, name):
     """Over prompts of one step and of several, cached or not, of requests running side by side."""
     rng = np.random.default_rng(0)
@@ -276,7 +278,7 @@ def test_what_is_captured_is_what_the_head_reads_in_serving(random_target, tmp_p
     spec = {
         "target": str(random_target),
         "draft": str(draft),
-        "method": {"eagle3": "eagle3", "eagle1": "eagle"}[name],
+        "method": {"eagle3": "eagle3", "eagle1": "eagle", "dflash": "dflash"}[name],
         "spool": str(tmp_path / "spool"),
         "rounds": [[long, short, other], [long]],
     }

@@ -16,7 +16,13 @@ from fastapi import HTTPException
 from safetensors.torch import load_file, save_file
 from starlette.requests import Request
 from torch import nn
+from transformers import LlamaForCausalLM
 
+from redraft.distill.loss.divergences import Divergence
+from redraft.distill.signal.sources import InProcessTarget
+from redraft.distill.train.step import distill_loss
+from redraft.heads.draft import Batch
+from redraft.heads.families import dflash
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.target import Target
@@ -327,6 +333,45 @@ def eagles(random_target, tmp_path):
         save_file(load_file(file) | {"embed_tokens.weight": embed_VD.clone()}, file, metadata={"format": "pt"})
         folders.append(tmp_path / name)
     return folders
+
+
+@pytest.fixture
+def dflashes(random_target, tmp_path):
+    """A random DFlash head, and one that knows the answer of `run_swaps` by heart."""
+    model = LlamaForCausalLM.from_pretrained(random_target).eval()
+    prompt = torch.arange(10, 40)[None]
+    with torch.no_grad():
+        text = model.generate(prompt, max_new_tokens=60, min_new_tokens=60, do_sample=False)[0].tolist()
+    options = dflash.Config(aux_layer_ids=(1, 2), num_layers=2, block_size=4)
+    torch.manual_seed(0)
+    head = dflash.DFlash(options, Target.from_model(model))
+    for name, parameter in head.named_parameters():
+        if "norm" in name:  # a norm of ones in every layer would hide that a row is taken for another
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    head.export(tmp_path / "random")
+    batch = Batch.padded([text])
+    signal = InProcessTarget(model, options.aux_layer_ids)(batch)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    for _ in range(80):
+        optimizer.zero_grad()
+        distill_loss(head.draft_steps(batch, signal), batch, signal, Divergence(), scale=0.01).loss.backward()
+        optimizer.step()
+    head.export(tmp_path / "learned")
+    return tmp_path / "random", tmp_path / "learned"
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_block_drafter_reads_the_context_by_the_new_weights(random_target, dflashes):
+    random, learned = dflashes
+    start, swapped, back = run_swaps(random_target, random, "dflash", [["load", str(learned)], ["load", str(random)]])
+    (fresh,) = run_swaps(random_target, learned, "dflash", [])
+    assert swapped["result"]["ok"], swapped["result"]
+    assert swapped["result"]["checksum_before"] == swapped["result"]["checksum_after"]
+    assert start["output"] == swapped["output"] == fresh["output"] == back["output"]
+    assert fresh["accepted"] >= 25, "it knows the answer"
+    assert swapped["accepted"] == fresh["accepted"]
+    assert start["accepted"] == back["accepted"] <= 5
 
 
 @pytest.mark.vllm
