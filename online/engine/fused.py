@@ -1,7 +1,7 @@
 """DFlash's fused buffers: copies of weights that vLLM builds when the model is loaded, and reads instead of them.
 
 A block drafter computes the context keys of all layers in one product. The product reads `_fused_kv_weight`, which
-holds the key and value projections of all layers, and `_k_norm_weights`. A swap must fill both again, in place: captured
+holds the key and value projections of all layers, and `_k_norm_weights`. A swap must fill both, in place: captured
 CUDA graphs hold their addresses. The values come from the checkpoint, because the CPU build packs linear weights away.
 
 I = layers, G = key heads of this rank, E = head size, D = hidden.

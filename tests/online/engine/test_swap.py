@@ -369,7 +369,7 @@ def test_a_block_drafter_reads_the_context_by_the_new_weights(random_target, dfl
     assert swapped["result"]["ok"], swapped["result"]
     assert swapped["result"]["checksum_before"] == swapped["result"]["checksum_after"]
     assert start["output"] == swapped["output"] == fresh["output"] == back["output"]
-    assert fresh["accepted"] >= 25, "it knows the answer"
+    assert fresh["accepted"] >= 15, "it knows the answer"
     assert swapped["accepted"] == fresh["accepted"]
     assert start["accepted"] == back["accepted"] <= 5
 
