@@ -31,6 +31,12 @@ def _eagle(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config.get("eagle_config") or {}
 
 
+def _has_window_or_direction(config: Mapping[str, Any]) -> bool:
+    section = config["dflash_config"]
+    has_window = section.get("use_swa") or "sliding_attention" in (config.get("layer_types") or ())
+    return bool(has_window or section.get("causal") or config.get("is_causal"))
+
+
 def _is_named(pattern: str, config: Mapping[str, Any]) -> bool:
     marks = [*(config.get("architectures") or ()), config.get("speculators_model_type") or ""]
     return any(re.search(pattern, mark) for mark in marks)
@@ -59,10 +65,14 @@ FOREIGN: tuple[Foreign, ...] = (
         architecture="(?i)dflash2",
     ),
     Foreign(
-        name="a DFlash draft (a block of masks over several layers)",
+        name="a DFlash draft in the layout of speculators",
         method="dflash",
-        architecture="(?i)dflash",
-        matches=lambda config, names: "dflash_config" in config,
+        matches=lambda config, names: config.get("speculators_model_type") == "dflash",
+    ),
+    Foreign(
+        name="a DFlash draft with windows or with causal attention",
+        method="dflash",
+        matches=lambda config, names: "dflash_config" in config and _has_window_or_direction(config),
     ),
     Foreign(
         name="a P-EAGLE head (EAGLE-3 with parallel drafting)",

@@ -22,20 +22,20 @@ EAGLE3_NAMES = ("midlayer.hidden_norm.weight", "midlayer.self_attn.q_proj.weight
 
 # (config.json, names of tensors, what is said), as the trainers write them
 KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
-    "z-lab and ModelOpt DFlash": (
+    "DFlash with windows": (
         {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
             "block_size": 16,
-            "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+            "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33], "use_swa": True},
         },
         ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight", "norm.weight"),
-        'a DFlash draft (a block of masks over several layers): vLLM serves it with "method": "dflash"',
+        'a DFlash draft with windows or with causal attention: vLLM serves it with "method": "dflash"',
     ),
     "speculators DFlash": (
         {"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [2, 10], "mask_token_id": 9},
         ("fc.weight", "hidden_norm.weight", "layers.0.input_layernorm.weight"),
-        "a DFlash draft",
+        "a DFlash draft in the layout of speculators",
     ),
     "z-lab DFlash2": (
         {"architectures": ["DFlash2DraftModel"], "dflash_config": {"selector_rank": 256}},
