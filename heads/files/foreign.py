@@ -72,7 +72,10 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         name="a DFlash draft with windows or with causal attention",
         method="dflash",
-        matches=lambda config, names: "dflash_config" in config and _has_window_or_direction(config),
+        # in an export of redraft, it is a fault
+        matches=lambda config, names: (
+            "dflash_config" in config and "redraft" not in config and _has_window_or_direction(config)
+        ),
     ),
     Foreign(
         name="a P-EAGLE head (EAGLE-3 with parallel drafting)",
