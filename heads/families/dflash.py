@@ -52,7 +52,7 @@ class Config:
     """Token whose embedding stands in the empty slots. It must be in the target's table and should never occur in text.
     By default the recipe takes a row that the tokenizer does not use, or else the padding token."""
     num_anchors: int = 512
-    """Blocks trained in each row of the batch, at anchors chosen anew for every batch."""
+    """Blocks to train in each row of a batch. Their anchors are chosen for every batch."""
     gamma: float = 7.0
     """Decay of a slot's weight in the loss: slot i has the weight exp(-(i - 1) / gamma). Usual values are 4 for blocks
     of 8 and 7 for blocks of 16."""
