@@ -16,10 +16,12 @@ from transformers.utils import chat_template_utils
 
 from redraft.distill.data import rendering
 from redraft.distill.inputs import Data, Signal, load_data, target_signal
-from redraft.distill.prove import publish_draft
+from redraft.distill.prove import Prove, publish_draft
+from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train import run as run_module
 from redraft.distill.train.loop import LoadedData, Loop
 from redraft.distill.train.run import Run
+from redraft.eval.forecast.greedy import Forecast, forecast, greedy_continuations
 from redraft.heads.families import eagle1
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.target import Target
@@ -112,8 +114,14 @@ def test_the_doctor_takes_the_day_of_the_run_whenever_the_draft_is_published(
     training.start()
     set_day(monkeypatch, SECOND)  # killed, and resumed after midnight
     run, data = training.start(resume=True)
-    head = eagle1.Eagle1(eagle1.Config(), Target.from_model(LlamaForCausalLM.from_pretrained(target)))
-    draft = publish_draft(run, data, str(target), head.export)
+    model, proof = LlamaForCausalLM.from_pretrained(target), Prove(num_speculative_tokens=2, max_tokens=4)
+    head = eagle1.Eagle1(eagle1.Config(num_steps=2), Target.from_model(model))
+
+    def make_forecast(_: Path) -> Forecast:
+        texts = greedy_continuations(model, data.prompts, max_tokens=4, num_speculative_tokens=2, end_ids=data.end_ids)
+        return forecast(head, InProcessTarget(model), texts, 2)
+
+    draft, _ = publish_draft(proof, run, data, str(target), head.export, make_forecast)
     set_day(monkeypatch, SECOND + datetime.timedelta(days=30))
     assert dispatch(["doctor", "--target", str(target), "--draft", str(draft), "--no-engine"]) == 0
     assert "Everything fits." in capsys.readouterr().out

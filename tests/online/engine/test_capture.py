@@ -224,7 +224,8 @@ def run_capture(folder, steps, **config):
         capture.queue.put(step)
     capture.start()
     capture.stop()
-    frames = [frame for path in spool_files(folder) for frame in read_frames(path.read_bytes())]
+    files = spool_files(folder) if folder.is_dir() else []
+    frames = [frame for path in files for frame in read_frames(path.read_bytes())]
     return capture, [record for _, record in frames]
 
 

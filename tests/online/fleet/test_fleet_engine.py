@@ -54,7 +54,7 @@ def test_a_better_draft_passes_and_a_bad_one_is_taken_back(server):
     assert canary.tau_candidate > 2 > canary.tau_control
     assert server.status()["draft_version"] == COPY
     drafting = (server.status()["num_speculative_tokens"], server.status()["draft_sample_method"])
-    assert drafting == (3, "greedy"), "the gate judges with these"
+    assert drafting == (3, "probabilistic"), "as the server was started: the gate judges with these"
     taken_back, _ = asyncio.run(roll_out_under_traffic(server, RANDOM, COPY))
     assert not taken_back.passed
     assert (taken_back.version, taken_back.refused, taken_back.absent) == (COPY, {}, {})

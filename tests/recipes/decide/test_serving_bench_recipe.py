@@ -37,6 +37,7 @@ def make_config(pair: tuple[Path, Path], output: Path, **changes: Any) -> Config
         "input_tokens": (16,),
         "output_tokens": 8,
         "prompts_per_client": 1,
+        "repeats": 1,
         "max_model_len": 256,
         "output": output,
     }
