@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from redraft.eval.parity.run import Dump, EngineRun, run_engine
 from redraft.heads.families import dflash, eagle1, eagle3, medusa, mtp
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.families.standalone import StandaloneDraft
+from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.target import Target
 
 pytestmark = pytest.mark.vllm
@@ -48,9 +50,14 @@ def make_served(folder: Path, method: str, make: Callable[[Target], Any], **expo
     return head, model, folder / "target", {"method": method, "model": str(folder / "draft")}
 
 
-def make_eagle3(folder: Path, ids: Any, layout: str = "vllm", **options: Any) -> Served:
+def make_eagle3(
+    folder: Path, ids: Any, layout: str = "vllm", layer: dict[str, bool] | None = None, **options: Any
+) -> Served:
+    """`layer` sets options of the layer's shape, which only heads of other trainers have."""
+
     def make(target: Target) -> Any:
-        return eagle3.Eagle3(eagle3.Config(num_steps=NUM_TOKENS, **options), target, ids)
+        shape = replace(LlamaShape.from_config(target.config), **(layer or {}))
+        return eagle3.Eagle3(eagle3.Config(num_steps=NUM_TOKENS, **options), target, ids, shape)
 
     return make_served(folder, "eagle3", make, layout=layout, target_name=str(folder / "target"))
 
@@ -94,6 +101,15 @@ VARIANTS: dict[str, Callable[[Path], Served]] = {
     ),
     "eagle3: two layers, norm before residual, speculators": lambda folder: make_eagle3(
         folder, torch.arange(0, 256, 2), "speculators", aux_layer_ids=(2, 3), norm_before_residual=True
+    ),
+    "eagle3: norms of queries and keys, vllm": lambda folder: make_eagle3(
+        folder, torch.arange(1, 256, 2), layer={"qk_norm": True}, aux_layer_ids=(1, 2, 4)
+    ),
+    "eagle3: norms of queries and keys, norm before fc, speculators": lambda folder: make_eagle3(
+        folder, None, "speculators", {"qk_norm": True}, aux_layer_ids=(1, 2, 4), norm_before_fc=True
+    ),
+    "eagle3: biases of attention, norm before fc, vllm": lambda folder: make_eagle3(
+        folder, None, layer={"attention_bias": True}, aux_layer_ids=(1, 2, 4), norm_before_fc=True
     ),
     "medusa": lambda folder: make_served(
         folder, "medusa", lambda target: medusa.Medusa(medusa.Config(num_layers=2), target)
