@@ -250,6 +250,31 @@ def final_hidden(signal: TargetSignal) -> Tensor:
     return signal.hidden_BTD
 
 
+def aux_streams(signal: TargetSignal, aux_layer_ids: Sequence[int]) -> Tensor:
+    """The target's residual streams after these layers, [B, T, L, D].
+
+    Raises:
+        ValueError: the signal has another number of layers, or none.
+    """
+    aux_BTLD = signal.aux_BTLD
+    if aux_BTLD is None or aux_BTLD.shape[2] != len(aux_layer_ids):
+        held = 0 if aux_BTLD is None else aux_BTLD.shape[2]
+        raise ValueError(f"this head reads target layers {aux_layer_ids}, the signal holds {held} layers")
+    return aux_BTLD
+
+
+def require_prefix_rows(feature_BTD: Tensor, prefix_ids: Sequence[int]) -> int:
+    """The number of rows that the target knows of a prefix: one fewer than tokens.
+
+    Raises:
+        ValueError: the features have another number of rows.
+    """
+    num_rows = len(prefix_ids) - 1
+    if feature_BTD.shape[:2] != (1, num_rows):
+        raise ValueError(f"{num_rows + 1} tokens need {num_rows} rows of features, not {tuple(feature_BTD.shape[:2])}")
+    return num_rows
+
+
 def label_rows(batch: Batch, shift: int) -> Tensor:
     """Rows whose label x[t + 1 + shift] is in the loss mask and belongs to row t's document, bool [B, T]."""
     ahead = shift + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,20 @@ class Target:
             raise ValueError(f"{folder} has no tensor embed_tokens.weight: give the folder of the target model")
         head = next((t for name, t in tensors.items() if name.endswith("lm_head.weight")), embed)
         return Target(config=AutoConfig.from_pretrained(folder).get_text_config(), embed_VD=embed, head_VD=head)
+
+
+def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """The aux layers of a target with `num_layers` layers: the chosen ones, or 2, n // 2 and n - 3.
+
+    Raises:
+        ValueError: a layer does not exist, or they are not ascending.
+    """
+    layers = tuple(chosen) or (2, num_layers // 2, num_layers - 3)
+    if list(layers) != sorted(set(layers)):
+        raise ValueError(f"aux layers {layers} of a target of {num_layers} layers: give distinct ones, ascending")
+    if layers[0] < 0 or layers[-1] > num_layers:
+        raise ValueError(f"aux layers {layers}: the target has layers 0 to {num_layers}")
+    return layers
 
 
 def _is_shared(name: str) -> bool:

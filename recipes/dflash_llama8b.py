@@ -20,7 +20,7 @@ from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import Loop
 from redraft.distill.train.step import Optim
 from redraft.heads.families import dflash
-from redraft.heads.families.eagle3 import aux_layers
+from redraft.heads.target import aux_layers
 from redraft.recipes.cli import run_recipe
 
 

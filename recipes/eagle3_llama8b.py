@@ -20,6 +20,7 @@ from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import Loop
 from redraft.distill.train.step import Optim
 from redraft.heads.families import eagle3
+from redraft.heads.target import aux_layers
 from redraft.recipes.cli import run_recipe
 
 
@@ -53,7 +54,7 @@ PRESETS = {
 def main(cfg: Config) -> None:
     # 1. Refuse flags that do not fit the target, before any work.
     shape = target_config(cfg.target)
-    eagle3.aux_layers(cfg.head.aux_layer_ids, shape.num_hidden_layers)
+    aux_layers(cfg.head.aux_layer_ids, shape.num_hidden_layers)
     require_smaller(cfg.draft_vocab_size, shape.vocab_size)
 
     # 2. The target, the data, and the folder of the run.

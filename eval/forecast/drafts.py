@@ -68,10 +68,8 @@ class LoadedTarget:
     tokenizer: Any
 
 
-def load_drafts(
-    named: Sequence[str], target: LoadedTarget, ngram: Ngram, sampling: SampleMethod, most_tokens: int
-) -> list[NamedDraft]:
-    """The drafts given as `SOURCE` or `NAME=SOURCE`, on the target's device, ready to propose up to `most_tokens`.
+def load_drafts(named: Sequence[str], target: LoadedTarget, ngram: Ngram, sampling: SampleMethod) -> list[NamedDraft]:
+    """The drafts given as `SOURCE` or `NAME=SOURCE`, on the target's device.
 
     Raises:
         FileNotFoundError: there is no such draft.
@@ -79,7 +77,7 @@ def load_drafts(
     """
     parts = [_split_name(text) for text in named]
     _require_distinct([name for name, _ in parts])
-    return [_load(name, source, target, ngram, sampling, most_tokens) for name, source in parts]
+    return [_load(name, source, target, ngram, sampling) for name, source in parts]
 
 
 def _split_name(text: str) -> tuple[str, str]:
@@ -99,9 +97,7 @@ def _require_distinct(names: Sequence[str]) -> None:
         raise ValueError(f"two drafts are called {twice}: tell them apart as --draft NAME=FOLDER")
 
 
-def _load(
-    name: str, source: str, target: LoadedTarget, ngram: Ngram, sampling: SampleMethod, most_tokens: int
-) -> NamedDraft:
+def _load(name: str, source: str, target: LoadedTarget, ngram: Ngram, sampling: SampleMethod) -> NamedDraft:
     if source == "ngram":
         return _make_ngram(name, ngram)
     if source == "suffix":
@@ -116,7 +112,7 @@ def _load(
         family=family.name,
         folder=folder,
         fingerprint=fingerprint(folder),
-        forecast=_make_forecast(pair, target, sampling == "probabilistic" and family.can_sample, most_tokens),
+        forecast=_make_forecast(pair, target, sampling == "probabilistic" and family.can_sample),
         speculative=_speculative_config(pair, sampling),
         served=folder if family.is_in_target and not pair.is_own_target else None,
         notes=_notes(family, sampling),
@@ -180,7 +176,7 @@ def _require_target(pair: Pair, target: LoadedTarget) -> None:
         )
 
 
-def _make_forecast(pair: Pair, target: LoadedTarget, is_sampled: bool, most_tokens: int) -> Forecastable:
+def _make_forecast(pair: Pair, target: LoadedTarget, is_sampled: bool) -> Forecastable:
     if not pair.family.is_head and any(pair.draft.glob("*token*")):
         check_same_tokenizer(target.tokenizer, load_tokenizer(pair.draft))
     draft = pair.family.load(pair.draft, lambda: Target.from_model(target.model), target.model.dtype)

@@ -22,14 +22,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redraft.heads.draft import Batch, Drafted, DraftStep, TargetSignal, draw, label_rows, require_tokens
-from redraft.heads.families.eagle3 import aux_layers, check_ids, read_ids
+from redraft.heads.draft import (
+    Batch,
+    Drafted,
+    DraftStep,
+    TargetSignal,
+    aux_streams,
+    draw,
+    label_rows,
+    require_prefix_rows,
+    require_tokens,
+)
 from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.nn.blocks import BlockMask, attend_blocks
 from redraft.heads.nn.layers import GatedMLP, LlamaShape, Rotary, norm, rotate
-from redraft.heads.nn.recurrent import over_target_vocabulary
-from redraft.heads.target import Target
+from redraft.heads.nn.vocabulary import check_ids, over_target_vocabulary, read_ids, to_offsets
+from redraft.heads.target import Target, aux_layers
 
 SECTION = "dflash_config"
 """The part of config.json with the keys of this family only."""
@@ -155,11 +164,8 @@ class DFlash(nn.Module):
         Raises:
             ValueError: the signal has another number of aux layers, or none.
         """
-        aux_BTLD, wanted = signal.aux_BTLD, len(self.aux_layer_ids)
-        if aux_BTLD is None or aux_BTLD.shape[2] != wanted:
-            held = 0 if aux_BTLD is None else aux_BTLD.shape[2]
-            raise ValueError(f"this head reads target layers {self.aux_layer_ids}, the signal holds {held} layers")
-        out: Tensor = self.hidden_norm(self.fc(aux_BTLD.to(self.fc.weight.dtype).flatten(2)))
+        aux_BTLD = aux_streams(signal, self.aux_layer_ids).to(self.fc.weight.dtype)
+        out: Tensor = self.hidden_norm(self.fc(aux_BTLD.flatten(2)))
         return out
 
     def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
@@ -217,10 +223,8 @@ class DFlash(nn.Module):
     ) -> Drafted:
         """All tokens from one block of `num_tokens` + 1 slots. Raises ValueError for more than `max_tokens`."""
         require_tokens(num_tokens, self.max_tokens)
-        context_BTD, num_rows = self.feature(signal), len(prefix_ids) - 1
-        if context_BTD.shape[:2] != (1, num_rows):
-            held = tuple(context_BTD.shape[:2])
-            raise ValueError(f"{num_rows + 1} tokens need {num_rows} rows of features, not {held}")
+        context_BTD = self.feature(signal)
+        num_rows = require_prefix_rows(context_BTD, prefix_ids)
         batch = Batch.padded([prefix_ids], device=context_BTD.device)
         # the anchor is the prefix's last token, whose row the target has not computed
         context_BTD = F.pad(context_BTD, (0, 0, 0, 1))
@@ -262,9 +266,7 @@ class DFlash(nn.Module):
         """
         tensors = dict(weights or self.state_dict())
         if self._draft_ids_W is not None:
-            ids_W = self._draft_ids_W.cpu()
-            # d2t is the difference between target id and draft id, not the target id itself
-            tensors |= {"lm_head.weight": self._head_WD, "d2t": ids_W - torch.arange(len(ids_W))}
+            tensors |= {"lm_head.weight": self._head_WD, "d2t": to_offsets(self._draft_ids_W.cpu())}
         served = {**self._served(), "block_size": self.config.block_size}
         rotation = {"head_dim": self.shape.head_dim, "rope_parameters": dict(self.shape.rope_parameters)}
         kept = {"num_anchors": self.config.num_anchors, "gamma": self.config.gamma}

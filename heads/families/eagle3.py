@@ -9,7 +9,7 @@ B = batch, T = tokens, L = aux layers, D = hidden, V = target vocabulary, W = dr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -18,13 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redraft.heads.draft import Batch, DraftStep, TargetSignal
+from redraft.heads.draft import Batch, DraftStep, TargetSignal, aux_streams
 from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.nn.attention import Memory
 from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, Rotary, norm
-from redraft.heads.nn.recurrent import over_target_vocabulary, propose, unroll
-from redraft.heads.target import Target
+from redraft.heads.nn.recurrent import propose, unroll
+from redraft.heads.nn.vocabulary import check_ids, over_target_vocabulary, read_ids, to_offsets
+from redraft.heads.target import Target, aux_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,11 +139,7 @@ class Eagle3(nn.Module):
         Raises:
             ValueError: the signal has another number of aux layers, or none.
         """
-        aux_BTLD, wanted = signal.aux_BTLD, len(self.aux_layer_ids)
-        if aux_BTLD is None or aux_BTLD.shape[2] != wanted:
-            held = 0 if aux_BTLD is None else aux_BTLD.shape[2]
-            raise ValueError(f"this head reads target layers {self.aux_layer_ids}, the signal holds {held} layers")
-        aux_BTLD = aux_BTLD.to(self.fc.weight.dtype)
+        aux_BTLD = aux_streams(signal, self.aux_layer_ids).to(self.fc.weight.dtype)
         if self.config.norm_before_fc:
             aux_BTLD = self.input_norm(aux_BTLD.flatten(2)).view_as(aux_BTLD)
         if self.config.fc_norm:
@@ -222,8 +219,7 @@ class Eagle3(nn.Module):
         ids_W = self._draft_ids_W.cpu()
         kept_V = torch.zeros(self.shape.vocab_size, dtype=torch.bool)
         kept_V[ids_W] = True
-        # d2t is the difference between target id and draft id, not the target id itself
-        maps = {"d2t": ids_W - torch.arange(len(ids_W)), "t2d": kept_V}
+        maps = {"d2t": to_offsets(ids_W), "t2d": kept_V}
         return {"lm_head.weight": self.head, **weights, **maps}
 
     def _vllm_config(self) -> dict[str, Any]:
@@ -291,38 +287,6 @@ class Eagle3(nn.Module):
             tensors.pop("lm_head.weight", None)
         load_into(head, tensors, folder)
         return head
-
-
-def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The aux layers of a target with `num_layers` layers: the chosen ones, or 2, n // 2 and n - 3.
-
-    Raises:
-        ValueError: a layer does not exist, or they are not ascending.
-    """
-    layers = tuple(chosen) or (2, num_layers // 2, num_layers - 3)
-    if list(layers) != sorted(set(layers)):
-        raise ValueError(f"aux layers {layers} of a target of {num_layers} layers: give distinct ones, ascending")
-    if layers[0] < 0 or layers[-1] > num_layers:
-        raise ValueError(f"aux layers {layers}: the target has layers 0 to {num_layers}")
-    return layers
-
-
-def check_ids(draft_ids_W: Tensor, vocab_size: int) -> None:
-    """Raise ValueError unless the ids of a draft vocabulary ascend within the target's."""
-    if len(draft_ids_W) > vocab_size:
-        raise ValueError(f"a draft vocabulary of {len(draft_ids_W)} ids is larger than the target's {vocab_size}")
-    if not bool((draft_ids_W.diff() > 0).all()) or draft_ids_W[0] < 0 or draft_ids_W[-1] >= vocab_size:
-        raise ValueError(f"draft ids must ascend within 0..{vocab_size - 1}: is d2t an offset, not the target's id?")
-
-
-def read_ids(offset_W: Tensor | None, kept_V: Tensor | None, source: Path) -> Tensor | None:
-    """The target id of every draft id, from d2t. t2d holds the same ids as a mask; if it is there, they must agree."""
-    if offset_W is None:
-        return None
-    ids_W = offset_W + torch.arange(len(offset_W))
-    if kept_V is not None and not torch.equal(kept_V.nonzero().flatten(), ids_W):
-        raise ValueError(f"{source}: d2t and t2d name different ids: d2t must be the target's id minus the draft's")
-    return ids_W
 
 
 def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:

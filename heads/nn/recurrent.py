@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from redraft.heads.draft import Batch, Drafted, DraftStep, TargetSignal, draw, label_rows
+from redraft.heads.draft import Batch, Drafted, DraftStep, TargetSignal, draw, label_rows, require_prefix_rows
 from redraft.heads.nn.attention import KeyCache, Memory, StepMemory
 
 
@@ -88,9 +88,7 @@ def propose(
         ValueError: the features are not one row fewer than the prefix has tokens.
     """
     feature_BTD = head.feature(signal)
-    num_rows = len(prefix_ids) - 1
-    if feature_BTD.shape[:2] != (1, num_rows):
-        raise ValueError(f"{num_rows + 1} tokens need {num_rows} rows of features, not {tuple(feature_BTD.shape[:2])}")
+    num_rows = require_prefix_rows(feature_BTD, prefix_ids)
     device = feature_BTD.device
     memory = KeyCache()
     drafted: Drafted = []
@@ -103,10 +101,3 @@ def propose(
         ids_BT, position_ids_BT = torch.tensor([[drafted[-1][0]]], device=device), position_ids_BT[:, -1:] + 1
         feature_BTD = feature_BTD[:, -1:]
     return drafted
-
-
-def over_target_vocabulary(logits_W: Tensor, draft_ids_W: Tensor | None, vocab_size: int) -> Tensor:
-    """Logits over the target's vocabulary, [V]; -inf at ids outside the draft's vocabulary."""
-    if draft_ids_W is None:
-        return logits_W
-    return logits_W.new_full((vocab_size,), -torch.inf).index_copy(0, draft_ids_W, logits_W)

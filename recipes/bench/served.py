@@ -75,7 +75,7 @@ def measure_served(case: ServedCase, folder: Path) -> dict[str, Any]:
     for name, method in METHODS.items():
         outputs = ask_engine(case, target, draft, method, prompts, folder / f"vllm-{name}.log")
         texts = continue_answers(target, prompts, outputs, protocol)
-        (named,) = load_drafts([f"it={draft}"], target, Ngram(), method, case.num_speculative_tokens)
+        (named,) = load_drafts([f"it={draft}"], target, Ngram(), method)
         assert named.forecast is not None
         with_filters = forecast(target, named.forecast, texts, protocol)
         plain = replace(protocol, filters=Sampling(temperature=protocol.filters.temperature))

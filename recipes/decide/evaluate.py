@@ -142,8 +142,7 @@ def main(cfg: Config) -> None:
         require_served(sampling)
     target = load(cfg.target)
     baseline = read_baseline(cfg.baseline, target.fingerprint, SCHEMA_VERSION) if cfg.baseline else None
-    most = max(cfg.num_speculative_tokens)
-    drafts = load_drafts(cfg.draft, target, cfg.ngram, cfg.draft_sample_method, most)
+    drafts = load_drafts(cfg.draft, target, cfg.ngram, cfg.draft_sample_method)
     if baseline:
         match_drafts([vars(draft) for draft in drafts], settings(cfg, sampling), baseline)
     costs = read_costs(cfg.costs, drafts) if cfg.costs else {}

@@ -125,7 +125,7 @@ def test_it_is_forecast(model: Any, target_folder: Path, tmp_path: Path) -> None
     target = LoadedTarget(
         name="target", folder=target_folder, fingerprint=fingerprint(target_folder), model=model, tokenizer=None
     )
-    (draft,) = load_drafts([f"mine={tmp_path / 'head'}"], target, Ngram(), "probabilistic", K)
+    (draft,) = load_drafts([f"mine={tmp_path / 'head'}"], target, Ngram(), "probabilistic")
     assert (draft.family, draft.serves(K), draft.serves(K + 1)) == ("tiny", True, False)
     assert draft.speculative == {
         "method": "tiny", "model": str(tmp_path / "head"), "draft_sample_method": "probabilistic"

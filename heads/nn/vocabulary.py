@@ -1,0 +1,41 @@
+"""A reduced draft vocabulary: which of the target's ids a head proposes, and how a checkpoint stores them.
+
+V = target vocabulary, W = draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def check_ids(draft_ids_W: Tensor, vocab_size: int) -> None:
+    """Raise ValueError unless the ids of a draft vocabulary ascend within the target's."""
+    if len(draft_ids_W) > vocab_size:
+        raise ValueError(f"a draft vocabulary of {len(draft_ids_W)} ids is larger than the target's {vocab_size}")
+    if not bool((draft_ids_W.diff() > 0).all()) or draft_ids_W[0] < 0 or draft_ids_W[-1] >= vocab_size:
+        raise ValueError(f"draft ids must ascend within 0..{vocab_size - 1}: is d2t an offset, not the target's id?")
+
+
+def read_ids(offset_W: Tensor | None, kept_V: Tensor | None, source: Path) -> Tensor | None:
+    """The target id of every draft id, from d2t. t2d holds the same ids as a mask; if it is there, they must agree."""
+    if offset_W is None:
+        return None
+    ids_W = offset_W + torch.arange(len(offset_W))
+    if kept_V is not None and not torch.equal(kept_V.nonzero().flatten(), ids_W):
+        raise ValueError(f"{source}: d2t and t2d name different ids: d2t must be the target's id minus the draft's")
+    return ids_W
+
+
+def to_offsets(draft_ids_W: Tensor) -> Tensor:
+    """d2t of a checkpoint: the difference between target id and draft id, not the target id itself."""
+    return draft_ids_W - torch.arange(len(draft_ids_W))
+
+
+def over_target_vocabulary(logits_W: Tensor, draft_ids_W: Tensor | None, vocab_size: int) -> Tensor:
+    """Logits over the target's vocabulary, [V]; -inf at ids outside the draft's vocabulary."""
+    if draft_ids_W is None:
+        return logits_W
+    return logits_W.new_full((vocab_size,), -torch.inf).index_copy(0, draft_ids_W, logits_W)
