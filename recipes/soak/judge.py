@@ -1,7 +1,8 @@
 """The judge: was everything survived? Pure functions of what was seen.
 
 faults     every target was well again, and no process ended that nobody had killed
-records    every record that the broker, or the spool, acknowledged is stored, or counted under a reason
+records    every record that the broker, or the spool, acknowledged is stored, by id: no fault is long enough to let any
+           expire, and nobody deletes one
 versions   all servers of a domain serve the current version
 requests   every request that failed was told to fail
 memory     resident bytes and descriptors of every process are flat over its life
@@ -39,21 +40,13 @@ class RecordsSeen:
     acked: Collection[str]
     """Ids of the records that the log or the spool acknowledged."""
     stored: Collection[str]
-    """Ids in the learner's buffer at the end."""
+    """Ids in the learner's files at the end."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Records that the learner counted as not kept, by reason. Hostile ones are among them."""
-
-    EXPLAINS = ("expired", "evicted", "deleted", "forgotten", "corrupt_on_disk", "other_domain")
-    """Reasons why an acknowledged, good record may be gone."""
+    """Records that the learner counted as not kept, by reason: the hostile ones."""
 
     @property
-    def missing(self) -> set[str]:
+    def lost(self) -> set[str]:
         return set(self.acked) - set(self.stored)
-
-    @property
-    def num_lost(self) -> int:
-        """Missing records that no reason counts."""
-        return max(0, len(self.missing) - sum(self.dropped.get(reason, 0) for reason in self.EXPLAINS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +96,8 @@ class Seen:
     """Everything the judge looks at."""
 
     faults: Sequence[FaultSeen]
+    num_planned: int
+    """Faults asked for."""
     records: Mapping[str, RecordsSeen]
     """By the way they took: log and spool."""
     served: Mapping[str, str]
@@ -122,10 +117,15 @@ def judge(seen: Seen) -> dict[str, Any]:
     worst = max(growths, key=lambda growth: growth.share, default=None)
     survived = [fault for fault in seen.faults if not fault.problem]
     return {
-        "faults": {"injected": len(seen.faults), "survived": len(survived), "by_name": _count_by_name(seen.faults)},
+        "faults": {
+            "planned": seen.num_planned,
+            "injected": len(seen.faults),
+            "survived": len(survived),
+            "by_name": _count_by_name(seen.faults),
+        },
         "records": {
             "acked": sum(len(way.acked) for way in seen.records.values()),
-            "lost": sum(way.num_lost for way in seen.records.values()),
+            "lost": sum(len(way.lost) for way in seen.records.values()),
             "by_way": {name: _describe(way) for name, way in seen.records.items()},
         },
         "requests": {
@@ -150,8 +150,8 @@ def find_failures(seen: Seen, growths: Sequence[Growth]) -> list[str]:
     if not seen.faults:
         failures.append("no fault was injected")
     for name, way in seen.records.items():
-        if way.num_lost:
-            failures.append(f"{way.num_lost} of {len(way.acked)} acknowledged records of the {name} are lost")
+        if way.lost:
+            failures.append(f"{len(way.lost)} of {len(way.acked)} acknowledged records of the {name} are lost")
         if not way.acked:
             failures.append(f"no record came through the {name}")
     for server, version in seen.served.items():
@@ -173,8 +173,8 @@ def _describe(way: RecordsSeen) -> dict[str, Any]:
     return {
         "acked": len(way.acked),
         "stored": len(way.stored),
-        "missing": sorted(way.missing)[:20],
-        "lost": way.num_lost,
+        "lost": len(way.lost),
+        "lost_ids": sorted(way.lost)[:20],
         "dropped": dict(way.dropped),
     }
 
@@ -201,6 +201,7 @@ def write_table(report: Mapping[str, Any]) -> str:
         [
             *rows,
             f"{'all':<36} {faults['injected']:8d} {faults['survived']:8d}",
+            f"faults: {faults['injected']} of {faults['planned']} injected",
             f"records: {records['acked']} acknowledged, {records['lost']} lost",
             f"requests: {requests['total']}, of which {requests.get('told', 0)} were told why they failed, "
             f"{requests.get('cut', 0)} cut by a kill of the router, {requests['failed_untold']} untold",

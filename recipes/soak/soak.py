@@ -16,21 +16,20 @@ import asyncio
 import queue
 import random
 import secrets
+import sqlite3
 import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
 from redraft.eval.report.page import write_results
-from redraft.heads.files.artifact import fingerprint
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.journal import BufferEntry, Journal
-from redraft.online.learning.buffer import Buffer
 from redraft.online.records.nats_link import probe
 from redraft.online.records.record import Record, read_frames
 from redraft.online.records.spool import SpoolWriter
@@ -77,7 +76,8 @@ class Config:
     minutes: float = 30
     """Duration of the traffic, in minutes. Starting and judging take a few more."""
     faults: int = 100
-    """Number of faults to inject, spread evenly. Fewer if targets are still recovering when their turn comes."""
+    """Number of faults to inject, spread evenly. Fewer if all targets that are left are still recovering at the end of
+    the time: the table says how many."""
     seed: int | None = None
     """Seed of the faults and the traffic. By default a new one, which is printed."""
     clients: int = 8
@@ -121,6 +121,7 @@ async def play(cfg: Config, stage: Stage, rng: random.Random) -> Seen:
         served = {name: await read_version(stage, name) for name in stage.servers}
     acked = {"log": set(witness.acked), "spool": shipper.shipped}
     return Seen(
+        num_planned=cfg.faults,
         faults=[see_fault(one) for one in injected],
         records={
             way: see_records(stage.learners[name], acked[way])
@@ -200,7 +201,9 @@ async def play_faults(cfg: Config, world: World, clients: Clients) -> list[Injec
             busy: set[str] = set()
             for number in range(cfg.faults):
                 await asyncio.sleep(began_s + (length_s - calm_s) * number / cfg.faults - time.monotonic())
-                if fault := take_free(deck, busy):
+                while (fault := take_free(deck, busy)) is None and time.monotonic() < began_s + length_s - calm_s:
+                    await asyncio.sleep(0.5)
+                if fault is not None:
                     busy.add(fault.target)
                     faults.create_task(_inject(world, fault, injected, busy))
         await asyncio.sleep(max(calm_s, began_s + length_s - time.monotonic()))
@@ -295,15 +298,23 @@ def see_lives(process: Supervised) -> list[LifeSeen]:
 
 
 def see_records(cfg: LearnerConfig, acked: set[str]) -> RecordsSeen:
-    """The records in the buffer of a learner that has ended, and those it counted as not kept."""
-    with Buffer(cfg.buffer_config, fingerprint(cfg.target)) as buffer:
-        stored, after = set[str](), 0
-        while some := buffer.fresh(after, 256):
-            stored |= {one.record.record_id for one in some}
-            after = some[-1].seq
-        stored |= {one.record.record_id for one in buffer.read(buffer.select_held_out(1 << 30))}
-        at_the_end = Counter(buffer.status().counts)
-    return RecordsSeen(acked=acked, stored=stored, dropped=sum_dropped(cfg.folder / "journal") + at_the_end)
+    """The records in the files of a learner that has ended, and those it counted as not kept."""
+    folder = cfg.buffer_config.folder
+    assert folder is not None
+    return RecordsSeen(acked=acked, stored=read_stored_ids(folder), dropped=sum_dropped(cfg.folder / "journal"))
+
+
+def read_stored_ids(folder: Path) -> set[str]:
+    """Ids of all records in the buffer's files that can still be decoded.
+
+    Not through `Buffer`: the judge must not believe the judged, and `Buffer` returns a prompt's newest request only.
+    """
+    stored = set[str]()
+    for path in folder.glob("records-*.db"):
+        with closing(sqlite3.connect(path)) as file:
+            for (frame,) in file.execute("SELECT frame FROM records JOIN frames USING (seq)"):
+                stored |= {record.record_id for _, record in read_frames(frame) if isinstance(record, Record)}
+    return stored
 
 
 def sum_dropped(journal: Path) -> Counter[str]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from redraft.online.journal import Journal
+from redraft.online.learning.buffer import Buffer, BufferConfig
+from redraft.online.records.record import encode_record, read_frames
 from redraft.recipes.soak.judge import FaultSeen, LifeSeen, RecordsSeen, Seen, judge, write_table
-from redraft.recipes.soak.soak import sum_dropped
+from redraft.recipes.soak.poison import TARGET, make_record
+from redraft.recipes.soak.soak import read_stored_ids, sum_dropped
 
 IDS = [f"boot/cmpl-{number}/0" for number in range(100)]
 
@@ -26,6 +31,7 @@ def life(*, grown=0.0, descriptors=0, seconds=400.0, name="router", **changes):
 
 SURVIVED = Seen(
     faults=[FaultSeen(name="kill learner", seconds=3.0), FaultSeen(name="kill router", seconds=2.0)],
+    num_planned=3,
     records={"log": RecordsSeen(acked=IDS, stored=IDS), "spool": RecordsSeen(acked=IDS[:50], stored=IDS[:50])},
     served={"server-1": "v000002", "server-2": "v000002"},
     current="v000002",
@@ -42,6 +48,7 @@ def test_a_soak_that_survived_everything_has_no_failure():
     assert report["records"]["lost"] == report["requests"]["failed_untold"] == 0
     assert report["memory"]["growth"] == pytest.approx(0, abs=1e-6)
     assert "NOT SURVIVED" not in write_table(report)
+    assert "faults: 2 of 3 injected" in write_table(report)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +61,8 @@ def test_a_soak_that_survived_everything_has_no_failure():
             "1 of 100 acknowledged records of the log are lost",
         ),
         (
-            {"records": {"log": RecordsSeen(acked=IDS, stored=IDS[3:], dropped={"expired": 2, "corrupt": 50})}},
-            "1 of 100 acknowledged records of the log are lost",
+            {"records": {"log": RecordsSeen(acked=IDS, stored=IDS[3:], dropped={"expired": 3, "corrupt": 50})}},
+            "3 of 100 acknowledged records of the log are lost",
         ),
         ({"records": {"spool": RecordsSeen(acked=[], stored=[])}}, "no record came through the spool"),
         ({"served": {"server-1": "v000001", "server-2": "v000002"}}, "server-1 serves v000001"),
@@ -74,10 +81,19 @@ def test_each_planted_loss_is_found(planted, failure):
     assert f"NOT SURVIVED: {report['failures'][0]}" in write_table(report)
 
 
-def test_a_reason_explains_only_as_many_records_as_it_counts():
-    way = RecordsSeen(acked=IDS, stored=IDS[10:], dropped={"expired": 4, "evicted": 3, "stored": 99, "corrupt": 99})
-    assert way.num_lost == 3
-    assert RecordsSeen(acked=IDS, stored=IDS[10:], dropped={"expired": 99}).num_lost == 0
+def test_all_records_in_a_buffers_files_count_and_those_that_cannot_be_read_do_not(tmp_path):
+    """Of the same prompt and tenant, held out, foreign: `Buffer` would hand out one request of each prompt."""
+    records = [make_record(7, request_id=f"cmpl-{number}") for number in range(20)]
+    records += [make_record(8, target_fingerprint="another")]
+    frames = [encode_record(record) for record in records]
+    config = BufferConfig(folder=tmp_path, held_out_fraction=0.9)
+    with Buffer(config, TARGET) as buffer:
+        buffer.append(read_frames(b"".join(frames)), now_s=1.0)
+        assert len(buffer.select_held_out(1 << 30)) + len(buffer.fresh(0, 99)) < 20
+    assert read_stored_ids(tmp_path) == {record.record_id for record in records}
+    with closing(sqlite3.connect(next(tmp_path.glob("records-*.db")))) as file, file:
+        file.execute("UPDATE frames SET frame = substr(frame, 1, 40) WHERE seq = 3")
+    assert read_stored_ids(tmp_path) == {record.record_id for record in records} - {records[2].record_id}
 
 
 def test_growth_is_measured_after_the_warm_up_and_over_the_life():
