@@ -15,9 +15,9 @@ import httpx
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.counters import find_counts
+from redraft.eval.engine.sampling import GREEDY, PENALTIES, Sampling
 from redraft.eval.engine.server import VllmServer
 from redraft.eval.prompts import Prompt, domains
-from redraft.eval.sampling import GREEDY, PENALTIES, Sampling
 from redraft.heads.progress import Progress
 
 WARM_UP_TOKENS = 16

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from redraft.eval.counts import AcceptanceCounts, simulate_blocks, tau
+from redraft.eval.engine.sampling import GREEDY, Sampling
 from redraft.eval.forecast.rows import block_matches, compare_rows, take_draft_steps
 from redraft.eval.forecast.sampled import sampled_probabilities
 from redraft.eval.prompts import Prompt
-from redraft.eval.sampling import GREEDY, Sampling
 from redraft.heads.draft import Batch, Draft, TargetSignal
 from redraft.heads.progress import Progress
 

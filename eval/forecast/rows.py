@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from redraft.eval.acceptance import alpha, probabilities
+from redraft.eval.engine.sampling import Sampling
 from redraft.eval.forecast.sampled import sampled_probabilities, sampled_topk
-from redraft.eval.sampling import Sampling
 from redraft.heads.draft import Batch, Draft, DraftStep, ExactTarget, TargetSignal, TopKTarget
 
 ROWS_A_CHUNK = 256

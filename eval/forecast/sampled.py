@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from redraft.eval.acceptance import probabilities
-from redraft.eval.sampling import Sampling
+from redraft.eval.engine.sampling import Sampling
 
 PREFIX = 1024
 """Most probable tokens to look at first. Sorting a whole vocabulary takes longer than a pass of a small target."""

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from redraft.eval.counts import ExpectedCounts, expected_blocks
+from redraft.eval.engine.sampling import Sampling
 from redraft.eval.forecast.greedy import Continuation, SignalFunction, generate_answers, require_window
 from redraft.eval.forecast.ngram import Ngram, propose_ngrams
 from redraft.eval.forecast.verification import NOTHING, Labels, Proposals, VerifiedLabels, verify_labels
 from redraft.eval.prompts import Prompt
-from redraft.eval.sampling import Sampling
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal
 from redraft.heads.files.kept import compute_once
 from redraft.heads.progress import Progress

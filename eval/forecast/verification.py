@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from redraft.eval.engine.sampling import Sampling
 from redraft.eval.forecast.rows import ROWS_A_CHUNK, TargetRows, step_rates, target_rows
-from redraft.eval.sampling import Sampling
 from redraft.heads.draft import DraftStep, ExactTarget
 
 NOTHING = -1

@@ -26,7 +26,7 @@ import numpy as np
 import zstandard
 from numpy.typing import DTypeLike, NDArray
 
-from redraft.eval import sampling
+from redraft.eval.engine import sampling
 from redraft.online.records.checks import find_fault
 
 MAGIC = b"RDR1"

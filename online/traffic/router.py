@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 
-from redraft.eval.sampling import read_defaults
+from redraft.eval.engine.sampling import read_defaults
 from redraft.heads.files.artifact import fingerprint
 from redraft.online.fleet.discovery import list_servers
 from redraft.online.records.origin import require_label

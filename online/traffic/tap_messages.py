@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from redraft.eval.sampling import MIN_TEMPERATURE
+from redraft.eval.engine.sampling import MIN_TEMPERATURE
 from redraft.online.records.checks import find_bad_sampling
 from redraft.online.records.origin import Origin
 from redraft.online.records.record import Record, Sampling

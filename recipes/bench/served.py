@@ -23,6 +23,7 @@ from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.measure import Output, measure
+from redraft.eval.engine.sampling import GENERATION_CONFIG, Sampling, read_sampling
 from redraft.eval.engine.server import engine_is_cpu, vllm_server
 from redraft.eval.forecast.drafts import LoadedTarget, SampleMethod, load_drafts
 from redraft.eval.forecast.greedy import Continuation, generate_answers
@@ -30,7 +31,6 @@ from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Forecastable, PromptRows, Protocol, evaluate_batch
 from redraft.eval.intervals import estimate_gain
 from redraft.eval.prompts import Prompt
-from redraft.eval.sampling import GENERATION_CONFIG, Sampling, read_sampling
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_tokenizer

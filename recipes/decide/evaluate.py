@@ -31,6 +31,7 @@ from redraft.distill.inputs import Signal, load_target
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import write_offline_unless_logged_in
 from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties
 from redraft.eval.engine.served import EngineOptions, serve_and_count
 from redraft.eval.engine.server import engine_is_cpu
 from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft, SampleMethod, load_drafts
@@ -41,7 +42,6 @@ from redraft.eval.report.acceptance import SCHEMA_VERSION, build_acceptance_repo
 from redraft.eval.report.card import write_card
 from redraft.eval.report.regression import compare_reports, describe_change, match_drafts, read_baseline
 from redraft.eval.report.results import Measured, read_tau
-from redraft.eval.sampling import Sampling, choose_sampling, list_penalties
 from redraft.eval.serving.cost import StepCosts
 from redraft.eval.serving.report import read_serving
 from redraft.heads.files.artifact import fingerprint, write_whole

@@ -31,10 +31,10 @@ from redraft.distill.data.samples import held_out_prompts
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.measure import complete_all
 from redraft.eval.engine.process import free_port, process_group
+from redraft.eval.engine.sampling import GREEDY
 from redraft.eval.engine.server import VllmServer, wait_until_healthy
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import write_page
-from redraft.eval.sampling import GREEDY
 from redraft.heads.families.standalone import Init, StandaloneDraft, make_draft
 from redraft.heads.files.artifact import fingerprint, publish
 from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer

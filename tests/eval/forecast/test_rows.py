@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from redraft.eval.acceptance import alpha, alpha_greedy, probabilities
+from redraft.eval.engine.sampling import Sampling
 from redraft.eval.forecast.rows import StepRates, TargetRows, compare_rows, step_rates, target_rows
-from redraft.eval.sampling import Sampling
 from redraft.heads.draft import DraftStep, ExactTarget, TopKTarget
 
 N, V, D = 40, 24, 8

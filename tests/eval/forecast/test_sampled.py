@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from redraft.eval.engine.sampling import Sampling
 from redraft.eval.forecast import sampled
 from redraft.eval.forecast.sampled import sampled_probabilities, sampled_topk
-from redraft.eval.sampling import Sampling
 
 FILTERS = [
     Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)

@@ -21,13 +21,13 @@ from torch import Tensor
 from redraft.eval.acceptance import alpha, alpha_greedy, probabilities
 from redraft.eval.counts import ExpectedCounts, cumulative, expected_blocks, simulate_blocks
 from redraft.eval.counts import tau as tau_of
+from redraft.eval.engine.sampling import Sampling
 from redraft.eval.forecast.greedy import Continuation
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.sampled import sampled_probabilities
 from redraft.eval.forecast.sampler import sample, token_by_token
 from redraft.eval.forecast.teacher_forced import Forecastable, PromptRows, Protocol, evaluate_batch
 from redraft.eval.prompts import Prompt
-from redraft.eval.sampling import Sampling
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal, draw, label_rows
 
 VOCAB, K, MAX_TOKENS = 5, 3, 24

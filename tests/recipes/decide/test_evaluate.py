@@ -15,11 +15,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from redraft.eval.engine.measure import WARM_UP_TOKENS, measure, read_counters
+from redraft.eval.engine.sampling import Sampling
 from redraft.eval.engine.server import VllmServer
 from redraft.eval.forecast import teacher_forced
 from redraft.eval.forecast.greedy import generate_answers
 from redraft.eval.prompts import Prompt
-from redraft.eval.sampling import Sampling
 from redraft.heads.families import eagle1, medusa
 from redraft.heads.target import Target
 from redraft.recipes.cli import dispatch

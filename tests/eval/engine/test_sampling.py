@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from redraft.eval.sampling import GREEDY, Sampling, choose_sampling, list_penalties, read_defaults, read_sampling
+from redraft.eval.engine.sampling import GREEDY, Sampling, choose_sampling, list_penalties, read_defaults, read_sampling
 
 
 def write_config(folder: Path, **config: Any) -> Path:
