@@ -1,0 +1,1 @@
+"""Commands that prepare data and models, and train drafts: one recipe for each family."""
