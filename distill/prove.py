@@ -183,6 +183,7 @@ def publish_draft(
         def write_and_forecast(partial: Path) -> None:
             nonlocal after
             write(partial)
+            # of the files, not of the module: rounding to the exported type is part of what is served
             after = forecast(partial)
             stored = store_forecast(
                 after,
@@ -283,7 +284,8 @@ def compare_speed(ours: VllmServer, theirs: VllmServer, prompts: Sequence[Prompt
     some = prompts[: SPEED_PROMPTS * cfg.concurrency]
     rates: dict[str, list[float]] = {ours.url: [], theirs.url: []}
     for number in Progress(range(cfg.speed_rounds), desc="speed", unit="round"):
-        for server in (ours, theirs) if number % 2 else (theirs, ours):
+        order = (ours, theirs) if number % 2 else (theirs, ours)
+        for server in order:
             run = measure(server, some, max_tokens=cfg.max_tokens, concurrency=cfg.concurrency)
             rates[server.url].append(run.tokens_per_s)
     return Speed(with_draft=rates[ours.url], without_draft=rates[theirs.url])

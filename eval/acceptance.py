@@ -31,5 +31,8 @@ def alpha(p_NV: Tensor, q_NV: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def alpha_greedy(p_NV: Tensor, q_NV: Tensor) -> Tensor:
-    """p(argmax q), [N]: the acceptance rate of greedy drafting."""
+    """p(argmax q), [N]: the acceptance rate of greedy drafting.
+
+    The definition. Forecast and fused loss know argmax q already and read p there; the tests compare both with this.
+    """
     return p_NV.gather(-1, q_NV.argmax(-1, keepdim=True)).squeeze(-1)

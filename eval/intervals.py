@@ -61,6 +61,7 @@ def estimate_gain(over_N2: Array, under_N2: Array) -> Estimate:
         _leave_one_out(over_N2[:, column], under_N2[:, column]) for column in (0, 1)
     )
     gain_N = (ours_N - ours) - (theirs_N - theirs)
+    # a prompt counts if either draft has rows on it, and the fewer degrees of freedom are the safer ones
     return Estimate(ours - theirs, _error(gain_N, under_N2.max(1)), min(freedom, other_freedom))
 
 
@@ -97,6 +98,7 @@ def median_interval(values: Sequence[float] | Array) -> tuple[float, tuple[float
     """
     sorted_N = np.sort(np.asarray(values, np.float64))
     size, outside, rank = len(sorted_N), 0.0, 0
+    # `outside` is twice P(Binomial(size, 1/2) <= rank): the chance that the median is outside, one rank in
     while (outside := outside + 2 * math.comb(size, rank) / 2**size) <= 1 - CONFIDENCE:
         rank += 1
     interval = (float(sorted_N[rank - 1]), float(sorted_N[size - rank])) if rank else UNBOUNDED

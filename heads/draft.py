@@ -280,6 +280,7 @@ def label_rows(batch: Batch, shift: int) -> Tensor:
     ahead = shift + 1
     mask_BT = torch.zeros_like(batch.loss_mask_BT)
     same_document_BT = batch.document_BT[:, ahead:] == batch.document_BT[:, :-ahead]
+    # padding is document -1, which equals itself: the last condition leaves it out
     mask_BT[:, :-ahead] = batch.loss_mask_BT[:, ahead:] & same_document_BT & (batch.document_BT[:, :-ahead] >= 0)
     return mask_BT
 

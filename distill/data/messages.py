@@ -146,7 +146,9 @@ def read_calls(value: Any) -> list[dict[str, Any]]:
         UnusableRowError: if a call has no name, or its arguments are no JSON object.
     """
     calls = _parse_json(value, "a tool call")
-    return [_read_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+    if not isinstance(calls, list):
+        calls = [calls]
+    return [_read_call(call) for call in calls]
 
 
 def _read_call(call: Any) -> dict[str, Any]:
@@ -183,10 +185,10 @@ def _read_tool(tool: Any) -> Tool:
     return {"type": "function", "function": fields}
 
 
-def _parse_json(value: Any, what: str) -> Any:
+def _parse_json(value: Any, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except json.JSONDecodeError as error:
-        raise UnusableRowError(f"with {what} that is not JSON", f"{error.msg} at character {error.pos}") from None
+        raise UnusableRowError(f"with {name} that is not JSON", f"{error.msg} at character {error.pos}") from None

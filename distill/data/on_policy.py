@@ -39,6 +39,7 @@ def draft_written(
     prompts, longest = _prompts(batch)
     width = max(len(prompt) for prompt in prompts)
     device = batch.input_ids_BT.device
+    # padded on the left, because `generate` continues every row at its right end
     ids_BT = torch.full((len(prompts), width), pad_id, device=device)
     for row, prompt in zip(ids_BT, prompts, strict=True):
         row[width - len(prompt) :] = prompt

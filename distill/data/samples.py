@@ -83,7 +83,7 @@ class SampleStats:
             "answers cut at the window, with no earlier turn to cut at": self.truncated,
             "later answers beyond the window left out": self.left_out,
         }
-        return (f"{count:,} {what}" for what, count in counts.items() if count)
+        return (f"{count:,} {loss}" for loss, count in counts.items() if count)
 
     def __str__(self) -> str:
         size = f"{self.conversations:,} conversations: {self.samples:,} samples, {self.tokens:,} tokens"
@@ -230,6 +230,7 @@ def _documents(
         if not grows:  # the template rewrote an earlier turn: a new sample
             ids, mask = [], []
         room = max_length - len(prompt)
+        # only a first answer is cut in the middle: without it nothing of the conversation would be left
         if room < 1 or (room < len(answer) and documents):
             num_left_out += 1
             continue

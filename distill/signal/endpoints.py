@@ -123,6 +123,7 @@ class Endpoints:
                 self._bury(member, failure)
             finally:
                 async with self._changed:
+                    # one slot is free again, so one waiting request can go
                     self._changed.notify()
         raise ConnectionError(f"a request got no answer in {self.attempts} tries; the last failure: {failure}")
 
@@ -142,6 +143,7 @@ class Endpoints:
 
     def _bury(self, member: Member, failure: str) -> None:
         """Send the server no more requests until a probe finds it alive."""
+        # all requests in flight to it fail at about the same time: only the first starts a probe
         if member.is_dead:
             return
         member.is_dead = True

@@ -124,6 +124,7 @@ class EndpointHiddenStates(EndpointTarget):
     @torch.no_grad()
     async def _require_target(self, endpoint: Endpoint | Endpoints) -> None:
         vocabulary, hidden = self.head_VD.shape
+        # any tokens do, spread over the vocabulary
         prompt = [token * 7919 % vocabulary for token in range(1, 17)]
         hidden_TD = self.head_VD.new_zeros(len(prompt), hidden)
         aux_TLD = self.head_VD.new_zeros(len(prompt), len(self.layers), hidden)

@@ -127,7 +127,9 @@ def make_accelerator(accumulation: int, mixed_precision: str | None, wandb_proje
         ],
     )
     if accelerator.mixed_precision == "bf16" and not computes_bfloat16() and accelerator.is_main_process:
-        print("mixed precision bf16: this CPU has no bfloat16 of its own, float32 is a hundred times as fast (no)")
+        print(
+            "mixed precision bf16: this CPU has no instructions for bfloat16, so `no` is about a hundred times faster"
+        )
     if uses_deepspeed():
         keep_models_whole()
     if wandb_project:
@@ -219,6 +221,7 @@ def _batches(
     batches = [to_device(batch, accelerator.device) for batch in batches]
     if not is_on_policy(step, loop.on_policy, loop.seed):
         return batches
+    # different for every step and rank, and the same in a resumed run
     seed = (loop.seed * 1_000_003 + step) * accelerator.num_processes + accelerator.process_index
     writer = writer or cast(StandaloneDraft, distillation.draft)
     return [

@@ -129,9 +129,9 @@ class Run:
         self.accelerator.wait_for_everyone()
 
     def _write_together(self, partial: Path | None, write: Callable[[Path], None]) -> None:
-        told = [str(partial)]
-        broadcast_object_list(told, from_process=0)
-        write(Path(told[0]))
+        shared = [str(partial)]
+        broadcast_object_list(shared, from_process=0)
+        write(Path(shared[0]))
         self.accelerator.wait_for_everyone()
 
     def _checkpoints(self) -> list[Path]:

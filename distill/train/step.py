@@ -247,10 +247,8 @@ class Distillation:
         return stats
 
     def _count(self, batches: Sequence[Batch]) -> StepStats:
-        counts = torch.stack([torch.stack([(b.document_BT >= 0).sum(), label_rows(b, 0).sum()]) for b in batches]).sum(
-            0
-        )
-        tokens, labels = self._sum_over_ranks(counts).tolist()
+        counts = [torch.stack([(b.document_BT >= 0).sum(), label_rows(b, 0).sum()]) for b in batches]
+        tokens, labels = self._sum_over_ranks(torch.stack(counts).sum(0)).tolist()
         return StepStats(tokens=int(tokens), labels=int(labels))
 
     def _update(self, stats: StepStats) -> bool:
@@ -278,10 +276,8 @@ class Distillation:
     def _finish(self, stats: StepStats, sums_S3: Tensor | None, finite: bool) -> None:
         assert sums_S3 is not None
         alpha, alpha_greedy, rows = self._sum_over_ranks(sums_S3).double().unbind(1)
-        stats.alpha, stats.alpha_greedy = (
-            (alpha / rows.clamp(min=1)).tolist(),
-            (alpha_greedy / rows.clamp(min=1)).tolist(),
-        )
+        stats.alpha = (alpha / rows.clamp(min=1)).tolist()
+        stats.alpha_greedy = (alpha_greedy / rows.clamp(min=1)).tolist()
         stats.loss = float(self._sum_over_ranks(torch.tensor(stats.loss, device=self.accelerator.device)))
         stats.skipped = not finite
         self.skipped += stats.skipped

@@ -83,6 +83,7 @@ def load_drafts(named: Sequence[str], target: LoadedTarget, ngram: Ngram, sampli
 def _split_name(text: str) -> tuple[str, str]:
     """The name and the source of `NAME=SOURCE`. Without NAME, the folder's, or its run's if it is called `draft`."""
     name, separator, source = text.partition("=")
+    # a folder may have an = in its name
     if separator and not Path(text).exists():
         return name, source
     path = Path(text)
@@ -169,6 +170,7 @@ def draft_folder(source: str, others: Sequence[str]) -> Path:
 def _require_target(pair: Pair, target: LoadedTarget) -> None:
     """Raise ValueError if the provenance of a head names another target."""
     provenance = pair.provenance or {}
+    # a head of another trainer names no target, and is taken at its word
     trained_for = provenance.get("target_fingerprint")
     if pair.family.is_head and trained_for not in (None, target.fingerprint):
         raise ValueError(
@@ -177,6 +179,7 @@ def _require_target(pair: Pair, target: LoadedTarget) -> None:
 
 
 def _make_forecast(pair: Pair, target: LoadedTarget, is_sampled: bool) -> Forecastable:
+    # a draft without a tokenizer cannot be compared: the number of logits is checked below
     if not pair.family.is_head and any(pair.draft.glob("*token*")):
         check_same_tokenizer(target.tokenizer, load_tokenizer(pair.draft))
     draft = pair.family.load(pair.draft, lambda: Target.from_model(target.model), target.model.dtype)

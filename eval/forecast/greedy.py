@@ -271,6 +271,7 @@ def forecast_prompt(
     match_BTK, _ = block_matches(compared, num_speculative_tokens, draft.is_autoregressive)
     # Row `start` is the first to draft, because output token 0 comes from the prefill.
     start = first - steps[0].shift
+    # from one row earlier: alpha counts every token of the answer, also the prefill's, which no block drafts
     rows = slice(max(start - 1, 0), start - 1 + num_output)
     return PromptForecast(
         domain=continuation.prompt.domain,

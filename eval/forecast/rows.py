@@ -83,7 +83,7 @@ class StepRates:
         """sum_v min(p, q), [N]: acceptance of a token drawn from q."""
         target = self.target
         if target.ids_NM is not None:
-            return alpha(target.p_NM, self._q_of(target.ids_NM))
+            return alpha(target.p_NM, self._look_up_q(target.ids_NM))
         p_NW = target.p_NM if self.draft_ids_W is None else target.p_NM[:, self.draft_ids_W]
         return alpha(p_NW, self.q_NW)
 
@@ -104,14 +104,15 @@ class StepRates:
         """
         if not is_sampled:
             return (self.token == label_N).float()
-        q_N = self._q_of(label_N[:, None]).squeeze(-1)
+        q_N = self._look_up_q(label_N[:, None]).squeeze(-1)
         # 0 / 0: a label that neither draft nor target can produce at this temperature
         return (q_N / self.target.probability(label_N)).nan_to_num(0).clamp(max=1)
 
-    def _q_of(self, ids_NM: Tensor) -> Tensor:
+    def _look_up_q(self, ids_NM: Tensor) -> Tensor:
         """q of token ids, [N, M]."""
         if self.draft_ids_W is None:
             return self.q_NW.gather(-1, ids_NM)
+        # an id that the draft does not have lands on a neighbour's column, and is masked by the comparison
         at_NM = torch.searchsorted(self.draft_ids_W, ids_NM).clamp(max=len(self.draft_ids_W) - 1)
         return self.q_NW.gather(-1, at_NM) * (self.draft_ids_W[at_NM] == ids_NM)
 
@@ -143,6 +144,7 @@ def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> Com
     rows_N = step.mask_BT.flatten().nonzero().squeeze(-1)
     results_3N = torch.zeros(3, step.mask_BT.numel(), device=rows_N.device)
     for chunk_N in torch.split(rows_N, ROWS_A_CHUNK):
+        # in the flattened batch `shift` rows further on is the same text: the step's mask sees to it
         rates = step_rates(step, chunk_N, target_rows(distribution, chunk_N + step.shift, Sampling()), 1.0)
         results_3N[:, chunk_N] = torch.stack([rates.alpha, rates.alpha_greedy, rates.agree.float()])
     alpha_BT, alpha_greedy_BT, agree_BT = results_3N.view(3, *step.mask_BT.shape)

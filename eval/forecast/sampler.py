@@ -64,25 +64,10 @@ def verify_block(
         p_V = probabilities(target(tokens), temperature)
         # rejected if u >= p / q; written without the division
         if _uniform(generator) * q_V[token] >= p_V[token]:
+            # the part of p that q has not covered: accepted and drawn tokens together then follow p
             return [*tokens[len(prefix) :], _draw((p_V - q_V).clamp(min=0), generator)]
         tokens.append(token)
     return [*tokens[len(prefix) :], _draw(probabilities(target(tokens), temperature), generator)]
-
-
-def token_by_token(draft: NextLogits) -> Propose:
-    """A proposer: draws each token from `draft` after the one before. The tests' autoregressive draft."""
-
-    def propose(
-        prefix: Sequence[int], num_tokens: int, temperature: float, generator: torch.Generator | None
-    ) -> list[tuple[int, Tensor]]:
-        tokens, drafted = list(prefix), []
-        for _ in range(num_tokens):
-            q_V = probabilities(draft(tokens), temperature)
-            tokens.append(_draw(q_V, generator))
-            drafted.append((tokens[-1], q_V))
-        return drafted
-
-    return propose
 
 
 def _draw(weights_V: Tensor, generator: torch.Generator | None) -> int:

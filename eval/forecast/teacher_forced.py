@@ -203,8 +203,8 @@ def evaluate_batch(
     for (name, most), steps in proposed.items():
         # at temperature 0 the two ways to draft are the same
         draft = drafts[name] if temperature > 0 else replace(drafts[name], can_sample=False)
-        told = _limit_to_pass(draft, protocol, most)
-        rows = _by_prompt(draft, steps, [next(verified) for _ in steps], texts, told)
+        limited = _limit_to_pass(draft, protocol, most)
+        rows = _by_prompt(draft, steps, [next(verified) for _ in steps], texts, limited)
         for result, row in zip(results, rows, strict=True):
             result[name] = _add_counts(result.get(name), row)
     return results
@@ -267,6 +267,7 @@ def _looked_up(ngram: Ngram, texts: Sequence[Continuation], most_tokens: int) ->
         first, num_labels = len(text.prompt.token_ids), _num_labels(text)
         proposed_KN = torch.full((most_tokens, num_labels), NOTHING)
         for start, tokens in enumerate(propose_ngrams(ids, first, num_labels, ngram, most_tokens)):
+            # the block begun at label `start` has its j-th token at label start + j
             for j, token in enumerate(tokens[: num_labels - start]):
                 proposed_KN[j, start + j] = token
         columns.append(proposed_KN)
@@ -333,5 +334,6 @@ def _block_table(accept_SN: Tensor, num_output: int, is_autoregressive: bool, mo
     """P(accepted) of the j-th token of a block begun after output token t, [T, K]."""
     num_rows = max(num_output - 1, 0)
     steps = accept_SN[:1].expand(most_tokens, -1) if is_autoregressive else accept_SN
+    # the block begun after output token t drafts labels t + 1, t + 2, ...
     columns = [step_N[1 + j : 1 + j + num_rows].double().numpy() for j, step_N in enumerate(steps)]
     return np.stack(columns, axis=1)

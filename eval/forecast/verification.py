@@ -99,6 +99,7 @@ def _verify_step(
 ) -> Tensor:
     """The four rates of a draft step, [4, N]; 0 for a label whose draft row is before the text."""
     has_row_N = rows_N % length >= step.shift
+    # without a row of the draft any row is read, and its rates are set to 0 below
     rates = step_rates(step, rows_N - step.shift * has_row_N, target, temperature)
     accept_2N = [rates.accept(ids_N, is_sampled=is_sampled and temperature > 0) for is_sampled in (False, True)]
     return torch.stack([*accept_2N, rates.alpha, rates.alpha_greedy]) * has_row_N

@@ -174,10 +174,12 @@ class DFlash(nn.Module):
         While gradients are recorded, a row of the batch has at most `num_anchors` anchors. Otherwise it has all.
         """
         num_tokens = min(num_steps or self.max_tokens, self.max_tokens)
+        # a sample of the anchors is enough for a gradient; a metric or a forecast needs every row
         limit = self.config.num_anchors if torch.is_grad_enabled() else None
         rows_BA, is_anchor_BT = choose_anchors(batch, limit)
         hidden_BASD = self._blocks(batch, self.feature(signal), rows_BA, num_tokens + 1)
         at_BAD = rows_BA[..., None].expand(-1, -1, hidden_BASD.shape[-1])
+        # losses and metrics read rows of the batch: a block goes back to the row before its anchor, others are masked
         empty_BTD = hidden_BASD.new_zeros(*batch.input_ids_BT.shape, hidden_BASD.shape[-1])
         return [
             DraftStep(
@@ -195,6 +197,7 @@ class DFlash(nn.Module):
         """The input of the output head in every slot of the blocks, [B, A, S, D]."""
         cos_sin = self._rotary(batch.position_ids_BT, context_BTD)
         layers = cast(list[Layer], list(self.layers))
+        # once for all blocks: no block changes the context's keys, and an engine keeps them in its cache
         contexts = [layer.self_attn.keys_and_values(context_BTD, cos_sin) for layer in layers]
         outs = []
         for chunk_BA in torch.split(rows_BA, ANCHORS_A_CHUNK, dim=1):
@@ -245,6 +248,7 @@ class DFlash(nn.Module):
         if len(layers) != len(self.layers):
             raise ValueError(f"{len(layers)} layers were given to a draft of {len(self.layers)}")
         theirs = {f"layers.{i}.{name}": v for i, layer in enumerate(layers) for name, v in layer.state_dict().items()}
+        # with `fc` as below, the context begins as the highest stream under the target's final norm
         theirs["norm.weight"] = theirs["hidden_norm.weight"] = final_norm.state_dict()["weight"]
         with torch.no_grad():
             for name, mine in self.state_dict().items():
@@ -371,6 +375,7 @@ def _read(config: Mapping[str, Any], folder: Path) -> Config:
     windows = "sliding_attention" in (config.get("layer_types") or ()) or section.get("use_swa")
     if section.get("causal") or config.get("is_causal") or windows or config.get("is_neox_style") is False:
         raise ValueError(f"{folder}: only full attention in both directions within a block is supported here")
+    # other trainers do not write how the head was trained
     known = {name: value for name, value in config.get("redraft", {}).items() if name in asdict(Config())}
     return Config(
         aux_layer_ids=tuple(layer + 1 for layer in section["target_layer_ids"]),

@@ -96,6 +96,7 @@ class Eagle1(nn.Module):
 
     def _regression(self, step: DraftStep, target_BTD: Tensor) -> Tensor:
         """regression_weight * mean over D of SmoothL1(predicted feature, target's feature), [B, T]."""
+        # the last rows of a document get features of other tokens: the step's mask leaves them out
         wanted_BTD = target_BTD.roll(-step.shift, dims=1).to(step.hidden_BTD.dtype)
         distance_BTD = F.smooth_l1_loss(step.hidden_BTD, wanted_BTD, reduction="none")
         return self.config.regression_weight * distance_BTD.mean(-1)

@@ -173,6 +173,7 @@ class Eagle3(nn.Module):
         feature is copied, the half for the embedding stays random. Tensors of any other shape stay random too.
         """
         theirs = {f"midlayer.{name}": value for name, value in layer.state_dict().items()}
+        # the target's layer norms a hidden state, as `hidden_norm` does here; `input_layernorm` norms embeddings
         theirs["midlayer.hidden_norm.weight"] = theirs.pop("midlayer.input_layernorm.weight")
         theirs["norm.weight"] = final_norm.state_dict()["weight"]
         hidden = self.shape.hidden_size
@@ -299,6 +300,7 @@ def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:
     return Config(
         aux_layer_ids=tuple(ids or ()),
         norm_before_fc=nested.get("norm_before_fc", config.get("norm_before_fc", False)),
+        # as vLLM reads them: an absent key means true in a config of speculators, and false in others
         norm_before_residual=config.get("norm_before_residual", is_speculators),
         fc_norm=config.get("fc_norm", False),
         norm_output=config.get("norm_output", False),

@@ -68,6 +68,7 @@ class MLPSpeculator(nn.Module):
         self.head = nn.ModuleList(nn.Linear(inner, self.vocab_size, bias=False) for _ in range(stages))
         self.ln = nn.ModuleList(ScaledNorm(inner) for _ in range(stages))
         state_weight = 0.5 ** (0.5 / stages)
+        # divided by state_w: the norm that follows takes out a common factor, so only the ratio of the two matters
         self._emb_weight = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
         for parameter in (*self.emb.parameters(), *self.proj.parameters(), *self.head.parameters()):
             nn.init.normal_(parameter, std=inner**-0.5)

@@ -128,6 +128,7 @@ class Mtp(nn.Module):
         self.block.load_state_dict({**mine, **same})
         self.final_norm.load_state_dict(final_norm.state_dict())
         hidden = self.combine.out_features
+        # columns of `combine` that read the feature
         start = hidden if self.layout.embedding_first else 0
         with torch.no_grad():
             self.combine.weight[:, start : start + hidden].copy_(torch.eye(hidden))

@@ -176,6 +176,7 @@ class StandaloneDraft(nn.Module):
         window = getattr(self.model.config, "sliding_window", None)
         if window is None or window >= mask_B1TT.shape[-1]:
             return mask_B1TT
+        # a window of w keys holds the row itself and the w - 1 before it
         sliding_B1TT = mask_B1TT & ~mask_B1TT.tril(-window)
         if not hasattr(self.model.config, "layer_types"):
             return sliding_B1TT
@@ -323,6 +324,7 @@ def from_config(
 def _find_layers(model: Any) -> tuple[str, int]:
     """The prefix of the decoder layers in the state dict, and the number of layers."""
     total = model.config.num_hidden_layers
+    # known by its length, because architectures name it differently (model.layers, transformer.h)
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == total:
             return name, total

@@ -210,8 +210,11 @@ def fingerprint(folder: Path) -> str:
     for path in [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]:
         digest.update(bytes.fromhex(sha256(path)))
     for path in weights:
-        for block in _safetensors_samples(path) if path.suffix == ".safetensors" else [bytes.fromhex(sha256(path))]:
-            digest.update(block)
+        if path.suffix == ".safetensors":
+            for block in _safetensors_samples(path):
+                digest.update(block)
+        else:
+            digest.update(bytes.fromhex(sha256(path)))
     return digest.hexdigest()
 
 

@@ -133,8 +133,8 @@ def find_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> str 
     for kind in FOREIGN:
         is_named = kind.architecture and _is_named(kind.architecture, config)
         if is_named or kind.matches(config, names):
-            told = f'"method": "{kind.method}"{kind.and_also}'
-            serves = f"vLLM serves it with {told}" if kind.method else "vLLM has no method to serve it"
+            config_text = f'"method": "{kind.method}"{kind.and_also}'
+            serves = f"vLLM serves it with {config_text}" if kind.method else "vLLM has no method to serve it"
             return f"{kind.name}: {serves}; redraft can neither train nor forecast nor check it"
     if (quantized := config.get("quantization_config")) is not None and "d2t" in names:
         method = quantized.get("quant_method") or quantized.get("quant_algo") or "packed"

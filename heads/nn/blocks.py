@@ -25,8 +25,10 @@ class BlockMask:
         """Blocks that read the context up to row `rows_BA`, within the document of that row."""
         at_T = torch.arange(document_BT.shape[1], device=document_BT.device)
         document_BA = document_BT.gather(1, rows_BA)
+        # `rows_BA` is the row before the anchor, the last one that the target has computed, so it is seen too
         context_BAT = (at_T <= rows_BA[..., None]) & (document_BT[:, None] == document_BA[..., None])
         block_N = torch.arange(rows_BA.shape[1], device=rows_BA.device).repeat_interleave(num_slots)
+        # no other block: the anchor of a later one is a token that this block must predict
         own_BNN = (block_N[:, None] == block_N).expand(len(rows_BA), -1, -1)
         return BlockMask(torch.cat([context_BAT.repeat_interleave(num_slots, dim=1), own_BNN], dim=-1)[:, None])
 

@@ -70,7 +70,7 @@ class Alarm:
             self._told = sentence
             self.cycle.journal_state(sentence)
 
-    def _fault(self, what: str, detail: str) -> None:
-        if what + detail != self._told:
-            self._told = what + detail
-            self.journal.write("fault", what=what, detail=detail)
+    def _fault(self, name: str, detail: str) -> None:
+        if name + detail != self._told:
+            self._told = name + detail
+            self.journal.write("fault", what=name, detail=detail)

@@ -537,9 +537,9 @@ class Cycle:
         """Write down the phase and a sentence for people."""
         self.journal.write("state", phase=self.state.phase.value, candidate=self.state.candidate, reason=reason)
 
-    def _journal_fault(self, what: str, error: OSError | None = None, reason: str = "") -> None:
+    def _journal_fault(self, name: str, error: OSError | None = None, reason: str = "") -> None:
         detail = None if error is None else f"errno-{error.errno}"
-        self.journal.write("fault", what=what, detail=detail, reason=reason or str(error or ""))
+        self.journal.write("fault", what=name, detail=detail, reason=reason or str(error or ""))
 
     def _journal_step(self, stats: StepStats, began_s: float) -> float:
         now_s = time.monotonic()

@@ -127,8 +127,8 @@ def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging
         return latest, f"{stays}, as before: no server tells how it drafts"
     # of equally many, the ones that draft less, so that the verdict does not depend on the order of the answers
     chosen = min(servers, key=lambda drafting: (-servers[drafting], drafting))
-    told = f"{chosen}, as {servers[chosen]} of {servers.total()} servers draft"
-    return replace(latest, **asdict(chosen)), told if len(servers) > 1 else f"{chosen}, as the servers draft"
+    source = f"{chosen}, as {servers[chosen]} of {servers.total()} servers draft"
+    return replace(latest, **asdict(chosen)), source if len(servers) > 1 else f"{chosen}, as the servers draft"
 
 
 def count_served(records: Iterable[Stored], version: str) -> dict[Request, AcceptanceCounts]:

@@ -391,11 +391,11 @@ class Learner:
             lag_records=self.cycle.trainer.lag(),
         )
 
-    def _fault(self, what: str, detail: str, reason: str = "") -> None:
+    def _fault(self, name: str, detail: str, reason: str = "") -> None:
         """Journal a fault once, when it begins."""
-        if (what, detail) not in self._faults:
-            self._faults.add((what, detail))
-            self.journal.write("fault", what=what, detail=detail, reason=reason)
+        if (name, detail) not in self._faults:
+            self._faults.add((name, detail))
+            self.journal.write("fault", what=name, detail=detail, reason=reason)
 
     def _heal(self, *names: str, detail: str | None = None) -> None:
         """Forget these faults, so that they are journaled when they begin again; only those of `detail` if given."""

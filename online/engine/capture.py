@@ -109,6 +109,7 @@ class Capture:
                 try:
                     self._apply(steps)
                 except Exception as error:
+                    # Running requests now have a gap, and the next step closes them. Ended ones have no next step.
                     self.report(error, "reduce")
                     self._close_all(steps)
             if is_last and not steps:
@@ -124,6 +125,7 @@ class Capture:
             if step.computed is not None:
                 # Copies from this thread run on another CUDA stream, which would not wait for the engine's.
                 step.computed.synchronize()
+        # All waiting steps at once: a step has few rows, and the fixed cost of a reduction would exceed its work.
         kept = reduce_steps(steps, self.config.top_k, self._scratch)
         first_row = first_draft = 0
         for step in steps:
@@ -153,6 +155,7 @@ class Capture:
                     start=part.start,
                     draft_ids=kept.draft_ids_S[begin : begin + part.num_drafts],
                     draft_probs=kept.draft_probs_S[begin : begin + part.num_drafts],
+                    # the last is the target's: the bonus, or in place of the first refused draft token
                     num_accepted=len(sampled) - 1,
                     rows=kept.rows.select(first_row + part.first_row, part.num_drafts + 1),
                 )

@@ -54,6 +54,7 @@ def refill(fused: Any, tensors: Mapping[str, Tensor], rank: int, num_ranks: int)
         norms.append(tensors[f"layers.{i}.self_attn.k_norm.weight"])
     _write(fused._fused_kv_weight, torch.cat(parts), "_fused_kv_weight")
     _write(fused._k_norm_weights, torch.stack(norms), "_k_norm_weights")
+    # in vLLM 0.32 an alias of the norm's weight, which the load has written already
     if fused._hidden_norm_weight.data_ptr() != fused.hidden_norm.weight.data_ptr():
         _write(fused._hidden_norm_weight, tensors["hidden_norm.weight"], "_hidden_norm_weight")
 

@@ -9,6 +9,7 @@ def register() -> None:
     """Fix the CPU build and let workers capture and swap; do nothing unless VLLM_PLUGINS names redraft."""
     if not is_enabled():
         return
+    # imported late: vLLM calls this in every process of every server, also of those that do not use redraft
     from redraft.eval.engine.grouped_norm import patch_grouped_norm
     from redraft.eval.engine.wait import patch_engine_wait
     from redraft.online.engine.cpu_fix import fix_cpu_sampling

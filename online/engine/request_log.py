@@ -207,6 +207,7 @@ class RequestLog:
         columns = _join_columns(self.verified) if self.verified else {}
         if not columns:
             return {}
+        # position less branch is a place in the text: rows beyond its end follow tokens that nobody got
         kept = columns["row_positions"] - columns["row_branches"] < len(self.info.prompt_ids) + len(self.output)
         return {name: column[kept] for name, column in columns.items()} if kept.any() else {}
 
@@ -223,6 +224,7 @@ def _join_columns(steps: Sequence[VerifiedStep]) -> dict[str, NDArray[Any]]:
     has_draft_R[last_R] = False
     drafts_R[has_draft_R] = np.concatenate([step.draft_ids for step in steps])
     draft_probs_R[has_draft_R] = np.concatenate([step.draft_probs for step in steps])
+    # Row i follows i draft tokens. The accepted ones are text; each further one is a step into the refused branch.
     return {
         "row_positions": start_R + index_R,
         "row_branches": np.maximum(0, index_R - num_accepted_R),

@@ -101,6 +101,7 @@ class Endpoint:
 
     async def _swap_one_at_a_time(self, asked: _Asked) -> dict[str, Any]:
         async with self._swapping:
+            # asked within the lock, because the swap before may have loaded this very version
             status = await self._status()
             serving = status["draft_version"]
             try:
@@ -224,6 +225,7 @@ class Endpoint:
         ranks = await self.engine.collective_rpc("redraft_load", args=(folder,))
         failed = [rank for rank in ranks if not rank["ok"]]
         if not failed:
+            # only now: if a rank fails, the others need the last good draft to go back to
             await self.engine.collective_rpc("redraft_commit", args=(folder, version))
             if any(rank["checksum_before"] != rank["checksum_after"] for rank in ranks):
                 raise HTTPException(500, "the target's weights changed: restart this server")

@@ -68,6 +68,7 @@ class Staging:
         except Exception as error:  # e.g. no memory; the thread's end must be told in any case
             self.error = f"{type(error).__name__}: {error}"
         with self._lock:
+            # under the lock of `discard`: whichever of the two comes second frees the memory
             self._is_finished, is_useless = True, self._is_discarded or bool(self.error)
         if is_useless:
             self._free()

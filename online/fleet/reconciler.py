@@ -63,6 +63,7 @@ class Reconciler:
         """
         servers = list(servers)
         self.push(servers, version, timeout_s)
+        # held here, because `forget` may drop a server's push while this waits
         pushes = {server: self._pushes[server] for server in servers}
         began_s = time.monotonic()
         while waiting := [push.task for push in pushes.values() if not push.task.done()]:

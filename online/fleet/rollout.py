@@ -192,6 +192,7 @@ def estimate_loss(canary_P2: Array, control_P2: Array) -> Estimate:
     A request lasts for several polls, so neighbouring polls are alike: they are merged into blocks, and longer ones the
     more polls there are. The blocks of both groups pair up, because they saw the same minutes.
     """
+    # control first: the gain of the first column over the second is then the canary's loss
     groups_2B2 = [_merge_polls(np.asarray(polls_P2, np.float64)) for polls_P2 in (control_P2, canary_P2)]
     drafts_B2, accepted_B2 = (np.column_stack([group_B2[:, column] for group_B2 in groups_2B2]) for column in (0, 1))
     return estimate_gain(accepted_B2, drafts_B2)

@@ -235,8 +235,8 @@ class FleetServer:
         except Exception as error:  # an odd header can raise anything, and it is the server's fault
             raise UnreachableError(f"{self.url} cannot be understood: {error!r:.200}") from error
         if code != 200:
-            told = content[:300].decode(errors="replace")
-            raise RefusedError(f"{self.url} answers {method} {path} with {code}: {told}")
+            reason = content[:300].decode(errors="replace")
+            raise RefusedError(f"{self.url} answers {method} {path} with {code}: {reason}")
         return content
 
     async def _exchange(self, method: str, path: str, json: object, headers: dict[str, str]) -> tuple[int, bytes]:
@@ -312,15 +312,11 @@ async def connected(tokens: Mapping[str, str], registry: Registry | None = None)
     """The servers of a fleet, in the order of `tokens`, which maps address to token, for versions of `registry`."""
     certificates = ssl.create_default_context()  # shared, because it takes 20 ms to make
     async with AsyncExitStack() as clients:
-        yield [
-            FleetServer(
-                url.rstrip("/"),
-                token,
-                await clients.enter_async_context(httpx.AsyncClient(verify=certificates)),
-                registry=registry,
-            )
-            for url, token in tokens.items()
-        ]
+        servers = []
+        for url, token in tokens.items():
+            http = await clients.enter_async_context(httpx.AsyncClient(verify=certificates))
+            servers.append(FleetServer(url.rstrip("/"), token, http, registry=registry))
+        yield servers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,6 +62,7 @@ def forget_in_anchors(path: Path, names: Collection[str]) -> int:
         kept = [frame for frame, record in frames if not (isinstance(record, Record) and record.tenant in names)]
         former = path.with_name(f".{path.name}.former")
         former.unlink(missing_ok=True)
+        # the old bytes keep a name until they are overwritten: replacing the file would leave them on the disk
         os.link(path, former)
         write_whole(path, b"".join(kept))
         overwrite(former)
@@ -105,7 +106,9 @@ def make_anchors(
             top_k=k,
             context=sample.input_ids[:first].astype("<i4").tobytes(),
             output=sample.input_ids[first:].astype("<i4").tobytes(),
+            # row t holds the distribution of token t + 1, and a record counts by that token
             row_positions=(rows_R.cpu().numpy() + 1).astype("<i4").tobytes(),
+            # int32 zeros: every row is on the text itself
             row_branches=bytes(4 * count),
             row_drafts=np.full(count, -1, "<i4").tobytes(),
             row_draft_probs=np.full(count, np.nan, "<f4").tobytes(),

@@ -146,6 +146,7 @@ class BufferFile:
                 [(seq, *row, _checksum(seq, row)) for seq, row, _ in rows],
             )
             self.connection.executemany("INSERT INTO frames VALUES (?,?)", [(seq, frame) for seq, _, frame in rows])
+        # after the commit: a transaction that failed must not leave rows in the cached index
         self._inserted += [(seq, row) for seq, row, _ in rows]
         self._oldest_s = oldest_s
         return True
@@ -177,6 +178,7 @@ class BufferFile:
 
     def delete(self, seqs: Collection[int]) -> int:
         """Delete the records with these numbers, overwrite them on the disk; returns the number of those found."""
+        # forgotten first: if the transaction fails, the index is read again, and is never wrong
         self._index = self._oldest_s = None
         with transaction(self.connection):
             values = [(seq,) for seq in seqs]
@@ -212,6 +214,7 @@ def connect(path: Path | None, schema: str) -> tuple[sqlite3.Connection, int]:
     Raises:
         LaterFileError: if a later release wrote it.
     """
+    # No transactions by Python: `transaction` begins and ends them. The buffer's lock orders the threads.
     connection = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
     try:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")

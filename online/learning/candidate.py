@@ -202,12 +202,12 @@ class Ranks:
     def follow(self) -> None:
         """The loop of the other ranks: obey rank 0 until it calls `dismiss`."""
         while True:
-            told: list[Any] = [None]
-            broadcast_object_list(told)
-            if told[0] is None:
+            order: list[Any] = [None]
+            broadcast_object_list(order)
+            if order[0] is None:
                 leave(self.candidate.accelerator)
                 return
-            method, args = told[0]
+            method, args = order[0]
             with suppress(NotFiniteError):  # raised on all ranks; rank 0 decides how to go on
                 getattr(self.candidate, method)(*args)
 

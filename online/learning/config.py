@@ -10,8 +10,8 @@ from typing import Literal
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
     family: str = "standalone"
-    """Family of the draft: standalone, eagle1 or eagle3. EAGLE heads learn from the target's hidden states, so the
-    servers must run with --capture.hidden-states."""
+    """Family of the draft: standalone, eagle1, eagle3 or dflash. A head learns from the target's hidden states, so for
+    all but a standalone draft the servers must run with --capture.hidden-states."""
     initial: Path | None = None
     """Folder of the draft to start from. It becomes version v000001, and is needed only while the registry is
     empty."""
@@ -38,7 +38,7 @@ class Training:
     """Older records drawn again for each optimizer step, in addition to the new ones."""
     branches_per_record: int = 1
     """Rejected continuations trained per record, in addition to the text; drawn at random. Each costs as much as the
-    text. EAGLE heads train none, whatever this is."""
+    text. Heads train none, whatever this is."""
     sequence_length: int = 4096
     """Longest text in tokens; a longer one loses the beginning. Use the served length: a draft trained on
     shorter texts fails beyond them."""
@@ -67,9 +67,10 @@ class Training:
 @dataclass(frozen=True, kw_only=True)
 class Judging:
     num_speculative_tokens: int = 3
-    """Number of tokens drafted per step. The servers are asked for theirs; this counts only if none of them tells."""
+    """Number of tokens drafted per step. Used only while no server says how many it drafts."""
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
-    """How draft tokens are picked. The servers are asked; this counts only if none of them tells."""
+    """How draft tokens are picked: "greedy" takes the most probable one, "probabilistic" samples. Used only while no
+    server says how it drafts."""
     held_out_per_domain: int = 200
     """A candidate is judged on this many held-out requests per domain, the newest ones. A prompt counts once, however
     often it was sent."""

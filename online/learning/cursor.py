@@ -74,11 +74,13 @@ class Cursor:
         cursor = self._read_former(former) if former.exists() else self._read_one(folder / CURSOR)
         again = self._read_one(folder / FORGOTTEN)
         self.commits = tuple(Commit(**fields) for fields in cursor.get("trained", ()))
+        # The union: a tenant is forgotten if either file says so, with the later time.
         for file in (cursor, again):
             for tenant_sha256, time_s in file.get("forgotten", {}).items():
                 self.forgotten[tenant_sha256] = max(time_s, self.forgotten.get(tenant_sha256, time_s))
         if cursor and again and not former.exists():
             return
+        # A folder without records has nothing to lose. In one with records a missing file is damage, and is told.
         is_new = not cursor and not again and not self.damage and not any(folder.glob("records-*.db"))
         if not is_new and not former.exists():
             self._tell(folder, "" if cursor else CURSOR, "" if again else FORGOTTEN)

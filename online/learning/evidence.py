@@ -47,8 +47,8 @@ class EvidenceLimits:
 def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceLimits) -> list[int]:
     """Sequence numbers of the records that judge a draft, ascending: whole requests, the newest ones of every domain.
 
-    `held_out` is the index of all held-out records, and `names` is of `name_domains`. A prompt counts once, with its
-    newest request.
+    `held_out` is the index of all held-out records, and `names` comes from `name_domains`. A prompt counts once,
+    with the newest request.
     """
     held_out = held_out[held_out["time_s"] >= limits.since_s]
     newest = _take_newest_requests(held_out)
@@ -61,6 +61,7 @@ def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceL
         of_domain = [tenants[row] for row in rows]
         taken = take_fairly(of_domain, limits.per_domain, limits.tenant_share, limits.at_least_of_domain)
         chosen |= {rows[position] for position in taken}
+    # newest first again, so that the share over all domains leaves out the oldest
     rows = [row for row in newest if row in chosen]
     taken = take_fairly([tenants[row] for row in rows], len(rows), limits.tenant_share, limits.at_least)
     requests = held_out["request"][[rows[position] for position in taken]]
@@ -126,4 +127,5 @@ def take_fairly(tenants: Sequence[str], count: int, share: float, at_least: int)
 
 
 def _part(share: float, size: int) -> int:
+    # a decimal share times a size may fall just below the whole number that it stands for
     return int(share * size + 1e-9)

@@ -115,6 +115,7 @@ def judge(
         raise ValueError(
             f"candidate, incumbent and domains must pair up, got {len(candidate)}, {len(incumbent)} and {len(domains)}"
         )
+    # The served draft is finite, so such a count is the caller's mistake; a candidate's is a finding about it.
     if not _is_sane(incumbent):
         raise ValueError("the incumbent's counts must be finite, drafts >= 0 and accepted >= 0")
     if not _is_sane(candidate):

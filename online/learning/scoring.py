@@ -157,5 +157,6 @@ def _walk_stretch(accepted_JR: Array) -> tuple[float, float]:
     """(drafts, accepted tokens) of one stretch. Token j of a block that begins at row r is in row r + j."""
     num_blocks = max(0, accepted_JR.shape[1] - len(accepted_JR) + 1)
     accept_TK = np.stack([row_R[j : j + num_blocks] for j, row_R in enumerate(accepted_JR)], axis=1)
+    # one more, because `expected_blocks` counts the prefill's token, after which the first block begins
     counts = expected_blocks(accept_TK, num_blocks + 1)
     return counts.num_steps, counts.num_accepted

@@ -92,9 +92,10 @@ def compare(then: Sequence[Row], now: Sequence[Row], policy: SleepPolicy, gate: 
     }
     # One alarm of several must not be likelier than one alone.
     confidence = 1 - (1 - policy.confidence) / len(judged)
-    fallen = [what for what, estimate in judged.items() if estimate.interval(2 * confidence - 1)[0] > 0]
-    reasons = [f"{what} has fallen" for what in fallen[:1]] + [f"domain {name} is new" for name in new[:1]]
+    fallen = [name for name, estimate in judged.items() if estimate.interval(2 * confidence - 1)[0] > 0]
+    reasons = [f"{name} has fallen" for name in fallen[:1]] + [f"domain {name} is new" for name in new[:1]]
     return Staleness(
+        # not the mean over `then`: with today's shares of the domains, a shift of traffic alone is no loss
         tau_then=tau_now + loss.value,
         tau_now=tau_now,
         loss=loss.value,

@@ -239,9 +239,8 @@ class Pull:
         if self._problem:
             raise BrokerError(self._problem)
         if not self._arrived and time.monotonic() > self._requested_s + REQUEST_EXPIRES_S + SILENCE_S:
-            raise BrokerError(
-                "the log does not answer"
-            )  # e.g. the log's disk is full; the connection itself may be fine
+            # e.g. the log's disk is full; the connection itself may be fine
+            raise BrokerError("the log does not answer")
 
     async def _on_message(self, message: Any) -> None:
         # A message of the stream has a subject to acknowledge to. Anything else about it is its publisher's choice:

@@ -342,8 +342,8 @@ class Examiner:
         stored = StoredForecast.from_json((pair.provenance or {}).get("forecast"))
         served = Served(outputs=[answer.output_ids for answer in self.answers], counts=self._count(head))
         plan = Plan(run=self.run, stored=stored, are_held_out=False)
-        told = judge_acceptance(pair, plan, served, head, InProcessTarget(self.model, head.aux_layer_ids), {})
-        return [each for each in told if isinstance(each, Finding)]
+        judged = judge_acceptance(pair, plan, served, head, InProcessTarget(self.model, head.aux_layer_ids), {})
+        return [each for each in judged if isinstance(each, Finding)]
 
     def _load(self, pair: Pair) -> Any:
         head: Any = pair.family.load(pair.draft, lambda: Target.from_model(self.model), torch.float32)
@@ -379,7 +379,7 @@ def measure_doctor() -> dict[str, Any]:
 
 def write_table() -> str:
     """The table of the documentation, in Markdown."""
-    told = {True: "named", False: "not seen"}
+    verdict = {True: "named", False: "not seen"}
     lines = ["| fault | head with provenance | head of another trainer |", "|---|---|---|"]
-    lines += [f"| {fault.name} | {told[bool(fault.ours)]} | {told[bool(fault.theirs)]} |" for fault in FAULTS]
+    lines += [f"| {fault.name} | {verdict[bool(fault.ours)]} | {verdict[bool(fault.theirs)]} |" for fault in FAULTS]
     return "\n".join([*lines, "", *(f"- {fault.name}: {fault.unseen}." for fault in FAULTS if fault.unseen)])

@@ -269,8 +269,10 @@ def measure_in_engine(
     options = EngineOptions(concurrency=cfg.concurrency, args=cfg.engine_args, env=env)
     found: dict[tuple[str, float, int], list[AcceptanceCounts]] = {}
     for draft in drafts:
-        asked = [k for k in cfg.engine_tokens or protocol.num_speculative_tokens if draft.serves(k)]
-        for k in asked if cfg.engine_tokens else asked[-1:]:
+        numbers = [k for k in cfg.engine_tokens or protocol.num_speculative_tokens if draft.serves(k)]
+        if not cfg.engine_tokens:  # the largest one tells most, and every run of the engine takes minutes
+            numbers = numbers[-1:]
+        for k in numbers:
             if draft.speculative:
                 counted = serve_and_count(target, draft, k, prompts, protocol, options, cfg.output / "kept")
                 found |= {(draft.name, t, k): c for t, c in zip(protocol.temperatures, counted, strict=True)}
@@ -341,12 +343,11 @@ def read_costs(path: Path, drafts: Sequence[NamedDraft]) -> dict[str, StepCosts]
     serving = read_serving(path)
     measured = [(about["title"], source, about["costs"]) for source, about in serving["drafts"].items()]
     names = {name for title, source, _ in measured for name in (title, source)}
-    found = {
-        draft.name: StepCosts.from_json(costs)
-        for draft in drafts
-        for title, source, costs in measured
-        if costs and {draft.name, draft.source} & {title, source}
-    }
+    found = {}
+    for draft in drafts:
+        for title, source, costs in measured:
+            if costs and {draft.name, draft.source} & {title, source}:
+                found[draft.name] = StepCosts.from_json(costs)
     if not found:
         raise ValueError(
             f"{path} has step times of {', '.join(sorted(names)) or 'no draft'}, but of none of these drafts"

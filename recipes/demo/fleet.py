@@ -198,14 +198,13 @@ class Traffic:
 
     def longest_gap_ms(self, server: str, begin_s: float, end_s: float) -> float:
         """The longest wait for a chunk in any stream of this server, if the wait ended within the given time."""
-        gaps = [
-            later - earlier
-            for answer in self.answers
-            if answer.server == server
-            for earlier, later in itertools.pairwise(answer.times_s[1:])
-            if begin_s < later <= end_s
-        ]
-        return 1e3 * max(gaps, default=0.0)
+        longest_s = 0.0
+        for answer in self.answers:
+            if answer.server == server:
+                for earlier, later in itertools.pairwise(answer.times_s[1:]):
+                    if begin_s < later <= end_s:
+                        longest_s = max(longest_s, later - earlier)
+        return 1e3 * longest_s
 
 
 async def stream(http: httpx.AsyncClient, url: str, prompt: Prompt, max_tokens: int, *, captured: bool) -> Answer:

@@ -53,7 +53,7 @@ def make_record(number: int = 0, **changes: Any) -> Record:
     return Record(**(fields | changes))
 
 
-def fields_of(record: Record) -> dict[str, Any]:
+def unpack(record: Record) -> dict[str, Any]:
     """The record as the map that its payload holds."""
     found: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(record))
     return found
@@ -87,7 +87,7 @@ def make_bomb(number: int = 0) -> bytes:
 
 def make_nested(depth: int) -> bytes:
     """A record with an unknown field that is nested this deep."""
-    plain = msgspec.msgpack.encode(fields_of(make_record()) | {"zzz": 0})
+    plain = msgspec.msgpack.encode(unpack(make_record()) | {"zzz": 0})
     assert plain.endswith(b"\xa3zzz\x00")
     return frame_around(zstandard.compress(plain[:-1] + b"\x91" * depth + b"\xc0"))
 
@@ -104,7 +104,7 @@ STRINGS = ("", "a b", "a\nb", "\0", "x" * 300, "x" * 5000, "Zürich", "\u2028", 
 
 def fuzz(rng: random.Random, number: int, target: str = TARGET) -> bytes:
     """One frame or no frame: a mutation of a good one in a random place, most often with the right CRC."""
-    fields = fields_of(make_record(number, sequence=number, target_fingerprint=target))
+    fields = unpack(make_record(number, sequence=number, target_fingerprint=target))
     kind = rng.randrange(8)
     if kind < 4:
         for _ in range(rng.choice((1, 1, 2))):

@@ -115,7 +115,7 @@ def describe_contents(conversations: Sequence[Conversation]) -> str:
         "with tool calls": sum(any("tool_calls" in m for m in some) for some in messages),
         "of plain text": sum(map(is_plain_text, conversations)),
     }
-    return "  " + ", ".join(f"{count:,} {what}" for what, count in counts.items())
+    return "  " + ", ".join(f"{count:,} {trait}" for trait, count in counts.items())
 
 
 def describe_held_out(stats: SampleStats | str) -> Iterator[str]:

@@ -23,7 +23,7 @@ def test_a_run_is_told_where_bfloat16_is_no_help(
     monkeypatch.setattr(loop, "Accelerator", accelerator)
     monkeypatch.setattr(loop, "computes_bfloat16", lambda: computes)
     loop.make_accelerator(1, precision, None)
-    assert ("no bfloat16 of its own" in capsys.readouterr().out) == is_told
+    assert ("no instructions for bfloat16" in capsys.readouterr().out) == is_told
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of CPUs")

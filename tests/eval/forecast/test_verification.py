@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from autoregressive import token_by_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -25,7 +26,7 @@ from redraft.eval.engine.sampling import Sampling
 from redraft.eval.forecast.greedy import Continuation
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.sampled import sampled_probabilities
-from redraft.eval.forecast.sampler import sample, token_by_token
+from redraft.eval.forecast.sampler import sample
 from redraft.eval.forecast.teacher_forced import Forecastable, PromptRows, Protocol, evaluate_batch
 from redraft.eval.prompts import Prompt
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal, draw, label_rows

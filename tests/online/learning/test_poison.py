@@ -149,10 +149,10 @@ def test_sampling_parameters_are_taken_as_vllm_takes_them(name, refused, taken):
     [
         poison.make_invalid_utf8(),
         poison.make_nested(100_000),
-        pack(poison.fields_of(make_record()) | {"top_k": 2**62}),
-        pack(poison.fields_of(make_record(row_positions=b"", row_branches=b"", row_drafts=b"", row_draft_probs=b"",
+        pack(poison.unpack(make_record()) | {"top_k": 2**62}),
+        pack(poison.unpack(make_record(row_positions=b"", row_branches=b"", row_drafts=b"", row_draft_probs=b"",
              row_accepted=b"", row_topk_ids=b"", row_topk_log_probs=b"", row_log_sum_exp=b"")) | {"top_k": 2**62}),
-        pack(poison.fields_of(make_record()) | {"sequence": 2**64 - 1}),
+        pack(poison.unpack(make_record()) | {"sequence": 2**64 - 1}),
         pack([]),
         frame_around(b""),
         frame_around(b"\x28\xb5\x2f\xfd"),
