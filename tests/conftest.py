@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from redraft.eval.engine.server import VllmServer, vllm_server
 from redraft.recipes.demo.tiny_target import CHAT_TEMPLATE, SPECIAL_TOKENS
+from redraft.recipes.serve.serve import sampling_environment
 
 # As many threads as a test has cores to itself; more of them slow these small tensors down.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -172,5 +173,11 @@ def engine_with_draft(served_pair: tuple[Path, Path], tmp_path_factory: pytest.T
     target, draft = served_pair
     speculative_config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
     log = tmp_path_factory.mktemp("engine") / "vllm.log"
-    with vllm_server(target, log=log, speculative_config=speculative_config, max_model_len=256) as server:
+    with vllm_server(
+        target,
+        log=log,
+        speculative_config=speculative_config,
+        max_model_len=256,
+        extra_env=sampling_environment(os.environ),  # a sampled request would end vLLM's CPU build
+    ) as server:
         yield server

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from redraft.heads.files.folder import model_folder
+from redraft.heads.files.folder import is_hub_name, model_folder
 
 MIN_TEMPERATURE = 0.01
 """vLLM's smallest temperature above 0 (`_MAX_TEMP` in its sampling_params.py)."""
@@ -49,6 +49,13 @@ class Sampling:
         """Whether a part of the vocabulary is never sampled."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
+    @property
+    def words(self) -> str:
+        """The parameters that change something: `temperature 0.7, top_p 0.8`."""
+        changed = {name: value for name, value in asdict(self).items() if value != getattr(ALL_TOKENS, name)}
+        shown = {"temperature": self.temperature} | (changed if self.has_filter else {})
+        return ", ".join(f"{name} {value:g}" for name, value in shown.items())
+
     def at(self, temperature: float) -> Sampling:
         """The same filters at another temperature, as vLLM serves it: none at 0, and none between 0 and 0.01."""
         if temperature == 0:
@@ -57,6 +64,7 @@ class Sampling:
 
 
 GREEDY = Sampling(temperature=0.0)
+ALL_TOKENS = Sampling()
 
 
 def read_sampling(target: str | Path) -> Sampling:
@@ -85,6 +93,16 @@ def choose_sampling(
     return replace(read_sampling(target), **{name: value for name, value in given.items() if value is not None})
 
 
+def require_served(sampling: Sampling, *, way_out: str = "") -> None:
+    """Raise ValueError if vLLM refuses such requests beside a draft; `way_out` is one more than to turn min_p off."""
+    if sampling.min_p:
+        raise ValueError(
+            f"vLLM refuses min_p {sampling.min_p:g} beside a draft: give --min-p 0{way_out}. If the target's "
+            "generation_config.json sets it, start servers with "
+            """--override-generation-config '{"min_p": 0}'"""
+        )
+
+
 def list_penalties(target: str | Path) -> dict[str, float]:
     """The penalties that a server takes from the target's folder, by name. Forecasts leave them out."""
     config = _read_generation_config(target)
@@ -96,9 +114,26 @@ def read_defaults(target: str | Path) -> dict[str, float]:
     return asdict(read_sampling(target)) | list_penalties(target)
 
 
+def _generation_config_file(target: str | Path) -> Path | None:
+    """The file of a folder or, downloaded, of a hub name; None if the hub's repository has none."""
+    if not is_hub_name(target):
+        return model_folder(target) / GENERATION_CONFIG
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(str(target), GENERATION_CONFIG))
+    except EntryNotFoundError as error:
+        if isinstance(error, LocalEntryNotFoundError):  # the hub cannot be reached: its cache may hold the model
+            return model_folder(target) / GENERATION_CONFIG
+        return None
+    except HfHubHTTPError as error:
+        raise FileNotFoundError(f"{target} is not a folder here, and the hub does not give it: {error}") from error
+
+
 def _read_generation_config(target: str | Path) -> dict[str, Any]:
-    path = model_folder(target) / GENERATION_CONFIG
-    if not path.is_file():
+    path = _generation_config_file(target)
+    if path is None or not path.is_file():
         return {}
     try:
         config: dict[str, Any] = json.loads(path.read_text())

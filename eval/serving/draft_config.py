@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from redraft.eval.forecast.drafts import draft_folder
+from redraft.eval.forecast.drafts import SampleMethod, draft_folder
 from redraft.eval.forecast.ngram import Ngram
-from redraft.heads.catalog import FAMILIES, detect_family_by_tensors
+from redraft.heads.catalog import FAMILIES, detect_family_by_tensors, find_method
 from redraft.heads.doctor.checks import first_cure
 from redraft.heads.files.folder import tensor_files
 
@@ -16,8 +16,10 @@ def list_without_model() -> list[str]:
     return [family.name for family in FAMILIES if family.is_lookup or family.is_in_target]
 
 
-def draft_config(draft: str) -> dict[str, Any]:
+def draft_config(draft: str, sample_method: SampleMethod = "greedy") -> dict[str, Any]:
     """vLLM's --speculative-config of a draft, without the number of tokens. A hub name is downloaded.
+
+    Drafts that cannot be sampled are greedy whatever `sample_method` says.
 
     Raises:
         FileNotFoundError: there is no such draft.
@@ -26,7 +28,7 @@ def draft_config(draft: str) -> dict[str, Any]:
     if draft == "ngram":
         return Ngram().speculative_config
     if draft in list_without_model():
-        return {"method": draft}
+        return {"method": draft, **_sampled(draft, sample_method)}
     folder = draft_folder(draft, list_without_model())
     family = detect_family_by_tensors(tensor_files(folder), folder)
     if family.is_in_target:
@@ -35,7 +37,14 @@ def draft_config(draft: str) -> dict[str, Any]:
         )
     if family.method is None:
         raise ValueError(f"vLLM has no proposer for {draft}, a draft of the family {family.name}")
-    return {"method": family.method, "model": draft}
+    return {"method": family.method, "model": draft, **_sampled(family.method, sample_method)}
+
+
+def _sampled(method: str, sample_method: SampleMethod) -> dict[str, str]:
+    """vLLM's draft_sample_method; empty for greedy drafts, its default."""
+    family = find_method(method)
+    can_sample = family is not None and family.can_sample
+    return {"draft_sample_method": sample_method} if sample_method == "probabilistic" and can_sample else {}
 
 
 def cure(target: str, draft: str, num_speculative_tokens: int) -> str:

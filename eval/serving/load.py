@@ -24,6 +24,7 @@ import numpy as np
 
 from redraft.eval.engine.counters import DecodeTime, parse_decode_time
 from redraft.eval.engine.server import VllmServer
+from redraft.eval.engine.sampling import Sampling
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.kept import fingerprint_path, hash_key
 
@@ -49,6 +50,8 @@ class Load:
     output_tokens: int
     """Maximum length of every answer."""
     num_prompts: int
+    sampling: Sampling
+    """Parameters sent with every request. Penalties are not sent: the server takes them from the target's folder."""
     concurrency: int | None = None
     """Maximum number of concurrent requests; None for no limit."""
     request_rate: float | None = None
@@ -141,7 +144,8 @@ def run_load(server: VllmServer, load: Load, folder: Path) -> LoadResult:
     """
     _require_healthy(server)
     folder.mkdir(parents=True, exist_ok=True)
-    arguments = ["--base-url", server.url, "--model", server.model, "--backend", "openai", "--temperature", "0"]
+    arguments = ["--base-url", server.url, "--model", server.model, "--backend", "openai"]
+    arguments += ["--extra-body", json.dumps(asdict(load.sampling))]
     arguments += ["--seed", str(load.seed), "--save-detailed", "--disable-tqdm"]
     if load.concurrency:
         arguments += ["--max-concurrency", str(load.concurrency)]

@@ -4,7 +4,7 @@
 |---|---|
 | `version` | version of this format, which serving.schema.json describes |
 | `target`, `command`, `environment`, `duration_s` | served model, command line, machine, duration in seconds |
-| `settings` | settings common to all tables: the first values of the sweep, and the number of repeats |
+| `settings` | settings common to all tables: the first values of the sweep, the sampling, and the number of repeats |
 | `drafts` | by name: title, the engine's configuration, acceptance by position, step costs, and the advice from both |
 | `tables` | rows by question, as `eval.serving.sweep.build_row` makes them |
 | `refused` | variants refused by the engine, with the reason |
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.report.page import TEMPLATES, write_page
+from redraft.eval.engine.sampling import GREEDY, Sampling
 from redraft.eval.serving.cost import advise
 from redraft.eval.serving.sweep import QUESTIONS, fit_step_costs, pool_acceptance
 from redraft.heads.files.artifact import write_whole
@@ -85,6 +86,19 @@ def read_serving(path: Path) -> dict[str, Any]:
     return report
 
 
+def read_served_sampling(report: Mapping[str, Any]) -> Sampling:
+    """How the requests of a serving.json were sampled. Reports that do not say it are of requests at temperature 0."""
+    settings = report["settings"]
+    return Sampling(**settings["sampling"]) if "sampling" in settings else GREEDY
+
+
+def describe_sampling(report: Mapping[str, Any]) -> str:
+    """The sampling of requests and drafts in words."""
+    settings, words = report["settings"], read_served_sampling(report).words
+    penalties = "".join(f", {name} {value:g}" for name, value in settings.get("penalties", {}).items())
+    return f"{words}{penalties}, drafts {settings.get('draft_sample_method', 'greedy')}"
+
+
 def find_best_row(report: Mapping[str, Any]) -> Row | None:
     """The row of the draft with the highest speed-up on the base load; None if no draft was measured."""
     rows = [row for row in report["tables"].get("draft", ()) if row["draft"] and row["speedup"] is not None]
@@ -105,6 +119,7 @@ def write_serving(folder: Path, report: Mapping[str, Any]) -> Path:
         "shorten_name": shorten_name,
         "best": find_best_row(report),
         "describe_speedup": describe_speedup,
+        "sampling": describe_sampling(report),
     }
     page = write_page(folder, report, TEMPLATES / "serving.html.j2", _draw_charts, stem="serving", extras=extras)
     write_whole(folder / "serving.md", render_markdown(report))
@@ -144,6 +159,7 @@ def compose_answer(report: Mapping[str, Any]) -> Iterator[str]:
     for name, draft in report["drafts"].items():
         if draft["advice"]:
             yield f"{shorten_name(name)}: {draft['advice']['sentence']}."
+    yield f"Requests were sampled at {describe_sampling(report)}."
 
 
 def describe_speedup(row: Row) -> str:

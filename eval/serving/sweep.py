@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.intervals import paired_ratio_interval
+from redraft.eval.engine.sampling import Sampling
 from redraft.eval.serving.cost import StepCosts
 from redraft.eval.serving.load import Load, LoadResult, median_run
 from redraft.heads.files.artifact import write_whole
@@ -69,6 +70,8 @@ class Sweep:
     quantizations: tuple[str, ...]
     output_tokens: int
     prompts_per_client: int
+    sampling: Sampling
+    """How every request is sampled."""
     engine_has_ideal: bool
     """The engine can be told to accept every draft token."""
 
@@ -90,6 +93,7 @@ class Sweep:
             input_tokens=changes.get("input_tokens", self.input_tokens[0]),
             output_tokens=self.output_tokens,
             num_prompts=self.prompts_per_client * (concurrency or self.concurrency[0]),
+            sampling=self.sampling,
             concurrency=concurrency,
             request_rate=changes.get("request_rate"),
         )
@@ -212,6 +216,8 @@ def build_row(
                         k + 1 tokens in each of the measured steps
     """
     k = cell.variant.num_speculative_tokens
+    load = asdict(cell.load)
+    del load["sampling"]  # the same in all rows: it is one of the report's settings
     speedup_ideal = None
     if alone and k and result.step_s:
         computed = (k + 1) * alone.step_s / result.step_s
@@ -220,7 +226,7 @@ def build_row(
         "draft": cell.variant.draft,
         "num_speculative_tokens": k,
         "quantization": cell.variant.quantization,
-        **asdict(cell.load),
+        **load,
         "measured": result.to_json(),
         "speedup": result.tokens_per_s / alone.tokens_per_s if alone else None,
         "speedup_e2e": alone.e2e_ms.mean / result.e2e_ms.mean if alone else None,

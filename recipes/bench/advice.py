@@ -22,6 +22,7 @@ from typing import Any
 
 from redraft.eval.engine.server import IDLE_S, VllmServer, vllm_server
 from redraft.eval.report.page import write_results
+from redraft.eval.engine.sampling import GREEDY
 from redraft.eval.serving.cost import Advice, StepCosts, advise
 from redraft.eval.serving.draft_config import draft_config
 from redraft.eval.serving.load import Load, LoadResult, run_load
@@ -121,6 +122,7 @@ def measure(cfg: Config, running: Mapping[int, VllmServer]) -> Cells:
                         data="sonnet",
                         input_tokens=cfg.input_tokens,
                         output_tokens=cfg.output_tokens,
+                        sampling=GREEDY,  # of the cost model, which knows no sampling
                         num_prompts=8 + 6 * batch_size,  # takes seconds; a machine's hiccups last tenths
                         concurrency=batch_size,
                     )

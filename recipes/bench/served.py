@@ -24,7 +24,7 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.measure import Output, measure
 from redraft.eval.engine.sampling import GENERATION_CONFIG, Sampling, read_sampling
-from redraft.eval.engine.server import engine_is_cpu, vllm_server
+from redraft.eval.engine.server import vllm_server
 from redraft.eval.forecast.drafts import LoadedTarget, SampleMethod, load_drafts
 from redraft.eval.forecast.greedy import Continuation, generate_answers
 from redraft.eval.forecast.ngram import Ngram
@@ -34,8 +34,7 @@ from redraft.eval.prompts import Prompt
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_tokenizer
-from redraft.recipes.serve.serve import Config as Serve
-from redraft.recipes.serve.serve import plugin_environment
+from redraft.recipes.serve.serve import sampling_environment
 
 SAMPLING = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
 """Those of Qwen2.5."""
@@ -132,10 +131,13 @@ def ask_engine(
         "num_speculative_tokens": case.num_speculative_tokens,
         "draft_sample_method": method,
     }
-    # without the plugin's fix, the CPU engine accepts sampled drafts at random
-    env = plugin_environment(Serve(target=target.name), os.environ) if engine_is_cpu() else {}
     with vllm_server(
-        target.name, log=log, speculative_config=config, max_model_len=512, max_num_seqs=16, extra_env=env
+        target.name,
+        log=log,
+        speculative_config=config,
+        max_model_len=512,
+        max_num_seqs=16,
+        extra_env=sampling_environment(os.environ),
     ) as server:
         return measure(server, prompts, max_tokens=case.max_tokens, sampling=None, concurrency=16).outputs
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import shlex
 import shutil
 import sys
@@ -26,7 +27,9 @@ from typing import Annotated, Any
 import tyro
 
 from redraft.eval.engine.server import VllmServer, engine_is_cpu, forget_requests, vllm_server
+from redraft.eval.forecast.drafts import SampleMethod
 from redraft.eval.machine import engine_environment, environment
+from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
 from redraft.eval.serving.draft_config import cure, draft_config
 from redraft.eval.serving.load import run_load
 from redraft.eval.serving.report import build_serving_report, compose_answer, shorten_name, write_serving
@@ -34,6 +37,7 @@ from redraft.eval.serving.sweep import Cell, Results, Sweep, Variant, build_tabl
 from redraft.heads.files.kept import fingerprint_path
 from redraft.heads.progress import Progress
 from redraft.recipes.cli import run_recipe
+from redraft.recipes.serve.serve import sampling_environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,20 @@ class Config:
     repeats: int = 3
     """Number of passes over all servers, in turns. The run with the median speed counts, and the speed-ups get an
     interval over the passes; a single pass has none, and its speed-up is not told in words."""
+    temperature: float | None = None
+    """Temperature of every request. By default the one that the target's generation_config.json names, else 1, as
+    vLLM."""
+    top_p: float | None = None
+    """Sample from the fewest tokens whose probabilities add up to this. By default as the target's
+    generation_config.json says; 1 keeps all tokens."""
+    top_k: int | None = None
+    """Sample from this many tokens. By default as the target's generation_config.json says; 0 keeps all."""
+    min_p: float | None = None
+    """Sample from tokens with at least this share of the highest probability. By default as the target's
+    generation_config.json says; 0 keeps all. vLLM refuses others beside a draft."""
+    draft_sample_method: SampleMethod = "greedy"
+    """How the server drafts at temperatures above 0: the most probable token, or a sampled one. `redraft eval` says
+    which is accepted more often."""
     dtype: str | None = None
     """Dtype of the engine. By default float32 on a CPU and the model's dtype on a GPU."""
     vllm_args: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -95,7 +113,7 @@ PRESETS = {
 def main(cfg: Config) -> None:
     started = time.monotonic()
     # 1. the cells of every table, and the configuration of each draft
-    configs = {draft: draft_config(draft) for draft in cfg.draft}
+    configs = {draft: draft_config(draft, cfg.draft_sample_method) for draft in cfg.draft}
     questions = plan(sweep(cfg))
     cells = group_by_variant(cell for some in questions.values() for cell in some)
 
@@ -148,14 +166,27 @@ def sweep(cfg: Config) -> Sweep:
         quantizations=cfg.draft_quantization,
         output_tokens=cfg.output_tokens,
         prompts_per_client=cfg.prompts_per_client,
+        sampling=sampling(cfg),
         engine_has_ideal=not engine_is_cpu(),  # the CPU's kernels ignore synthetic acceptance
     )
+
+
+def sampling(cfg: Config) -> Sampling:
+    """How every request is sampled.
+
+    Raises:
+        ValueError: if vLLM refuses it beside a draft.
+    """
+    chosen = choose_sampling(cfg.target, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p)
+    require_served(chosen)
+    return chosen
 
 
 def served(cfg: Config) -> dict[str, Any]:
     """The settings of all servers. If one changes, earlier measurements are not reused."""
     server = {"dtype": cfg.dtype, "vllm_args": cfg.vllm_args, "max_num_seqs": max_num_seqs(cfg)}
-    return {"target": fingerprint_path(cfg.target), **server, **engine_environment()}
+    drafting = {"draft_sample_method": cfg.draft_sample_method}
+    return {"target": fingerprint_path(cfg.target), **server, **drafting, **engine_environment()}
 
 
 def max_num_seqs(cfg: Config) -> int:
@@ -169,7 +200,9 @@ def settings(cfg: Config) -> dict[str, Any]:
     return {
         "draft": cfg.draft[0],
         "num_speculative_tokens": cfg.num_speculative_tokens[0],
-        **{key: base[key] for key in ("concurrency", "input_tokens", "output_tokens", "data")},
+        **{key: base[key] for key in ("concurrency", "input_tokens", "output_tokens", "data", "sampling")},
+        "penalties": list_penalties(cfg.target),
+        "draft_sample_method": cfg.draft_sample_method,
         "repeats": cfg.repeats,
     }
 
@@ -211,6 +244,7 @@ def server(
         max_num_seqs=max_num_seqs(cfg),
         dtype=cfg.dtype,
         extra_args=cfg.vllm_args,
+        extra_env=sampling_environment(os.environ),
     )
 
 

@@ -31,9 +31,8 @@ from redraft.distill.inputs import Signal, load_target
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import write_offline_unless_logged_in
 from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties
+from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
 from redraft.eval.engine.served import EngineOptions, serve_and_count
-from redraft.eval.engine.server import engine_is_cpu
 from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft, SampleMethod, load_drafts
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Protocol, forecast_drafts
@@ -48,8 +47,7 @@ from redraft.heads.files.artifact import fingerprint, write_whole
 from redraft.heads.files.checkpoint import end_ids
 from redraft.heads.files.folder import model_folder
 from redraft.recipes.cli import run_recipe
-from redraft.recipes.serve.serve import Config as Serve
-from redraft.recipes.serve.serve import plugin_environment
+from redraft.recipes.serve.serve import sampling_environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +137,7 @@ def main(cfg: Config) -> None:
     # 1. target, drafts, baseline and step costs
     sampling = choose_sampling(cfg.target, top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p)
     if cfg.engine:
-        require_served(sampling)
+        require_served(sampling, way_out=", or forecast with --no-engine")
     target = load(cfg.target)
     baseline = read_baseline(cfg.baseline, target.fingerprint, SCHEMA_VERSION) if cfg.baseline else None
     drafts = load_drafts(cfg.draft, target, cfg.ngram, cfg.draft_sample_method)
@@ -264,9 +262,7 @@ def measure_in_engine(
     cfg: Config, target: LoadedTarget, drafts: Sequence[NamedDraft], prompts: Sequence[Prompt], protocol: Protocol
 ) -> dict[tuple[str, float, int], list[AcceptanceCounts]]:
     """The engine's counts of every prompt, by draft, temperature and number of draft tokens."""
-    # The CPU engine can only sample with speculation if redraft's plugin is on, which fixes that and does nothing else.
-    env = plugin_environment(Serve(target=cfg.target), os.environ) if engine_is_cpu() else {}
-    options = EngineOptions(concurrency=cfg.concurrency, args=cfg.engine_args, env=env)
+    options = EngineOptions(concurrency=cfg.concurrency, args=cfg.engine_args, env=sampling_environment(os.environ))
     found: dict[tuple[str, float, int], list[AcceptanceCounts]] = {}
     for draft in drafts:
         numbers = [k for k in cfg.engine_tokens or protocol.num_speculative_tokens if draft.serves(k)]
@@ -277,16 +273,6 @@ def measure_in_engine(
                 counted = serve_and_count(target, draft, k, prompts, protocol, options, cfg.output / "kept")
                 found |= {(draft.name, t, k): c for t, c in zip(protocol.temperatures, counted, strict=True)}
     return found
-
-
-def require_served(sampling: Sampling) -> None:
-    """Raise ValueError if vLLM refuses such requests beside a draft."""
-    if sampling.min_p:
-        raise ValueError(
-            f"vLLM refuses min_p {sampling.min_p:g} beside a draft: give --min-p 0, or forecast with --no-engine. If "
-            "the target's generation_config.json sets it, start servers with "
-            """--override-generation-config '{"min_p": 0}'"""
-        )
 
 
 def settings(cfg: Config, sampling: Sampling) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 import tyro
 
 from redraft.eval.engine.command import vllm_command
+from redraft.eval.engine.server import engine_is_cpu
 from redraft.heads.catalog import Method, find_family, list_methods
 from redraft.online.engine.config import PLUGIN_NAME, CaptureConfig, read_config
 from redraft.recipes.cli import run_recipe
@@ -105,6 +106,15 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
             "REDRAFT_CAPTURE_HIDDEN_STATES": "1" if capture.hidden_states else "0",
         }
     return {name: value for name, value in variables.items() if value is not None}
+
+
+def sampling_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables with which a server can sample beside a draft, to be added to `environment`.
+
+    Without the plugin's fix, vLLM's CPU build accepts draft tokens above temperature 0 at random, or ends. With these
+    variables the plugin does nothing else. Other builds need none.
+    """
+    return plugin_environment(Config(target=""), environment) if engine_is_cpu() else {}
 
 
 def _absolute(path: Path | None) -> str | None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
+from redraft.eval.engine.sampling import Sampling
 from redraft.eval.serving.load import Latency, LoadResult
 from redraft.eval.serving.report import build_serving_report
 from redraft.eval.serving.sweep import Cell, Sweep, build_tables, plan
 
 ACCEPTED = (0.6, 0.4, 0.3, 0.2, 0.1)
 """Acceptance of the first draft by position; n-grams have half of it."""
+
+SAMPLING = Sampling(temperature=0.7, top_p=0.8, top_k=20)
 
 
 def make_sweep(**changes: Any) -> Sweep:
@@ -23,6 +27,7 @@ def make_sweep(**changes: Any) -> Sweep:
         "quantizations": ("fp8",),
         "output_tokens": 64,
         "prompts_per_client": 2,
+        "sampling": SAMPLING,
         "engine_has_ideal": False,
     }
     return Sweep(**{**values, **changes})
@@ -82,6 +87,9 @@ def make_serving_report(sweep: Sweep | None = None, **changes: Any) -> dict[str,
             "output_tokens": 64,
             "data": "sonnet",
             "repeats": 3,
+            "sampling": asdict(SAMPLING),
+            "penalties": {"repetition_penalty": 1.05},
+            "draft_sample_method": "greedy",
         },
         "refused": [{"what": "good in fp8 k=3", "reason": "fp8 quantization is currently not supported in cpu."}],
         "ideal_source": "cost model",

@@ -46,6 +46,29 @@ def test_penalties_are_named_unless_they_change_nothing(tmp_path: Path) -> None:
     assert read_defaults(folder)["repetition_penalty"] == 1.05
 
 
+def test_a_target_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name, files in (("with", {"temperature": 0.6}), ("without", None)):
+        model = tmp_path / f"models--owner--{name}"
+        (model / "refs").mkdir(parents=True)
+        (model / "refs/main").write_text("0" * 40)
+        (model / "snapshots" / ("0" * 40)).mkdir(parents=True)
+        (model / "snapshots" / ("0" * 40) / "config.json").write_text("{}")
+        if files:
+            write_config(model / "snapshots" / ("0" * 40), **files)
+    assert read_sampling("owner/with") == Sampling(temperature=0.6)
+    assert read_sampling("owner/without") == Sampling()
+    with pytest.raises(FileNotFoundError, match="owner/absent is neither a folder here nor in the hub's cache"):
+        read_sampling("owner/absent")
+
+
+def test_a_sampling_in_words_names_what_changes_something() -> None:
+    assert Sampling(temperature=0.7, top_p=0.8, top_k=20).words == "temperature 0.7, top_p 0.8, top_k 20"
+    assert Sampling().words == "temperature 1"
+    assert Sampling(temperature=0.0, top_p=0.8).words == "temperature 0", "filters change nothing there"
+
+
 @pytest.mark.parametrize("config", [{"top_p": 0}, {"temperature": -1}, {"min_p": 2}])
 def test_a_value_that_no_engine_takes_is_named(tmp_path: Path, config: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"no engine samples with {next(iter(config))}"):

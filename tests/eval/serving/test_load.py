@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+import threading
+from dataclasses import asdict, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from make_serving import make_load_result
 from transformers import AutoTokenizer
 
 from redraft.eval.engine.measure import read_counters
 from redraft.eval.engine.server import VllmServer, vllm_server
+from redraft.eval.engine.sampling import GREEDY, PENALTIES, Sampling
 from redraft.eval.serving.cost import Advice, Range
 from redraft.eval.serving.load import Load, convert_result, data_arguments, median_run, run_load, write_sonnet
+
+JSON = {"Content-Type": "application/json"}
 
 
 def make_load(**changes: Any) -> Load:
@@ -24,6 +30,7 @@ def make_load(**changes: Any) -> Load:
         "input_tokens": 24,
         "output_tokens": 12,
         "num_prompts": 6,
+        "sampling": GREEDY,
         "concurrency": 2,
     }
     return Load(**{**values, **changes})
@@ -171,6 +178,46 @@ def test_a_real_server_is_loaded_and_counted(engine_with_draft: VllmServer, tmp_
     assert (tmp_path / "load.log").read_text().count("Serving Benchmark Result") == 2, (
         "one of the warm-up and one of the load"
     )
+
+
+@pytest.mark.vllm
+def test_every_request_carries_its_sampling(engine_with_draft: VllmServer, tmp_path: Path) -> None:
+    """A relay in front of the real server keeps the bodies of the requests."""
+    seen: list[dict[str, Any]] = []
+
+    class Relay(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(httpx.get(engine_with_draft.url + self.path, timeout=30))
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.path == "/v1/completions":  # the generator asks for token ids, too
+                seen.append(json.loads(body))
+            self._answer(httpx.post(engine_with_draft.url + self.path, content=body, headers=JSON, timeout=30))
+
+        def _answer(self, response: httpx.Response) -> None:
+            self.send_response(response.status_code)
+            self.send_header("Content-Type", response.headers.get("Content-Type", "text/plain"))
+            self.send_header("Content-Length", str(len(response.content)))
+            self.end_headers()
+            self.wfile.write(response.content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    relay = ThreadingHTTPServer(("127.0.0.1", 0), Relay)
+    threading.Thread(target=relay.serve_forever, daemon=True).start()
+    try:
+        server = replace(engine_with_draft, url=f"http://127.0.0.1:{relay.server_port}")
+        sampling = Sampling(temperature=0.7, top_p=0.8, top_k=20)
+        run_load(server, make_load(sampling=sampling), tmp_path)
+    finally:
+        relay.shutdown()
+        relay.server_close()
+    assert len(seen) >= 6
+    for body in seen:
+        assert {name: body[name] for name in asdict(sampling)} == asdict(sampling)
+        assert not body.keys() & PENALTIES.keys(), "the server's own count"
 
 
 @pytest.mark.vllm

@@ -92,6 +92,12 @@ def test_a_row_is_compared_with_the_same_load_without_a_draft() -> None:
     assert build_row(cell, make_load_result(), None)["speedup"] is None
 
 
+def test_the_report_says_how_requests_were_sampled() -> None:
+    said = list(compose_answer(make_serving_report()))[-1]
+    words = "temperature 0.7, top_p 0.8, top_k 20, repetition_penalty 1.05, drafts greedy"
+    assert said == f"Requests were sampled at {words}."
+
+
 def test_an_interrupted_run_keeps_its_finished_cells(tmp_path: Path) -> None:
     cell = Cell(variant=ALONE, load=make_sweep().load())
     other = replace(cell, load=replace(cell.load, concurrency=5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,7 @@ def make_config(pair: tuple[Path, Path], output: Path, **changes: Any) -> Config
         "prompts_per_client": 1,
         "repeats": 1,
         "max_model_len": 256,
+        "temperature": 0.0,
         "output": output,
     }
     return Config(**{**small, **changes})
@@ -113,11 +115,56 @@ def test_a_draft_that_the_engine_refuses_is_one_line_with_its_cure(
     assert all(results.has(cell, 0) for cell in cells[Variant()]), "earlier results are kept"
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_copy_of_the_target_drafts_what_is_sampled(
+    served_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sampled drafts of the same distribution are all accepted, unless the engine cannot sample beside a draft."""
+    target = shutil.copytree(served_pair[0], tmp_path / "target")
+    named = json.loads((target / "generation_config.json").read_text()) | {"temperature": 0.8}
+    (target / "generation_config.json").write_text(json.dumps(named))
+    cfg = make_config(
+        (target, target),
+        tmp_path / "bench",
+        concurrency=(2,),
+        temperature=None,
+        draft_sample_method="probabilistic",
+        output_tokens=16,
+        prompts_per_client=8,
+    )
+    main(cfg)
+    report = json.loads((tmp_path / "bench/serving.json").read_text())
+    assert report["settings"]["sampling"] == {"temperature": 0.8, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    draft = report["drafts"][str(target)]
+    assert draft["config"]["draft_sample_method"] == "probabilistic"
+    assert draft["acceptance_per_position"][0] > 0.95, "blocks at an answer's end are cut off"
+    assert "Requests were sampled at temperature 0.8, drafts probabilistic." in capsys.readouterr().out
+    assert "load generator at temperature 0.8, drafts probabilistic" in (tmp_path / "bench/serving.html").read_text()
+
+
+def test_requests_that_vllm_refuses_beside_a_draft_are_refused_before(served_pair: tuple[Path, Path]) -> None:
+    with pytest.raises(ValueError, match=r"vLLM refuses min_p 0\.1 beside a draft: give --min-p 0\. If"):
+        bench.sweep(make_config(served_pair, Path("nowhere"), temperature=1.0, min_p=0.1))
+
+
+def test_another_sampling_is_measured_again(served_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    greedy, sampled = (make_config(served_pair, tmp_path, temperature=value) for value in (0.0, 0.5))
+    paths = set()
+    for cfg in (greedy, sampled, replace(sampled, draft_sample_method="probabilistic")):
+        cell = bench.plan(bench.sweep(cfg))["draft"][1]
+        paths.add(bench.Results(cfg.output, bench.served(cfg)).path(cell, 0))
+    assert len(paths) == 3
+
+
 def test_a_draft_is_served_by_what_its_tensors_say(served_pair: tuple[Path, Path]) -> None:
     draft = str(served_pair[1])
     assert draft_config(draft) == {"method": "draft_model", "model": draft}
     assert draft_config("ngram") == {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     assert draft_config("mtp") == {"method": "mtp"}
+    sampled = {"method": "draft_model", "model": draft, "draft_sample_method": "probabilistic"}
+    assert draft_config(draft, "probabilistic") == sampled
+    assert draft_config("ngram", "probabilistic") == draft_config("ngram"), "what is looked up is never sampled"
     with pytest.raises(FileNotFoundError, match="there is no draft /nowhere"):
         draft_config("/nowhere")
 
