@@ -1,44 +1,71 @@
-"""Read acceptance by position from any report about a draft."""
+"""Read acceptance by position from any report about a draft, as far as it was measured with the served sampling."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from redraft.eval.engine.sampling import GREEDY, Sampling
 from redraft.eval.report.answer import advise_sample_method
+from redraft.eval.serving.report import read_served_sampling
+
+FILTERS = ("top_p", "top_k", "min_p")
 
 
-def read_acceptance_by_position(path: Path, draft: str | None = None) -> list[float]:
-    """Share of the target steps that accept a draft's tokens up to each position.
+@dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """A draft's acceptance, and how it was measured."""
+
+    draft: str
+    per_position: list[float]
+    """Share of the target steps that accept the draft's tokens up to each position."""
+    sampling: Sampling
+    is_sampled: bool
+    """Drafts were sampled (vLLM's `draft_sample_method: probabilistic`), not greedy."""
+
+
+def read_acceptance(path: Path, draft: str | None, served: Sampling) -> Acceptance:
+    """The acceptance of a draft with the served sampling.
 
     | report of | rates |
     |---|---|
-    | `redraft eval` | the forecast over all domains at the lowest temperature; without one, the engine's counts |
-    | a training run | the engine's counts; without them, the forecast |
+    | `redraft eval` | the forecast over all domains; without one, the engine's counts |
+    | a training run | the engine's counts at temperature 0; without them, the forecast |
     | `redraft bench` | the counts of the benchmark |
 
-    Raises: FileNotFoundError; ValueError if it is none of these, or has several drafts and `draft` is None.
+    Raises: FileNotFoundError; ValueError if it is none of these, has several drafts and `draft` is None, or was
+    measured with other samplings only.
     """
     try:
         report = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not a report: {error}") from error
-    found = _by_draft(report) if isinstance(report, dict) else {}
+    found = list(_list_acceptances(report)) if isinstance(report, dict) else []
     if not found:
         raise ValueError(
             f"{path} has no acceptance by position: give a report of `redraft eval`, `redraft bench` or a training run"
         )
-    if draft is None and len(found) > 1:
-        raise ValueError(f"{path} has several drafts: choose one of {', '.join(found)}")
-    if draft is not None and draft not in found:
-        raise ValueError(f"{path} has no draft {draft!r}, only {', '.join(found)}")
-    return found[draft] if draft is not None else next(iter(found.values()))
+    names = list(dict.fromkeys(one.draft for one in found))
+    if draft is None and len(names) > 1:
+        raise ValueError(f"{path} has several drafts: choose one of {', '.join(names)}")
+    if draft is not None and draft not in names:
+        raise ValueError(f"{path} has no draft {draft!r}, only {', '.join(names)}")
+    measured = [one for one in found if draft in (None, one.draft)]
+    fitting = (one for one in measured if one.sampling.at(one.sampling.temperature) == served.at(served.temperature))
+    if (chosen := next(fitting, None)) is None:
+        words = " and ".join(one.sampling.words for one in measured)
+        raise ValueError(
+            f"{path} was measured at {words}, and the served requests are sampled at {served.words}: measure the draft "
+            "so with `redraft eval`, or advise on other requests with --temperature"
+        )
+    return chosen
 
 
-def read_sample_method_advice(path: Path, draft: str | None = None) -> list[str]:
-    """Sentences on vLLM's draft_sample_method from a report of `redraft eval`, one per temperature above 0.
+def read_sample_method_advice(path: Path, draft: str | None, temperature: float) -> list[str]:
+    """Sentences on vLLM's draft_sample_method at a temperature from a report of `redraft eval`.
 
     Empty for any other report, and for a draft that is greedy in any case.
     """
@@ -47,32 +74,47 @@ def read_sample_method_advice(path: Path, draft: str | None = None) -> list[str]
     sentences = []
     for row in report.get("results", ()):
         entry = max(row["by_num_speculative_tokens"], key=lambda e: e["num_speculative_tokens"], default=None)
-        is_asked = row["domain"] is None and draft in (None, row["draft"])
+        is_asked = row["domain"] is None and row["temperature"] == temperature and draft in (None, row["draft"])
         if is_asked and entry and entry.get("other_sample_method"):
             sentences.append(advise_sample_method(entry, row["temperature"], is_sampled=sampled[row["draft"]]))
     return sentences
 
 
-def _by_draft(report: Mapping[str, Any]) -> dict[str, list[float]]:
+def _list_acceptances(report: Mapping[str, Any]) -> Iterator[Acceptance]:
     if "results" in report:
-        return _read_eval(report["results"])
-    if "tables" in report:
-        measured = {name: entry["acceptance_per_position"] for name, entry in report["drafts"].items()}
-        return {name: rates for name, rates in measured.items() if rates}
-    if "offline" in report:
+        yield from _list_of_eval(report)
+    elif "tables" in report:
+        for name, about in report["drafts"].items():
+            if rates := about["acceptance_per_position"]:
+                method = about.get("config", {}).get("draft_sample_method", "greedy")
+                yield Acceptance(
+                    draft=name,
+                    per_position=rates,
+                    sampling=read_served_sampling(report),
+                    is_sampled=method == "probabilistic",
+                )
+    elif "offline" in report:
         engine = report.get("engine", {}).get("acceptance_per_position")
-        return {str(report["draft"]): engine or report["offline"]["forecast_per_position"]}
-    return {}
+        rates = engine or report["offline"]["forecast_per_position"]
+        yield Acceptance(draft=str(report["draft"]), per_position=rates, sampling=GREEDY, is_sampled=False)
 
 
-def _read_eval(results: list[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Rates by draft from an acceptance report: all domains, the lowest temperature, the most draft tokens."""
-    whole = sorted((r for r in results if r["domain"] is None), key=lambda r: -float(r["temperature"]))
-    found = {}
-    for result in whole:  # the lowest temperature comes last and overwrites the others
-        entry = max(result["by_num_speculative_tokens"], key=lambda e: e["num_speculative_tokens"], default=None)
-        if entry and entry["forecast"]:
-            found[result["draft"]] = [float(rate["value"]) for rate in entry["forecast"]["acceptance_per_position"]]
-        elif entry:
-            found[result["draft"]] = list(entry["engine"]["acceptance_per_position"])
-    return found
+def _list_of_eval(report: Mapping[str, Any]) -> Iterator[Acceptance]:
+    """Acceptance over all domains with the most draft tokens, of every draft and temperature."""
+    # reports of before the filters were settings sampled from the whole vocabulary
+    filters = {name: value for name, value in report.get("settings", {}).items() if name in FILTERS}
+    sampled = {about["name"]: about["is_sampled"] for about in report.get("drafts", ())}
+    for row in report["results"]:
+        entry = max(row["by_num_speculative_tokens"], key=lambda e: e["num_speculative_tokens"], default=None)
+        if row["domain"] is not None or not entry:
+            continue
+        if entry["forecast"]:
+            rates = [float(rate["value"]) for rate in entry["forecast"]["acceptance_per_position"]]
+        else:
+            rates = list(entry["engine"]["acceptance_per_position"])
+        yield Acceptance(
+            draft=row["draft"],
+            per_position=rates,
+            sampling=Sampling(temperature=row["temperature"], **filters),
+            is_sampled=sampled.get(row["draft"], False),
+        )

@@ -23,8 +23,8 @@ import httpx
 import numpy as np
 
 from redraft.eval.engine.counters import DecodeTime, parse_decode_time
-from redraft.eval.engine.server import VllmServer
 from redraft.eval.engine.sampling import Sampling
+from redraft.eval.engine.server import VllmServer
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.kept import fingerprint_path, hash_key
 

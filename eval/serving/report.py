@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from redraft.eval.report.page import TEMPLATES, write_page
 from redraft.eval.engine.sampling import GREEDY, Sampling
+from redraft.eval.report.page import TEMPLATES, write_page
 from redraft.eval.serving.cost import advise
 from redraft.eval.serving.sweep import QUESTIONS, fit_step_costs, pool_acceptance
 from redraft.heads.files.artifact import write_whole

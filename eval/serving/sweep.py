@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from redraft.eval.intervals import paired_ratio_interval
 from redraft.eval.engine.sampling import Sampling
+from redraft.eval.intervals import paired_ratio_interval
 from redraft.eval.serving.cost import StepCosts
 from redraft.eval.serving.load import Load, LoadResult, median_run
 from redraft.heads.files.artifact import write_whole

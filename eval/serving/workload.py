@@ -38,7 +38,8 @@ class Lookup:
 
 
 def look_up(exchanges: Iterable[Exchange], ngram: Ngram, num_speculative_tokens: int) -> Lookup:
-    """Walk every answer as the engine would with `ngram` drafts at temperature 0; exact, because the text is known.
+    """Walk every answer as the engine would with `ngram` drafts. Exact at any temperature, because the text is known:
+    a token that is looked up is accepted in just those cases in which the text goes on with it.
 
     Raises: ValueError if no answer is long enough to draft anything.
     """

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from redraft.eval.engine.sampling import GREEDY
 from redraft.eval.engine.server import IDLE_S, VllmServer, vllm_server
 from redraft.eval.report.page import write_results
-from redraft.eval.engine.sampling import GREEDY
 from redraft.eval.serving.cost import Advice, StepCosts, advise
 from redraft.eval.serving.draft_config import draft_config
 from redraft.eval.serving.load import Load, LoadResult, run_load

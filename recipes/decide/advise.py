@@ -5,7 +5,8 @@ $ redraft advise --serving serving.json --acceptance outputs/eval/report.json   
 $ redraft advise --serving serving.json --data answers.jsonl                    # draft model, n-grams or a head?
 
 Step times come from `redraft bench`. Acceptance by position comes from there, from `redraft eval` or from a training
-run's report.json. With --data, prompt lookup is replayed on the workload, so its acceptance is exact.
+run's report.json, and must be that of requests sampled as the benchmark's. With --data, prompt lookup is replayed on
+the workload, so its acceptance is exact.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any
 from redraft.eval.counts import cumulative, tau
 from redraft.eval.engine.server import lookup_env
 from redraft.eval.forecast.ngram import Ngram
-from redraft.eval.serving.acceptance_source import read_acceptance_by_position, read_sample_method_advice
+from redraft.eval.serving.acceptance_source import Acceptance, read_acceptance, read_sample_method_advice
 from redraft.eval.serving.cost import Advice, StepCosts, advise, has_fixed_tokens
-from redraft.eval.serving.report import build_speedup_grid, read_serving, shorten_name
+from redraft.eval.serving.report import build_speedup_grid, read_served_sampling, read_serving, shorten_name
 from redraft.eval.serving.workload import Exchange, Lookup, look_up
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.progress import Progress
@@ -41,6 +42,9 @@ class Config:
     """The report.json of `redraft eval` or of a training run, to replace the benchmark's acceptance."""
     acceptance_draft: str | None = None
     """Draft of that report, if it has several."""
+    temperature: float | None = None
+    """Temperature of the requests to advise on, one that the report of --acceptance was measured at. By default the
+    benchmark's, from the target's generation_config.json."""
     data: str | None = None
     """A workload with answers, as for --data.source of distill. Answers by the target are best (redraft regenerate)."""
     num_conversations: int = 200
@@ -69,11 +73,13 @@ def main(cfg: Config) -> None:
     report = read_serving(cfg.serving)
     name, costs = measured_costs(report, cfg.draft, cfg.serving)
     batch_size = cfg.batch_size or int(report["settings"]["concurrency"])
-    rates, source = choose_acceptance(cfg, report, name)
+    acceptance = choose_acceptance(cfg, report, name)
+    rates = acceptance.per_position
     advice = advise(rates, costs)
-    print(*format_advice(name, advice, source, report, is_draft_known=cfg.acceptance is None), sep="\n")
+    print(*format_advice(cfg, name, advice, acceptance, report), sep="\n")
     if cfg.acceptance is not None:
-        for sentence in read_sample_method_advice(cfg.acceptance, cfg.acceptance_draft):
+        temperature = acceptance.sampling.temperature
+        for sentence in read_sample_method_advice(cfg.acceptance, cfg.acceptance_draft, temperature):
             print(f"\n{sentence}")
     result: dict[str, Any] = {"draft": name, "advice": advice.to_json(), "batch_size": batch_size}
     if cfg.data is not None:
@@ -104,29 +110,33 @@ def measured_costs(report: Mapping[str, Any], draft: str | None, path: Path) -> 
     return name, StepCosts.from_json(drafts[name]["costs"])
 
 
-def choose_acceptance(cfg: Config, report: Mapping[str, Any], name: str) -> tuple[Sequence[float], str]:
-    """(acceptance by position, the file that it comes from).
+def choose_acceptance(cfg: Config, report: Mapping[str, Any], name: str) -> Acceptance:
+    """The acceptance of requests sampled as the benchmark's, or at --temperature.
 
     Raises:
-        ValueError: if the benchmark counted none and no other report is given.
+        ValueError: if the benchmark counted none and no other report is given, or none is of such requests.
     """
+    served = read_served_sampling(report)
+    if cfg.temperature is not None:
+        served = served.at(cfg.temperature)
     if cfg.acceptance is not None:
-        return read_acceptance_by_position(cfg.acceptance, cfg.acceptance_draft), str(cfg.acceptance)
-    rates: list[float] = report["drafts"][name]["acceptance_per_position"]
-    if not rates:
+        return read_acceptance(cfg.acceptance, cfg.acceptance_draft, served)
+    if not report["drafts"][name]["acceptance_per_position"]:
         raise ValueError(f"{cfg.serving} counted no acceptance of {name}: give --acceptance REPORT")
-    return rates, str(cfg.serving)
+    return read_acceptance(cfg.serving, name, served)
 
 
 def format_advice(
-    draft: str, advice: Advice, source: str, report: Mapping[str, Any], *, is_draft_known: bool = True
+    cfg: Config, draft: str, advice: Advice, acceptance: Acceptance, report: Mapping[str, Any]
 ) -> Iterator[str]:
     """The table over batch size and k, the best k, and the vLLM flag to paste.
 
     With the acceptance of another draft, the flag names no draft: the user fills it in.
     """
-    rates = ", ".join(f"{rate:.2f}" for rate in advice.acceptance_per_position)
+    rates, source = ", ".join(f"{rate:.2f}" for rate in advice.acceptance_per_position), cfg.acceptance or cfg.serving
     yield f"{shorten_name(draft)} for {report['target']}: accepted up to each position {rates} ({source})"
+    method = "sampled" if acceptance.is_sampled else "greedy"
+    yield f"for requests at {acceptance.sampling.words}, with {method} drafts"
     yield "\nexpected speed-up (* marks the best; without a mark, no draft is best)"
     header, rows = build_speedup_grid(advice.to_json())
     yield "".join(f"{cell:>20}" if i == 0 else f"{cell:>9}" for i, cell in enumerate(header))
@@ -135,8 +145,13 @@ def format_advice(
         cells = [f"{cell}{'*' if 0 < i == best else ' '}" for i, cell in enumerate(row)]
         yield "".join(f"{cell:>20}" if i == 0 else f"{cell:>9}" for i, cell in enumerate(cells))
     yield f"\n{advice.sentence}"
-    config = report["drafts"][draft]["config"]
-    if not is_draft_known and "model" in config:
+    config = {**report["drafts"][draft]["config"]}
+    is_timed_sampled = config.pop("draft_sample_method", "greedy") == "probabilistic"
+    if is_timed_sampled != acceptance.is_sampled:
+        yield f"the step times are those of {'sampled' if is_timed_sampled else 'greedy'} drafts"
+    if acceptance.is_sampled:
+        config["draft_sample_method"] = "probabilistic"
+    if cfg.acceptance is not None and "model" in config:
         config = {**config, "model": "DRAFT"}
     if pasted := advice.speculative_config(config):
         if has_fixed_tokens(config) and len(advice.schedule) > 1:

@@ -26,10 +26,10 @@ from typing import Annotated, Any
 
 import tyro
 
+from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
 from redraft.eval.engine.server import VllmServer, engine_is_cpu, forget_requests, vllm_server
 from redraft.eval.forecast.drafts import SampleMethod
 from redraft.eval.machine import engine_environment, environment
-from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
 from redraft.eval.serving.draft_config import cure, draft_config
 from redraft.eval.serving.load import run_load
 from redraft.eval.serving.report import build_serving_report, compose_answer, shorten_name, write_serving

@@ -223,8 +223,14 @@ def test_step_costs_add_the_advice() -> None:
     costs = StepCosts(
         target_s={b: {0: 0.02, 1: 0.021, 3: 0.022 + b / 500} for b in (1, 16)}, draft_s={1: 1e-3, 16: 2e-3}
     )
-    report = make_report(costs={"one": costs})
+    speculative = {"method": "draft_model", "model": "drafts/one", "draft_sample_method": "probabilistic"}
+    drafts = [make_draft(name, **({"speculative": speculative} if name == "one" else {})) for name in RATES]
+    report = make_report(costs={"one": costs}, drafts=drafts)
     assert [a["draft"] for a in report["advice"]] == ["one", "one"]
+    for advice in report["advice"]:
+        told = entry(report, "one", None, 3, advice["temperature"])["forecast"]["acceptance_per_position"]
+        assert advice["acceptance_per_position"] == [rate["value"] for rate in told], "the forecast at this temperature"
+        assert advice["speculative_config"]["draft_sample_method"] == "probabilistic"
     assert report["answer"][-1] == f"By the measured step times: {report['advice'][0]['sentence']}."
     assert report["advice"][0]["speculative_config"]["method"] == "draft_model"
     validate(report)

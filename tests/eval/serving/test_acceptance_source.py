@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from redraft.eval.serving.acceptance_source import read_acceptance_by_position
+from redraft.eval.engine.sampling import GREEDY, Sampling
+from redraft.eval.serving.acceptance_source import read_acceptance
 
 
 def write(folder: Path, report: Any) -> Path:
@@ -33,41 +35,72 @@ def make_result(draft: str, temperature: float, domain: str | None, *rates: floa
     return {"draft": draft, "temperature": temperature, "domain": domain, "by_num_speculative_tokens": entries}
 
 
-def test_an_acceptance_report_gives_its_forecast_over_all_domains_at_the_lowest_temperature(tmp_path: Path) -> None:
+NUCLEUS = Sampling(temperature=0.7, top_p=0.8)
+
+
+def read(path: Path, draft: str | None = None, served: Sampling = GREEDY) -> list[float]:
+    return read_acceptance(path, draft, served).per_position
+
+
+def test_an_acceptance_report_gives_its_forecast_over_all_domains_at_the_served_temperature(tmp_path: Path) -> None:
     results = [
         make_result("v1", 0.0, None, 0.6, 0.4),
         make_result("v1", 0.0, "code", 0.9, 0.8),
-        make_result("v1", 1.0, None, 0.5, 0.3),
+        make_result("v1", 0.7, None, 0.5, 0.3),
         make_result("suffix", 0.0, None, 0.4, 0.2, forecast=False),
     ]
-    path = write(tmp_path, {"results": results})
-    assert read_acceptance_by_position(path, "v1") == [0.6, 0.4]
-    assert read_acceptance_by_position(path, "suffix") == [0.2, 0.1], "the engine's, because nothing forecasts it"
+    drafts = [{"name": "v1", "is_sampled": True}, {"name": "suffix", "is_sampled": False}]
+    settings = {"top_p": 0.8, "top_k": 0, "min_p": 0.0, "max_tokens": 30}
+    path = write(tmp_path, {"results": results, "drafts": drafts, "settings": settings})
+    assert read(path, "v1") == [0.6, 0.4]
+    assert read(path, "v1", NUCLEUS) == [0.5, 0.3]
+    assert read_acceptance(path, "v1", NUCLEUS).is_sampled
+    assert not read_acceptance(path, "suffix", GREEDY).is_sampled
+    assert read(path, "suffix") == [0.2, 0.1], "the engine's, because nothing forecasts it"
     with pytest.raises(ValueError, match="several drafts: choose one of v1, suffix"):
-        read_acceptance_by_position(path)
+        read(path)
     with pytest.raises(ValueError, match="no draft 'v2', only v1, suffix"):
-        read_acceptance_by_position(path, "v2")
+        read(path, "v2")
+    measured = r"measured at temperature 0 and temperature 0\.7, top_p 0\.8, and the served requests are sampled at"
+    for other in (Sampling(temperature=0.7), Sampling(temperature=0.7, top_p=0.8, top_k=20), Sampling(top_p=0.8)):
+        with pytest.raises(ValueError, match=f"{measured} {other.words}: measure the draft so"):
+            read(path, "v1", other)
+
+
+def test_filters_count_for_nothing_at_temperature_0(tmp_path: Path) -> None:
+    path = write(tmp_path, {"results": [make_result("v1", 0.0, None, 0.6)], "settings": {"top_k": 20}})
+    assert read(path, "v1", Sampling(temperature=0.0, top_p=0.5)) == [0.6]
 
 
 def test_a_training_report_gives_the_engines_counts_or_else_the_forecast(tmp_path: Path) -> None:
     report = {"draft": "d", "offline": {"forecast_per_position": [0.5]}, "engine": {"acceptance_per_position": [0.6]}}
-    assert read_acceptance_by_position(write(tmp_path, report)) == [0.6]
+    assert read(write(tmp_path, report)) == [0.6]
+    with pytest.raises(ValueError, match=r"was measured at temperature 0, and .* are sampled at temperature 0\.7"):
+        read(write(tmp_path, report), served=NUCLEUS)
     del report["engine"]
-    assert read_acceptance_by_position(write(tmp_path, report)) == [0.5]
+    assert read(write(tmp_path, report)) == [0.5]
 
 
 def test_a_benchmark_gives_its_counts(tmp_path: Path) -> None:
-    drafts = {"a": {"acceptance_per_position": [0.5]}, "b": {"acceptance_per_position": []}}
-    assert read_acceptance_by_position(write(tmp_path, {"tables": {}, "drafts": drafts})) == [0.5]
+    config = {"draft_sample_method": "probabilistic"}
+    drafts = {"a": {"acceptance_per_position": [0.5], "config": config}, "b": {"acceptance_per_position": []}}
+    settings = {"sampling": asdict(NUCLEUS)}
+    path = write(tmp_path, {"tables": {}, "drafts": drafts, "settings": settings})
+    assert read(path, served=NUCLEUS) == [0.5]
+    assert read_acceptance(path, "a", NUCLEUS).is_sampled
+    with pytest.raises(ValueError, match="are sampled at temperature 0:"):
+        read(path)
+    older = write(tmp_path, {"tables": {}, "drafts": drafts, "settings": {}})
+    assert read(older) == [0.5], "benchmarks that do not say it sent temperature 0"
 
 
 @pytest.mark.parametrize("report", [{}, [], {"results": []}, {"tables": {}, "drafts": {}}])
 def test_a_report_without_acceptance_is_refused(tmp_path: Path, report: Any) -> None:
     with pytest.raises(ValueError, match="has no acceptance by position"):
-        read_acceptance_by_position(write(tmp_path, report))
+        read(write(tmp_path, report))
 
 
 def test_a_file_that_is_not_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("{")
     with pytest.raises(ValueError, match="is not a report"):
-        read_acceptance_by_position(tmp_path / "report.json")
+        read(tmp_path / "report.json")

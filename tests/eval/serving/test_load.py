@@ -16,8 +16,8 @@ from make_serving import make_load_result
 from transformers import AutoTokenizer
 
 from redraft.eval.engine.measure import read_counters
-from redraft.eval.engine.server import VllmServer, vllm_server
 from redraft.eval.engine.sampling import GREEDY, PENALTIES, Sampling
+from redraft.eval.engine.server import VllmServer, vllm_server
 from redraft.eval.serving.cost import Advice, Range
 from redraft.eval.serving.load import Load, convert_result, data_arguments, median_run, run_load, write_sonnet
 

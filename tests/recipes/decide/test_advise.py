@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from make_serving import ACCEPTED, make_serving_report, make_sweep, step_s
+from make_serving import ACCEPTED, SAMPLING, make_serving_report, make_sweep, step_s
 
 from redraft.eval.serving.cost import StepCosts, advise
 from redraft.eval.serving.report import write_serving
@@ -50,7 +51,10 @@ def test_another_reports_acceptance_takes_the_place_of_the_benchmarks(
 ) -> None:
     report = {"draft": "d", "offline": {"forecast_per_position": [0.05, 0.01]}}
     (tmp_path / "report.json").write_text(json.dumps(report))
-    main(Config(serving=serving, acceptance=tmp_path / "report.json", output=tmp_path / "advice.json"))
+    cfg = Config(serving=serving, acceptance=tmp_path / "report.json", output=tmp_path / "advice.json")
+    with pytest.raises(ValueError, match="was measured at temperature 0, and the served requests"):
+        main(cfg)
+    main(replace(cfg, temperature=0.0))
     assert "speculation does not pay at any batch size up to 16: leave it off" in capsys.readouterr().out
     written = json.loads((tmp_path / "advice.json").read_text())
     assert (written["advice"]["off_from"], written["draft"]) == (1, "runs/good/draft")
@@ -60,9 +64,38 @@ def test_the_draft_of_another_report_is_not_the_benchmarks(
     serving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "report.json").write_text(json.dumps({"draft": "d", "offline": {"forecast_per_position": [0.95, 0.9]}}))
-    main(Config(serving=serving, acceptance=tmp_path / "report.json"))
+    main(Config(serving=serving, acceptance=tmp_path / "report.json", temperature=0.0))
     _, pasted = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert json.loads(pasted)["model"] == "DRAFT"
+
+
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_the_advice_is_of_the_forecast_that_is_served(
+    serving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], is_sampled: bool
+) -> None:
+    """`redraft eval` gives the acceptance at the benchmark's sampling, and the way of drafting to paste."""
+
+    def row(temperature: float, *rates: float) -> dict[str, Any]:
+        told = [{"value": rate} for rate in rates]
+        entry = {"num_speculative_tokens": len(rates), "forecast": {"acceptance_per_position": told}, "engine": None}
+        entries = [entry | {"other_sample_method": None}]
+        return {"draft": "v2", "temperature": temperature, "domain": None, "by_num_speculative_tokens": entries}
+
+    filters = {name: value for name, value in asdict(SAMPLING).items() if name != "temperature"}
+    report = {
+        "results": [row(0.0, 0.9, 0.8), row(0.7, 0.7, 0.5)],
+        "drafts": [{"name": "v2", "is_sampled": is_sampled}],
+        "settings": filters,
+    }
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    main(Config(serving=serving, acceptance=tmp_path / "report.json", output=tmp_path / "advice.json"))
+    shown = capsys.readouterr().out
+    assert json.loads((tmp_path / "advice.json").read_text())["advice"]["acceptance_per_position"] == [0.7, 0.5]
+    method = "sampled" if is_sampled else "greedy"
+    assert f"for requests at temperature 0.7, top_p 0.8, top_k 20, with {method} drafts" in shown
+    assert ("the step times are those of greedy drafts" in shown) == is_sampled
+    _, pasted = shlex.split(shown.splitlines()[-1])
+    assert json.loads(pasted).get("draft_sample_method") == ("probabilistic" if is_sampled else None)
 
 
 def write_workload(path: Path, *, quoting: bool) -> None:
@@ -107,6 +140,7 @@ def test_a_head_has_to_be_as_right_as_its_price_asks() -> None:
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--draft", "other"], "has no draft 'other': choose one of ngram, runs/good/draft"),
         (["--draft", "ngram"], "no step costs of ngram: run `redraft bench` with it as the first --draft"),
+        (["--temperature", "0"], "and the served requests are sampled at temperature 0: measure"),
         (["--acceptance", "pyproject.toml"], "pyproject.toml is not a report"),
     ],
 )

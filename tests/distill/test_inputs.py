@@ -1,0 +1,95 @@
+"""What loading the data of a training tells: every row and answer that is not used, in both parts."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redraft.distill.data.conversations import read_conversation, split_held_out
+from redraft.distill.inputs import Data, load_data
+from redraft.distill.train.loop import LoadedData, Loop
+from redraft.heads.files.checkpoint import load_tokenizer
+
+DAY = datetime.date(2024, 2, 29)
+
+
+def load(source: Path, target: Path, **changes: Any) -> LoadedData:
+    data = Data(source=str(source), **{"held_out": 0.5, "num_prompts": 3, "max_prompt_tokens": 90, **changes})
+    return load_data(data, str(target), load_tokenizer(str(target)), Loop(sequence_length=96, batch_size=1), DAY)
+
+
+def ask(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def say(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]], *more: str) -> Path:
+    path.write_text("".join(f"{line}\n" for line in [*map(json.dumps, rows), *more]))
+    return path
+
+
+def test_every_row_is_used_or_counted_in_both_parts(
+    random_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = "an answer of more than eighty characters stands word for word in more than one conversation of the file"
+    rows: list[dict[str, Any]] = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(12)]
+    rows += [{"messages": [ask(f"nobody answered {i}")]} for i in range(4)]
+    rows += [{"messages": [say(f"to nothing {i}"), ask("and"), say("so")]} for i in range(4)]
+    rows += [{"messages": [ask(f"too long {i} " * 30), say("short")]} for i in range(4)]
+    rows += [{"messages": [ask(f"short {i}"), say("too long " * 30)]} for i in range(4)]
+    rows += [{"prompt": f"who copied {i}", "completion": copied} for i in range(4)]
+    rows += [{"text": f"plain text {i}"} for i in range(4)]
+    path = write_rows(tmp_path / "chat.jsonl", rows, '{"prompt": "torn', '{"prompt": 5}', '{"title": "none"}')
+    data = load(path, random_target)
+    assert capsys.readouterr().out.splitlines() == [
+        f"{path}: 39 rows read, 36 used, 3 skipped: "
+        "1 not JSON (first: line 37: Invalid control character at at character 16), "
+        "1 with messages that are not a list (first: line 38: they are int), "
+        "1 without a conversation (first: line 39: the columns title: expected `messages`, `conversations`, `prompt` "
+        "(with `completion` or `response`), `instruction` (with `input` and `output`) or `text`)",
+        "held-out prompts: 3; left out: 1 plain texts, 1 longer than 90 tokens",
+        "training: 18 conversations: 14 samples, 259 tokens (80 labels); 2 conversations without an assistant turn; "
+        "4 opening answers with no question before them; 2 conversations with no answer inside the window",
+        "held out: 16 conversations: 12 samples, 607 tokens (447 labels); 2 conversations without an assistant turn; "
+        "2 conversations with no answer inside the window; 3 answers cut at the window, with no earlier turn to cut at",
+        "duplicates: 2 of 2 held-out answers stood in training word for word; "
+        "2 conversations with them and 0 repeated ones taken out",
+    ]
+    assert len(data.prompts) == 3
+
+
+def test_a_held_out_part_without_an_answer_is_named(random_target: Path, tmp_path: Path) -> None:
+    """All held-out rows are questions only: nothing is wrong with the training part."""
+    rows = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(8)]
+    _, held_out = split_held_out([read_conversation(row) for row in rows], 0.5)
+    questions = {conversation["messages"][0]["content"] for conversation in held_out}
+    unanswered = [row if row["prompt"] not in questions else {"prompt": row["prompt"]} for row in rows]
+    path = write_rows(tmp_path / "chat.jsonl", unanswered)
+    said = f"nothing held out to evaluate on: {len(questions)} conversations: 0 samples"
+    with pytest.raises(ValueError, match=said):
+        load(path, random_target)
+
+
+def test_texts_that_are_not_read_are_told(
+    random_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i in range(8):
+        (tmp_path / f"{i}.txt").write_text(f"plain text {i}")
+    (tmp_path / "blank.md").write_text("\n")
+    rows = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(8)]
+    with pytest.raises(ValueError, match=r"none of . conversations has a prompt of at most 90 tokens; . plain texts"):
+        load(tmp_path, random_target)
+    said = capsys.readouterr().out
+    assert said == f"{tmp_path}: 9 rows read, 8 used, 1 skipped: 1 without text (first: blank.md)\n"
+    write_rows(tmp_path / "rows.jsonl", rows)
+    load(tmp_path, random_target)
+    assert capsys.readouterr().out.startswith(
+        f"{tmp_path}: 9 text files beside the data files are not read\ntraining: "
+    )
