@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 
-from redraft.distill.data.conversations import load_conversations, remove_overlap, split_held_out
+from redraft.distill.data.conversations import Conversation, load_conversations, remove_overlap, split_held_out
 from redraft.distill.data.packing import PackedDataset
-from redraft.distill.data.samples import Sample, build_samples, data_hash, held_out_prompts
+from redraft.distill.data.samples import Sample, SampleStats, build_samples, data_hash, held_out_prompts
 from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, HiddenDtype, HiddenStates, TopK
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
@@ -126,11 +126,11 @@ def load_data(data: Data, target: str, tokenizer: Any, loop: Loop, started: date
     day = _parse_date(data.date) if data.date else started
     length = loop.sequence_length
     train_samples, stats = build_samples(train, tokenizer, max_length=length, day=day)
-    held_out_samples, _ = build_samples(held_out, tokenizer, max_length=length, day=day, progress=False)
+    held_out_samples, held_out_stats = _build_held_out(held_out, tokenizer, length, day)
     prompts = held_out_prompts(
         held_out, tokenizer, num_prompts=data.num_prompts, max_length=data.max_prompt_tokens, day=day
     )
-    print(f"data: {stats}; {len(held_out):,} conversations held out; {overlap}")
+    print(f"training: {stats}\nheld out: {held_out_stats}\nduplicates: {overlap}")
     return LoadedData(
         train=_packed(train_samples, tokenizer, loop),
         held_out=_packed(held_out_samples, tokenizer, loop),
@@ -140,6 +140,21 @@ def load_data(data: Data, target: str, tokenizer: Any, loop: Loop, started: date
         end_ids=end_ids(target, tokenizer),
         date=day,
     )
+
+
+def _build_held_out(
+    conversations: Sequence[Conversation], tokenizer: Any, max_length: int, day: datetime.date
+) -> tuple[list[Sample], SampleStats]:
+    """`build_samples` of the held-out part.
+
+    Raises:
+        ValueError: if nothing of it can be used.
+    """
+    try:
+        return build_samples(conversations, tokenizer, max_length=max_length, day=day, progress=False)
+    except ValueError as error:
+        reason = str(error).removeprefix("nothing to train on: ")
+        raise ValueError(f"nothing held out to evaluate on: {reason}") from error
 
 
 def _parse_date(text: str) -> datetime.date:

@@ -128,7 +128,8 @@ def load_conversations(
       otherwise it is the first folder under `source`;
     - a folder with `.txt` and `.md` files only: one document each.
 
-    Rows that cannot be used are skipped, and printed in one line with the number for each reason.
+    Rows that cannot be used are skipped, and printed in one line with the number for each reason. So are texts beside
+    data files, and empty ones.
 
     Raises:
         FileNotFoundError: for a missing file.
@@ -138,10 +139,9 @@ def load_conversations(
     if source == "stdlib":
         return [_stdlib_conversation(row) for row in stdlib_conversations()]
     if path.is_dir() and not find_files(path, TABLES):
-        conversations = _text_folder(path)
-        if not conversations:
-            raise ValueError(f"{source} holds no conversation")
-        return conversations
+        return _from_rows(_text_rows(path), source, domain_column, strict)
+    if path.is_dir() and (texts := find_files(path, TEXTS)):
+        print(f"{source}: {len(texts):,} text files beside the data files are not read")
     return _from_rows(read_rows(source, split), source, domain_column, strict)
 
 
@@ -158,8 +158,7 @@ def is_plain_text(conversation: Conversation) -> bool:
     return [message["role"] for message in conversation["messages"]] == [TEXT_ROLE]
 
 
-def _text_folder(folder: Path) -> list[Conversation]:
-    conversations: list[Conversation] = []
+def _text_rows(folder: Path) -> Iterator[Row]:
     for path in find_files(folder, TEXTS):
         below = path.relative_to(folder).parts
         try:
@@ -167,10 +166,8 @@ def _text_folder(folder: Path) -> list[Conversation]:
                 text = file.read().decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-        if text.strip():
-            domain = below[0] if len(below) > 1 else "all"
-            conversations.append({"messages": [{"role": TEXT_ROLE, "content": text}], "domain": domain})
-    return conversations
+        values = {"text": text} if text.strip() else UnusableRowError("without text")
+        yield Row("/".join(below), values, below[0] if len(below) > 1 else "all")
 
 
 @dataclass
@@ -190,6 +187,10 @@ class Skipped:
         parts = [f"{count:,} {reason} (first: {self.first[reason]})" for reason, count in self.counts.most_common()]
         return ", ".join(parts)
 
+    @property
+    def num_rows(self) -> int:
+        return sum(self.counts.values())
+
 
 def _from_rows(rows: Iterable[Row], source: str, domain_column: str | None, strict: bool) -> list[Conversation]:
     conversations: list[Conversation] = []
@@ -208,7 +209,8 @@ def _from_rows(rows: Iterable[Row], source: str, domain_column: str | None, stri
     if not conversations:
         raise ValueError(f"{source} holds no conversation")
     if skipped.counts:
-        print(f"{source}: {len(conversations):,} conversations; skipped rows: {skipped}")
+        num_rows = len(conversations) + skipped.num_rows
+        print(f"{source}: {num_rows:,} rows read, {len(conversations):,} used, {skipped.num_rows:,} skipped: {skipped}")
     return conversations
 
 

@@ -60,6 +60,8 @@ class SampleStats:
     """Conversations without a non-empty assistant turn."""
     unprompted: int = 0
     """Answers at the beginning of a conversation, with nothing before them to answer."""
+    lone_tokens: int = 0
+    """Last tokens of plain texts, alone in a window: with nothing before them, there is nothing to learn."""
     refused_answers: Counter[str] = field(default_factory=Counter)
     """Answers that the chat template cannot write as the target would, by reason. They are read and not learned."""
     refused: int = 0
@@ -82,6 +84,7 @@ class SampleStats:
             "conversations cut at a turn to fit the window": self.cut,
             "answers cut at the window, with no earlier turn to cut at": self.truncated,
             "later answers beyond the window left out": self.left_out,
+            "tokens of plain text left out, alone in a window": self.lone_tokens,
         }
         return (f"{count:,} {loss}" for loss, count in counts.items() if count)
 
@@ -139,49 +142,60 @@ def held_out_prompts(
     """The prompts of the last assistant turn of up to `num_prompts` conversations, taken from each domain in turn.
 
     The conversations' hashes decide which. Prompts longer than `max_length` tokens are skipped; plain documents have
-    no prompt. `template_options` and `day` are those of `build_samples`.
+    no prompt. What is left out is printed in one line, with the number for each reason. `template_options` and `day`
+    are those of `build_samples`.
 
     Raises:
         ValueError: if no prompt is left.
     """
     render = Renderer(tokenizer, template_options or {}, day)
-    stats = SampleStats()
+    stats, left_out = SampleStats(), Counter[str]()
     by_domain: dict[str, list[Conversation]] = {}
     for conversation in sorted(conversations, key=lambda c: conversation_hash(c["messages"])):
-        if not is_plain_text(conversation):
+        if is_plain_text(conversation):
+            left_out["plain texts"] += 1
+        else:
             by_domain.setdefault(conversation["domain"], []).append(conversation)
     # One conversation of each domain per round, so that a small domain is not lost among large ones.
     in_turns = (c for round_ in zip_longest(*(by_domain[name] for name in sorted(by_domain))) for c in round_ if c)
-    rendered = (_prompt(conversation, render, stats) for conversation in in_turns)
-    fitting = (prompt for prompt in rendered if prompt and len(prompt.token_ids) <= max_length)
-    prompts = list(islice(fitting, num_prompts))
-    refusals = f"{stats.refused:,} refused by the chat template ({stats.refusal})" if stats.refused else ""
+    rendered = (_prompt(conversation, render, max_length, stats, left_out) for conversation in in_turns)
+    prompts = list(islice((prompt for prompt in rendered if prompt), num_prompts))
+    if stats.refused:
+        left_out[f"refused by the chat template ({stats.refusal})"] = stats.refused
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
     if not prompts:
         raise ValueError(
             f"none of {len(conversations):,} conversations has a prompt of at most {max_length} tokens"
-            + (f"; {refusals}" if refusals else "")
+            + (f"; {reasons}" if reasons else "")
         )
-    if refusals:
-        print(f"held-out conversations: {refusals}")
+    if left_out:
+        print(f"held-out prompts: {len(prompts):,}; left out: {reasons}")
     return prompts
 
 
-def _prompt(conversation: Conversation, render: Renderer, stats: SampleStats) -> Prompt | None:
+def _prompt(
+    conversation: Conversation, render: Renderer, max_length: int, stats: SampleStats, left_out: Counter[str]
+) -> Prompt | None:
     """The prompt of the last assistant turn as a server renders it.
 
-    None if the conversation has no other turn, or if the template refuses it, which is counted.
+    None if the conversation has no other turn, if the prompt is too long, or if the template refuses it: all counted.
     """
     messages = conversation["messages"]
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if all(message["role"] == "assistant" for message in messages):
+        left_out["with nothing to answer"] += 1
         return None
     try:
         text = render.prompt(messages, conversation.get("tools"))
     except jinja2.TemplateError as error:
         stats.add_refusal(error)
         return None
-    return Prompt(token_ids=render.tokenise([text])[0], domain=conversation["domain"])
+    prompt = Prompt(token_ids=render.tokenise([text])[0], domain=conversation["domain"])
+    if len(prompt.token_ids) > max_length:
+        left_out[f"longer than {max_length:,} tokens"] += 1
+        return None
+    return prompt
 
 
 def _chunk_samples(
@@ -191,7 +205,7 @@ def _chunk_samples(
     tokenised = iter(render.tokenise_turns([turn for some in turns for turn in some]))
     for (key, conversation), some in zip(chunk, turns, strict=True):
         if is_plain_text(conversation):
-            documents = _text_documents(conversation["messages"][0]["content"], render.tokenizer, max_length)
+            documents = _text_documents(conversation["messages"][0]["content"], render.tokenizer, max_length, stats)
         else:
             documents = _documents([next(tokenised) for _ in some], max_length, stats)
         for input_ids, loss_mask in documents:
@@ -246,10 +260,13 @@ def _documents(
     return documents
 
 
-def _text_documents(text: str, tokenizer: Any, max_length: int) -> list[tuple[list[int], list[bool]]]:
+def _text_documents(
+    text: str, tokenizer: Any, max_length: int, stats: SampleStats
+) -> list[tuple[list[int], list[bool]]]:
     """A plain text as windows of `max_length` tokens. The first token of each is not a label: nothing precedes it."""
     ids = tokenizer(text, verbose=False)["input_ids"]
     windows = [ids[start : start + max_length] for start in range(0, len(ids), max_length)]
+    stats.lone_tokens += sum(len(window) == 1 for window in windows)
     return [(window, [False] + [True] * (len(window) - 1)) for window in windows if len(window) > 1]
 
 

@@ -311,7 +311,8 @@ def test_a_held_out_conversation_that_the_template_refuses_is_counted(capsys: py
     tokenizer = make_tokenizer(STRICT)
     (prompt,) = held_out_prompts([twice, make_conversation("c", "one")], tokenizer, num_prompts=4, max_length=64)
     assert "c<|end|>" in tokenizer.decode(prompt.token_ids)
-    assert "1 refused by the chat template (roles must alternate)" in capsys.readouterr().out
+    said = "held-out prompts: 1; left out: 1 refused by the chat template (roles must alternate)\n"
+    assert capsys.readouterr().out == said
     with pytest.raises(ValueError, match=r"none of 1 .* 1 refused by the chat template \(roles must alternate\)"):
         held_out_prompts([twice], tokenizer, num_prompts=4, max_length=64)
 
