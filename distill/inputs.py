@@ -13,6 +13,7 @@ from accelerate import Accelerator
 
 from redraft.distill.data.conversations import Conversation, load_conversations, remove_overlap, split_held_out
 from redraft.distill.data.packing import PackedDataset
+from redraft.distill.data.rendering import choose_day
 from redraft.distill.data.samples import Sample, SampleStats, build_samples, data_hash, held_out_prompts
 from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, HiddenDtype, HiddenStates, TopK
 from redraft.distill.signal.endpoint import Endpoint
@@ -26,6 +27,8 @@ from redraft.eval.forecast.greedy import SignalFunction
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_tokenizer
 from redraft.heads.files.folder import model_folder
+
+DATE_FLAG = "--data.date"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,7 @@ class Data:
         if not 0 < self.held_out < 1:
             raise ValueError(f"--data.held-out is {self.held_out}: the share to evaluate on lies between 0 and 1")
         if self.date is not None:
-            _parse_date(self.date)
+            choose_day(self.date, DATE_FLAG)
         if self.num_prompts < 1:
             raise ValueError("--data.num-prompts must be at least 1: the draft is evaluated on them")
 
@@ -123,7 +126,7 @@ def load_data(data: Data, target: str, tokenizer: Any, loop: Loop, started: date
             f"{data.source}: {len(train)} conversations to train on and {len(held_out)} held out; "
             "give more data or change --data.held-out"
         )
-    day = _parse_date(data.date) if data.date else started
+    day = choose_day(data.date, DATE_FLAG) if data.date else started
     length = loop.sequence_length
     train_samples, stats = build_samples(train, tokenizer, max_length=length, day=day)
     held_out_samples, held_out_stats = _build_held_out(held_out, tokenizer, length, day)
@@ -155,13 +158,6 @@ def _build_held_out(
     except ValueError as error:
         reason = str(error).removeprefix("nothing to train on: ")
         raise ValueError(f"nothing held out to evaluate on: {reason}") from error
-
-
-def _parse_date(text: str) -> datetime.date:
-    try:
-        return datetime.date.fromisoformat(text)
-    except ValueError:
-        raise ValueError(f"--data.date is {text!r}: give a date as YYYY-MM-DD") from None
 
 
 def _packed(samples: list[Sample], tokenizer: Any, loop: Loop) -> PackedDataset:

@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jinja2
 
 from redraft.distill.data.conversations import Conversation
 from redraft.distill.data.messages import REASONING_FIELDS, Message, Tool
+from redraft.heads.files.artifact import write_whole
 
 T = TypeVar("T")
 
@@ -87,14 +89,37 @@ def writes_date(tokenizer: Any) -> bool:
     return "strftime_now" in str(tokenizer.chat_template)
 
 
+def choose_day(date: str | None = None, flag: str = "--date") -> datetime.date:
+    """The date given with a flag, as YYYY-MM-DD; without one, today. Read it once in a run: midnight may pass.
+
+    Raises:
+        ValueError: if it is no date.
+    """
+    if date is None:
+        return datetime.date.today()
+    try:
+        return datetime.date.fromisoformat(date)
+    except ValueError:
+        raise ValueError(f"{flag} is {date!r}: give a date as YYYY-MM-DD") from None
+
+
+def keep_day(path: Path) -> datetime.date:
+    """The date in a file, which gets today's if it is not there: a run that is continued has the day of its start."""
+    if not path.exists():
+        write_whole(path, choose_day().isoformat())
+    return choose_day(path.read_text(), str(path))
+
+
 class Renderer:
     """Applies a tokenizer's chat template as a server does, on one day."""
 
     def __init__(self, tokenizer: Any, template_options: dict[str, Any], day: datetime.date | None = None) -> None:
-        """`day` is the date written by a template that writes today's; by default today."""
+        """`day` is the date written by a template that writes today's. No other template needs one."""
         self.tokenizer, self.template_options = tokenizer, template_options
         if writes_date(tokenizer):
-            midnight = datetime.datetime.combine(day or datetime.date.today(), datetime.time())
+            if day is None:
+                raise ValueError("the chat template writes today's date: choose one day for the whole run")
+            midnight = datetime.datetime.combine(day, datetime.time())
             # An option shadows the global of the same name, which reads the clock.
             self.template_options = {"strftime_now": midnight.strftime, **template_options}
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}

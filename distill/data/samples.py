@@ -107,7 +107,7 @@ def build_samples(
     A longer conversation is cut after the last answer that fits, and the rest dropped. If not even the first answer
     fits, it is cut in the middle. A longer plain document is cut into several samples.
     `template_options` reach the chat template as they would in a request, e.g. `enable_thinking`. A template that
-    writes today's date writes `day`; by default today.
+    writes today's date writes `day`, and needs one.
 
     Raises:
         ValueError: if nothing is left to train on, or if a chat template is needed and the tokenizer has none.

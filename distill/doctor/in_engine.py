@@ -5,6 +5,7 @@ plan_run ──► EngineRun ──► Dump ──► judge_dump: passes, accept
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from redraft.distill.data.conversations import load_conversations, split_held_out
+from redraft.distill.data.rendering import Renderer
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.doctor.readings import find_better_readings
 from redraft.distill.doctor.recorded import day_of_training, read_section
@@ -187,10 +189,10 @@ def _prompts(
 ) -> tuple[list[list[int]], bool]:
     """Token ids of the prompts to answer, and whether they come from the data of the draft's training."""
     tokenizer = load_tokenizer(pair.target)
-    recorded = read_section(pair, "data")
+    recorded, day = read_section(pair, "data"), day_of_training(pair)
     room = pair.target_config.max_position_embeddings - max_tokens - num_tokens
     if engine.prompts is None and not recorded:
-        return ask_fallback(tokenizer, engine.num_prompts), False
+        return ask_fallback(tokenizer, engine.num_prompts, day), False
     data = replace(Data(), **{k: v for k, v in recorded.items() if k in asdict(Data())})
     if engine.prompts is not None:
         conversations = load_conversations(engine.prompts)
@@ -199,27 +201,27 @@ def _prompts(
             _, conversations = split_held_out(load_conversations(data.source, split=data.split), data.held_out)
         except (ValueError, FileNotFoundError) as error:
             notes.append(f"the data it was trained on is not here ({error}): give --prompts")
-            return ask_fallback(tokenizer, engine.num_prompts), False
+            return ask_fallback(tokenizer, engine.num_prompts, day), False
     prompts = held_out_prompts(
         conversations,
         tokenizer,
         num_prompts=engine.num_prompts,
         max_length=min(room, data.max_prompt_tokens),
-        day=day_of_training(pair),
+        day=day,
     )
     return [prompt.token_ids for prompt in prompts], True
 
 
-def ask_fallback(tokenizer: Any, num_prompts: int) -> list[list[int]]:
-    """The first questions of FALLBACK as token ids, in the words of the chat template if there is one."""
+def ask_fallback(tokenizer: Any, num_prompts: int, day: datetime.date | None = None) -> list[list[int]]:
+    """The first questions of FALLBACK as token ids, in the words of the chat template if there is one.
+
+    A template that writes today's date writes `day`, and needs one.
+    """
     questions: Sequence[str] = FALLBACK[:num_prompts]
     if tokenizer.chat_template is None:
         return [tokenizer(text)["input_ids"] for text in questions]
-    rendered = (
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
-        for text in questions
-    )
-    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
+    render = Renderer(tokenizer, {}, day)
+    return render.tokenise([render([{"role": "user", "content": text}], prompt=True) for text in questions])
 
 
 def load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | None]:

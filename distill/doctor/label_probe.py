@@ -29,7 +29,7 @@ MAX_TOKENS = 4096
 def label_probe(tokenizer: Any, day: datetime.date | None = None) -> dict[str, list[int]] | None:
     """`input_ids` of the probe, and `labels`, the positions of training labels. None without a chat template.
 
-    A template that writes today's date writes `day`; by default today.
+    A template that writes today's date writes `day`, and needs one.
     """
     if tokenizer.chat_template is None:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
+from redraft.distill.data.rendering import choose_day
 from redraft.heads.doctor.pair import Pair
 
 
@@ -13,7 +14,9 @@ def read_section(pair: Pair, section: str) -> dict[str, Any]:
     return dict((pair.provenance or {}).get("config", {}).get(section) or {})
 
 
-def day_of_training(pair: Pair) -> datetime.date | None:
-    """The date that the template wrote in training, so a template with today's date is no difference on another day."""
-    recorded = (pair.provenance or {}).get("date")
-    return datetime.date.fromisoformat(recorded) if recorded else None
+def day_of_training(pair: Pair) -> datetime.date:
+    """The date that the template wrote in training, so a template with today's date is no difference on another day.
+
+    Today, if the provenance does not hold it.
+    """
+    return choose_day((pair.provenance or {}).get("date"), "the date in the draft's provenance")

@@ -11,6 +11,7 @@ the workload, so its acceptance is exact.
 
 from __future__ import annotations
 
+import datetime
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,6 +50,8 @@ class Config:
     """A workload with answers, as for --data.source of distill. Answers by the target are best (redraft regenerate)."""
     num_conversations: int = 200
     """Maximum number of conversations to read from the workload."""
+    date: str | None = None
+    """Date, as YYYY-MM-DD, that a chat template which writes today's writes into the workload. By default today."""
     target: str | None = None
     """Folder or hub name of the tokenizer for the workload. By default the benchmark's target."""
     batch_size: int | None = None
@@ -83,14 +86,18 @@ def main(cfg: Config) -> None:
             print(f"\n{sentence}")
     result: dict[str, Any] = {"draft": name, "advice": advice.to_json(), "batch_size": batch_size}
     if cfg.data is not None:
-        lookup = look_up(read_exchanges(cfg, report["target"]), Ngram(), len(rates))
+        from redraft.distill.data.rendering import choose_day
+
+        day = choose_day(cfg.date)
+        lookup = look_up(read_exchanges(cfg, report["target"], day), Ngram(), len(rates))
         kinds = [
             Kind(name=shorten_name(name), advice=advice, cost=costs.draft_cost(batch_size)),
             ngram_kind(costs, lookup),
         ]
         needed = find_head_alpha(costs, kinds, batch_size, len(rates), count_layers(cfg.target or report["target"]))
         print("", *format_kinds(kinds, lookup, needed, batch_size), *format_measurements(report), sep="\n")
-        result |= {"ngram_overlap": lookup.overlap, "suits": choose_kind(kinds, batch_size)}
+        suits = choose_kind(kinds, batch_size)
+        result |= {"ngram_overlap": lookup.overlap, "suits": suits, "date": day.isoformat()}
     if cfg.output is not None:
         write_whole(cfg.output, json.dumps(result, indent=2, sort_keys=True) + "\n")
 
@@ -161,8 +168,8 @@ def format_advice(
         yield f"\n{variables}--speculative-config {shlex.quote(json.dumps(pasted))}"
 
 
-def read_exchanges(cfg: Config, served_target: str) -> Iterator[Exchange]:
-    """The last turn of every conversation: prompt and answer.
+def read_exchanges(cfg: Config, served_target: str, day: datetime.date) -> Iterator[Exchange]:
+    """The last turn of every conversation: prompt and answer, as written on `day`.
 
     Raises:
         ValueError: if the tokenizer has no chat template.
@@ -172,7 +179,7 @@ def read_exchanges(cfg: Config, served_target: str) -> Iterator[Exchange]:
     from redraft.heads.files.checkpoint import load_tokenizer
 
     assert cfg.data is not None
-    render = Renderer(load_tokenizer(cfg.target or served_target), {})
+    render = Renderer(load_tokenizer(cfg.target or served_target), {}, day)
     conversations = load_conversations(cfg.data)[: cfg.num_conversations]
     for conversation in Progress(conversations, desc="workload", unit="conversation"):
         for prompt_ids, answer_ids in render.tokenise_turns(render.turns(conversation)[0][-1:]):

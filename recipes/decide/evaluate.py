@@ -25,7 +25,7 @@ import torch
 import tyro
 
 from redraft.distill.data.conversations import load_conversations, split_held_out
-from redraft.distill.data.rendering import writes_date
+from redraft.distill.data.rendering import keep_day, writes_date
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.inputs import Signal, load_target
 from redraft.distill.signal.sources import InProcessTarget
@@ -239,12 +239,9 @@ def choose_day(cfg: Config, tokenizer: Any, baseline: Mapping[str, Any] | None) 
     """
     if not writes_date(tokenizer):
         return None
-    kept = cfg.output / "kept" / "date"
     if baseline and (recorded := baseline["settings"].get("date")):
         return datetime.date.fromisoformat(recorded)
-    if not kept.exists():
-        write_whole(kept, datetime.date.today().isoformat())
-    return datetime.date.fromisoformat(kept.read_text())
+    return keep_day(cfg.output / "kept" / "date")
 
 
 def load_prompts(cfg: Config, tokenizer: Any, day: datetime.date | None) -> list[Prompt]:

@@ -12,6 +12,7 @@ with a specialist, then both with either shared draft.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import random
 import sys
 import tempfile
@@ -27,6 +28,7 @@ import httpx
 import torch
 
 from redraft.distill.data.conversations import Conversation, load_conversations, split_held_out
+from redraft.distill.data.rendering import choose_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.measure import complete_all
@@ -93,21 +95,24 @@ def draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def main(cfg: Config) -> None:
     began_s = time.perf_counter()
-    report = begin_report(cfg)
+    day = choose_day()
+    report = begin_report(cfg, day)
     folder = cfg.output.absolute()
 
     # 1. data: a training part per domain, and held-out prompts
     train, held_out = split_held_out(load_conversations("stdlib"), 0.05)
     parts = {name: [c for c in train if c["domain"] == name] for name in (A, B)}
     tokenizer = load_tokenizer(cfg.target)
-    prompts = held_out_prompts(held_out, tokenizer, num_prompts=cfg.num_routed, max_length=cfg.max_prompt_tokens)
+    prompts = held_out_prompts(
+        held_out, tokenizer, num_prompts=cfg.num_routed, max_length=cfg.max_prompt_tokens, day=day
+    )
 
     # 2. find the domains; labels only name them
     texts = domains.read_prompts(train)
     publish(folder / "clusters", Clusters.fit(texts[0], 2).named_after(*texts).write, {"prompts": len(texts[0])})
 
     # 3. train the specialists and the shared drafts
-    make_drafts(cfg, folder, parts, tokenizer)
+    make_drafts(cfg, folder, parts, tokenizer, day)
 
     # 4. the same traffic, first to the specialists, then to the shared drafts
     with running_servers(cfg, folder) as servers, running_router(cfg, folder, servers) as router:
@@ -124,7 +129,9 @@ def main(cfg: Config) -> None:
 # ---------------------------------------------------------------------------------------------- drafts and servers
 
 
-def make_drafts(cfg: Config, folder: Path, parts: Mapping[str, Sequence[Conversation]], tokenizer: Any) -> None:
+def make_drafts(
+    cfg: Config, folder: Path, parts: Mapping[str, Sequence[Conversation]], tokenizer: Any, day: datetime.date
+) -> None:
     """Fill a registry per domain with the specialist, which is current, and the shared drafts."""
     target = load_causal_lm(cfg.target, torch.float32).eval()
     size = min(map(len, parts.values()))
@@ -132,7 +139,7 @@ def make_drafts(cfg: Config, folder: Path, parts: Mapping[str, Sequence[Conversa
 
     def train_draft(name: str, conversations: Sequence[Conversation], steps: int) -> StandaloneDraft:
         draft = make_draft(Init(layers=cfg.draft_layers), target, tokenizer)
-        distil(draft, target, tokenizer, conversations, name=name, steps=steps, lr=cfg.distil_lr)
+        distil(draft, target, tokenizer, conversations, day=day, name=name, steps=steps, lr=cfg.distil_lr)
         return draft
 
     shared = [train_draft(f"{A} and {B}", mixed, times * cfg.distil_steps) for times in (1, 2)]

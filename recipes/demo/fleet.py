@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import itertools
 import json
 import os
@@ -54,8 +55,10 @@ def clear(folder: Path, *, overwrite: bool) -> None:
     folder.mkdir(parents=True)
 
 
-def begin_report(cfg: Any) -> dict[str, Any]:
+def begin_report(cfg: Any, day: datetime.date) -> dict[str, Any]:
     """Empty `cfg.output`, write the settings there, and return the first entries of the report.
+
+    `day` is the date that the chat template writes in the whole run, if it writes today's.
 
     Raises:
         FileExistsError: as `clear`.
@@ -67,6 +70,7 @@ def begin_report(cfg: Any) -> dict[str, Any]:
         "target": cfg.target.name,
         "command": shlex.join(sys.argv),
         "config": settings,
+        "date": day.isoformat(),
         "environment": environment(),
     }
 
@@ -82,12 +86,13 @@ def distil(
     tokenizer: Any,
     conversations: Sequence[Conversation],
     *,
+    day: datetime.date,
     name: str,
     steps: int,
     lr: float,
 ) -> None:
     """Train the draft on these conversations, in steps of 4,096 tokens."""
-    samples, _ = build_samples(conversations, tokenizer, max_length=1024, progress=False)
+    samples, _ = build_samples(conversations, tokenizer, max_length=1024, day=day, progress=False)
     data = PackedDataset(samples, sequence_length=1024)
     accelerator = make_accelerator(1, fastest_precision(), None)
     distillation = Distillation(draft, InProcessTarget(target), Divergence(), Optim(lr=lr), steps, accelerator)

@@ -24,6 +24,7 @@ import numpy as np
 import tyro
 
 from redraft.distill.data.conversations import load_conversations
+from redraft.distill.data.rendering import keep_day
 from redraft.distill.loss.divergences import Divergence
 from redraft.eval.intervals import Estimate, estimate_gain, subtract_independent
 from redraft.eval.machine import environment
@@ -107,9 +108,11 @@ def main(cfg: Config) -> None:
     ]
     if cfg.overwrite:
         shutil.rmtree(cfg.output / "target", ignore_errors=True)
+        (cfg.output / "date").unlink(missing_ok=True)
+    day = keep_day(cfg.output / "date")
     for number, (folder, name, flags) in enumerate(runs, 1):
         print(f"\n{number} of {len(runs)}: {folder}", flush=True)
-        train_and_prove(HEADS[name].recipe, cfg.output / folder, cfg, flags)
+        train_and_prove(HEADS[name].recipe, cfg.output / folder, cfg, ("--data.date", day.isoformat(), *flags))
 
     # 3. compare
     reports = {folder: json.loads((cfg.output / folder / "report.json").read_text()) for folder, _, _ in runs}
@@ -127,6 +130,7 @@ def main(cfg: Config) -> None:
             },
             "ablation": compare_with_best(ablation, seed_taus) if ablation else {},
             "seed_taus": seed_taus,
+            "date": day.isoformat(),
             "environment": environment(),
             "duration_s": round(sum(report["duration_s"] for report in reports.values()), 1),
         },

@@ -13,6 +13,7 @@ seeds, beside a ceiling: the same draft, trained for as many steps on the record
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import shutil
 import sys
@@ -27,6 +28,7 @@ import httpx
 import torch
 
 from redraft.distill.data.conversations import Conversation, load_conversations, split_held_out
+from redraft.distill.data.rendering import choose_day
 from redraft.distill.data.samples import build_samples, held_out_prompts
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.engine.lossless import TIE_LOGIT_GAP
@@ -124,8 +126,9 @@ def draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def main(cfg: Config) -> None:
     began_s = time.perf_counter()
-    report = begin_report(cfg) | {"domains": [A, B]}
-    stage = Stage.set(cfg)
+    day = choose_day()
+    report = begin_report(cfg, day) | {"domains": [A, B]}
+    stage = Stage.set(cfg, day)
     report |= asyncio.run(play(cfg, stage))
     report["duration_s"] = round(time.perf_counter() - began_s, 1)
     page = write_page(cfg.output, report, TEMPLATE, draw_charts)
@@ -229,16 +232,16 @@ class Stage:
     config: LearnerConfig
 
     @classmethod
-    def set(cls, cfg: Config) -> Stage:
+    def set(cls, cfg: Config, day: datetime.date) -> Stage:
         folder = cfg.output.absolute()
         target, tokenizer = load_causal_lm(cfg.target, torch.float32).eval(), load_tokenizer(cfg.target)
         train, held_out = split_held_out(load_conversations("stdlib"), 0.05)
         parts = {name: [c for c in train if c["domain"] == name] for name in (A, B)}
 
         draft = make_draft(Init(layers=cfg.draft_layers), target, tokenizer)
-        distil(draft, target, tokenizer, parts[A], name=A, steps=cfg.distil_steps, lr=cfg.distil_lr)
+        distil(draft, target, tokenizer, parts[A], day=day, name=A, steps=cfg.distil_steps, lr=cfg.distil_lr)
         draft.export(folder / f"draft-{A}", torch.bfloat16, tokenizer=tokenizer)
-        samples, _ = build_samples(parts[A][: cfg.num_anchors], tokenizer, max_length=512, progress=False)
+        samples, _ = build_samples(parts[A][: cfg.num_anchors], tokenizer, max_length=512, day=day, progress=False)
         write_anchors(folder / "anchors", samples, InProcessTarget(target), fingerprint(cfg.target))
 
         write_token(folder / "token")
@@ -248,7 +251,9 @@ class Stage:
         provide_first_version(config, registry, fingerprint(cfg.target))
 
         def prompts(conversations: Sequence[Conversation], count: int) -> list[Prompt]:
-            return held_out_prompts(conversations, tokenizer, num_prompts=count, max_length=cfg.max_prompt_tokens)
+            return held_out_prompts(
+                conversations, tokenizer, num_prompts=count, max_length=cfg.max_prompt_tokens, day=day
+            )
 
         return cls(
             cfg=cfg,

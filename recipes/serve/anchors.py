@@ -10,16 +10,19 @@ hold no hidden states.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from redraft.distill.data.conversations import load_conversations
+from redraft.distill.data.rendering import choose_day
 from redraft.distill.data.samples import build_samples
 from redraft.distill.inputs import Signal, load_target
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.artifact import fingerprint, write_whole
 from redraft.heads.files.folder import model_folder
 from redraft.heads.progress import Progress
 from redraft.online.learning.anchors import write_anchors
@@ -36,13 +39,15 @@ class Config:
     split: str = "train"
     """Split of a data set on the hub."""
     output: Path = Path("anchors")
-    """File to write the records to."""
+    """File to write the records to. Its provenance stands beside it, in OUTPUT.json."""
     overwrite: bool = False
     """Replace `output` if it exists."""
     num_conversations: int = 2000
     """Maximum number of conversations, taken from the beginning of the data."""
     max_length: int = 4096
     """Maximum length of a text in tokens. Use the length the draft is trained with."""
+    date: str | None = None
+    """Date, as YYYY-MM-DD, for chat templates that write today's. By default today."""
     top_k: int = 32
     """Probabilities to keep at every label. Use the servers' --capture.top-k."""
 
@@ -59,9 +64,18 @@ def main(cfg: Config) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_target(cfg.target, Signal(), device)
     conversations = load_conversations(cfg.data, split=cfg.split)[: cfg.num_conversations]
-    samples, stats = build_samples(conversations, tokenizer, max_length=cfg.max_length)
+    day = choose_day(cfg.date)
+    samples, stats = build_samples(conversations, tokenizer, max_length=cfg.max_length, day=day)
     print(f"data: {stats}")
     target_id = fingerprint(model_folder(cfg.target))
+    provenance = {
+        "command": sys.argv,
+        "config": asdict(cfg),
+        "data": str(stats),
+        "date": day.isoformat(),
+        "target_fingerprint": target_id,
+    }
+    write_whole(cfg.output.with_name(f"{cfg.output.name}.json"), json.dumps(provenance, indent=2, default=str) + "\n")
     bar = Progress(samples, desc="anchors", unit="sample")
     write_anchors(cfg.output, bar, InProcessTarget(model), target_id, k=cfg.top_k)
     print(f"anchors: {len(samples):,} records, {cfg.output.stat().st_size / 1e6:,.1f} MB in {cfg.output}")

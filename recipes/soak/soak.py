@@ -27,6 +27,7 @@ from pathlib import Path
 
 import httpx
 
+from redraft.distill.data.rendering import choose_day
 from redraft.eval.report.page import write_results
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.journal import BufferEntry, Journal
@@ -90,10 +91,11 @@ def main(cfg: Config) -> None:
     seed = secrets.randbelow(1 << 31) if cfg.seed is None else cfg.seed
     print(f"seed: {seed}", flush=True)
     unmount_below(cfg.output.absolute())
-    report = begin_report(cfg) | {"seed": seed}
+    day = choose_day()
+    report = begin_report(cfg, day) | {"seed": seed}
     began_s = time.monotonic()
     with ExitStack() as opened:
-        stage = set_stage(cfg.output.absolute(), cfg.target, opened)
+        stage = set_stage(cfg.output.absolute(), cfg.target, day, opened)
         seen = asyncio.run(play(cfg, stage, random.Random(seed)))
         report |= judge(seen)
     report["duration_s"] = round(time.monotonic() - began_s, 1)

@@ -8,6 +8,7 @@ log-disk: the broker's store      learner-disk, spool-disk: a learner's folder, 
 
 from __future__ import annotations
 
+import datetime
 import os
 import shutil
 import sys
@@ -152,9 +153,12 @@ class Stage:
         }
 
 
-def set_stage(folder: Path, target: Path, opened: ExitStack) -> Stage:
-    """Prepare everything that exists before the first process starts. `opened` unmounts the disks at its end."""
-    draft, prompts = _make_draft(target, folder)
+def set_stage(folder: Path, target: Path, day: datetime.date, opened: ExitStack) -> Stage:
+    """Prepare everything that exists before the first process starts. `opened` unmounts the disks at its end.
+
+    `day` is the date in the clients' prompts, if the chat template writes today's.
+    """
+    draft, prompts = _make_draft(target, folder, day)
     names = ("broker", "learner", "spool-learner")
     disks = {
         name: opened.enter_context(mounted(folder / f"{name}.img", folder / f"{name}-disk", DISK_BYTES))
@@ -179,7 +183,7 @@ def set_stage(folder: Path, target: Path, opened: ExitStack) -> Stage:
 
 
 @torch.no_grad()
-def _make_draft(target: Path, folder: Path) -> tuple[Path, list[Prompt]]:
+def _make_draft(target: Path, folder: Path, day: datetime.date) -> tuple[Path, list[Prompt]]:
     """The folder of a draft that leaves something to learn, and the prompts of the clients."""
     model, tokenizer = load_causal_lm(target, torch.float32).eval(), load_tokenizer(target)
     draft: StandaloneDraft = make_draft(Init(layers=tuple(range(model.config.num_hidden_layers))), model, tokenizer)
@@ -189,7 +193,7 @@ def _make_draft(target: Path, folder: Path) -> tuple[Path, list[Prompt]]:
             weight.add_(torch.randn(weight.shape, generator=generator), alpha=NOISE * float(weight.std()))
     draft.export(folder / "draft", torch.bfloat16, tokenizer=tokenizer)
     conversations = load_conversations("stdlib")
-    return folder / "draft", held_out_prompts(conversations, tokenizer, num_prompts=2000, max_length=160)
+    return folder / "draft", held_out_prompts(conversations, tokenizer, num_prompts=2000, max_length=160, day=day)
 
 
 def _write_settings(

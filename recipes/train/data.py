@@ -8,6 +8,7 @@ Only the target's tokenizer is loaded. The data is read, split, rendered and cut
 
 from __future__ import annotations
 
+import datetime
 import os
 import statistics
 import sys
@@ -28,7 +29,7 @@ from redraft.distill.data.conversations import (
     remove_overlap,
     split_held_out,
 )
-from redraft.distill.data.rendering import split_reasoning
+from redraft.distill.data.rendering import choose_day, split_reasoning
 from redraft.distill.data.samples import Sample, SampleStats, build_samples
 from redraft.distill.data.vocabulary import measure_coverage
 from redraft.heads.files.checkpoint import load_tokenizer
@@ -53,6 +54,8 @@ class Config:
     """Share of the conversations to hold out, between 0 and 1. A draft vocabulary is judged on them."""
     sequence_length: int = 4096
     """Longest sample in tokens. Use the --loop.sequence-length of the training."""
+    date: str | None = None
+    """Date, as YYYY-MM-DD, for chat templates that write today's. By default today."""
     num_samples: int = 3
     """Number of samples to show, from every domain in turn."""
     sample_tokens: int = 300
@@ -75,12 +78,12 @@ def main(cfg: Config) -> None:
     Raises:
         ValueError: if the data or the tokenizer cannot be read, or if there is nothing to train on.
     """
-    tokenizer = load_tokenizer(cfg.target)
+    tokenizer, day = load_tokenizer(cfg.target), choose_day(cfg.date)
     conversations = load_conversations(cfg.source, split=cfg.split, domain_column=cfg.domain_column, strict=cfg.strict)
     train, held_out = split_held_out(conversations, cfg.held_out)
     train, overlap = remove_overlap(train, held_out)
-    samples, stats = build_samples(train, tokenizer, max_length=cfg.sequence_length)
-    held_out_samples, held_out_stats = held_out_part(held_out, tokenizer, cfg.sequence_length)
+    samples, stats = build_samples(train, tokenizer, max_length=cfg.sequence_length, day=day)
+    held_out_samples, held_out_stats = held_out_part(held_out, tokenizer, cfg.sequence_length, day)
     print(f"{len(conversations):,} conversations: {len(train):,} to train on, {len(held_out):,} held out")
     print(describe_contents(conversations))
     print("\n".join(describe_training(samples, stats, train)))
@@ -96,11 +99,11 @@ def main(cfg: Config) -> None:
 
 
 def held_out_part(
-    conversations: Sequence[Conversation], tokenizer: Any, max_length: int
+    conversations: Sequence[Conversation], tokenizer: Any, max_length: int, day: datetime.date
 ) -> tuple[list[Sample], SampleStats | str]:
     """The held-out samples with their counts, or with the reason why there are none."""
     try:
-        return build_samples(conversations, tokenizer, max_length=max_length, progress=False)
+        return build_samples(conversations, tokenizer, max_length=max_length, day=day, progress=False)
     except ValueError as error:
         return [], str(error).removeprefix("nothing to train on: ")
 

@@ -1,4 +1,7 @@
-"""A target whose chat template writes today's date, on two days: the clock is set, nothing else is replaced."""
+"""A target whose chat template writes today's date, on two days: the clock is set, nothing else is replaced.
+
+Nothing else reads the clock: a template that writes the date is not rendered without a day.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,18 @@ import datetime
 import json
 import shutil
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from accelerate import Accelerator
+from make_serving import make_serving_report
 from transformers import LlamaForCausalLM
 from transformers.utils import chat_template_utils
 
 from redraft.distill.data import rendering
+from redraft.distill.doctor.in_engine import ask_fallback
 from redraft.distill.inputs import Data, Signal, load_data, target_signal
 from redraft.distill.prove import Prove, publish_draft
 from redraft.distill.signal.sources import InProcessTarget
@@ -22,11 +28,17 @@ from redraft.distill.train import run as run_module
 from redraft.distill.train.loop import LoadedData, Loop
 from redraft.distill.train.run import Run
 from redraft.eval.forecast.greedy import Forecast, forecast, greedy_continuations
+from redraft.eval.serving.report import write_serving
+from redraft.eval.serving.workload import Exchange, Lookup
 from redraft.heads.families import eagle1
+from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.target import Target
+from redraft.online.learning.anchors import read_anchors
 from redraft.recipes.cli import dispatch
-from redraft.recipes.decide import evaluate
+from redraft.recipes.decide import advise, evaluate
+from redraft.recipes.demo import fleet, online
+from redraft.recipes.soak.stage import _make_draft
 
 FIRST, SECOND = datetime.date(2024, 2, 29), datetime.date(2024, 3, 1)
 
@@ -146,3 +158,82 @@ def test_a_baseline_of_another_day_is_of_the_same_prompts(
     alone = evaluated("alone")
     assert alone["settings"]["date"] == SECOND.isoformat()
     assert alone["prompts"] != before["prompts"]
+
+
+def test_a_template_with_a_date_is_not_rendered_without_one(target: Path) -> None:
+    with pytest.raises(ValueError, match="the chat template writes today's date: choose one day for the whole run"):
+        rendering.Renderer(load_tokenizer(str(target)), {})
+
+
+def test_anchors_of_a_day_are_the_same_on_another(
+    target: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def anchors(name: str, *flags: str) -> list[list[int]]:
+        given = ["--target", str(target), "--data", source, "--output", str(tmp_path / name), "--top-k", "4"]
+        assert dispatch(["anchors", *given, "--num-conversations", "3", *flags]) == 0
+        return [record.context_ids.tolist() for record in read_anchors(tmp_path / name, fingerprint(target))]
+
+    def day_of(name: str) -> str:
+        return str(json.loads((tmp_path / f"{name}.json").read_text())["date"])
+
+    set_day(monkeypatch, FIRST)
+    before = anchors("before")
+    set_day(monkeypatch, SECOND)
+    assert anchors("after", "--date", FIRST.isoformat()) == before
+    assert anchors("today") != before
+    assert [day_of(name) for name in ("before", "after", "today")] == ["2024-02-29", "2024-02-29", "2024-03-01"]
+    wrong = ["anchors", "--target", str(target), "--data", source, "--output", str(tmp_path / "wrong")]
+    assert dispatch([*wrong, "--date", "today"]) == 2
+
+
+def test_advice_on_a_workload_is_of_a_day(
+    target: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_serving(tmp_path, make_serving_report())
+    seen: list[list[Exchange]] = []
+
+    def advised(*flags: str) -> dict[str, Any]:
+        given = ["--serving", str(tmp_path / "serving.json"), "--data", source, "--target", str(target)]
+        assert dispatch(["advise", *given, "--output", str(tmp_path / "advice.json"), *flags]) == 0
+        result: dict[str, Any] = json.loads((tmp_path / "advice.json").read_text())
+        return result
+
+    def look_up(exchanges: Iterable[Exchange], *more: Any) -> Lookup:
+        """The real one, which also keeps what it is given."""
+        seen.append(list(exchanges))
+        return real(seen[-1], *more)
+
+    real = advise.look_up
+    monkeypatch.setattr(advise, "look_up", look_up)
+    set_day(monkeypatch, FIRST)
+    before = advised()
+    set_day(monkeypatch, SECOND)
+    assert advised("--date", "2024-02-29") == before
+    assert before["date"] == "2024-02-29"
+    assert advised()["date"] == "2024-03-01"
+    assert seen[0] == seen[1] != seen[2]
+
+
+def test_the_prompts_of_a_soak_and_the_data_of_a_demo_are_of_one_day(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_day(monkeypatch, SECOND)
+    _, prompts = _make_draft(target, tmp_path, FIRST)
+    tokenizer = load_tokenizer(str(target))
+    assert all("Today is 29 Feb 2024." in tokenizer.decode(prompt.token_ids) for prompt in prompts[:8])
+
+    cfg = online.Config(target=target, output=tmp_path / "demo")
+    assert fleet.begin_report(cfg, FIRST)["date"] == "2024-02-29"
+
+
+def test_a_demo_continued_on_another_day_keeps_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_day(monkeypatch, FIRST)
+    assert rendering.keep_day(tmp_path / "date") == FIRST
+    set_day(monkeypatch, SECOND)
+    assert rendering.keep_day(tmp_path / "date") == FIRST
+
+
+def test_the_doctors_own_questions_are_of_the_day_of_training(target: Path) -> None:
+    tokenizer = load_tokenizer(str(target))
+    (ids,) = ask_fallback(tokenizer, 1, FIRST)
+    assert tokenizer.decode(ids).startswith("Today is 29 Feb 2024.")

@@ -257,10 +257,10 @@ def refusal(name: str, messages: list[Any]) -> str:
     """The template's reason against a conversation, for training and for held-out prompts alike."""
     row = read_conversation({"messages": messages, "tools": TOOLS})
     good: Conversation = {"messages": [user("a"), say("one")], "domain": "all"}
-    _, stats = build_samples([row, good], make_tokenizer(name), max_length=8192, progress=False)
+    _, stats = build_samples([row, good], make_tokenizer(name), max_length=8192, day=DAY, progress=False)
     assert stats.refused == 1
     with pytest.raises(ValueError, match="1 refused by the chat template"):
-        held_out_prompts([row], make_tokenizer(name), num_prompts=1, max_length=8192)
+        held_out_prompts([row], make_tokenizer(name), num_prompts=1, max_length=8192, day=DAY)
     return stats.refusal
 
 

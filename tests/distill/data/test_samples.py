@@ -328,9 +328,12 @@ def test_a_template_that_writes_the_date_writes_the_given_day() -> None:
     (prompt,) = held_out_prompts(conversations, tokenizer, num_prompts=1, **options)
     for ids in (samples[0].input_ids, prompt.token_ids):
         assert tokenizer.decode(ids).startswith("Today is 29 Feb 2024.")
-    today, _ = build_samples(conversations, tokenizer, progress=False, max_length=64)
-    assert tokenizer.decode(today[0].input_ids).startswith(f"Today is {datetime.date.today():%d %b %Y}.")
-    assert data_hash(samples) != data_hash(today)
+    later, _ = build_samples(
+        conversations, tokenizer, progress=False, max_length=64, day=LEAP_DAY + datetime.timedelta(days=1)
+    )
+    assert data_hash(samples) != data_hash(later)
+    with pytest.raises(ValueError, match="choose one day for the whole run"):
+        build_samples(conversations, tokenizer, progress=False, max_length=64)
     assert writes_date(tokenizer)
     assert not writes_date(make_tokenizer(CHAT_TEMPLATE))
     assert not writes_date(make_tokenizer(None))
