@@ -43,7 +43,7 @@ lock:  ## write requirements/*.txt again from pyproject.toml; UPGRADE=1: with th
 	UPGRADE=$(UPGRADE) bash requirements/lock.sh
 
 demo: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write outputs/demo/report.html
-	$(BIN)/python recipes/train/distill_llama3b.py --preset demo --overwrite
+	$(BIN)/python recipes/distill_llama3b.py --preset demo --overwrite
 
 demo-heads: $(STAMP)  ## train every family of heads, serve each in a real vLLM, write outputs/demo-heads/report.html
 	$(BIN)/python recipes/demo/heads.py --overwrite

@@ -85,7 +85,7 @@ def train_draft(cfg: Config) -> str:
     """
     folder = cfg.output.parent / "advice-draft"
     flags = ["--loop.steps", "60", "--loop.eval-every", "0", "--no-prove.engine", "--no-prove.ce-baseline"]
-    command = [sys.executable, "-m", "redraft.recipes.train.distill_llama3b", "--preset", "demo", *flags]
+    command = [sys.executable, "-m", "redraft.recipes.distill_llama3b", "--preset", "demo", *flags]
     if subprocess.run([*command, "--target", cfg.target, "--output", str(folder), "--overwrite"]).returncode:
         raise ValueError("no draft could be trained: give one with --draft")
     return str(folder / "draft")

@@ -17,7 +17,7 @@ import torch
 from run_learner import FORKS
 
 ROOT = Path(__file__).parents[2]
-RECIPE = str(ROOT / "recipes/train/distill_llama3b.py")
+RECIPE = str(ROOT / "recipes/distill_llama3b.py")
 STEPS = 8
 
 Done = subprocess.CompletedProcess[str]
@@ -48,7 +48,7 @@ def build_command(target: Path, data: Path, output: Path, *flags: str) -> list[s
 
 
 def run_as_user(arguments: Sequence[str]) -> Done:
-    """`python recipes/train/distill_llama3b.py ...`, which first imports for five seconds."""
+    """`python recipes/distill_llama3b.py ...`, which first imports for five seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, RECIPE, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=600)

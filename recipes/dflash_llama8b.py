@@ -1,8 +1,8 @@
 """Train a DFlash head, prove it in a real vLLM, and report. The head drafts a whole block of tokens in one pass, from
 the states of several target layers.
 
-$ accelerate launch recipes/train/dflash_llama8b.py                   # for Llama-3.1-8B-Instruct
-$ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/train/dflash_llama8b.py --loop.steps 20000
+$ accelerate launch recipes/dflash_llama8b.py                   # for Llama-3.1-8B-Instruct
+$ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/dflash_llama8b.py --loop.steps 20000
 $ redraft dflash --preset demo                                  # the small target of tests/assets, on two CPU cores
 """
 

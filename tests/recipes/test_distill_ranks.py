@@ -13,7 +13,7 @@ import pytest
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.files.artifact import verify
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def launch(
@@ -38,7 +38,7 @@ def launch(
         "--prove.max-tokens": "64",
         "--output": str(output),
     }
-    command = [sys.executable, *(launcher if config else []), str(ROOT / "recipes/train" / recipe)]
+    command = [sys.executable, *(launcher if config else []), str(ROOT / "recipes" / recipe)]
     return subprocess.run(
         [*command, *(part for pair in arguments.items() for part in pair), *flags],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=600,

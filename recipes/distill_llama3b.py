@@ -1,8 +1,8 @@
 """Train a standalone draft model on its target's predictions, prove it in a real vLLM, and report.
 
-$ accelerate launch recipes/train/distill_llama3b.py                  # Llama-3.1-70B-Instruct -> Llama-3.2-3B-Instruct
-$ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/train/distill_llama3b.py --loop.steps 5000
-$ python recipes/train/distill_llama3b.py --preset demo               # the small target, on two CPU cores
+$ accelerate launch recipes/distill_llama3b.py                  # Llama-3.1-70B-Instruct -> Llama-3.2-3B-Instruct
+$ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/distill_llama3b.py --loop.steps 5000
+$ python recipes/distill_llama3b.py --preset demo               # the small target of tests/assets, on two CPU cores
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Commands that prepare data and models, and train drafts: one recipe for each family."""
