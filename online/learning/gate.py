@@ -48,7 +48,7 @@ class Policy:
     The more candidates were judged since then, the more evidence the next one needs."""
     min_requests: int = 24
     """Smallest number of held-out requests for a verdict. Bounds say little about fewer. With 24, a true gain of 0.1 in
-    tau is proven at the first look in three of five cases, one of 0.2 nearly always (`redraft bench-decisions`)."""
+    tau is proven at the first look in half of the cases, one of 0.2 nearly always (`redraft bench-decisions`)."""
     min_domain_requests: int = 20
     """Smallest number of held-out requests to judge a domain by itself. A domain with fewer is only named in the
     reason; otherwise one rare domain would block every candidate."""
@@ -191,9 +191,9 @@ def _decide(overall: Gain, domains: dict[str, Gain], policy: Policy) -> tuple[De
 def spent_confidence(confidence: float, look: int) -> float:
     """Confidence of the bound at one look; the errors of all looks sum to 1 - `confidence`.
 
-    1/2 + 1/6 + 1/12 + ... + 1/(look (look + 1)) + ... = 1, so no number of looks has to be agreed on beforehand.
+    1/3 + 1/6 + 1/10 + ... + 2/((look + 1) (look + 2)) + ... = 1, so no number of looks has to be agreed on beforehand.
     """
-    return 1 - (1 - confidence) / (look * (look + 1))
+    return 1 - 2 * (1 - confidence) / ((look + 1) * (look + 2))
 
 
 def _gain(counts_N4: Array, policy: Policy, look: int, *, is_upper_spent: bool = False) -> Gain:

@@ -70,8 +70,8 @@ def test_bounds_agree_with_scipys_paired_bootstrap_on_many_requests() -> None:
     columns = [[s.num_accepted for s in candidate], [s.num_drafts for s in candidate]]
     columns += [[s.num_accepted for s in incumbent], [s.num_drafts for s in incumbent]]
     expected = stats.bootstrap(
-        columns, gain, paired=True, vectorized=True, method="percentile", confidence_level=0.95, n_resamples=20_000,
-        batch=1000, random_state=1,
+        columns, gain, paired=True, vectorized=True, method="percentile", confidence_level=1 - 2 * 0.05 / 3,
+        n_resamples=20_000, batch=1000, random_state=1,
     ).confidence_interval  # fmt: skip
     assert overall.lower == pytest.approx(expected.low, abs=0.003)
 
@@ -82,17 +82,17 @@ def test_an_equal_candidate_is_promoted_no_more_often_than_the_confidence_allows
     assert stats.binomtest(round(rate * trials), trials, 0.05, alternative="greater").pvalue > 0.001
 
 
-def test_a_gain_right_at_the_bar_passes_at_the_first_look_about_one_time_in_forty() -> None:
+def test_a_gain_right_at_the_bar_passes_at_the_first_look_about_one_time_in_sixty() -> None:
     trials = 300
     policy = Policy(min_gain=0.05, max_domain_loss=9)
     rate = promotion_rate(policy, gain=0.05, num_requests=100, trials=trials)
-    assert stats.binomtest(round(rate * trials), trials, 0.03, alternative="greater").pvalue > 0.001
+    assert stats.binomtest(round(rate * trials), trials, 0.02, alternative="greater").pvalue > 0.001
 
 
 def test_the_errors_of_all_looks_sum_to_the_policys() -> None:
-    assert spent_confidence(0.95, 1) == pytest.approx(0.975)
+    assert spent_confidence(0.95, 1) == pytest.approx(1 - 0.05 / 3)
     assert spent_confidence(0.95, 2) == pytest.approx(1 - 0.05 / 6)
-    assert sum(1 - spent_confidence(0.95, look) for look in range(1, 10_000)) == pytest.approx(0.05, abs=1e-5)
+    assert sum(1 - spent_confidence(0.95, look) for look in range(1, 10_000)) == pytest.approx(0.05, abs=2e-5)
 
 
 def test_a_later_look_needs_more_evidence_to_promote_and_no_more_to_reject() -> None:
@@ -106,7 +106,7 @@ def test_a_later_look_needs_more_evidence_to_promote_and_no_more_to_reject() -> 
 
 
 def test_a_real_gain_is_found() -> None:
-    assert promotion_rate(Policy(), gain=0.25, num_requests=100, trials=60) > 0.9
+    assert promotion_rate(Policy(), gain=0.3, num_requests=100, trials=60) > 0.9
 
 
 def test_a_worse_candidate_is_rejected_with_its_numbers() -> None:

@@ -304,7 +304,11 @@ def test_the_engines_counters_by_position_are_the_sum_of_its_requests(engine_wit
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_the_real_engine_looks_up_what_the_forecast_does(run: Run, tiny_target: Path, tmp_path: Path) -> None:
+    """One request at a time. With several, vLLM 0.32 now and then proposes once where nothing occurred before: of these
+    16 prompts, at 2 to 4 requests, one to three gain a draft of which nothing is accepted.
+    """
     flags = ("--target", str(tiny_target), "--data", "stdlib", "--held-out", "0.05", "--draft", "ngram")
+    flags += ("--concurrency", "1")
     assert run(*flags, "--num-speculative-tokens", "4", "--max-tokens", "96", "--num-prompts", "16") == 0
     (entry,) = row_of(report_of(tmp_path / "out"), "ngram")["by_num_speculative_tokens"]
     assert entry["engine"]["num_drafts"] > 20
