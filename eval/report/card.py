@@ -10,6 +10,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from redraft.eval.report.page import TEMPLATES, render_text
 from redraft.eval.report.results import read_tau
+from redraft.heads.catalog import find_method
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.folder import is_hub_name
 
@@ -42,8 +43,16 @@ def render_card(report: Mapping[str, Any], draft: str) -> str:
         model_name=draft,
         eval_results=_list_eval_results(report["settings"]["data"], rows),
     )
-    values = {**report, "front_matter": front_matter.to_yaml(), "about": about, "rows": rows, "made_by": MADE_BY}
-    return render_text(TEMPLATES / "card.md.j2", **values)
+    family = find_method(about["method"])
+    return render_text(
+        TEMPLATES / "card.md.j2",
+        **report,
+        front_matter=front_matter.to_yaml(),
+        about=about,
+        rows=rows,
+        is_in_target=family is not None and family.is_in_target,
+        made_by=MADE_BY,
+    )
 
 
 def _list_eval_results(data: str, rows: list[Mapping[str, Any]]) -> list[EvalResult]:

@@ -80,7 +80,7 @@ class Config:
     """Sample from this many tokens. By default as the target's generation_config.json says; 0 keeps all."""
     min_p: float | None = None
     """Sample from tokens with at least this share of the highest probability. By default as the target's
-    generation_config.json says; 0 keeps all. vLLM refuses others beside a draft."""
+    generation_config.json says; 0 keeps all. With a draft, vLLM refuses any other value."""
     num_speculative_tokens: tuple[int, ...] = (1, 2, 3, 5)
     """Numbers of draft tokens to measure."""
     max_tokens: int = 128

@@ -1,4 +1,4 @@
-"""Delete all records of a tenant, and tell which drafts may have learned from them.
+"""Delete all records of a tenant, and name the drafts that may have learned from them.
 
     $ redraft forget acme --dry-run --config learner.toml
     $ redraft forget acme --config learner.toml

@@ -29,8 +29,8 @@ class Config(TapConfig, FrontConfig):
     upstream: Annotated[str, tyro.conf.Positional]
     """Address of the vLLM server, http://HOST:PORT."""
     target: Path
-    """Folder of the served model. Its fingerprint goes into every record, and its generation_config.json says how a
-    request is sampled that does not say so itself."""
+    """Folder of the served model. Its fingerprint goes into every record, and its generation_config.json
+    gives the sampling parameters that a request leaves out."""
     port: int = 8001
     """Port on which clients are accepted."""
     admin_port: int = 8082
