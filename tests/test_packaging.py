@@ -27,6 +27,12 @@ def list_tracked(*folders: str) -> list[str]:
     return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
 
 
+@pytest.mark.parametrize("folder", ["distill", "eval", "heads", "online"])
+def test_a_package_opens_on_ten_names_at_most(folder):
+    names = {name.split("/")[1] for name in list_tracked(folder)} - {"__init__.py"}
+    assert len(names) <= 10, sorted(names)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of the tree as git tracks it, built in a copy with its links: setuptools writes beside its input."""
