@@ -354,6 +354,12 @@ class Learner:
             self._heal(*(fault for fault in SERVER_FAULTS if fault != one.fault), detail=one.server.url)
             if one.status is None:
                 continue
+            if one.status.capture_off:
+                self._fault(
+                    "capture_off", one.server.url, f"{one.server.url} records nothing: {one.status.capture_off}"
+                )
+            else:
+                self._heal("capture_off", detail=one.server.url)
             self._lost += one.lost
             self._journal_acceptance(one.since_last, one.status.draft_version, server=one.server.url)
         accepted, self._accepted = self._accepted, {}

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 from redraft.online.engine.config import is_enabled
+
+logger = logging.getLogger("vllm.redraft")
 
 
 def register() -> None:
-    """Fix the CPU build and let workers capture and swap; do nothing unless VLLM_PLUGINS names redraft."""
+    """Fix the CPU build and let workers capture and swap; do nothing unless VLLM_PLUGINS names redraft.
+
+    Raises nothing: vLLM would not start. A step that fails, e.g. with a version of vLLM that lacks a name, is logged.
+    """
     if not is_enabled():
         return
     # imported late: vLLM calls this in every process of every server, also of those that do not use redraft
@@ -15,7 +22,8 @@ def register() -> None:
     from redraft.online.engine.cpu_fix import fix_cpu_sampling
     from redraft.online.engine.worker import register_worker
 
-    fix_cpu_sampling()
-    patch_engine_wait()
-    patch_grouped_norm()
-    register_worker()
+    for step in (fix_cpu_sampling, patch_engine_wait, patch_grouped_norm, register_worker):
+        try:
+            step()
+        except Exception:
+            logger.exception("redraft: %s failed, serving goes on without it", step.__name__)

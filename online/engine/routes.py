@@ -103,6 +103,8 @@ class Endpoint:
         async with self._swapping:
             # asked within the lock, because the swap before may have loaded this very version
             status = await self._status()
+            if status.get("swap_off"):
+                raise HTTPException(409, f"this server cannot swap drafts: {status['swap_off']}")
             serving = status["draft_version"]
             try:
                 async with asyncio.timeout(STAGE_TIMEOUT_S):
@@ -257,6 +259,9 @@ class Endpoint:
             "vllm_version": vllm.__version__,
             "registry": self._registry_id,
             "num_ranks": len(ranks),
+            **{
+                name: next(filter(None, (rank.get(name) for rank in ranks)), "") for name in ("swap_off", "capture_off")
+            },
             "draft_intact": all(rank["draft_intact"] for rank in ranks)
             and len({rank["draft_version"] for rank in ranks}) == 1,
             "target_intact": all(rank["target_intact"] for rank in ranks),

@@ -26,14 +26,11 @@ RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 def require_known_runner(runner: object) -> None:
     """Check that `runner` is vLLM's V1 model runner or derived from it, as the CPU runner is.
 
-    Raises: RuntimeError if it is not.
+    Raises: ValueError if it is not.
     """
     names = [f"{cls.__module__}.{cls.__qualname__}" for cls in type(runner).__mro__]
     if RUNNER not in names:
-        raise RuntimeError(
-            f"redraft works with vLLM's V1 model runner, not with {names[0]}: set VLLM_USE_V2_MODEL_RUNNER=0, "
-            "or remove redraft from VLLM_PLUGINS"
-        )
+        raise ValueError(f"vLLM's V1 model runner is recorded, not {names[0]}: set VLLM_USE_V2_MODEL_RUNNER=0")
 
 
 def install_capture(runner: Any, capture: Capture) -> None:
@@ -99,10 +96,13 @@ class _Hooks:
         self._request_removed(request_id, state)
         if self.requests.pop(request_id, None) is not None:
             self.finished.append(request_id)
-        # Check even if this request was not recorded: it may be the last to go.
-        if self.finished and not self.runner.requests:  # the engine may now idle, and no step would carry the news
-            self._release()
-            self.capture.queue.put(self._make_finished_step())
+        try:
+            # Check even if this request was not recorded: it may be the last to go.
+            if self.finished and not self.runner.requests:  # the engine may now idle, and no step would carry the news
+                self._release()
+                self.capture.queue.put(self._make_finished_step())
+        except Exception as error:  # capture may fail, serving must not
+            self.capture.report(error, "hook")
 
     def _make_finished_step(self) -> EngineStep:
         finished, self.finished = self.finished, []
@@ -178,6 +178,9 @@ class _Hooks:
         """The record header of a new request, or None if it is not to be recorded."""
         params = state.sampling_params
         origin = read_origin_arguments(params.extra_args)
+        if origin is None:  # e.g. of another front end: whether its client opted out is not known
+            self.capture.counts["skipped_requests_unmarked"] += 1
+            return None
         if reason := _find_skip_reason(state, origin):
             self.capture.counts[f"skipped_requests_{reason}"] += 1
             return None

@@ -165,7 +165,9 @@ def _compute_response(linear: Any) -> Tensor:
     """Output of a layer for a fixed input, used if vLLM has packed the weights into an unreadable form."""
     weight = linear.weight
     generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(4, linear.input_size_per_partition, generator=generator).to(weight.dtype)
+    # A replicated layer, such as the gate of a mixture of experts, has no share of each rank.
+    num_inputs = getattr(linear, "input_size_per_partition", None) or linear.input_size
+    probe = torch.randn(4, num_inputs, generator=generator).to(weight.dtype)
     answer: Tensor = linear.cpu_linear(probe, weight, None)
     return answer
 

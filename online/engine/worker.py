@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.folder import model_folder
 from redraft.online.engine.capture import Capture
-from redraft.online.engine.config import read_config
+from redraft.online.engine.config import CaptureConfig, PluginConfig, read_config
 from redraft.online.engine.runner_v1 import install_capture, require_known_runner
 from redraft.online.engine.staging import Staging
 from redraft.online.engine.swap import UNSUPPORTED_METHODS, checksum, load_draft, shared_modules
@@ -34,11 +35,15 @@ class WorkerState:
     """State of one worker, stored in `worker.redraft`."""
 
     server_id: str
-    target_fingerprint: str
-    target_checksum: str
+    capture_off: str = ""
+    """Why nothing is recorded, although it is configured; empty otherwise."""
+    swap_off: str = ""
+    """Why no draft can be swapped; empty if one can."""
+    target_fingerprint: str = ""
+    target_checksum: str = ""
     is_target_intact: bool = True
-    draft_version: str
-    draft_folder: Path | None
+    draft_version: str = ""
+    draft_folder: Path | None = None
     """Folder of the last good draft; None if the server runs without a draft."""
     is_draft_intact: bool = True
     """False from the beginning of a load until all ranks have loaded, or the last good draft is restored."""
@@ -78,30 +83,58 @@ def register_worker() -> None:
 def install(worker: Any) -> None:
     """Set up the state of a worker that has loaded the models, and start capture if it is configured.
 
-    Raises: RuntimeError if the hooks do not know the model runner; ValueError or OSError for a bad setting.
+    Raises nothing, because vLLM would not start: whatever fails switches capture or swaps off, with the reason.
     """
-    config = read_config()
-    runner = worker.model_runner
-    require_known_runner(runner)
+    worker.redraft = state = WorkerState(server_id=uuid.uuid4().hex[:16])
+    config = PluginConfig()
+    with _switching_off(state, "capture", "swap"):
+        config = read_config()
+    with _switching_off(state, "swap"):
+        _identify_draft(worker, config.registry)
+    with _switching_off(state, *(["capture", "swap"] if config.capture else ["swap"])):
+        state.target_fingerprint = fingerprint(model_folder(worker.vllm_config.model_config.model))
+    with _switching_off(state, "swap"):
+        state.target_checksum = checksum(worker.model_runner.get_model())
+    if config.capture is not None and not state.capture_off:
+        with _switching_off(state, "capture"):
+            _start_capture(worker, config.capture)
+
+
+@contextmanager
+def _switching_off(state: WorkerState, *names: str) -> Iterator[None]:
+    """Turn an exception in the block into the reason why `capture`, `swap` or both are off."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+        for name in names:
+            setattr(state, f"{name}_off", getattr(state, f"{name}_off") or reason)
+        logger.exception("redraft: %s off, serving goes on: %s", " and ".join(names), reason)
+
+
+def _identify_draft(worker: Any, registry: Path | None) -> None:
+    state: WorkerState = worker.redraft
     speculative = worker.vllm_config.speculative_config
-    draft = speculative and speculative.draft_model_config
-    folder = model_folder(draft.model).resolve() if draft else None
-    worker.redraft = state = WorkerState(
-        server_id=uuid.uuid4().hex[:16],
-        target_fingerprint=fingerprint(model_folder(worker.vllm_config.model_config.model)),
-        target_checksum=checksum(runner.get_model()),
-        draft_version=_identify_version(folder, config.registry),
-        draft_folder=folder,
-    )
-    if folder is not None and state.draft_version == folder.name:
+    if not speculative or not speculative.draft_model_config:
+        return
+    state.draft_version = "start"
+    state.draft_folder = folder = model_folder(speculative.draft_model_config.model).resolve()
+    if registry is not None and folder.parent == registry.resolve():
+        state.draft_version = folder.name
         with suppress(OSError):
             state.manifest_sha256 = hash_manifest(folder)
-    if config.capture is None or not _is_recording_rank():
+
+
+def _start_capture(worker: Any, config: CaptureConfig) -> None:
+    state: WorkerState = worker.redraft
+    require_known_runner(worker.model_runner)
+    if not _is_recording_rank():
         return
-    state.capture = Capture(config.capture, state.server_id, state.target_fingerprint, state.draft_version)
-    install_capture(runner, state.capture)
-    state.capture.start()
-    _stop_at_shutdown(worker, state.capture)
+    capture = Capture(config, state.server_id, state.target_fingerprint, state.draft_version)
+    install_capture(worker.model_runner, capture)
+    capture.start()
+    _stop_at_shutdown(worker, capture)
+    state.capture = capture
 
 
 def redraft_status(worker: Any) -> dict[str, Any]:
@@ -120,6 +153,8 @@ def redraft_status(worker: Any) -> dict[str, Any]:
         "target_checksum": state.target_checksum,
         "target_intact": state.is_target_intact,
         "num_swaps": state.num_swaps,
+        "swap_off": state.swap_off,
+        "capture_off": state.capture_off,
         "capture": state.capture.status() if state.capture else None,
     }
 
@@ -220,13 +255,6 @@ def _require_swappable(worker: Any) -> None:
         raise ValueError(
             f"drafts of method {speculative.method} cannot be swapped: restart the server with the new one"
         )
-
-
-def _identify_version(folder: Path | None, registry: Path | None) -> str:
-    """The version id of a draft from the registry; `start` for any other draft, empty without one."""
-    if folder is None:
-        return ""
-    return folder.name if registry is not None and folder.parent == registry.resolve() else "start"
 
 
 def _is_recording_rank() -> bool:

@@ -101,6 +101,7 @@ class _StatusAnswer(msgspec.Struct, frozen=True):
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITIONS)] = 0
     draft_sample_method: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     manifest_sha256: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    capture_off: str = ""
 
 
 _status_decoder = msgspec.json.Decoder(_StatusAnswer)
@@ -133,6 +134,8 @@ class Status:
     """Records lost by capture since the server started, by reason."""
     manifest_sha256: str = ""
     """Hash of the draft's manifest; empty if it has none, or from a server of an earlier release."""
+    capture_off: str = ""
+    """Why the server records nothing although it is told to; empty otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +177,7 @@ class FleetServer:
                 drafting=_read_drafting(body),
                 lost=_count_lost(body.capture or {}),
                 manifest_sha256=body.manifest_sha256,
+                capture_off=body.capture_off,
             )
         except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
             raise NonsenseError(f"{self.url} answers with something else than a status: {error}") from error

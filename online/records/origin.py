@@ -65,7 +65,12 @@ def require_label(domain: str) -> None:
         raise ValueError(f"{domain!r} cannot be a domain: use at most {MAX_LABEL_CHARS} printable ASCII characters")
 
 
-def read_origin_arguments(extra_args: Mapping[str, Any] | None) -> Origin:
-    """The origin in the sampling parameters' extra arguments, as the API process wrote it; empty if there is none."""
+def read_origin_arguments(extra_args: Mapping[str, Any] | None) -> Origin | None:
+    """The origin in the sampling parameters' extra arguments, as the API process wrote it.
+
+    None if it wrote none: then nobody has read the request's headers, and an opt-out would not be known.
+    """
     written = (extra_args or {}).get(EXTRA_ARGS_KEY)
-    return Origin(**written) if isinstance(written, dict) else Origin()
+    if not isinstance(written, dict) or written.keys() != set(Origin._fields):
+        return None
+    return Origin(**written)

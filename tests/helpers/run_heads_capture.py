@@ -17,6 +17,8 @@ from typing import Any
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "redraft", "OMP_NUM_THREADS": "1"}
 
+from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
+
 
 def wait_until_shipped(llm: Any, num_records: int) -> None:
     deadline_s = time.monotonic() + 60
@@ -42,6 +44,7 @@ def main(spec: dict[str, Any]) -> None:
         speculative_config={"model": spec["draft"], "method": spec["method"], "num_speculative_tokens": 3},
     )
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    sampling.extra_args = {EXTRA_ARGS_KEY: Origin()._asdict()}
     answers = []
     for prompts in spec["rounds"]:
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]

@@ -112,3 +112,21 @@ def test_a_server_that_lies_is_told_and_the_learner_goes_on(world):
     assert {entry.detail for entry in faults(world)} == {lying.url}
     assert all(lying.url in entry.reason for entry in faults(world))
     assert len(looks(world, well[0])) >= len(looks(world, lying))
+
+
+def test_a_server_that_records_nothing_is_told_with_its_reason(world):
+    world.fakes[1].drafting = {"capture_off": "s3://bucket/target is not a model folder"}
+
+    def faults():
+        return [entry for entry in world.entries("fault") if entry.what == "capture_off"]
+
+    async def main():
+        async with world.fleet(), world.learner(fleet=fleet(world)) as task:
+            await until(faults, task, 20)
+            seen = len(looks(world, world.fakes[1]))
+            await until(lambda: len(looks(world, world.fakes[1])) > seen + 1, task, 20)
+
+    asyncio.run(main())
+    (fault,) = faults()
+    assert fault.detail == world.fakes[1].url
+    assert "records nothing: s3://bucket/target is not a model folder" in fault.reason

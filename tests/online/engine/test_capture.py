@@ -427,7 +427,7 @@ def test_an_unknown_runner_is_refused():
     class GPUModelRunner:
         pass
 
-    with pytest.raises(RuntimeError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         require_known_runner(GPUModelRunner())
 
 
