@@ -77,7 +77,7 @@ class Prove:
     """Number of requests in flight at once."""
     speed_rounds: int = 0
     """Interleaved rounds to compare the speed with and without the draft in, at least 6 for an interval. The two
-    servers run side by side, so both must fit into the memory. Without rounds the report does not tell a speed-up:
+    servers run side by side, so both must fit into the memory. Without rounds the report states no speed-up:
     `redraft bench` measures one."""
     engine_args: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Argument for vLLM, after an equals sign: --prove.engine-args=--tensor-parallel-size=8. Once for each argument."""

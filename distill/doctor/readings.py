@@ -179,7 +179,7 @@ def _swapped_tensors(head: nn.Module) -> Iterator[Reading]:
             continue
         yield Reading(
             problem=f"{name} and {partner} are swapped",
-            cure=f"swap the tensors {name} and {partner} in the checkpoint, and mend the converter",
+            cure=f"swap the tensors {name} and {partner} in the checkpoint, and fix the converter",
             change=partial(_swap, name=name, partner=partner),
         )
 
@@ -204,7 +204,7 @@ def _swapped_halves(head: nn.Module) -> Iterator[Reading]:
         names = ", ".join(wide)
         yield Reading(
             problem=f"the halves of {names} are swapped: embedding and hidden state",
-            cure=f"swap the first {hidden} columns of {names} with the others, and mend the converter",
+            cure=f"swap the first {hidden} columns of {names} with the others, and fix the converter",
             change=partial(_change, names=wide, change=lambda p_ND: p_ND.roll(hidden, dims=1)),
         )
 
@@ -229,7 +229,7 @@ def _orders_of_layers(head: Eagle3) -> Iterator[Reading]:
             )
     yield Reading(
         problem="fc.weight is transposed, block by block",
-        cure=f"transpose each block of {hidden} columns in fc.weight, and mend the converter",
+        cure=f"transpose each block of {hidden} columns in fc.weight, and fix the converter",
         change=partial(_change, names=["fc.weight"], change=partial(_transpose, width=hidden)),
     )
 

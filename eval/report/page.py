@@ -106,7 +106,7 @@ def engine_section(
 ) -> dict[str, Any]:
     """The measurements of a real engine, and the error of the forecast: |tau_forecast - tau| / tau.
 
-    A speed-up is told only from rounds in turns: two runs one after the other differ by the machine's load as well.
+    A speed-up is reported only from rounds in turns: two runs one after the other differ by the machine's load as well.
     """
     counts = with_draft.counts
     assert counts is not None, "measured with a draft"

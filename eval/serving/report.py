@@ -163,7 +163,7 @@ def compose_answer(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def describe_speedup(row: Row) -> str:
-    """The speed-up in words, as far as the repeats tell it."""
+    """The speed-up in words, as far as the repeats show it."""
     if not row.get("speedup_interval"):
         return "not compared with that of no draft (--repeats 2 or more give an interval)"
     low, high = row["speedup_interval"]

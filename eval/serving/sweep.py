@@ -182,7 +182,7 @@ def build_tables(
 ) -> dict[str, list[dict[str, Any]]]:
     """The rows of every question, one for each measured cell. Questions without rows are left out.
 
-    `intervals` are those of the speed-ups; a speed-up without one is not told in words.
+    `intervals` are those of the speed-ups; the report states no speed-up in words without one.
 
     The table of quantised drafts is left out if the engine refused all of them.
     """

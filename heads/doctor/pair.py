@@ -28,7 +28,7 @@ class Finding:
     problem: str
     cure: str
     is_doubt: bool = False
-    """It is unusual, and may be meant: it is told, and does not fail the check."""
+    """It is unusual, and may be meant: it is printed, and does not fail the check."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Drafts of other trainers that look like ours by some tensors and are something else: each is told what it is.
+"""Drafts of other trainers that look like ours by some tensors and are something else, each with a name.
 
 Read from the loaders and configs of vLLM 0.32, speculators 0.9, SpecForge, ModelOpt and z-lab's DFlash.
 Standard library only.

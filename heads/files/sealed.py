@@ -1,4 +1,4 @@
-"""Small JSON files that tell their layout and whether they are whole: a number and a CRC-32 beside the fields.
+"""Small JSON files that state their layout and show whether they are whole: a number and a CRC-32 beside the fields.
 
     {"layout": 1, "crc32": "5d41a0c2", "phase": "idle", ...}
 

@@ -32,7 +32,7 @@ class Judge:
     def __init__(self, cfg: LearnerConfig, registry: Registry, buffer: Buffer, candidate: Candidate) -> None:
         self.cfg, self.registry, self.buffer, self.candidate = cfg, registry, buffer, candidate
         self.judging = cfg.judging
-        """The settings to judge with. Number of draft tokens and sampling method are the servers', once they told."""
+        """The settings to judge with. Number of draft tokens and sampling method are the servers', once known."""
 
     def draft_as(self, servers: Counter[Drafting]) -> str:
         """Judge as most of the servers draft from now on; returns how, in words. `servers` are counts."""
@@ -119,12 +119,12 @@ class Judge:
 def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging, str]:
     """The settings to judge with, and where they come from, in words.
 
-    Most servers decide. If none tells, the latest settings stay: those that servers told before, or else the
+    Most servers decide. If none answers, the latest settings stay: those that servers named before, or else the
     configured ones.
     """
     if not servers:
         stays = Drafting(latest.num_speculative_tokens, latest.draft_sample_method)
-        return latest, f"{stays}, as before: no server tells how it drafts"
+        return latest, f"{stays}, as before: no server says how it drafts"
     # of equally many, the ones that draft less, so that the verdict does not depend on the order of the answers
     chosen = min(servers, key=lambda drafting: (-servers[drafting], drafting))
     source = f"{chosen}, as {servers[chosen]} of {servers.total()} servers draft"

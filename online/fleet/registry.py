@@ -11,7 +11,7 @@ A version appears whole, by one rename. STABLE protects registries copied file b
 version. Publication is not promotion: a version that failed its canary was published, but never current. A copy
 without links, as object storage makes it, is on the last version of promoted.json.
 
-`repair` mends a damaged registry from the rest of it: the versions name their parents, both JSON files hold the id, and
+`repair` restores a registry from its intact files: the versions name their parents, both JSON files hold the id, and
 a damaged current version gives way to the one before.
 """
 
@@ -46,7 +46,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A version, told from one with the same name in another registry. Empty fields are unknown."""
+    """A version, distinct from one with the same name in another registry. Empty fields are unknown."""
 
     manifest_sha256: str = ""
     registry: str = ""
@@ -135,7 +135,7 @@ class Registry:
         """Make sure that `current` is a link to an intact version. For the owner of a registry with a version.
 
         Raises:
-            ValueError: if nothing tells which of several versions was current, or none that ever was is intact.
+            ValueError: if nothing shows which of several versions was current, or none that ever was is intact.
         """
         if (is_damaged := self._is_damaged(PROMOTED)) or self._has_lost(PROMOTED):
             promoted = self.promoted()
@@ -306,7 +306,7 @@ class Registry:
         return versions
 
     def _guess_promoted(self) -> list[str]:
-        """The versions that were current, in order, as far as the rest of the folder tells.
+        """The versions that were current, in order, as far as the rest of the folder shows.
 
         Every version was trained from the then current one. If the versions do not say so, all before the link count.
         """

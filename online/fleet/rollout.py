@@ -104,13 +104,13 @@ class Outcome:
     tau_control: float | None = None
     """The same of the control group, or of the canary before the swap if there is no control group."""
     is_inconclusive: bool = False
-    """Not passed, but only because traffic did not tell in time: nothing is said against the candidate."""
+    """Not passed, but only because traffic did not decide in time: nothing is said against the candidate."""
 
 
 async def try_canary(servers: Sequence[FleetServer], candidate: str, incumbent: str, policy: RolloutPolicy) -> Outcome:
     """Put the candidate on the first server to answer, and compare acceptance with the other servers.
 
-    Passed if it is at most `max_loss` worse. Otherwise, or if time is up before this can be told, every server is back
+    Passed if it is at most `max_loss` worse. Otherwise, or if time is up before this is known, every server is back
     on the incumbent. A fleet of one has no control group: only there is the canary compared with itself before the
     swap.
     """
@@ -258,7 +258,7 @@ def _describe(counts: AcceptanceCounts) -> str:
 
 
 async def _measure_alone(server: FleetServer, policy: RolloutPolicy) -> _Polls | str:
-    """Counts of a server until they tell tau to within half of `max_loss`, or time is up; a reason if they cannot."""
+    """Counts of a server until they give tau to within half of `max_loss`, or time is up; a reason if they cannot."""
     window, polls = await Window.open([server]), _Polls([server])
     deadline_s = time.monotonic() + policy.window_timeout_s
     while True:
@@ -280,7 +280,7 @@ async def _measure_alone(server: FleetServer, policy: RolloutPolicy) -> _Polls |
 async def _compare(
     canary: FleetServer, control: Sequence[FleetServer], before: _Polls | None, policy: RolloutPolicy
 ) -> Comparison:
-    """Count both groups over the same time until the loss can be told; without a control group against `before`."""
+    """Count both groups over the same time until the loss is known; without a control group against `before`."""
     window = await Window.open([canary, *control])
     ours, theirs = _Polls([canary]), before or _Polls(control)
     deadline_s = time.monotonic() + policy.window_timeout_s

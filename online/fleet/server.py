@@ -266,7 +266,7 @@ def _read_drafting(body: _StatusAnswer) -> Drafting | None:
 
 
 async def ask_drafting(servers: Iterable[FleetServer]) -> Counter[Drafting]:
-    """The number of servers that draft in each way. Servers that do not answer, or do not tell, are left out."""
+    """The number of servers that draft in each way. Servers that do not answer, or do not say, are left out."""
 
     async def ask(server: FleetServer) -> Drafting | None:
         try:

@@ -150,7 +150,7 @@ class TenantRecords:
     first_s: float | None
     """The first arrival of a record that trains, in seconds since the epoch."""
     num_examples: int
-    """Examples in the quarantine, of anybody."""
+    """Examples in the quarantine, whoever sent them."""
     num_later_files: int
     """Files of a later release, which may hold anybody's records."""
 
@@ -182,7 +182,7 @@ class Buffer:
         self.target_fingerprint, self.hidden_shape, self.domain = target_fingerprint, hidden_shape, domain
         self.counts: Counter[str] = Counter()
         self.damage: list[str] = []
-        """A sentence for every damage found. Whoever tells it may empty the list."""
+        """A sentence for every damage found. Whoever reports it may empty the list."""
         # Without a folder, nothing of anybody's text may reach a disk: bad records are then only counted.
         self.quarantine = Quarantine(config.folder / "quarantine", config.max_age_s) if config.folder else None
         self.known_domains: frozenset[str] = frozenset({domain} - {""})

@@ -3,7 +3,7 @@
     cursor.json       commits of checkpoints, and the forgotten tenants
     forgotten.json    the forgotten tenants once more: a promise must outlive one damaged file
 
-A damaged file is set aside and told. The commits are then read from the checkpoints, which know how far they came.
+A damaged file is set aside and reported. The commits are then read from the checkpoints, which know how far they came.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Forget a tenant: delete every record of it that a learner can reach, and tell what a deletion cannot undo.
+"""Forget a tenant: delete every record of it that a learner can reach, and name the drafts that it cannot undo.
 
 buffer, quarantine, files of a later release        overwritten
 spool, log                                          emptied into the buffer, which drops the tenant's; overwritten

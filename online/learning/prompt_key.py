@@ -1,6 +1,6 @@
-"""The key that decides which prompts are held out. Nobody who lacks it can tell, or choose a prompt for it.
+"""The key that decides which prompts are held out. Without it nobody can find or make such a prompt.
 
-With a plain hash a client could find prompts that are held out by trying, and be all of the gate's evidence.
+With a plain hash, a client could find held-out prompts by trying, and so supply all of the gate's evidence.
 """
 
 from __future__ import annotations

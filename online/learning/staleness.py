@@ -161,7 +161,7 @@ class Sleep:
         return Sleep(version=version, through=through, then=tuple(rows), num_saved=self.num_saved)
 
     def fall_asleep(self, now: Sequence[Row]) -> Sleep:
-        """Asleep. Domains of `now` that the reference lacks are new no longer: training has seen them."""
+        """Asleep. Domains of `now` that are not in the reference are no longer new: training has seen them."""
         known = {domain for domain, _, _ in self.then}
         then = (*self.then, *(row for row in now if row[0] not in known))
         return replace(self, then=then, is_asleep=True, num_attempts=self.num_attempts + 1, num_passed=0)

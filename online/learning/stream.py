@@ -83,7 +83,7 @@ class StreamSource:
         self._is_refused = False
         """Whether the broker does not overwrite messages. Asked once per connection, because a refusal costs time."""
         self.damage: list[str] = []
-        """Sentences on text that could not be overwritten. Whoever tells them may empty the list."""
+        """Sentences on text that could not be overwritten. Whoever reports them may empty the list."""
 
     async def take(self, *, keep_later: bool = True) -> Taken:
         """Move the arrived records into the buffer. Empty if none arrived for a moment.

@@ -81,7 +81,7 @@ class Trainer:
         return SERVED
 
     def _recover_commits(self) -> list[Commit]:
-        """Commits of the checkpoints, newest first, as far as they tell: the buffer has lost its list, or is new."""
+        """Commits of the checkpoints, newest first, as far as they show: the buffer has lost its list, or is new."""
         found = []
         is_kept = self.buffer.config.folder is not None  # without a folder, every start begins at the served version
         for folder in reversed(self._checkpoints()):

@@ -97,8 +97,8 @@ async def connect(ingest: str, config: Nats, user: User = "servers") -> Any:
 async def probe(ingest: str, config: Nats, timeout_s: float = PROBE_TIMEOUT_S) -> None:
     """Check that the fleet's stream acknowledges an empty message. Passes if there is no stream yet.
 
-    Only a real publish tells: on a full disk NATS can stay silent while the health page says ok. It does not recover
-    when space is freed and must be restarted. The learner takes the message and finds no record in it.
+    Only a real publish shows whether it stores: on a full disk NATS can stay silent while the health page says ok. It
+    does not recover when space is freed and must be restarted. The learner takes the message and finds no record in it.
 
     Raises: BrokerError if the message is not acknowledged within `timeout_s` seconds.
     """

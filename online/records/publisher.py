@@ -6,7 +6,7 @@
                                 and counted                   back to the front of the queue
 
 A lost broker, a missing stream and a full disk look the same from here: nothing is acknowledged. (On a
-full disk NATS may stay silent while the health page says ok, so only a publish tells.) Then one record is sent per
+full disk NATS may stay silent while the health page says ok, so only a publish shows it.) Then one record is sent per
 second until one is acknowledged. Each record carries an id, so JetStream recognises a record it had already stored.
 """
 

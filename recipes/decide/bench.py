@@ -69,7 +69,7 @@ class Config:
     """Prompts per request in flight: with a concurrency of 32, 256 prompts are sent."""
     repeats: int = 3
     """Number of passes over all servers, in turns. The run with the median speed counts, and the speed-ups get an
-    interval over the passes; a single pass has none, and its speed-up is not told in words."""
+    interval over the passes; a single pass has none, and the report then states no speed-up in words."""
     temperature: float | None = None
     """Temperature of every request. By default the one that the target's generation_config.json names, else 1, as
     vLLM."""

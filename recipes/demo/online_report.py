@@ -77,7 +77,7 @@ def estimate_overhead(
 def describe_cost(cost: float, interval: Sequence[float] | None) -> str:
     """The cost in words. A cost that the interval cannot tell from none is called equal."""
     if interval is None:
-        return "not told, too few rounds"
+        return "unknown, too few rounds"
     low, high = interval
     spread = f"95% interval {low:.1%} to {high:.1%}"
     return f"equal to no capture ({spread})" if low <= 0 <= high else f"{cost:.1%} ({spread})"

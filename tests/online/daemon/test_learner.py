@@ -116,7 +116,7 @@ FEW, MANY = Drafting(3, "greedy"), Drafting(5, "probabilistic")
 @pytest.mark.parametrize(
     ("servers", "chosen", "told"),
     [
-        ([], Drafting(4, "greedy"), "4 draft tokens, greedy, as before: no server tells how it drafts"),
+        ([], Drafting(4, "greedy"), "4 draft tokens, greedy, as before: no server says how it drafts"),
         ([MANY, MANY], MANY, "5 draft tokens, probabilistic, as the servers draft"),
         ([MANY, FEW, MANY], MANY, "5 draft tokens, probabilistic, as 2 of 3 servers draft"),
         ([MANY, FEW], FEW, "3 draft tokens, greedy, as 1 of 2 servers draft"),

@@ -94,7 +94,7 @@ def test_a_cost_that_the_interval_cannot_tell_from_none_is_called_equal() -> Non
     noise = np.linspace(-3, 3, 16)
     assert describe_cost(*estimate_overhead(list(without + noise), list(without))).startswith("equal")
     assert describe_cost(*estimate_overhead(list(without - 10 + noise), list(without))).startswith("10.0% (95%")
-    assert describe_cost(*estimate_overhead([90.0], [100.0])) == "not told, too few rounds"
+    assert describe_cost(*estimate_overhead([90.0], [100.0])) == "unknown, too few rounds"
 
 
 def test_the_demo_changes_only_the_settings_it_lists(tmp_path: Path) -> None:
