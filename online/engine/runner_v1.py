@@ -201,10 +201,15 @@ class _Hooks:
 
 def _find_skip_reason(state: Any, origin: Origin) -> str:
     """Why a request cannot be recorded; empty if it can."""
+    params = state.sampling_params
     reasons = {
         "opt_out": origin.opt_out,
         # its logits already contain the grammar's mask
-        "structured_output": state.sampling_params.structured_outputs is not None,
+        "structured_output": params.structured_outputs is not None,
+        # the engine changes its logits after they were captured, and a record does not say how; logit_bias is refused
+        "min_tokens": bool(params.min_tokens),
+        "bad_words": bool(params.bad_words),
+        "allowed_tokens": params.allowed_token_ids is not None,
         # with an adapter the target is not the one the draft is trained for
         "lora": state.lora_request is not None,
         # the target read more than token ids

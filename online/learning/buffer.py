@@ -53,6 +53,7 @@ from redraft.online.learning.buffer_file import (
 )
 from redraft.online.learning.cursor import Commit, Cursor
 from redraft.online.learning.evidence import EvidenceLimits, choose_evidence, name_domains, take_fairly
+from redraft.online.learning.penalties import is_undecided
 from redraft.online.learning.prompt_key import PromptKey
 from redraft.online.learning.quarantine import Quarantine, overwrite
 from redraft.online.records.origin import list_stored_names
@@ -226,7 +227,8 @@ class Buffer:
         """Store `frames`, as `read_frames` yields them; returns the number by fate.
 
         The fates are stored, duplicate, foreign (stored aside), stateless (without the hidden states the draft reads),
-        other_domain, forgotten (of a deleted tenant), and the reason of each error. On return the records are on the
+        other_domain, forgotten (of a deleted tenant), unknown_penalty (held out, but a penalty of its request cannot be
+        applied, so it cannot judge), and the reason of each error. On return the records are on the
         disk and the sender may forget them. A bad frame is not stored: nobody knows whose text it holds, so it could
         never be deleted by tenant. An example of it goes to the quarantine.
 
@@ -254,9 +256,11 @@ class Buffer:
                     counts["other_domain"] += 1
                 elif self._is_stateless(record):
                     counts["stateless"] += 1
+                elif (row := self._row(record, now_s)).held_out and is_undecided(record):
+                    counts["unknown_penalty"] += 1
                 else:
                     known.add(record.record_id)  # one batch may hold a record twice
-                    rows.append((self._row(record, now_s), frame))
+                    rows.append((row, frame))
                     is_foreign = record.target_fingerprint != self.target_fingerprint
                     counts["foreign" if is_foreign else "stored"] += 1
             if rows:

@@ -3,9 +3,10 @@
 R = rows of a text, N = rows of a chunk, K = kept top-k ids, V = vocabulary, W = draft vocabulary, J = draft tokens of a
 block.
 
-The records hold the target's distribution of every output token. One pass of a draft over the text gives the
-acceptance probability a_r of the token for row r. Walking blocks over a_r as the engine does gives the expected
-numbers of drafts and accepted tokens. At temperature 0 all a_r are 0 or 1, and the result is the engine's counts.
+The records hold the target's distribution of every output token, to which the request's penalties are applied. One
+pass of a draft over the text gives the acceptance probability a_r of the token for row r. Walking blocks over a_r as
+the engine does gives the expected numbers of drafts and accepted tokens. At temperature 0 all a_r are 0 or 1, and the
+result is the engine's counts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from redraft.eval.forecast.rows import ROWS_A_CHUNK, step_rates, take_draft_step
 from redraft.heads.catalog import Reads
 from redraft.heads.draft import Draft, DraftStep, TargetSignal
 from redraft.online.learning.evidence import OTHER
+from redraft.online.learning.penalties import penalise
 from redraft.online.learning.replay import RecordedBatch, make_batches
 from redraft.online.records.record import Record, Sampling, training_sequences
 
@@ -46,7 +48,7 @@ def score(
     """
     scored = []
     for record in records:
-        text = training_sequences(record, branches=False)[0]
+        text = training_sequences(penalise(record), branches=False)[0]
         rows_R, accepted_JR = np.zeros(0, np.int64), np.zeros((num_speculative_tokens, 0))
         if len(text.rows_R):
             (batch,) = make_batches([text], num_batches=1, sequence_length=sequence_length, seed=0, reads=reads)

@@ -123,6 +123,10 @@ CONSTRAINED = (
 """Fields constraining the output to a grammar; servers from before 2026 call them guided_*."""
 
 
+CHANGED = ("logit_bias", "min_tokens", "bad_words", "allowed_token_ids")
+"""Fields that change the target's logits after its log-probabilities are taken. Empty ones and 0 change nothing."""
+
+
 UNRECORDABLE = (
     # overlap with the fields that the tap adds
     *("logprobs", "top_logprobs", "prompt_logprobs", "echo", "return_token_ids", "return_tokens_as_token_ids"),
@@ -141,6 +145,7 @@ def is_recordable(payload: Any) -> bool:
     is_single = not isinstance(prompt, list) or (bool(prompt) and all(isinstance(token, int) for token in prompt))
     # `logprobs: 0` is not plain: it asks for the sampled token's log-probability.
     is_plain = all(payload.get(name) is None or payload.get(name) is False for name in UNRECORDABLE)
+    is_plain &= not any(payload.get(name) for name in CHANGED)
     # If a tool's schema may constrain the output, the log-probabilities contain the grammar's mask.
     is_free = not payload.get("tools") or payload.get("tool_choice") == "none"
     return is_single and is_plain and is_free and payload.get("n") in (None, 1)

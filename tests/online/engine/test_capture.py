@@ -19,6 +19,7 @@ from redraft.online.engine.reduction import ScratchMemory, find_largest, reduce_
 from redraft.online.engine.request_log import RequestInfo, RequestLog, Rows, States, VerifiedStep
 from redraft.online.engine.runner_v1 import _copy_rows, install_capture, require_known_runner
 from redraft.online.engine.steps import REDUCED_BYTES, EngineStep, StepPart, StepQueue
+from redraft.online.learning.penalties import penalise
 from redraft.online.records.record import (
     Record,
     Sampling,
@@ -632,10 +633,42 @@ def test_headers_label_the_record_and_keep_it_out(server):
 
 
 @pytest.mark.vllm
-def test_masked_distributions_are_not_recorded(server):
-    response = server.complete(make_prompts(1, 20, 6)[0], structured_outputs={"choice": ["yes", "no"]})
+@pytest.mark.parametrize(
+    ("reason", "asked"),
+    [
+        ("structured_output", {"structured_outputs": {"choice": ["yes", "no"]}}),
+        ("min_tokens", {"min_tokens": 4}),
+        ("bad_words", {"bad_words": ["yes"]}),
+        ("allowed_tokens", {"allowed_token_ids": [*range(8, 200)]}),
+    ],
+)
+def test_masked_or_changed_distributions_are_not_recorded(server, reason, asked):
+    response = server.complete(make_prompts(1, 20, 6)[0], **asked)
     assert response["choices"][0]["finish_reason"]
-    assert server.status()["capture"]["skipped_requests_structured_output"] == 1
+    assert server.status()["capture"][f"skipped_requests_{reason}"] == 1
+
+
+PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.3}
+
+
+@pytest.mark.vllm
+def test_after_its_penalties_a_record_says_what_the_engine_writes_and_accepts(server):
+    """At temperature 0 the penalised target's best token is the engine's, so drafts are accepted as it is drafted."""
+    server.swap(server.noisy)
+    prompts = make_prompts(6, 20, 7)
+    with ThreadPoolExecutor() as pool:
+        responses = list(pool.map(lambda p: server.complete(p, max_tokens=40, ignore_eos=True, **PENALTIES), prompts))
+    records = server.records(responses)
+    written, best, plain = [], [], []
+    for record in records:
+        rows = record.branches == 0
+        text = np.concatenate([record.context_ids, record.output_ids])
+        written += text[record.positions[rows]].tolist()
+        best += penalise(record).topk_ids[rows, 0].tolist()
+        plain += record.topk_ids[rows, 0].tolist()
+    assert len(written) > 150
+    assert np.mean(np.array(plain) != written) > 0.1, "the penalties change a part of the text"
+    assert best == written
 
 
 @pytest.mark.vllm
