@@ -23,7 +23,7 @@ import httpx
 import numpy as np
 
 from redraft.eval.engine.counters import DecodeTime, parse_decode_time
-from redraft.eval.engine.sampling import Sampling
+from redraft.eval.engine.sampling import PENALTIES, Sampling, list_penalties
 from redraft.eval.engine.server import VllmServer
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.kept import fingerprint_path, hash_key
@@ -51,7 +51,7 @@ class Load:
     """Maximum length of every answer."""
     num_prompts: int
     sampling: Sampling
-    """Parameters sent with every request. Penalties are not sent: the server takes them from the target's folder."""
+    """Parameters sent with every request, beside the penalties of the target's folder."""
     concurrency: int | None = None
     """Maximum number of concurrent requests; None for no limit."""
     request_rate: float | None = None
@@ -145,7 +145,7 @@ def run_load(server: VllmServer, load: Load, folder: Path) -> LoadResult:
     _require_healthy(server)
     folder.mkdir(parents=True, exist_ok=True)
     arguments = ["--base-url", server.url, "--model", server.model, "--backend", "openai"]
-    arguments += ["--extra-body", json.dumps(asdict(load.sampling))]
+    arguments += ["--extra-body", json.dumps(sampling_fields(load, server.model))]
     arguments += ["--seed", str(load.seed), "--save-detailed", "--disable-tqdm"]
     if load.concurrency:
         arguments += ["--max-concurrency", str(load.concurrency)]
@@ -160,6 +160,11 @@ def run_load(server: VllmServer, load: Load, folder: Path) -> LoadResult:
         _require_success(server, load, result)
         clock = _decode_time(server, at_least=before.requests + result["completed"])
     return convert_result(result, clock.seconds - before.seconds)
+
+
+def sampling_fields(load: Load, target: str) -> dict[str, float]:
+    """The sampling parameters of every request. The generator itself would turn a repetition penalty off."""
+    return PENALTIES | list_penalties(target) | asdict(load.sampling)
 
 
 def convert_result(result: dict[str, Any], decode_s: float) -> LoadResult:

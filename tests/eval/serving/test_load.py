@@ -19,7 +19,15 @@ from redraft.eval.engine.measure import read_counters
 from redraft.eval.engine.sampling import GREEDY, PENALTIES, Sampling
 from redraft.eval.engine.server import VllmServer, vllm_server
 from redraft.eval.serving.cost import Advice, Range
-from redraft.eval.serving.load import Load, convert_result, data_arguments, median_run, run_load, write_sonnet
+from redraft.eval.serving.load import (
+    Load,
+    convert_result,
+    data_arguments,
+    median_run,
+    run_load,
+    sampling_fields,
+    write_sonnet,
+)
 
 JSON = {"Content-Type": "application/json"}
 
@@ -216,8 +224,14 @@ def test_every_request_carries_its_sampling(engine_with_draft: VllmServer, tmp_p
         relay.server_close()
     assert len(seen) >= 6
     for body in seen:
-        assert {name: body[name] for name in asdict(sampling)} == asdict(sampling)
-        assert not body.keys() & PENALTIES.keys(), "the server's own count"
+        assert {name: body[name] for name in asdict(sampling) | PENALTIES} == asdict(sampling) | PENALTIES
+
+
+def test_the_penalties_are_those_of_the_targets_folder(tmp_path: Path) -> None:
+    config = {"repetition_penalty": 1.05, "temperature": 0.7}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    fields = sampling_fields(make_load(), str(tmp_path))
+    assert fields == asdict(GREEDY) | PENALTIES | {"repetition_penalty": 1.05}
 
 
 @pytest.mark.vllm
