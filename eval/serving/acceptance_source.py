@@ -82,7 +82,7 @@ def read_sample_method_advice(path: Path, draft: str | None, temperature: float)
 
 def _list_acceptances(report: Mapping[str, Any]) -> Iterator[Acceptance]:
     if "results" in report:
-        yield from _list_of_eval(report)
+        yield from _list_evaluated(report)
     elif "tables" in report:
         for name, about in report["drafts"].items():
             if rates := about["acceptance_per_position"]:
@@ -99,7 +99,7 @@ def _list_acceptances(report: Mapping[str, Any]) -> Iterator[Acceptance]:
         yield Acceptance(draft=str(report["draft"]), per_position=rates, sampling=GREEDY, is_sampled=False)
 
 
-def _list_of_eval(report: Mapping[str, Any]) -> Iterator[Acceptance]:
+def _list_evaluated(report: Mapping[str, Any]) -> Iterator[Acceptance]:
     """Acceptance over all domains with the most draft tokens, of every draft and temperature."""
     # reports of before the filters were settings sampled from the whole vocabulary
     filters = {name: value for name, value in report.get("settings", {}).items() if name in FILTERS}

@@ -64,7 +64,7 @@ def arithmetic(pair: Pair) -> Iterator[Finding]:
                     f"{key} is {mine}, the head was trained with {trained[key]}",
                     f'write "{key}": {_json(trained[key])} into {_file(pair)}',
                 )
-        elif key != "hidden_act" and mine != (its := _of_target(pair, key)):
+        elif key != "hidden_act" and mine != (its := _read_target(pair, key)):
             yield Finding(
                 f"{key} is {mine}, that of the target's layers is {its}, and nothing records the head's training",
                 f'if the head was trained with the target\'s, write "{key}": {_json(its)} into {_file(pair)}',
@@ -79,7 +79,8 @@ def _sizes(pair: Pair) -> Mapping[str, Any]:
     return {key: getattr(config, key) for key in AS_TRAINED}
 
 
-def _of_target(pair: Pair, key: str) -> Any:
+def _read_target(pair: Pair, key: str) -> Any:
+    # the defaults of transformers for absent keys
     config = pair.target_config
     if key == "head_dim":
         return getattr(config, key, None) or config.hidden_size // config.num_attention_heads

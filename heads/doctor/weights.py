@@ -29,7 +29,7 @@ def numbers(pair: Pair) -> Iterator[Finding]:
         if wrong:
             yield Finding(
                 f"{name} holds {wrong} values that are not finite (NaN or infinity): the draft proposes nothing useful",
-                _cure_of_overflow(pair.dtypes[name]),
+                _cure_overflow(pair.dtypes[name]),
             )
         elif tensor.ndim > 1 and not bool(tensor.any()):
             yield Finding(
@@ -38,7 +38,7 @@ def numbers(pair: Pair) -> Iterator[Finding]:
             )
 
 
-def _cure_of_overflow(dtype: str) -> str:
+def _cure_overflow(dtype: str) -> str:
     if dtype == "F16":
         return "export the draft again in bfloat16: float16 ends at 65,504"
     return "export an earlier checkpoint: training diverged, or the file was damaged"
@@ -57,6 +57,7 @@ def copy_of_target(pair: Pair) -> Iterator[Finding]:
     files = {folder: tensor_files(folder) for folder in (pair.draft, pair.target)}
     if pair.is_own_target or files[pair.draft].keys() != files[pair.target].keys():
         return
+    # layers first: in any other model the first of them differs, and `all` reads no more
     equal = (_is_same(pair, name) for name in sorted(files[pair.draft], key=lambda name: ".layers." not in name))
     if all(equal):
         yield Finding(

@@ -95,6 +95,7 @@ def token_sources(
     plain_ids = {texts[token_id]: token_id for token_id in plain}
     roles = {
         getattr(target_tokenizer, role): getattr(draft_tokenizer, role)
+        # reversed: of several roles with one id, the first in ROLES wins
         for role in reversed(ROLES)
         if getattr(target_tokenizer, role) is not None and getattr(draft_tokenizer, role) is not None
     }
@@ -180,6 +181,7 @@ def _special_ids(tokenizer: Any) -> set[int]:
 def _token_bytes(tokenizer: Any) -> dict[int, bytes]:
     """The bytes of every token, decoded from the spelling of this kind of tokenizer."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    # byte-level BPE spells each byte as a printable character, so the tokens alone do not show which kind it is
     is_byte_level = '"ByteLevel"' in json.dumps([backend["decoder"], backend["pre_tokenizer"]])
     added = tokenizer.added_tokens_decoder
     decode = _byte_level if is_byte_level else _sentencepiece

@@ -101,15 +101,15 @@ def find_largest(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     num_grouped = group_size * num_groups
     # A group is every num_groups-th logit, not a contiguous run: maxima are then taken over whole vectors.
     maxima_RG = logits_RV[:, :num_grouped].view(-1, group_size, num_groups).amax(1)
-    groups_RK = _find_ids_of_largest(maxima_RG, torch.arange(num_groups), k)
+    groups_RK = _find_largest_ids(maxima_RG, torch.arange(num_groups), k)
     candidates_RC = (groups_RK[:, None] + torch.arange(0, num_grouped, num_groups)[:, None]).flatten(1)
     ungrouped_RC = torch.arange(num_grouped, vocab_size).expand(len(logits_RV), -1)
     candidates_RC = torch.cat([candidates_RC, ungrouped_RC], dim=1)
-    ids_RK = _find_ids_of_largest(logits_RV.gather(1, candidates_RC), candidates_RC, k)
+    ids_RK = _find_largest_ids(logits_RV.gather(1, candidates_RC), candidates_RC, k)
     return logits_RV.gather(1, ids_RK), ids_RK
 
 
-def _find_ids_of_largest(values_RC: Tensor, ids_RC: Tensor, k: int) -> Tensor:
+def _find_largest_ids(values_RC: Tensor, ids_RC: Tensor, k: int) -> Tensor:
     """Ids of the `k` largest values of every row, by descending value and ascending id among equal ones.
 
     Value and id are packed into one integer, because numpy sorts integers with vector instructions.

@@ -52,6 +52,7 @@ class Recording:
         """Why this request is not recorded; empty if it is. Recorded are those whose `draw` hashes below `fraction`."""
         if self.tenants and tenant not in map(to_label, self.tenants):
             return "tenant"
+        # a hash instead of a random number, so that every call decides alike
         return "" if zlib.crc32(draw) < self.fraction * 2**32 else "fraction"
 
 

@@ -414,6 +414,7 @@ def training_sequences(record: Record, *, branches: bool = True) -> list[Trainin
             end = begin + 1
             while end < len(hanging_R) and hanging_R[end] == hanging_R[end - 1] + 1:
                 end += 1
+            # The first row of a branch follows one rejected token. Each row's draft token is what the next row follows.
             rejected_at = record.positions[begin] - 1
             branch_T = np.concatenate([text_T[:rejected_at], record.draft_ids[begin - 1 : end - 1]])
             sequences.append(_sequence(record, branch_T, np.arange(begin, end), is_branch=True))

@@ -167,6 +167,7 @@ class Upstream:
         try:
             response = await self._send_on(request.connection, forwarded)
         except BaseException:
+            # also if cancelled: a connection with half a request on it must not be used again
             self._in_flight.discard(request)
             await request.connection.aclose()
             raise
@@ -216,6 +217,7 @@ class Upstream:
 
     async def _take_connection(self) -> httpcore.AsyncHTTPConnection:
         while self._idle:
+            # the one used last, so that the others expire and free their descriptors
             connection = self._idle.pop()
             if not connection.has_expired():
                 return connection
