@@ -68,7 +68,7 @@ KILLS = [
     "before 6 redraft.online.learning.candidate:Candidate.step",  # while training
     "before 1 redraft.online.learning.buffer:Buffer.commit_trained",  # the checkpoint exists, but does not count yet
     "before 2 redraft.heads.files.artifact:_flush",  # while publishing: the version is written, but not yet durable
-    "after 1 redraft.online.fleet.server:Server.swap",  # the server has the candidate, and nobody knows
+    "after 1 redraft.online.fleet.server:FleetServer.swap",  # the server has the candidate, and nobody knows
 ]
 
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 from fake_fleet import TOKEN
-from learner_world import World, make_draft, make_records, ship, until
+from learner_world import ANYTHING, World, make_draft, make_records, ship, until
 from run_learner import start
 
 from redraft.heads.files.artifact import PROVENANCE, fingerprint, manifest, verify
@@ -57,9 +57,9 @@ def test_a_killed_learner_goes_on_and_neither_loses_nor_repeats_a_record(world, 
         async with world.fleet():
             for first in range(0, 180, 30):
                 ship(world.spool, records[first : first + 30])
-            process = start(world.config(), kill_at)
+            process = start(world.config(gate=ANYTHING), kill_at)
             assert await ended(process) == -9
-            process = start(world.config())
+            process = start(world.config(gate=ANYTHING))
             ship(world.spool, records[180:])
             await until(lambda: world.registry.current() not in (None, "v000001"))
             await until(lambda: len({fake.version for fake in world.fakes} | {world.registry.current()}) == 1)
