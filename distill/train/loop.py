@@ -6,8 +6,9 @@ import datetime
 import os
 import resource
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, Literal, cast
 
 import torch
 from accelerate import Accelerator
@@ -60,17 +61,25 @@ class Loop:
     """Batches of held-out text per evaluation, the same ones each time."""
     save_every: int = 500
     """Steps between two checkpoints, and one at the end; 0 turns them off."""
+    stop_by: Literal["steps", "acceptance"] = "steps"
+    """`steps` trains all --loop.steps and exports the last one. `acceptance` ends as soon as the held-out tau has not
+    risen for --loop.patience evaluations, and exports the draft of the best evaluation: acceptance may fall long before
+    the loss on the training text rises. The learning rate follows --loop.steps in both cases."""
+    patience: int = 3
+    """Number of evaluations (--loop.eval-every) without a higher tau after which --loop.stop-by acceptance ends."""
     seed: int = 0
     """Seed of the order of the data, of random initial weights, and of generated text."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "log_every", "eval_batches"):
+        for name in ("steps", "batch_size", "log_every", "eval_batches", "patience"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--loop.{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
         if self.sequence_length < 2:
             raise ValueError("--loop.sequence-length must be at least 2: a label and a token before it")
         if not 0 <= self.on_policy <= 1:
             raise ValueError(f"--loop.on-policy is {self.on_policy}: a share of the steps lies between 0 and 1")
+        if self.stop_by == "acceptance" and not self.eval_every:
+            raise ValueError("--loop.stop-by acceptance needs evaluations: set --loop.eval-every above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +104,8 @@ class TrainingCost:
     tokens_per_s: float
     peak_rss_mib: float
     skipped_steps: int
+    exported_step: int
+    """The step whose draft is exported: the last one, or that of the best evaluation."""
 
 
 def write_offline_unless_logged_in() -> None:
@@ -145,7 +156,8 @@ def train(
     num_speculative_tokens: int,
     writer: StandaloneDraft | None = None,
 ) -> TrainingCost:
-    """Train from the newest checkpoint of `run` until `loop.steps`; losses and held-out acceptance go to the metrics.
+    """Train from the newest checkpoint of `run` until `loop.steps`, or until acceptance falls (`loop.stop_by`); losses
+    and held-out acceptance go to the metrics.
 
     `writer` writes the on-policy text; by default the draft itself.
 
@@ -169,36 +181,65 @@ def train(
         disable=not accelerator.is_main_process,
     )
     for step in bar:
+        if _is_past_its_best(run.metrics, loop):  # also at once, if a run is resumed that had ended by this
+            bar.close()
+            break
         batches = _batches(distillation, data, loop, step, writer)
         stats = distillation.step(batches)
         meter.add(stats)
         done = step + 1
-        if done % loop.log_every == 0 or done == loop.steps:
-            run.log(
-                done,
-                loss=stats.loss,
-                alpha=stats.alpha,
-                alpha_greedy=stats.alpha_greedy,
-                grad_norm=stats.grad_norm,
-                lr=stats.lr,
-                tokens_per_s=meter.rate(),
-            )
-            bar.set_postfix(loss=f"{stats.loss:.3f}", alpha=f"{stats.alpha[0]:.3f}", tok_s=f"{meter.rate():,.0f}")
         if loop.eval_every and (done % loop.eval_every == 0 or done == loop.steps):
             with meter.paused():
-                metrics = distillation.evaluate(held_out, num_speculative_tokens)
-            run.log(
-                done,
-                held_out_alpha=metrics.alpha,
-                held_out_alpha_greedy=metrics.alpha_greedy,
-                held_out_tau=metrics.tau,
-            )
-        if loop.save_every and (done % loop.save_every == 0 or done == loop.steps):
+                _evaluate(distillation, held_out, run, loop, num_speculative_tokens)
+        is_last = done == loop.steps or _is_past_its_best(run.metrics, loop)
+        if done % loop.log_every == 0 or is_last:
+            run.log(done, **_describe(stats), tokens_per_s=meter.rate())
+            bar.set_postfix(loss=f"{stats.loss:.3f}", alpha=f"{stats.alpha[0]:.3f}", tok_s=f"{meter.rate():,.0f}")
+        if loop.save_every and (done % loop.save_every == 0 or is_last):
             with meter.paused():
                 run.save(done, distillation.save)
+    if loop.stop_by == "acceptance":
+        run.restore_best(distillation.resume)
+        if accelerator.is_main_process:
+            print(f"the draft of step {distillation.step_index} is kept: no later evaluation had a higher tau")
     # From the metrics, because a run resumed after the last step trains nothing, and measures no speed.
     tokens_per_s = next(entry["tokens_per_s"] for entry in reversed(run.metrics) if "tokens_per_s" in entry)
-    return TrainingCost(tokens_per_s=tokens_per_s, peak_rss_mib=peak_rss_mib(), skipped_steps=distillation.skipped)
+    return TrainingCost(
+        tokens_per_s=tokens_per_s,
+        peak_rss_mib=peak_rss_mib(),
+        skipped_steps=distillation.skipped,
+        exported_step=distillation.step_index,
+    )
+
+
+def _describe(stats: StepStats) -> dict[str, Any]:
+    return {name: getattr(stats, name) for name in ("loss", "alpha", "alpha_greedy", "grad_norm", "lr")}
+
+
+def _evaluate(distillation: Distillation, held_out: list[Batch], run: Run, loop: Loop, num_tokens: int) -> None:
+    """Log the acceptance on held-out text after the newest step. If the best draft counts, save a best one."""
+    done, metrics = distillation.step_index, distillation.evaluate(held_out, num_tokens)
+    run.log(done, held_out_alpha=metrics.alpha, held_out_alpha_greedy=metrics.alpha_greedy, held_out_tau=metrics.tau)
+    if loop.stop_by == "acceptance" and _find_best(run.metrics) == done:
+        run.save_best(done, distillation.save)
+
+
+def _find_best(metrics: Sequence[Mapping[str, Any]]) -> int:
+    """Step of the evaluation with the highest held-out tau, the first of equals; 0 if there is none.
+
+    From the metrics, which a resumed run cuts to its checkpoint: so it decides as the unbroken run did.
+    """
+    taus = [(entry["held_out_tau"], -entry["step"]) for entry in metrics if "held_out_tau" in entry]
+    return -max(taus)[1] if taus else 0
+
+
+def _is_past_its_best(metrics: Sequence[Mapping[str, Any]], loop: Loop) -> bool:
+    """Whether `loop.patience` evaluations came after the best one."""
+    if loop.stop_by != "acceptance":
+        return False
+    best = _find_best(metrics)
+    later = [entry for entry in metrics if "held_out_tau" in entry and entry["step"] > best]
+    return len(later) >= loop.patience
 
 
 def _batches(

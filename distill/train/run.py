@@ -4,6 +4,7 @@ outputs/NAME/
   run.json                  resolved config and the date of the start, written first
   metrics.jsonl             one line per logged step
   checkpoints/step-000100/  published with a manifest; the newest two are kept
+  best/                     with --loop.stop-by acceptance: the checkpoint of the best evaluation
   draft/                    the exported draft
 """
 
@@ -118,12 +119,28 @@ class Run:
                 file.write(json.dumps(entry) + "\n")
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
-        """Publish a checkpoint of `step`: all ranks write into a temporary folder, then the main process renames it."""
+        """Publish a checkpoint of `step`, and delete all but the newest ones."""
+        self._publish(self.folder / "checkpoints" / f"step-{step:06d}", step, write)
         if self.accelerator.is_main_process:
-            final = self.folder / "checkpoints" / f"step-{step:06d}"
-            publish(final, lambda partial: self._write_together(partial, write), {"step": step}, overwrite=True)
             for old in self._checkpoints()[:-KEPT_CHECKPOINTS]:
                 shutil.rmtree(old)
+
+    def save_best(self, step: int, write: Callable[[Path], None]) -> None:
+        """Publish a checkpoint of `step` in place of the best one before."""
+        self._publish(self.folder / "best", step, write)
+
+    def restore_best(self, read: Callable[[Path], None]) -> None:
+        """Read the checkpoint of `save_best`. The metrics stay.
+
+        Raises: ValueError if it is missing, corrupt or truncated, naming the file.
+        """
+        self._on_main(lambda: verify(self.folder / "best"))
+        read(self.folder / "best")
+
+    def _publish(self, final: Path, step: int, write: Callable[[Path], None]) -> None:
+        """All ranks write into a temporary folder, then the main process renames it."""
+        if self.accelerator.is_main_process:
+            publish(final, lambda partial: self._write_together(partial, write), {"step": step}, overwrite=True)
         else:
             self._write_together(None, write)
         self.accelerator.wait_for_everyone()

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from redraft.distill.data.corpus import stdlib_conversations
 from redraft.distill.inputs import Signal
 from redraft.distill.train.loop import Loop
-from redraft.distill.train.step import Optim
+from redraft.distill.train.step import Distillation, Optim
+from redraft.eval.forecast.greedy import QuickMetrics
 from redraft.heads.catalog import detect_family, find_family
 from redraft.heads.files.artifact import fingerprint, verify
 from redraft.heads.target import Target
@@ -162,6 +163,56 @@ def test_eagle3_keeps_the_ids_that_are_labels_most_often(
     assert len(kept) == 300
     assert kept == sorted(kept)
     assert small_tokenizer.eos_token_id in kept
+
+
+def test_a_run_ends_when_acceptance_falls_and_exports_its_best_step_also_after_a_kill(
+    random_target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the small random target no tau rises and falls, so the evaluations are scripted, by step."""
+    taus = {1: 1.1, 2: 1.3, 3: 1.5, 4: 1.2, 5: 1.4, 6: 1.5, 7: 1.6}
+    killed_at = [0]
+
+    def evaluate(self: Distillation, batches: Any, num_speculative_tokens: int) -> QuickMetrics:
+        if self.step_index == killed_at[0]:
+            raise KeyboardInterrupt
+        tau = taus.get(self.step_index, 1.0)
+        return QuickMetrics(num_rows=1, alpha=0.5, alpha_greedy=0.5, tau=tau, acceptance_per_position=[0.5])
+
+    monkeypatch.setattr(Distillation, "evaluate", evaluate)
+    monkeypatch.setattr("redraft.distill.train.run.KEPT_CHECKPOINTS", 99)
+    loop = replace(SMALL, steps=12, eval_every=1, save_every=1)
+    run("medusa", random_target, data, tmp_path / "plain", loop=loop)
+
+    until = replace(loop, stop_by="acceptance", patience=3)
+    report = run("medusa", random_target, data, tmp_path / "run", loop=until)
+    assert (report["curves"][-1]["step"], report["train"]["exported_step"]) == (6, 3)
+    weights = load_file(tmp_path / "plain/checkpoints/step-000003/model.safetensors")
+    exported = trained_head("medusa", random_target, tmp_path / "run/draft")
+    for name, tensor in weights.items():
+        assert torch.equal(exported[name.removeprefix("draft.")], tensor.to(torch.bfloat16).float()), name
+
+    rarely = replace(until, save_every=2)
+    killed_at[0] = 5  # the best is of step 3, the newest checkpoint of step 4
+    with pytest.raises(KeyboardInterrupt):
+        run("medusa", random_target, data, tmp_path / "killed", loop=rarely)
+    killed_at[0] = 0
+    for _ in range(2):  # the second time, the run had ended already
+        again = run("medusa", random_target, data, tmp_path / "killed", loop=rarely, resume=True)
+        assert again["train"]["exported_step"] == 3
+        assert [e["held_out_tau"] for e in again["curves"] if "held_out_tau" in e] == [1.1, 1.3, 1.5, 1.2, 1.4, 1.5]
+        for file in ("run", "killed"):
+            assert trained_equals(exported, trained_head("medusa", random_target, tmp_path / file / "draft"))
+
+
+def trained_equals(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def trained_head(family: str, target: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of an exported head, as its family loads them."""
+    model = Target.from_model(AutoModelForCausalLM.from_pretrained(target))
+    weights: dict[str, torch.Tensor] = find_family(family).draft_class().load(folder, model).state_dict()
+    return weights
 
 
 def test_a_run_that_ended_is_not_trained_again_by_resume(random_target: Path, data: Path, tmp_path: Path) -> None:
