@@ -289,6 +289,7 @@ def attention_mask(batch: Batch) -> Tensor:
     """Causal mask within each document, bool [B, 1, T, T]. True lets a query see a key; padding sees itself only."""
     tokens = batch.document_BT.shape[1]
     causal_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=batch.document_BT.device).tril()
+    # padding counts as a document: a row without any key would be NaN
     same_BTT = batch.document_BT[:, :, None] == batch.document_BT[:, None, :]
     return (same_BTT & causal_TT)[:, None]
 

@@ -282,6 +282,7 @@ def _by_prompt(
     protocol: Protocol,
 ) -> list[PromptRows]:
     first, rates = proposed[0], verified[0]
+    # a model always drafts; a lookup may find nothing, and an engine then counts no draft
     drafted_N = first.cpu() != NOTHING if isinstance(first, Tensor) else torch.ones_like(rates.alpha_N)
     columns = {"alpha": rates.alpha_N, "alpha_greedy": rates.alpha_greedy_N, "drafted": drafted_N}
     accept_greedy_SN = torch.stack([each.accept_greedy_N for each in verified])

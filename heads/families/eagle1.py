@@ -66,6 +66,7 @@ class Eagle1(nn.Module):
         self._embed_VD, self._head_VD = target.embed_VD, target.head_VD
         self._rotary = Rotary.from_shape(self.shape)
         self.fc = nn.Linear(2 * self.shape.hidden_size, self.shape.hidden_size, bias=False)
+        # a list of one, because checkpoints name the tensors `layers.0`
         self.layers = nn.ModuleList([Layer(self.shape)])
 
     def step(

@@ -104,6 +104,7 @@ class Eagle3(nn.Module):
         if draft_ids_W is not None:
             check_ids(draft_ids_W, self.shape.vocab_size)
         self._draft_ids_W: Tensor | None
+        # not in the state dict: a checkpoint stores the differences `d2t`, which `export` makes
         self.register_buffer("_draft_ids_W", draft_ids_W, persistent=False)
         self.fc = nn.Linear(len(self.aux_layer_ids) * hidden, hidden, bias=False)
         if config.norm_before_fc:
@@ -221,6 +222,7 @@ class Eagle3(nn.Module):
         kept_V = torch.zeros(self.shape.vocab_size, dtype=torch.bool)
         kept_V[ids_W] = True
         maps = {"d2t": to_offsets(ids_W), "t2d": kept_V}
+        # the weights come last: if they hold a trained head, it replaces the target's rows
         return {"lm_head.weight": self.head, **weights, **maps}
 
     def _vllm_config(self) -> dict[str, Any]:
@@ -285,6 +287,7 @@ class Eagle3(nn.Module):
         shape = LlamaShape.from_head_config(config.get("transformer_layer_config", config), target.config)
         head = Eagle3(_read(config, own_head="lm_head.weight" in tensors), target, draft_ids_W, shape)
         if not head.config.own_head:
+            # the target's rows, which the export adds for a reduced vocabulary
             tensors.pop("lm_head.weight", None)
         load_into(head, tensors, folder)
         return head

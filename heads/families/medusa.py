@@ -105,6 +105,7 @@ class Medusa(nn.Module):
     ) -> Drafted:
         """One token from each head, all from the last row of the signal. Raises ValueError for more than heads."""
         require_tokens(num_tokens, self.max_tokens)
+        # the target has not read the prefix's last token, so the last row is the one before
         hidden_D = final_hidden(signal)[0, len(prefix_ids) - 2].to(self._dtype)
         heads = list(zip(self.blocks, self.lm_heads, strict=True))[:num_tokens]
         return [draw(lm_head(block(hidden_D)).float(), temperature, generator) for block, lm_head in heads]

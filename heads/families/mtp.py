@@ -65,6 +65,7 @@ class Mtp(nn.Module):
         self.layout = detect_layout(target.config)
         self._target_config = target.config
         self._embed_VD, self._head_VD = target.embed_VD, target.head_VD
+        # the state before the final norm is the stream after the last layer
         self.aux_layer_ids: tuple[int, ...] = () if self.layout.reads_normed else (target.config.num_hidden_layers,)
         hidden = target.config.hidden_size
         self._rotary = Rotary(self.layout.rotary(target.config))
@@ -75,6 +76,7 @@ class Mtp(nn.Module):
             norm(hidden, eps=target.config.rms_norm_eps) for _ in range(3)
         )
         for parameter in self.parameters():
+            # norms keep the ones or zeros they are made with
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=target.config.initializer_range)
 

@@ -59,6 +59,7 @@ class KeyCache:
         self._keys = k if self._keys is None else torch.cat([self._keys, k], dim=2)
         self._values = v if self._values is None else torch.cat([self._values, v], dim=2)
         num_queries, num_keys = q.shape[2], self._keys.shape[2]
+        # the queries are the last rows: the first of them sees every key before it, and its own
         seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
         out: Tensor = F.scaled_dot_product_attention(q, self._keys, self._values, attn_mask=seen, scale=scale)
         return out[..., : v_BGTE.shape[-1]]
@@ -75,6 +76,7 @@ def _prepare(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor) -> tuple[Tensor, Te
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else v_BGTE.dtype
     groups = q_BHTE.shape[1] // k_BGTE.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k_BGTE, v_BGTE))
+    # DeepSeek's values are narrower than its keys, and the kernels take one size
     v = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
     return q_BHTE.to(dtype), k.to(dtype), v.to(dtype)
 
@@ -90,6 +92,7 @@ def _attend_masked(
     eye_TT = torch.eye(q_BHTE.shape[2], dtype=torch.bool, device=q_BHTE.device)
     if mask_B1TT is None:
         mask_B1TT = additive(torch.ones_like(eye_TT).tril(), q_BHTE.dtype)[None, None]
+    # of each later step a row sees its own key alone
     diagonal = additive(eye_TT, q_BHTE.dtype).expand(*mask_B1TT.shape)
     mask = torch.cat([mask_B1TT, *[diagonal] * (len(keys) - 1)], dim=-1)
     return F.scaled_dot_product_attention(q_BHTE, torch.cat(keys, 2), torch.cat(values, 2), attn_mask=mask, scale=scale)
@@ -120,6 +123,7 @@ class _StepAttention(torch.autograd.Function):
             first_BHT = total_BHT
             wide_q = q.to(first_BHT.dtype)
             scores = [(wide_q * k).sum(-1) * scale for k in keys[1:]]
+            # one softmax over all keys: the output of step 0 shrinks to its share of the total
             total_BHT = torch.stack([first_BHT, *scores]).logsumexp(0)
             out = out * (first_BHT - total_BHT).exp()[..., None]
             for score, v in zip(scores, values[1:], strict=True):

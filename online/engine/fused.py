@@ -61,6 +61,7 @@ def refill(fused: Any, tensors: Mapping[str, Tensor], rank: int, num_ranks: int)
 
 def _take_heads(weight: Tensor, num_heads: int, head_dim: int, rank: int, num_ranks: int) -> Tensor:
     """The rows of this rank's key heads, [G * E, D]. With fewer heads than ranks, several ranks hold the same head."""
+    # e.g. two heads on four ranks: ranks 0 and 1 hold head 0, ranks 2 and 3 head 1
     first = rank * (len(weight) // head_dim) // num_ranks
     return weight[first * head_dim : (first + num_heads) * head_dim]
 

@@ -219,6 +219,7 @@ def _join_columns(steps: Sequence[VerifiedStep]) -> dict[str, NDArray[Any]]:
     index_R = (np.arange(counts.sum()) - np.repeat(last_R + 1 - counts, counts)).astype(np.int32)
     start_R = np.repeat(np.array([step.start for step in steps], np.int32), counts)
     num_accepted_R = np.repeat(np.array([step.num_accepted for step in steps], np.int32), counts)
+    # the bonus row at the end of a step has no draft token: -1 and NaN
     drafts_R, draft_probs_R = np.full(len(index_R), -1, np.int32), np.full(len(index_R), np.nan, np.float32)
     has_draft_R = np.ones(len(index_R), bool)
     has_draft_R[last_R] = False

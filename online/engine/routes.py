@@ -187,6 +187,7 @@ class Endpoint:
         if not all(rank["ok"] for rank in started):
             return [{"damaged": False, "error": rank["error"]} for rank in started if not rank["ok"]]
         while True:
+            # Polled in short calls, because the engine takes no step while one is running.
             ranks: list[dict[str, Any]] = await self.engine.collective_rpc("redraft_staged")
             failed = [rank for rank in ranks if rank["error"]]
             if failed or all(rank["done"] for rank in ranks):
@@ -237,6 +238,7 @@ class Endpoint:
                 "target_checksum_after": ranks[0]["checksum_after"],
             }
         error = failed[0]["error"]
+        # Ranks with different drafts would propose nonsense, so all go back.
         if any(rank["ok"] or rank["touched"] for rank in ranks):
             if not await self._restore():
                 raise HTTPException(500, f"{error}; and {serving} could not be restored: swap to a good version")

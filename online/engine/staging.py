@@ -101,6 +101,7 @@ class Staging:
         digest = hashlib.sha256()
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
+            # mmap refuses an empty file
             if not size:
                 raise DamagedError(f"{path} is empty: copy or publish the folder again")
             descriptor = os.memfd_create(path.name)

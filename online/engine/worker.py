@@ -196,6 +196,7 @@ def redraft_discard(worker: Any) -> None:
     state: WorkerState = worker.redraft
     if state.staging is not None:
         state.staging.discard()
+        # a hung read cannot be stopped: it counts until its thread ends
         state.stuck.append(state.staging)
         state.staging = None
     state.stuck = [staging for staging in state.stuck if not staging.is_done]
@@ -261,6 +262,7 @@ def _is_recording_rank() -> bool:
     """True on one rank of a tensor-parallel group: all of them see the same logits."""
     from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
+    # only the last pipeline stage computes logits
     return bool(get_tensor_model_parallel_rank() == 0 and get_pp_group().is_last_rank)
 
 

@@ -80,6 +80,7 @@ class Reconciler:
         self._pushes.clear()
         for task in tasks:
             task.cancel()
+        # A cancelled request may have reached its server: the next swap must come after it.
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def forget(self, server: FleetServer) -> None:

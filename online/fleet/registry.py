@@ -315,6 +315,7 @@ class Registry:
         if current not in known:
             return []
         found = [current]
+        # a version found twice would be a circle, which only damage makes
         while (parent := self._read_parent(found[0])) in known and parent not in found:
             found.insert(0, parent)
         return found if len(found) > 1 else known[: known.index(current) + 1]

@@ -309,6 +309,7 @@ async def _compare(
                 return Comparison(ours.total, theirs.total, finding, reason)
         if is_late and not policy.keep_inconclusive:
             return Comparison(ours.total, theirs.total, Finding.INCONCLUSIVE, f"{Finding.INCONCLUSIVE.value}: {reason}")
+        # `keep_inconclusive`: compare until the interval decides
         if is_late:
             deadline_s = math.inf
 

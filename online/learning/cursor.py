@@ -60,6 +60,7 @@ class Cursor:
         """Raises: OSError if the disk cannot be written."""
         forgotten = {**self.forgotten, **dict.fromkeys(tenants_sha256, time_s)}
         if self.folder is not None:
+            # after a kill between the two files the tenant is in one of them, which is enough
             write_sealed(self.folder / FORGOTTEN, {"forgotten": forgotten})
         self._write(self.commits, forgotten)
         self.forgotten = forgotten

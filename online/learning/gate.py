@@ -197,6 +197,7 @@ def spent_confidence(confidence: float, look: int) -> float:
 
 
 def _gain(counts_N4: Array, policy: Policy, look: int, *, is_upper_spent: bool = False) -> Gain:
+    # column 0 is the candidate, column 1 the incumbent
     accepted_N2, drafts_N2 = counts_N4[:, [1, 3]], counts_N4[:, [0, 2]]
     tau_candidate, tau_incumbent = 1 + accepted_N2.sum(0) / drafts_N2.sum(0)
     gain = estimate_gain(accepted_N2, drafts_N2)

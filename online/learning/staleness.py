@@ -81,6 +81,7 @@ def compare(then: Sequence[Row], now: Sequence[Row], policy: SleepPolicy, gate: 
     num_known = sum(len(now_by[name]) for name in known)
     if num_known < gate.min_requests:
         return None if not new else _only_new(new, len(now))
+    # by drafts, because tau is a mean over drafts and not over requests
     weights = {name: sum(drafts for _, drafts, _ in now_by[name]) for name in known}
     total = sum(weights.values())
     losses = {name: _estimate_loss(then_by[name], now_by[name]) for name in known}
@@ -179,6 +180,7 @@ class Sleep:
         """The reason to train again, with `num_waiting` records not trained yet; empty if there is none."""
         candidates = (self.num_passed + num_waiting) / records_per_candidate
         pause = 2 ** max(0, self.num_attempts - 1)
+        # with a proven loss the pause begins at one candidate, without one at FIRST_PAUSE of them
         if staleness and staleness.reason and candidates >= min(pause, policy.longest):
             return staleness.reason
         if candidates >= min(FIRST_PAUSE * pause, policy.longest):
