@@ -2,7 +2,8 @@
 
     $ redraft bench-decisions
 
-    canary      an equal draft and one 0.2 worse, with short and long requests: how often is it returned or passed?
+    canary      an equal draft and one 0.2 worse, with short and long requests, and with two domains spread evenly or
+                40:60 against 60:40: how often is it returned or passed?
     gate        ten candidates in a row with a true gain of exactly `min_gain`: how often is one promoted?
     baseline    `redraft eval --baseline` on two equal drafts: how often does it fail?
     sleep       a learner that sleeps: how often does it wake though nothing changed, how soon after a drift?
@@ -18,6 +19,7 @@ T = trials, N = prompts or requests, P = polls.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -51,6 +53,12 @@ WITHIN_REQUEST = 1.1
 """Standard deviation of accepted tokens between the drafts of a request; with 28 drafts it adds up to 0.46."""
 
 TAU = 2.0
+
+DOMAIN_GAP = 0.22
+"""Difference of tau between two domains: code 2.16, prose 1.94 on the demo's target."""
+
+MIXES = {"like_traffic": (0.5, 0.5), "unlike_traffic": (0.4, 0.6)}
+"""Share of the easier domain on the worse-off and on the better-off group: evenly spread, or 40:60 against 60:40."""
 
 DRAFTS_PER_POLL = 125
 """Drafts of one running request in a poll interval of 5 s."""
@@ -102,39 +110,57 @@ def simulate(trials: int, seed: int = 0) -> dict[str, Any]:
 
 
 def simulate_canary(trials: int, seed: int = 0, polls: int = 180) -> dict[str, Any]:
-    """The canary's findings by drafts per request and running requests per server; the largest rates on top.
+    """The canary's findings by traffic, drafts per request and running requests per server; the largest rates on top.
 
-    Time is up after `polls`; the policy is the default one.
+    Unlike traffic is against the truth: an equal draft gets more of the harder domain, a worse one more of the easier
+    one. Time is up after `polls`; the policy is the default one.
     """
-    cases = []
-    for drafts_per_request in (28, 100, 200, 400):
-        for running in (1, 8):
-            equal = _count_findings(trials, seed, 0.0, drafts_per_request, running, polls)
-            worse = _count_findings(trials, seed, 0.2, drafts_per_request, running, polls)
-            cases.append(
-                {
-                    "drafts_per_request": drafts_per_request,
-                    "running_requests": running,
-                    "equal_rolled_back": equal[Finding.WORSE],
-                    "equal_inconclusive": equal[Finding.INCONCLUSIVE],
-                    "worse_passed": worse[Finding.PASSED],
-                    "worse_inconclusive": worse[Finding.INCONCLUSIVE],
-                }
-            )
-    return {
-        "equal_rolled_back": max(case["equal_rolled_back"] for case in cases),
-        "worse_passed": max(case["worse_passed"] for case in cases),
-        "cases": cases,
+    cases: list[dict[str, Any]] = []
+    sizes = itertools.product(MIXES.items(), (28, 100, 200, 400), (1, 8))
+    for (traffic, (less, more)), drafts_per_request, running in sizes:
+        size = (drafts_per_request, running, polls)
+        equal = _count_findings(trials, seed, 0.0, (less, more), *size)
+        worse = _count_findings(trials, seed, 0.2, (more, less), *size)
+        cases.append(
+            {
+                "traffic": traffic,
+                "drafts_per_request": drafts_per_request,
+                "running_requests": running,
+                "equal_rolled_back": equal[Finding.WORSE],
+                "equal_inconclusive": equal[Finding.INCONCLUSIVE],
+                "worse_passed": worse[Finding.PASSED],
+                "worse_inconclusive": worse[Finding.INCONCLUSIVE],
+            }
+        )
+    worst = {
+        traffic: {
+            name: max(case[name] for case in cases if case["traffic"] == traffic)
+            for name in ("equal_rolled_back", "worse_passed")
+        }
+        for traffic in MIXES
     }
+    highest = {name: max(rates[name] for rates in worst.values()) for name in ("equal_rolled_back", "worse_passed")}
+    return {**highest, **worst, "cases": cases}
 
 
 def _count_findings(
-    trials: int, seed: int, loss: float, drafts_per_request: int, running: int, polls: int
+    trials: int,
+    seed: int,
+    loss: float,
+    easy_shares: tuple[float, float],
+    drafts_per_request: int,
+    running: int,
+    polls: int,
 ) -> dict[Finding, float]:
-    """Share of each finding, for a canary whose true tau is `loss` below the control group's."""
+    """Share of each finding, for a canary whose true tau is `loss` below the control group's on the same traffic.
+
+    `easy_shares` are the shares of the easier domain on the canary and on the control group.
+    """
     rng, policy = np.random.default_rng(seed), RolloutPolicy()
-    canary_TP2 = _simulate_polls(rng, trials, polls, TAU - loss, drafts_per_request, running)
-    control_TP2 = _simulate_polls(rng, trials, polls, TAU, drafts_per_request, running)
+    canary_TP2, control_TP2 = (
+        _simulate_polls(rng, trials, polls, tau, share, drafts_per_request, running)
+        for tau, share in zip((TAU - loss, TAU), easy_shares, strict=True)
+    )
     enough = -(-policy.min_drafts // (DRAFTS_PER_POLL * running))
     findings = []
     for canary_P2, control_P2 in zip(canary_TP2, control_TP2, strict=True):
@@ -148,7 +174,13 @@ def _count_findings(
 
 
 def _simulate_polls(
-    rng: np.random.Generator, trials: int, polls: int, tau: float, drafts_per_request: int, running: int
+    rng: np.random.Generator,
+    trials: int,
+    polls: int,
+    tau: float,
+    easy_share: float,
+    drafts_per_request: int,
+    running: int,
 ) -> Array:
     """(drafts, accepted) of a server at every poll, [T, P, 2]: `running` requests at a time, each after another."""
     border_P = np.arange(polls + 1) * float(DRAFTS_PER_POLL)
@@ -158,7 +190,9 @@ def _simulate_polls(
         # mean of a log-normal: exp(mu + 0.6**2 / 2)
         drafts_TN = rng.lognormal(np.log(drafts_per_request) - 0.18, 0.6, (trials, num_requests))
         drafts_TN[:, 0] *= rng.random(trials)  # the first request was running when the window opened
-        rate_TN = np.maximum(tau - 1 + BETWEEN_REQUESTS * rng.standard_normal((trials, num_requests)), 0)
+        is_easy_TN = rng.random((trials, num_requests)) < easy_share
+        tau_TN = tau + DOMAIN_GAP * (is_easy_TN - 0.5) + BETWEEN_REQUESTS * rng.standard_normal((trials, num_requests))
+        rate_TN = np.maximum(tau_TN - 1, 0)
         end_TN, total_TN = drafts_TN.cumsum(1), (drafts_TN * rate_TN).cumsum(1)
         for trial in range(trials):
             at_border = np.interp(border_P, np.r_[0, end_TN[trial]], np.r_[0, total_TN[trial]])

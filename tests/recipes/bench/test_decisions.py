@@ -2,10 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from redraft.recipes.bench.decisions import (
+    DOMAIN_GAP,
     Config,
+    _simulate_polls,
     main,
     simulate_baseline,
     simulate_canary,
@@ -19,12 +22,23 @@ TRIALS = 100
 SLACK = 0.03
 
 
-def test_an_equal_draft_stays_and_a_worse_one_does_not():
+def test_an_equal_draft_stays_and_a_worse_one_does_not_also_with_unlike_traffic():
     canary = simulate_canary(TRIALS)
-    assert canary["equal_rolled_back"] <= 0.02 + SLACK
-    assert canary["worse_passed"] <= 0.02 + SLACK
+    assert {case["traffic"] for case in canary["cases"]} == {"like_traffic", "unlike_traffic"}
+    for traffic in ("like_traffic", "unlike_traffic"):
+        assert canary[traffic]["equal_rolled_back"] <= 0.02 + SLACK
+        assert canary[traffic]["worse_passed"] <= 0.02 + SLACK
     short = [case for case in canary["cases"] if case["drafts_per_request"] == 28 and case["running_requests"] == 8]
-    assert short[0]["equal_inconclusive"] == short[0]["worse_inconclusive"] == 0, "with enough requests it tells"
+    for case in short:
+        assert case["equal_inconclusive"] == case["worse_inconclusive"] == 0, "with enough requests it tells"
+
+
+def test_the_simulated_mix_moves_tau_as_it_says():
+    """40% of the easier domain instead of 60% costs a fifth of the difference between the domains."""
+    rng = np.random.default_rng(0)
+    low_TP2, high_TP2 = (_simulate_polls(rng, 200, 60, 2.0, share, 28, 8) for share in (0.4, 0.6))
+    rates = [polls_TP2[..., 1].sum() / polls_TP2[..., 0].sum() for polls_TP2 in (low_TP2, high_TP2)]
+    assert rates[1] - rates[0] == pytest.approx(0.2 * DOMAIN_GAP, abs=0.012)
 
 
 def test_candidates_at_the_bar_are_seldom_promoted_in_ten_looks():
