@@ -46,7 +46,7 @@ def _cure_overflow(dtype: str) -> str:
 
 def draft_tensors(pair: Pair) -> list[str]:
     """The tensors of the draft; in a folder that also holds its target, only those of the draft."""
-    if not pair.is_own_target:
+    if not (pair.is_own_target and pair.family.is_in_target):
         return list(pair.shapes)
     prefix = detect_layout(pair.target_config).prefix.format(n=pair.target_config.num_hidden_layers)
     return [name for name in pair.shapes if name.startswith(prefix)]
@@ -55,14 +55,14 @@ def draft_tensors(pair: Pair) -> list[str]:
 def copy_of_target(pair: Pair) -> Iterator[Finding]:
     """A standalone draft is another model than its target."""
     files = {folder: tensor_files(folder) for folder in (pair.draft, pair.target)}
-    if pair.is_own_target or files[pair.draft].keys() != files[pair.target].keys():
+    if files[pair.draft].keys() != files[pair.target].keys():
         return
     # layers first: in any other model the first of them differs, and `all` reads no more
     equal = (_is_same(pair, name) for name in sorted(files[pair.draft], key=lambda name: ".layers." not in name))
     if all(equal):
         yield Finding(
             "the draft is the target itself, tensor by tensor: every token is accepted, and nothing becomes faster",
-            "serve a smaller draft: `redraft distill` makes one from some layers of the target",
+            "give a smaller draft (--draft): `redraft distill` makes one from some layers of the target",
         )
 
 

@@ -477,6 +477,15 @@ def test_a_standalone_draft_of_another_tokenizer(tmp_path: Path) -> None:
     assert "transplant" in finding.cure
 
 
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_draft_that_is_its_target(is_copied: bool, tmp_path: Path) -> None:
+    target, _ = make_standalone(tmp_path)
+    draft = shutil.copytree(target, tmp_path / "copy") if is_copied else target
+    finding = only(findings((target, draft)))
+    assert "the draft is the target itself" in finding.problem
+    assert "--draft" in finding.cure
+
+
 def test_a_standalone_draft_with_fewer_rows(tmp_path: Path) -> None:
     target, draft = make_standalone(tmp_path)
     edit_config(draft, vocab_size=200)
