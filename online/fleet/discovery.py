@@ -65,7 +65,7 @@ class FleetConfig:
             raise ValueError("there is no server: set fleet.servers, fleet.file or fleet.name")
         token = read_token(self.token_file) if self.token_file else os.environ.get("REDRAFT_TOKEN")
         if not token:
-            raise ValueError("no token of the servers: set fleet.token_file or REDRAFT_TOKEN")
+            raise ValueError("no token for the servers: set fleet.token_file or REDRAFT_TOKEN")
         return token
 
 

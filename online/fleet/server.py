@@ -180,7 +180,7 @@ class FleetServer:
                 capture_off=body.capture_off,
             )
         except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
-            raise NonsenseError(f"{self.url} answers with something else than a status: {error}") from error
+            raise NonsenseError(f"{self.url} answers with something other than a status: {error}") from error
 
     async def swap(self, version: str) -> None:
         """Return once the server serves `version`.
@@ -213,7 +213,7 @@ class FleetServer:
         try:
             total = _parse_counts(content)
         except Exception as error:  # the parser of Prometheus raises half a dozen types
-            raise NonsenseError(f"{self.url} answers with something else than /metrics: {error!r:.200}") from error
+            raise NonsenseError(f"{self.url} answers with something other than /metrics: {error!r:.200}") from error
         if total is None:
             raise RefusedError(f"{self.url} has no {SPEC_DECODE}* counters: it runs without a draft")
         return Reading(boot=status.boot, draft_version=status.draft_version, total=total)

@@ -42,7 +42,10 @@ def read_anchors(path: Path, target_fingerprint: str, hidden_shape: tuple[int, i
                 "make anchors for this target (redraft anchors)"
             )
         if hidden_shape not in (None, record.hidden_shape):
-            raise ValueError(f"{path} holds no hidden states of the form {hidden_shape}: a head learns without anchors")
+            raise ValueError(
+                f"{path} holds no hidden states of shape {hidden_shape}, which this head reads: remove `anchors`, "
+                "because heads learn without them"
+            )
         records.append(record)
     if not records:
         raise ValueError(f"{path} holds no record: make the anchors again (redraft anchors)")

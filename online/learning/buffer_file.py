@@ -66,7 +66,7 @@ class BufferFullError(OSError):
 
 
 class DamagedFileError(sqlite3.DatabaseError):
-    """The file is a database, but holds something else than was written."""
+    """The file is a database, but holds something other than was written."""
 
 
 class LaterFileError(Exception):

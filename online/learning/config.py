@@ -61,7 +61,7 @@ class Training:
     def __post_init__(self) -> None:
         for name in ("fresh_per_step", "records_per_candidate", "accumulation", "patience", "warmup_steps"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1")
+                raise ValueError(f"training.{name} is {getattr(self, name)}: it must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

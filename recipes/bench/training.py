@@ -54,7 +54,7 @@ def main(cfg: Config) -> None:
     cases = [case for section in SECTIONS for case in section() if cfg.cases.lower() in case.name.lower()]
     if not cases:
         names = ", ".join(case.name for section in SECTIONS for case in section())
-        raise ValueError(f"no case's name contains {cfg.cases!r}: there is {names}")
+        raise ValueError(f"no case's name contains {cfg.cases!r}: choose from {names}")
     device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
     print("  ".join(f"{name} {value}" for name, value in environment().items()), flush=True)
     results = []

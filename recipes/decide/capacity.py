@@ -1,4 +1,5 @@
-"""Cost of capture, storage and learning for a fleet: bytes and FLOPs per served token, for every family that learns.
+"""Cost of capture, storage and learning for a fleet: bytes and FLOPs per served token, for a standalone draft,
+EAGLE-1 and EAGLE-3.
 
     $ redraft capacity                                    # 1,000 tokens/s of Llama-3.1-8B
     $ redraft capacity --tokens-per-s 250000 --fraction 0.01 --traffic.tau 3.1

@@ -261,7 +261,7 @@ def test_anchors_without_states_are_refused(world, random_target, tmp_path):
     async def script(task):
         await task
 
-    with pytest.raises(ValueError, match="a head learns without anchors"):
+    with pytest.raises(ValueError, match="heads learn without them"):
         play(world, script, anchors=tmp_path / "anchors")
 
 

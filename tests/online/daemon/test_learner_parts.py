@@ -265,7 +265,7 @@ def test_every_printed_setting_is_explained():
         ("trainig.lr=1", "there is no setting trainig: did you mean training?"),
         ("training.lrr=1", "there is no setting training.lrr: did you mean training.lr?"),
         ("training.lr='high'", r"Expected `float`, got `str` - at `\$.training.lr`"),
-        ("training.fresh_per_step=0", "fresh_per_step must be at least 1"),
+        ("training.fresh_per_step=0", "training.fresh_per_step is 0: it must be at least 1"),
         ("gate.confidence=2", "confidence must be between 0.5 and 1"),
         ("registry=3", "expected a path in quotes"),
         ("folder=here", "strings need quotes"),

@@ -415,7 +415,7 @@ async def test_another_service_on_the_address_is_a_refusal():
     async with listener, httpx.AsyncClient() as http:
         server = FleetServer(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", TOKEN, http)
         assert (await converge([server], NEW, 0)).refused
-        with pytest.raises(RefusedError, match="something else than a status"):
+        with pytest.raises(RefusedError, match="something other than a status"):
             await server.status()
 
 

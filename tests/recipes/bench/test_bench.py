@@ -90,7 +90,7 @@ def test_every_case_has_a_name_of_its_own_and_names_what_is_not_installed() -> N
 
 
 def test_a_case_that_does_not_exist_is_told_with_those_that_do() -> None:
-    with pytest.raises(ValueError, match="no case's name contains 'eagle-9': there is fused loss, vocabulary 32k"):
+    with pytest.raises(ValueError, match="no case's name contains 'eagle-9': choose from fused loss, vocabulary 32k"):
         main(Config(cases="eagle-9"))
 
 
