@@ -21,7 +21,7 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.step import DistillStep
 from redraft.heads.draft import Batch
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.recipes.bench.measure import DTYPES, OURS, Case, DtypeName, Matmul, Required, Run
+from redraft.recipes.bench.measure import DTYPES, OURS, Case, DtypeName, Matmul, Required, Run, can_compile
 
 NAIVE = "naive"
 
@@ -84,7 +84,7 @@ def build_fused_loss(vocabulary: int, dtype: DtypeName, side: str, device: str) 
 # -------------------------------------------------------------------------------------- a whole step: against TRL's GKD
 
 STEP_BATCH, STEP_LENGTH, STEP_VOCABULARY = 2, 512, 32_768
-TRL = "TRL"
+TRL, TRL_COMPILED = "TRL", "TRL, compiled"
 
 Precision = Literal["mixed", "weights"]
 """mixed: float32 weights under autocast, the default of TRL and of redraft; weights: all weights in bfloat16."""
@@ -97,7 +97,9 @@ def kl_step_cases() -> list[Case]:
     return [
         Case(
             name=f"KL step, vocabulary 32k, bfloat16 {precision}",
-            against={TRL: "GKDTrainer's loss on the same models"},
+            against={TRL: "GKDTrainer's loss on the same models"}
+            | ({TRL_COMPILED: "the same with the loss compiled"} if can_compile() else {}),
+            compiled=frozenset({TRL_COMPILED}),
             tokens=STEP_BATCH * STEP_LENGTH,
             dtype="bfloat16",
             matmuls=matmuls,
@@ -147,8 +149,10 @@ def build_kl_step(precision: Precision, side: str, device: str) -> Run:
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4, fused=True)  # the Trainer's default
     ids_BT = torch.randint(STEP_VOCABULARY, (STEP_BATCH, STEP_LENGTH)).to(device)
     autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mixed)
-    kl = our_kl if side == OURS else trl_kl
-    loss = kl(student, target, ids_BT, autocast)
+    if side == OURS:
+        loss = our_kl(student, target, ids_BT, autocast)
+    else:
+        loss = trl_kl(student, target, ids_BT, autocast, is_compiled=side == TRL_COMPILED)
 
     def run() -> Tensor:
         optimizer.zero_grad()
@@ -173,9 +177,13 @@ def our_kl(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast) 
     return loss
 
 
-def trl_kl(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast) -> Run:
+def trl_kl(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast, *, is_compiled: bool) -> Run:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.gkd import GKDTrainer  # a development dependency
+
+    divergence = GKDTrainer.generalized_jsd_loss
+    if is_compiled:
+        divergence = torch.compile(divergence)
 
     def logits(model: Any) -> Tensor:
         with autocast:
@@ -187,9 +195,8 @@ def trl_kl(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast) 
         student_logits_BTV = logits(student)
         with torch.no_grad():
             target_logits_BTV = logits(target)
-        value: Tensor = GKDTrainer.generalized_jsd_loss(  # beta 0 is its forward KL
-            student_logits_BTV, target_logits_BTV, labels=ids_BT[:, 1:], beta=0
-        )
+        # beta 0 is its forward KL
+        value: Tensor = divergence(student_logits_BTV, target_logits_BTV, labels=ids_BT[:, 1:], beta=0)
         return value
 
     return loss

@@ -7,7 +7,10 @@ of a side above weights and inputs, measured in a fresh process per side.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import multiprocessing
+import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -71,6 +74,8 @@ class Case:
     build: Callable[[str, str], Run]
     """Allocates a side's weights and inputs on a device. It must be picklable, because other processes call it."""
     required: Mapping[str, Required] = field(default_factory=dict)
+    compiled: frozenset[str] = frozenset()
+    """Sides that compile in their first run. That takes memory itself, so their peak is not told."""
     note: str = ""
 
 
@@ -83,7 +88,8 @@ class Side:
     """Wall time of every round."""
     cpu_s: list[float]
     """CPU time of every round."""
-    peak_mib: float
+    peak_mib: float | None
+    """None if it was not measured."""
     loss: float
 
 
@@ -102,18 +108,25 @@ class Measurement:
     threads: int
 
 
+def can_compile() -> bool:
+    """Whether `torch.compile` finds the compiler it needs here: Triton on a GPU, else one for C++."""
+    if torch.cuda.is_available():
+        return importlib.util.find_spec("triton") is not None
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
 def measure(case: Case, *, rounds: int, threads: int, device: str) -> Measurement:
     """Measure a case: the time of all sides in turn, the memory of each alone."""
     fresh = functools.partial(_in_fresh_process, threads=threads)
     names = [OURS, *case.against]
     wall, cpu, losses, threads_used = fresh(_time_case, case, names, rounds, device)
-    peaks = {name: fresh(_peak_bytes, case, name, device) / 2**20 for name in names}
+    peaks = {name: fresh(_peak_bytes, case, name, device) / 2**20 for name in names if name not in case.compiled}
     sides = {
         name: Side(
             tokens_per_s=case.tokens / statistics.median(wall[name]),
             wall_s=wall[name],
             cpu_s=cpu[name],
-            peak_mib=peaks.get(name, 0.0),
+            peak_mib=peaks.get(name),
             loss=losses.get(name, 0.0),
         )
         for name in (*names, FLOOR)

@@ -3,6 +3,8 @@
 $ redraft bench-training                         # losses and whole steps: standalone drafts, EAGLE-3, Medusa, MTP
 $ redraft bench-training --cases EAGLE --profile # one family, with a profile
 
+Peers are measured as they ship and compiled (`torch.compile`), where that works on this machine.
+
 Each case runs in a separate process. Its sides take turns with the bare matmuls of the same shapes, so a change of the
 machine's speed affects all of them. Peak memory is the memory above weights and inputs. A ratio below the requirement
 is printed, and is not an error.
@@ -22,7 +24,7 @@ from redraft.eval.machine import environment
 from redraft.eval.report.page import write_results
 from redraft.recipes.bench.heads import head_cases
 from redraft.recipes.bench.losses import fused_loss_cases, kl_step_cases
-from redraft.recipes.bench.measure import FLOOR, OURS, Case, Measurement, Required, measure, profile
+from redraft.recipes.bench.measure import FLOOR, OURS, Case, Measurement, Required, Side, measure, profile
 from redraft.recipes.cli import run_recipe
 
 
@@ -82,21 +84,27 @@ def lines(case: Case, result: Measurement) -> Iterator[str]:
     ours = result.sides[OURS]
     yield f"{case.name}"
     yield (
-        f"    {'ours':<14} {ours.tokens_per_s:8,.0f} tokens/s  {ours.peak_mib:7,.0f} MiB   "
+        f"    {'ours':<22} {ours.tokens_per_s:8,.0f} tokens/s  {_mib(ours)}   "
         f"{1 / result.speed_ratio[FLOOR]:.2f} x the time of its matmuls alone ({result.gflops_per_s:,.0f} GFLOP/s)"
     )
     for name, description in case.against.items():
         side, required = result.sides[name], case.required.get(name, Required())
-        speed, memory = result.speed_ratio[name], ours.peak_mib / side.peak_mib
+        speed, memory = result.speed_ratio[name], ""
+        if ours.peak_mib is not None and side.peak_mib is not None:
+            ratio = ours.peak_mib / side.peak_mib
+            memory = f", memory {ratio:.2f}x {_verdict(ratio, required.memory, at_least=False)}"
         yield (
-            f"    {name:<14} {side.tokens_per_s:8,.0f} tokens/s  {side.peak_mib:7,.0f} MiB   "
+            f"    {name:<22} {side.tokens_per_s:8,.0f} tokens/s  {_mib(side)}   "
             f"ours {speed:.2f}x {_verdict(speed, required.speed, at_least=True)}"
-            f"[by CPU time {result.cpu_time_ratio[name]:.2f}x], memory {memory:.2f}x "
-            f"{_verdict(memory, required.memory, at_least=False)}   {description}"
+            f"[by CPU time {result.cpu_time_ratio[name]:.2f}x]{memory}   {description}"
             f" (loss {abs(ours.loss - side.loss) / abs(side.loss):.0e} apart)"
         )
     if case.note:
         yield f"    {case.note}"
+
+
+def _mib(side: Side) -> str:
+    return f"{'–':>11}" if side.peak_mib is None else f"{side.peak_mib:7,.0f} MiB"
 
 
 def _verdict(ratio: float, required: float | None, *, at_least: bool) -> str:

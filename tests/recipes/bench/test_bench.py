@@ -12,7 +12,9 @@ from redraft.recipes.bench import heads as bench_heads
 from redraft.recipes.bench import losses as bench_losses
 from redraft.recipes.bench import training as bench_training
 from redraft.recipes.bench.heads import NAIVE, build_head, head_cases, head_matmuls
-from redraft.recipes.bench.measure import FLOOR, OURS, Case, Matmul, Required, Run, matmuls_alone, measure
+from redraft.recipes.bench.losses import TRL, TRL_COMPILED
+from redraft.recipes.bench.measure import FLOOR, OURS, Case, Matmul, Required, Run, can_compile, matmuls_alone, measure
+from redraft.recipes.bench.peers import PEERS
 from redraft.recipes.bench.training import Config, lines, main, worth_measuring
 
 TINY = dataclasses.replace(
@@ -80,13 +82,60 @@ def test_a_case_is_measured_in_speed_and_memory_against_each_side() -> None:
     assert "BELOW TARGET (at most 0.05)" in table
 
 
+@pytest.mark.parametrize("family", ["EAGLE-3", "MTP"])
+def test_a_compiled_peer_trains_like_the_one_that_ships(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not PEERS[family]["speculators, compiled"].can_run:
+        pytest.skip("speculators or a compiler is not installed here")
+    monkeypatch.setattr(bench_heads, "SIZES", TINY)
+    losses = []
+    for side in ("speculators", "speculators, compiled"):
+        torch.manual_seed(0)
+        run = build_head(family, "float32", side, "cpu")
+        losses.append([float(run()) for _ in range(3)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0][0] != losses[0][2], "it trains"
+
+
+def test_trl_compiled_has_the_loss_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not can_compile():
+        pytest.skip("no compiler is installed here")
+    monkeypatch.setattr(bench_losses, "STEP_VOCABULARY", 128)
+    monkeypatch.setattr(bench_losses, "STEP_LENGTH", 16)
+    losses = {}
+    for side in (OURS, TRL, TRL_COMPILED):
+        run = bench_losses.build_kl_step("weights", side, "cpu")
+        losses[side] = float(run())
+    # a sum in bfloat16, of losses near 0.14
+    assert losses[TRL] == pytest.approx(losses[TRL_COMPILED], rel=0.02)
+    assert losses[OURS] == pytest.approx(losses[TRL], rel=0.02)
+
+
+def test_the_memory_of_a_side_that_compiles_is_not_shown() -> None:
+    case = Case(
+        name="sleepy",
+        against={"slow": "one that sleeps longer"},
+        tokens=100,
+        dtype="float32",
+        matmuls=(Matmul(count=1, rows=8, inner=8, columns=8),),
+        build=build_sleepy,
+        compiled=frozenset({"slow"}),
+    )
+    result = measure(case, rounds=1, threads=1, device="cpu")
+    assert result.sides["slow"].peak_mib is None
+    assert "memory" not in list(lines(case, result))[-1]
+    assert result.speed_ratio["slow"] > 2
+
+
 def test_every_case_has_a_name_of_its_own_and_names_what_is_not_installed() -> None:
     names = [case.name for section in bench_training.SECTIONS for case in section()]
     assert len(set(names)) == len(names) == 4 + len(bench_losses.kl_step_cases()) + 6
     for case in head_cases():
         for name, peer in bench_heads.PEERS[case.name.split(",")[0]].items():
-            assert (name in case.against) == peer.is_installed
+            assert (name in case.against) == peer.can_run
             assert (peer.recorded in case.note) != peer.is_installed
+            assert (name in case.compiled) == peer.is_compiled == name.endswith(", compiled")
+    compiled = {case.name: case.compiled for case in bench_losses.kl_step_cases()}
+    assert set(compiled.values()) == {frozenset({TRL_COMPILED})}
 
 
 def test_a_case_that_does_not_exist_is_told_with_those_that_do() -> None:
