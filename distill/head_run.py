@@ -41,6 +41,7 @@ from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.files.artifact import publish
 from redraft.heads.files.checkpoint import load_text_config
 from redraft.heads.files.folder import check_model_folder, model_folder
+from redraft.heads.nn.masks import choose_mask_token
 from redraft.heads.target import Target
 
 
@@ -146,6 +147,10 @@ class HeadRun:
         if next(layers[-1].parameters()).is_meta:
             raise ValueError("the target's layers stay on its server: begin at random with --init random")
         return layers, norm
+
+    def mask_token(self) -> int:
+        """A token for the slots to fill of a parallel drafter. Raises: as `choose_mask_token`."""
+        return choose_mask_token(len(self.target.embed_VD), len(self.tokenizer), self.tokenizer.pad_token_id)
 
     @functools.cached_property
     def forecaster(self) -> Forecaster:

@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 Reads = Literal["nothing", "layers", "last"]
 """Input from the target: nothing, the streams after some layers, or the last hidden state after the final norm."""
 
-Parity = Literal["autoregressive", "recurrent", "parallel", "block"]
+Parity = Literal["autoregressive", "recurrent", "parallel", "block", "prefix_and_masks"]
 """How vLLM's drafter computes a block, for the doctor's comparison with training (`eval.parity.compare`).
 
 autoregressive   the prefix in one pass, then every drafted token
 recurrent        the prefix shifted by one token beside the target's features, then a row for every drafted token
 parallel         one pass over the target's last hidden state for all tokens
 block            one pass over the last known token and a mask for every token to draft
+prefix_and_masks the prefix shifted by one token beside the target's features, and the masks, in one pass
 """
 
 Decoder = Literal["v1", "v2", "reference"]
@@ -83,6 +84,8 @@ class Family:
     """Added to each of them: 1 if the checkpoint's k stands for the stream after k + 1 layers."""
     fixed_tokens: FixedTokens | None = None
     """The limit on draft tokens; None for a family without one."""
+    is_parallel: bool = False
+    """vLLM must be told to draft all tokens in one pass: `parallel_drafting` beside the method."""
     varies_tokens: bool = True
     """The number of draft tokens may change from step to step. If false, vLLM exits when it does."""
     can_sample: bool = False
@@ -102,6 +105,17 @@ class Family:
     def is_lookup(self) -> bool:
         """A lookup of tokens in the text: there is nothing to train, export or load."""
         return not self.draft
+
+    @property
+    def speculative(self) -> dict[str, Any]:
+        """The keys of vLLM's --speculative-config that choose the proposer; empty without a method."""
+        chosen = {} if self.method is None else {"method": self.method}
+        return {**chosen, "parallel_drafting": True} if self.is_parallel else chosen
+
+    @property
+    def algorithm(self) -> str | None:
+        """The library `speculators` calls it so, in `speculators_model_type`."""
+        return self.name if self.is_parallel else self.method
 
     @property
     def is_head(self) -> bool:
@@ -162,6 +176,22 @@ FAMILIES: tuple[Family, ...] = (
         is_in_target=True,
         parity="recurrent",
         checks="redraft.heads.doctor.mtp:CHECKS",
+    ),
+    Family(
+        name="peagle",
+        title="P-EAGLE",
+        draft="redraft.heads.families.peagle:PEagle",
+        method="eagle3",
+        decoders=("v1", "reference"),
+        tensors="mask_hidden",
+        architectures=("PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM", "PEagleSpeculator", "PEagleDraftModel"),
+        reads="layers",
+        layers_key="eagle_aux_hidden_state_layer_ids",
+        is_parallel=True,
+        varies_tokens=False,
+        trains_lm_head=True,
+        parity="prefix_and_masks",
+        checks="redraft.heads.doctor.peagle:CHECKS",
     ),
     Family(
         name="eagle3",
@@ -273,8 +303,9 @@ def find_family(name: str) -> Family:
 
 
 def find_method(method: str | None) -> Family | None:
-    """The first row with this vLLM method; None if there is none."""
-    return next((family for family in FAMILIES if method is not None and family.method == method), None)
+    """The first row with this vLLM method and no further flag; None if there is none."""
+    rows = (family for family in FAMILIES if family.method == method and not family.is_parallel)
+    return next(rows, None) if method is not None else None
 
 
 def list_lookups() -> list[str]:

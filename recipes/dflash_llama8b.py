@@ -69,7 +69,8 @@ def main(cfg: Config) -> None:
     if cfg.start_from:
         head = run.load(cfg.start_from)
     else:
-        head = dflash.DFlash(_with_mask_token(cfg.head, run), run.target, draft_ids_W)
+        mask = run.mask_token() if cfg.head.mask_token_id is None else cfg.head.mask_token_id
+        head = dflash.DFlash(replace(cfg.head, mask_token_id=mask), run.target, draft_ids_W)
         if cfg.init == "last_layers":
             head.init_from_layers(*run.last_layers(cfg.head.num_layers))
     before = run.forecast(head)
@@ -80,14 +81,6 @@ def main(cfg: Config) -> None:
     # 5. The proof: publish the head, load it back, forecast it, serve it in vLLM, report.
     draft = run.publish(lambda folder: head.export(folder, torch.bfloat16))
     run.prove(before, draft, cost, {"method": "dflash", "model": str(draft.absolute())})
-
-
-def _with_mask_token(head: dflash.Config, run: HeadRun) -> dflash.Config:
-    if head.mask_token_id is not None:
-        return head
-    tokenizer = run.tokenizer
-    chosen = dflash.choose_mask_token(len(run.target.embed_VD), len(tokenizer), tokenizer.pad_token_id)
-    return replace(head, mask_token_id=chosen)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck) -> Plan:
     max_tokens = engine.max_tokens or (stored.max_tokens if stored else DEFAULT_MAX_TOKENS)
     notes: list[str] = []
     prompts, are_held_out = _prompts(pair, num_tokens, max_tokens, engine, notes)
-    speculative = {"method": pair.family.method, "num_speculative_tokens": num_tokens}
+    speculative = {**pair.family.speculative, "num_speculative_tokens": num_tokens}
     if not pair.is_own_target:
         speculative["model"] = str(pair.draft.absolute())
     run = EngineRun(

@@ -215,7 +215,7 @@ def _speculative_config(pair: Pair, sampling: SampleMethod) -> dict[str, Any] | 
     family = pair.family
     if family.method is None:
         return None
-    config: dict[str, Any] = {"method": family.method}
+    config = family.speculative
     if not family.is_in_target:
         config["model"] = str(pair.draft.absolute())
     if sampling == "probabilistic" and family.can_sample:

@@ -11,10 +11,12 @@ B = batch, T = tokens, N = rows of a pass, D = hidden, W = draft vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -207,6 +209,17 @@ def _block(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num
     return [slots], list(zip(steps, last, strict=False))
 
 
+def _prefix_and_masks(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
+    """P-EAGLE: the prefix as in EAGLE, and the masks, which count as a second pass here."""
+    (first, *_), rows = _recurrent(steps, batch, feature_BTD, num_drafted)
+    masks_at = first.positions_N[-1] + torch.arange(1, num_drafted)
+    hidden = [hidden_D for _, hidden_D in rows[1:]]
+    if not hidden:
+        return [first], rows
+    masks = Pass(ids_N=None, positions_N=masks_at, feature_ND=None, hidden_ND=torch.stack(hidden).cpu())
+    return [first, masks], rows
+
+
 def _autoregressive(steps: list[DraftStep], batch: Batch, _: Tensor | None, num_drafted: int) -> Expected:
     """A standalone draft: the whole prefix, then every drafted token."""
     ids_T, hidden_TD = batch.input_ids_BT[0].cpu(), steps[0].hidden_BTD[0]
@@ -219,7 +232,13 @@ def _autoregressive(steps: list[DraftStep], batch: Batch, _: Tensor | None, num_
     return passes, [(steps[0], hidden_TD[length - 1 + k]) for k in range(num_drafted)]
 
 
-EXPECT = {"recurrent": _recurrent, "parallel": _parallel, "autoregressive": _autoregressive, "block": _block}
+EXPECT = {
+    "recurrent": _recurrent,
+    "parallel": _parallel,
+    "autoregressive": _autoregressive,
+    "block": _block,
+    "prefix_and_masks": _prefix_and_masks,
+}
 """The passes expected of an engine, by `Family.parity`."""
 
 
@@ -234,6 +253,19 @@ def _served(block: Block, parity: Parity, draft: Any, trained: Sequence[Pass]) -
         slots = slice(1, 1 + len(block.drafted))
         at, hidden_ND = only["positions"][slots], only["out"][draft.engine_output][slots]
         return [Pass(ids_N=None, positions_N=at, feature_ND=None, hidden_ND=hidden_ND)]
+    if parity == "prefix_and_masks":
+        (only,) = block.passes
+        ends = np.cumsum([0, *(len(each.positions_N) for each in trained)])
+        parts = [slice(begin, end) for begin, end in itertools.pairwise(ends.tolist())]
+        return [
+            Pass(
+                ids_N=only["input_ids"][part],
+                positions_N=only["positions"][part],
+                feature_ND=only["hidden_states"][part],
+                hidden_ND=only["out"][draft.engine_output][part],
+            )
+            for part in parts
+        ]
     return [
         Pass(
             ids_N=each["input_ids"],

@@ -6,7 +6,7 @@ from typing import Any
 
 from redraft.eval.forecast.drafts import SampleMethod, draft_folder
 from redraft.eval.forecast.ngram import Ngram
-from redraft.heads.catalog import FAMILIES, detect_family_by_tensors, find_method
+from redraft.heads.catalog import FAMILIES, Family, detect_family_by_tensors, find_method
 from redraft.heads.doctor.checks import first_cure
 from redraft.heads.files.folder import tensor_files
 
@@ -28,7 +28,7 @@ def draft_config(draft: str, sample_method: SampleMethod = "greedy") -> dict[str
     if draft == "ngram":
         return Ngram().speculative_config
     if draft in list_without_model():
-        return {"method": draft, **_sampled(draft, sample_method)}
+        return {"method": draft, **_sampled(find_method(draft), sample_method)}
     folder = draft_folder(draft, list_without_model())
     family = detect_family_by_tensors(tensor_files(folder), folder)
     if family.is_in_target:
@@ -37,12 +37,11 @@ def draft_config(draft: str, sample_method: SampleMethod = "greedy") -> dict[str
         )
     if family.method is None:
         raise ValueError(f"vLLM has no proposer for {draft}, a draft of the family {family.name}")
-    return {"method": family.method, "model": draft, **_sampled(family.method, sample_method)}
+    return {**family.speculative, "model": draft, **_sampled(family, sample_method)}
 
 
-def _sampled(method: str, sample_method: SampleMethod) -> dict[str, str]:
+def _sampled(family: Family | None, sample_method: SampleMethod) -> dict[str, str]:
     """vLLM's draft_sample_method; empty for greedy drafts, its default."""
-    family = find_method(method)
     can_sample = family is not None and family.can_sample
     return {"draft_sample_method": sample_method} if sample_method == "probabilistic" and can_sample else {}
 

@@ -19,10 +19,10 @@ def method_flag(pair: Pair, method: str | None) -> Iterator[Finding]:
     if method not in (None, right):
         yield Finding(f'method "{method}" does not run drafts of family {family}', f'serve it with "method": "{right}"')
     algorithm = pair.config.get("speculators_model_type")
-    if algorithm not in (None, right):
+    if algorithm not in (None, pair.family.algorithm):
         yield Finding(
             f'config.json says speculators_model_type "{algorithm}", the tensors are those of {family}',
-            f'write "{right}" there and into speculators_config.algorithm',
+            f'write "{pair.family.algorithm}" there and into speculators_config.algorithm',
         )
     named = (pair.config.get("redraft") or {}).get("family")
     if named not in (None, family):

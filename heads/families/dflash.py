@@ -37,6 +37,7 @@ from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.nn.blocks import BlockMask, attend_blocks
 from redraft.heads.nn.layers import GatedMLP, LlamaShape, Rotary, norm, rotate
+from redraft.heads.nn.masks import check_mask_token, choose_rows
 from redraft.heads.nn.vocabulary import check_ids, over_target_vocabulary, read_ids, to_offsets
 from redraft.heads.target import Target, aux_layers
 
@@ -319,48 +320,19 @@ def check_options(config: Config, num_embeddings: int) -> None:
     """Raise ValueError unless the options fit together and fit the target's table of embeddings."""
     if config.block_size < 2:
         raise ValueError(f"a block of {config.block_size} slots holds no draft token: give block_size 2 or more")
-    if config.mask_token_id is not None and not 0 <= config.mask_token_id < num_embeddings:
-        raise ValueError(
-            f"mask token {config.mask_token_id} is not in the target's table of {num_embeddings} embeddings: "
-            f"choose an id below {num_embeddings}"
-        )
-
-
-def choose_mask_token(num_embeddings: int, num_tokens: int, pad_id: int | None) -> int:
-    """A token for the empty slots: the first row that the tokenizer does not use, or else the padding token.
-
-    Args:
-        num_embeddings: Rows of the target's table.
-        num_tokens: Ids of the tokenizer, added ones included.
-        pad_id: The tokenizer's padding token.
-
-    Raises:
-        ValueError: there is neither.
-    """
-    if num_tokens < num_embeddings:
-        return num_tokens
-    if pad_id is None:
-        raise ValueError(
-            "every row of the target's embeddings is a token, and there is no padding token: "
-            "name a token that never occurs in text with --head.mask-token-id"
-        )
-    return pad_id
+    check_mask_token(config.mask_token_id, num_embeddings)
 
 
 def choose_anchors(batch: Batch, limit: int | None) -> tuple[Tensor, Tensor]:
     """(rows before an anchor, ascending, int64 [B, A]; whether a row is one of them, bool [B, T]).
 
     Rows are chosen among those with a label one row after the anchor. If a row of the batch has fewer than `limit` of
-    them, others fill the rest up and count as none. The choice depends on the batch alone, so that a resumed run, and a
-    run on more processes, make the same; nothing waits for the device.
+    them, others fill the rest up and count as none. See `choose_rows`.
     """
     has_label_BT = label_rows(batch, 1)
     if limit is None:
         limit = max(int(has_label_BT.sum(1).max()), 1)
-    # a hash of all tokens up to the row; the multiplier of Knuth's multiplicative hashing
-    mixed_BT = (batch.input_ids_BT.cumsum(1) * 2654435761 + batch.position_ids_BT * 40503) % (1 << 31)
-    key_BT = torch.where(has_label_BT, mixed_BT, -1)
-    rows_BA = key_BT.topk(min(limit, key_BT.shape[1]), dim=1).indices.sort(dim=1).values
+    rows_BA = choose_rows(batch, has_label_BT, limit).sort(dim=1).values
     chosen_BT = torch.zeros_like(has_label_BT).scatter(1, rows_BA, True)
     return rows_BA, chosen_BT & has_label_BT
 

@@ -140,7 +140,10 @@ class Eagle3(nn.Module):
         Raises:
             ValueError: the signal has another number of aux layers, or none.
         """
-        aux_BTLD = aux_streams(signal, self.aux_layer_ids).to(self.fc.weight.dtype)
+        return self.mix(aux_streams(signal, self.aux_layer_ids).to(self.fc.weight.dtype))
+
+    def mix(self, aux_BTLD: Tensor) -> Tensor:
+        """fc(concat of the streams), [B, T, D]."""
         if self.config.norm_before_fc:
             aux_BTLD = self.input_norm(aux_BTLD.flatten(2)).view_as(aux_BTLD)
         if self.config.fc_norm:
@@ -276,21 +279,41 @@ class Eagle3(nn.Module):
             ValueError: a tensor is missing, unknown or of another shape, d2t and t2d disagree, or the embeddings are
                 not the target's.
         """
-        config = read_config(folder)
-        tensors = read_tensors(folder, tensor_files(folder))
-        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
-        draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
-        embed_VD = tensors.pop("embed_tokens.weight", target.embed_VD)
-        # compare in the type of the copy: an export in bfloat16 rounds the embeddings of a float32 target
-        if not torch.equal(embed_VD, target.embed_VD.to(embed_VD)):
-            raise ValueError(f"{folder} has embeddings that are not the target's: a leftover, or of another target")
-        shape = LlamaShape.from_head_config(config.get("transformer_layer_config", config), target.config)
-        head = Eagle3(_read(config, own_head="lm_head.weight" in tensors), target, draft_ids_W, shape)
-        if not head.config.own_head:
-            # the target's rows, which the export adds for a reduced vocabulary
-            tensors.pop("lm_head.weight", None)
-        load_into(head, tensors, folder)
+        checkpoint = read_checkpoint(folder, target)
+        options = _read(checkpoint.config, own_head="lm_head.weight" in checkpoint.tensors)
+        head = Eagle3(options, target, checkpoint.draft_ids_W, checkpoint.shape)
+        checkpoint.load_into(head, folder)
         return head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """An exported folder of this layout, or of another trainer's, as it was read."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    """The first layer is `midlayer`, whatever it is called in the file; without embeddings and maps."""
+    draft_ids_W: Tensor | None
+    shape: LlamaShape
+
+    def load_into(self, head: Eagle3, folder: Path) -> None:
+        """Copy the weights. Raises: as `heads.files.tensors.load_into`."""
+        unused = () if head.config.own_head else ("lm_head.weight",)
+        load_into(head, {name: tensor for name, tensor in self.tensors.items() if name not in unused}, folder)
+
+
+def read_checkpoint(folder: Path, target: Target) -> Checkpoint:
+    """Raises ValueError if d2t and t2d disagree, or the embeddings are not the target's."""
+    config = read_config(folder)
+    tensors = read_tensors(folder, tensor_files(folder))
+    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
+    embed_VD = tensors.pop("embed_tokens.weight", target.embed_VD)
+    # compare in the type of the copy: an export in bfloat16 rounds the embeddings of a float32 target
+    if not torch.equal(embed_VD, target.embed_VD.to(embed_VD)):
+        raise ValueError(f"{folder} has embeddings that are not the target's: a leftover, or of another target")
+    shape = LlamaShape.from_head_config(config.get("transformer_layer_config", config), target.config)
+    return Checkpoint(config=config, tensors=tensors, draft_ids_W=draft_ids_W, shape=shape)
 
 
 def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:

@@ -19,8 +19,6 @@ class Foreign:
     name: str
     method: str | None
     """vLLM's method to serve it with; None if vLLM has none."""
-    and_also: str = ""
-    """Further keys of vLLM's speculative config that it needs."""
     architecture: str = ""
     """Pattern in `architectures` of config.json, or in `speculators_model_type`."""
     matches: Callable[[Mapping[str, Any], Collection[str]], bool] = lambda config, names: False
@@ -78,13 +76,6 @@ FOREIGN: tuple[Foreign, ...] = (
         ),
     ),
     Foreign(
-        name="a P-EAGLE head (EAGLE-3 with parallel drafting)",
-        method="eagle3",
-        and_also=', "parallel_drafting": true',
-        # by its tensors if they are known: an EAGLE-3 head may be called so by mistake
-        matches=lambda config, names: "mask_hidden" in names if names else _is_named("(?i)^peagle", config),
-    ),
-    Foreign(
         name="an EAGLE-3 head with latent attention (MLA)",
         method="eagle3",
         matches=lambda config, names: (
@@ -103,6 +94,7 @@ FOREIGN: tuple[Foreign, ...] = (
         method="eagle3",
         matches=lambda config, names: (
             any(re.search(r"(midlayer|layers\.0)\.hidden_norm", name) for name in names)
+            and "mask_hidden" not in names  # P-EAGLE has several layers
             and any(re.match(r"(model\.)?layers\.1\.", name) for name in names)
         ),
     ),
@@ -133,7 +125,7 @@ def find_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> str 
     for kind in FOREIGN:
         is_named = kind.architecture and _is_named(kind.architecture, config)
         if is_named or kind.matches(config, names):
-            config_text = f'"method": "{kind.method}"{kind.and_also}'
+            config_text = f'"method": "{kind.method}"'
             serves = f"vLLM serves it with {config_text}" if kind.method else "vLLM has no method to serve it"
             return f"{kind.name}: {serves}; redraft can neither train nor forecast nor check it"
     if (quantized := config.get("quantization_config")) is not None and "d2t" in names:

@@ -27,10 +27,14 @@ class Memory(Protocol):
 
 
 class StepMemory:
-    """For training: the j-th call, from 0, is draft step j of every row of the batch."""
+    """For training: the j-th call, from 0, is draft step j of every row of the batch.
 
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
+    With `rows_BN`, distinct rows of the batch, the calls after the first may have fewer rows: a call with n of them
+    continues the first n of `rows_BN`. No call may have more rows than the one before.
+    """
+
+    def __init__(self, batch: Batch, rows_BN: Tensor | None = None) -> None:
+        self._batch, self._rows_BN = batch, rows_BN
         self._mask_B1TT: Tensor | None = None
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -43,8 +47,13 @@ class StepMemory:
             self._mask_B1TT = None if one_document else additive(attention_mask(self._batch), q.dtype)
         self._keys.append(k)
         self._values.append(v)
+        keys, values, mask = self._keys, self._values, self._mask_B1TT
+        if self._rows_BN is not None and len(keys) > 1:
+            rows_Bn = self._rows_BN[:, : q.shape[2]]
+            mask = additive(_rows_mask(self._batch, rows_Bn), q.dtype)
+            keys, values = ([x[0], *(y[:, :, : q.shape[2]] for y in x[1:])] for x in (keys, values))
         attend = _attend_fused if q.device.type == "cpu" else _attend_masked
-        return attend(q, self._keys, self._values, self._mask_B1TT, scale)[..., : v_BGTE.shape[-1]]
+        return attend(q, keys, values, mask, scale)[..., : v_BGTE.shape[-1]]
 
 
 class KeyCache:
@@ -81,10 +90,17 @@ def _prepare(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor) -> tuple[Tensor, Te
     return q_BHTE.to(dtype), k.to(dtype), v.to(dtype)
 
 
+def _rows_mask(batch: Batch, rows_Bn: Tensor) -> Tensor:
+    """`attention_mask` of some rows only, bool [B, 1, n, T], without the mask of all."""
+    at_T = torch.arange(batch.document_BT.shape[1], device=rows_Bn.device)
+    own_Bn1 = batch.document_BT.gather(1, rows_Bn)[..., None]
+    return ((batch.document_BT[:, None] == own_Bn1) & (at_T <= rows_Bn[..., None]))[:, None]
+
+
 def _attend_masked(
     q_BHTE: Tensor, keys: list[Tensor], values: list[Tensor], mask_B1TT: Tensor | None, scale: float
 ) -> Tensor:
-    """For any device: the keys of all steps side by side, [B, H, (1 + J) T, E], under one mask."""
+    """For any device: the keys of all steps side by side, under one mask."""
     if len(keys) == 1:
         return F.scaled_dot_product_attention(
             q_BHTE, keys[0], values[0], attn_mask=mask_B1TT, is_causal=mask_B1TT is None, scale=scale
@@ -93,7 +109,7 @@ def _attend_masked(
     if mask_B1TT is None:
         mask_B1TT = additive(torch.ones_like(eye_TT).tril(), q_BHTE.dtype)[None, None]
     # of each later step a row sees its own key alone
-    diagonal = additive(eye_TT, q_BHTE.dtype).expand(*mask_B1TT.shape)
+    diagonal = additive(eye_TT, q_BHTE.dtype).expand(*mask_B1TT.shape[:-1], -1)
     mask = torch.cat([mask_B1TT, *[diagonal] * (len(keys) - 1)], dim=-1)
     return F.scaled_dot_product_attention(q_BHTE, torch.cat(keys, 2), torch.cat(values, 2), attn_mask=mask, scale=scale)
 

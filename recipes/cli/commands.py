@@ -45,6 +45,12 @@ COMMANDS = {
         "Train a DFlash head, which drafts a block in one pass",
         "redraft dflash --preset demo",
     ),
+    "peagle": Command(
+        Group.TRAIN,
+        "redraft.recipes.peagle_llama8b",
+        "Train a P-EAGLE head: EAGLE-3 that drafts all tokens in one pass",
+        "redraft peagle --preset demo",
+    ),
     "eagle1": Command(
         Group.TRAIN,
         "redraft.recipes.eagle1_llama8b",

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -73,7 +73,7 @@ def server_command(cfg: Config) -> list[str]:
     draft = _draft(cfg)
     speculative = {
         "model": draft,
-        "method": cfg.method or _method(draft),
+        **({"method": cfg.method} if cfg.method else _choose_proposer(draft)),
         "num_speculative_tokens": cfg.num_speculative_tokens,
         "draft_sample_method": cfg.draft_sample_method,
     }
@@ -85,6 +85,8 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
     capture = cfg.capture
     variables = {
         "VLLM_PLUGINS": _with_plugin(environment.get("VLLM_PLUGINS")),
+        # The plugin hooks into the V1 model runner; if Triton is installed, vLLM would choose the other one.
+        "VLLM_USE_V2_MODEL_RUNNER": environment.get("VLLM_USE_V2_MODEL_RUNNER", "0"),
         "REDRAFT_REGISTRY": _absolute(cfg.registry),
         "REDRAFT_TOKEN_FILE": _absolute(cfg.token_file),
         "REDRAFT_ALLOW_REMOTE": "1" if cfg.allow_remote else None,
@@ -139,24 +141,26 @@ def _draft(cfg: Config) -> str:
     return str(current.resolve())
 
 
-def _method(draft: str) -> Method:
-    """vLLM's method for a draft, by its config.json. A plain language model, or an unread hub name, is `draft_model`.
+def _choose_proposer(draft: str) -> dict[str, Any]:
+    """vLLM's method for a draft, and the flags beside it, by its config.json.
+
+    A plain language model, or an unread hub name, is `draft_model`.
 
     Raises:
         ValueError: vLLM has no proposer for its family.
     """
     path = Path(draft) / "config.json"
     if not path.is_file():  # a hub name: vLLM fetches it later
-        return "draft_model"
+        return {"method": "draft_model"}
     config = json.loads(path.read_text())
     if name := config.get("redraft", {}).get("family"):
-        method = find_family(name).method
-        if method is None:
+        proposer = find_family(name).speculative
+        if not proposer:
             raise ValueError(f"vLLM has no proposer for {draft}, a draft of the family {name}")
-        return method
+        return proposer
     names = " ".join([*config.get("architectures", []), config.get("model_type", "")]).lower()
     methods = sorted(list_methods(), key=len, reverse=True)  # longest first: eagle is a part of eagle3
-    return next((method for method in methods if method in names), "draft_model")
+    return {"method": next((method for method in methods if method in names), "draft_model")}
 
 
 if __name__ == "__main__":

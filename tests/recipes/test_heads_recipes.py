@@ -30,6 +30,7 @@ from redraft.heads.target import Target
 RECIPES = {
     "eagle3": "eagle3_llama8b",
     "dflash": "dflash_llama8b",
+    "peagle": "peagle_llama8b",
     "eagle1": "eagle1_llama8b",
     "medusa": "medusa_llama8b",
     "mtp": "mtp_qwen3_next",
@@ -66,6 +67,8 @@ def make_config(name: str, target: Path, data: Path, output: Path, **changes: An
     demo = recipe.PRESETS["demo"]
     sizes: dict[str, Any] = {}
     if name == "eagle3":
+        sizes = {"head": replace(demo.head, aux_layer_ids=(0, 1, 2)), "draft_vocab_size": 300}
+    if name == "peagle":
         sizes = {"head": replace(demo.head, aux_layer_ids=(0, 1, 2)), "draft_vocab_size": 300}
     if name == "dflash":
         sizes = {"head": replace(demo.head, aux_layer_ids=(1, 2), num_anchors=16), "draft_vocab_size": 300}

@@ -21,7 +21,7 @@ from transformers import (
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.parity.compare import compare
 from redraft.eval.parity.run import Dump, EngineRun, run_engine
-from redraft.heads.families import dflash, eagle1, eagle3, medusa, mtp
+from redraft.heads.families import dflash, eagle1, eagle3, medusa, mtp, peagle
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.nn.layers import LlamaShape
@@ -67,6 +67,14 @@ def make_dflash(folder: Path, ids: Any, **options: Any) -> Served:
         return dflash.DFlash(dflash.Config(mask_token_id=255, num_layers=2, **options), target, ids)
 
     return make_served(folder, "dflash", make)
+
+
+def make_peagle(folder: Path, ids: Any, layout: str = "vllm", **options: Any) -> Served:
+    def make(target: Target) -> Any:
+        return peagle.PEagle(peagle.Config(num_steps=NUM_TOKENS + 1, mask_token_id=255, **options), target, ids)
+
+    head, model, target, served = make_served(folder, "eagle3", make, layout=layout, target_name=str(folder / "target"))
+    return head, model, target, {**served, "parallel_drafting": True}
 
 
 def make_mimo(folder: Path, *, alone: bool) -> Served:
@@ -117,6 +125,16 @@ VARIANTS: dict[str, Callable[[Path], Served]] = {
     "dflash: two layers": lambda folder: make_dflash(folder, None, aux_layer_ids=(1, 4), block_size=4),
     "dflash: reduced vocabulary, a longer block than is served": lambda folder: make_dflash(
         folder, torch.arange(1, 256, 2), aux_layer_ids=(1, 2, 5), block_size=8
+    ),
+    "peagle: three layers": lambda folder: make_peagle(folder, None, aux_layer_ids=(1, 4), num_layers=3),
+    "peagle: one layer, reduced vocabulary, norms, speculators": lambda folder: make_peagle(
+        folder,
+        torch.arange(0, 256, 2),
+        "speculators",
+        aux_layer_ids=(1, 2, 5),
+        num_layers=1,
+        norm_before_fc=True,
+        norm_before_residual=True,
     ),
     "mtp: stitched into a mimo target": lambda folder: make_mimo(folder, alone=False),
     "mtp: in a folder of its own": lambda folder: make_mimo(folder, alone=True),

@@ -18,7 +18,7 @@ from torch import Tensor
 from redraft.heads.doctor.checks import notes, static_findings
 from redraft.heads.doctor.eagle3 import compare_maps
 from redraft.heads.doctor.pair import Finding, Pair
-from redraft.heads.families import dflash, eagle1, eagle3, medusa, mlp_speculator, mtp
+from redraft.heads.families import dflash, eagle1, eagle3, medusa, mlp_speculator, mtp, peagle
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.files.artifact import fingerprint, publish
 from redraft.heads.target import Target
@@ -41,6 +41,11 @@ def make_eagle1(target: Target) -> Any:
 
 def make_eagle3(target: Target, ids: Tensor | None = DRAFT_IDS, **options: Any) -> Any:
     return eagle3.Eagle3(eagle3.Config(**{"aux_layer_ids": AUX, **options}), target, ids)
+
+
+def make_peagle(target: Target, ids: Tensor | None = DRAFT_IDS) -> Any:
+    options = {"aux_layer_ids": (1, 2, 4), "num_layers": 2, "mask_token_id": 9}
+    return peagle.PEagle(peagle.Config(**options), target, ids)
 
 
 def make_dflash(target: Target, ids: Tensor | None = DRAFT_IDS) -> Any:
@@ -117,6 +122,8 @@ UNBROKEN = {
         "eagle3",
     ),
     "dflash": (lambda folder: make_pair(folder, make_dflash), "dflash"),
+    "peagle": (lambda folder: make_pair(folder, make_peagle), "eagle3"),
+    "peagle, speculators": (lambda folder: make_pair(folder, make_peagle, layout="speculators"), "eagle3"),
     "medusa": (lambda folder: make_pair(folder, make_medusa), "medusa"),
     "mlp_speculator": (lambda folder: make_pair(folder, make_speculator), None),
     "mtp, stitched": (lambda folder: make_mimo(folder, alone=False), "mtp"),
@@ -378,6 +385,33 @@ def test_the_wrong_method_flag(name: str, tmp_path: Path) -> None:
     finding = only(findings(folders, wrong))
     assert f'method "{wrong}" does not run' in finding.problem
     assert finding.cure == f'serve it with "method": "{method}"'
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem", "cure"),
+    [
+        ({"pard_token": 10}, "pard_token is 10, the head was trained with 9", 'write "pard_token": 9'),
+        ({"pard_token": None}, "names no mask token, so vLLM does not start", 'write "pard_token": 9 into it'),
+        (
+            {"num_hidden_layers": 1},
+            "num_hidden_layers is 1, the checkpoint has 2",
+            'write "num_hidden_layers": 2 there',
+        ),
+    ],
+)
+def test_keys_of_peagle_unlike_training(changes: dict[str, Any], problem: str, cure: str, tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_peagle)
+    edit_config(folders[1], **changes)
+    finding = only(findings(folders))
+    assert problem in finding.problem
+    assert cure in finding.cure
+
+
+def test_masks_of_another_width_are_found(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_peagle)
+    path = folders[1] / "model.safetensors"
+    save_file({**load_file(path), "mask_hidden": torch.randn(1, 1, 5)}, path)
+    assert "mask_hidden has 5 numbers, fc reads" in only(findings(folders)).problem
 
 
 def test_a_config_that_names_another_family(tmp_path: Path) -> None:

@@ -26,8 +26,9 @@ from make_heads import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from redraft.heads.families.dflash import Config, DFlash, choose_anchors, choose_mask_token
+from redraft.heads.families.dflash import Config, DFlash, choose_anchors
 from redraft.heads.nn.layers import rotate
+from redraft.heads.nn.masks import choose_mask_token
 from redraft.heads.target import Target
 
 MASK = VOCAB - 1

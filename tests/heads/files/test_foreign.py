@@ -52,12 +52,6 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
         ("fc.weight",),
         "a Domino draft (DFlash with a recurrent layer): vLLM has no method to serve it",
     ),
-    "speculators P-EAGLE": (
-        {"speculators_model_type": "peagle", "mask_token_id": 9},
-        ("layers.0.hidden_norm.weight", "layers.1.input_layernorm.weight", "mask_hidden", "fc.weight"),
-        'vLLM serves it with "method": "eagle3", "parallel_drafting": true; redraft can neither train',
-    ),
-    "SpecForge P-EAGLE, config alone": ({"architectures": ["PEagleDraftModel"]}, (), "a P-EAGLE head"),
     "ModelOpt, Kimi K2": (
         {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
         ("layers.0.hidden_norm.weight", "layers.0.self_attn.kv_a_proj_with_mqa.weight"),

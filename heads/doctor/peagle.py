@@ -1,0 +1,39 @@
+"""Checks of a P-EAGLE head: those of EAGLE-3, the mask token and the learned feature of the masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from redraft.heads.doctor import eagle3
+from redraft.heads.doctor.pair import Check, Finding, Pair
+
+KEYS = ("mask_token_id", "pard_token")
+"""The mask token in config.json, as the library `speculators` writes it, and as vLLM reads it."""
+
+
+def mask_token(pair: Pair) -> Iterator[Finding]:
+    """The token in the slots to fill is a row of the target's embeddings, and that of training."""
+    key = next((key for key in KEYS if pair.config.get(key) is not None), None)
+    trained = (pair.trained_with or {}).get("mask_token_id")
+    if key is None:
+        said = "of training" if trained is None else str(trained)
+        yield Finding("config.json names no mask token, so vLLM does not start", f'write "pard_token": {said} into it')
+        return
+    mask, rows = pair.config[key], pair.target_config.vocab_size
+    if trained is not None and mask != trained:
+        yield Finding(f"{key} is {mask}, the head was trained with {trained}", f'write "{key}": {trained}')
+    elif not 0 <= mask < rows:
+        yield Finding(
+            f"{key} {mask} is not in the target's table of {rows} embeddings",
+            "write the mask token of training; if it is this one, the head belongs to a larger target",
+        )
+
+
+def mask_feature(pair: Pair) -> Iterator[Finding]:
+    """The feature of the masks is as wide as the streams that `fc` reads."""
+    width, found = pair.shapes["fc.weight"][1], pair.shapes.get("mask_hidden")
+    if found is not None and found[-1] != width:
+        yield Finding(f"mask_hidden has {found[-1]} numbers, fc reads {width}", "export the head again")
+
+
+CHECKS: tuple[Check, ...] = (*eagle3.CHECKS, mask_token, mask_feature)

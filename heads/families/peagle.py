@@ -1,0 +1,275 @@
+"""P-EAGLE: EAGLE-3 that drafts all tokens in one pass (Hui et al., arXiv 2602.01469).
+
+    row t, draft step 0     token x[t+1] and the target's feature g[t] at position t: EAGLE-3's first step
+    row t, draft step k     a mask token and a learned feature at position t + k; predicts x[t+2+k]
+    step k of row t reads   step 0 of the rows up to t in its document, and steps 1..k of row t
+
+No step reads the output of another, so an engine computes all of them in one pass over the prefix and the masks. In
+training, step k takes a part of the rows of step k - 1: the later a token, the more seldom it is reached
+("conditional on distribution" sampling). B = batch, T = tokens, N = rows of a step, L = aux layers, D = hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from redraft.heads.draft import (
+    Batch,
+    Drafted,
+    DraftStep,
+    TargetSignal,
+    draw,
+    label_rows,
+    require_prefix_rows,
+    require_tokens,
+)
+from redraft.heads.families import eagle3
+from redraft.heads.families.eagle3 import Eagle3, read_checkpoint
+from redraft.heads.files.folder import TRAINED_WITH
+from redraft.heads.nn.attention import KeyCache, Memory, StepMemory
+from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, norm
+from redraft.heads.nn.masks import check_mask_token, choose_rows
+from redraft.heads.target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    aux_layer_ids: tuple[int, ...] = ()
+    """Target layers to read, ascending; k stands for the residual stream after k layers. Empty chooses
+    2, n // 2 and n - 3 of n layers."""
+    num_layers: int = 4
+    """Layers of the draft. The first one reads the token's embedding next to the feature. A draft that guesses several
+    tokens ahead at once needs more layers than EAGLE-3's one."""
+    num_steps: int = 8
+    """Draft tokens to learn, all in one pass. An engine may serve fewer, never more."""
+    mask_token_id: int | None = None
+    """Token whose embedding stands in the slots to fill. It must be in the target's table and should never occur in
+    text. By default the recipe takes a row that the tokenizer does not use, or else the padding token."""
+    keep_ratio: float = 0.7
+    """Share of the rows of a step that the next step trains, from above 0 to 1."""
+    min_share: float = 0.2
+    """Smallest share of the first step's rows that a step trains."""
+    own_head: bool = True
+    """Train the output head, starting from the target's. If false, the target's rows are used and stay frozen."""
+    norm_before_residual: bool = False
+    """Add the first layer's output to the normed feature instead of the feature itself."""
+    norm_before_fc: bool = False
+    """Norm the concatenated streams before they are mixed (gpt-oss)."""
+    fc_norm: bool = False
+    """Norm the stream of each target layer before they are mixed (EAGLE-3.1)."""
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or self.num_steps < 1:
+            raise ValueError("num_layers and num_steps must be at least 1")
+        if not (0 < self.keep_ratio <= 1 and 0 <= self.min_share <= 1):
+            raise ValueError("keep_ratio must be above 0 and at most 1, min_share between 0 and 1")
+
+    def first_layer(self) -> eagle3.Config:
+        """The same options of an EAGLE-3 head, whose layer is the first one here."""
+        shared = ("aux_layer_ids", "num_steps", "own_head", "norm_before_residual", "norm_before_fc", "fc_norm")
+        return eagle3.Config(**{name: getattr(self, name) for name in shared})
+
+
+class Layer(nn.Module):
+    """A Llama layer after the first one: it reads the output of the layer before only."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.input_layernorm = norm(shape)
+        self.self_attn = Attention(shape, shape.hidden_size)
+        self.post_attention_layernorm = norm(shape)
+        self.mlp = GatedMLP(shape)
+
+    def forward(self, x_BND: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        x_BND = x_BND + self.self_attn(self.input_layernorm(x_BND), cos_sin, memory)
+        out: Tensor = x_BND + self.mlp(self.post_attention_layernorm(x_BND))
+        return out
+
+
+class PEagle(Eagle3):
+    def __init__(
+        self, config: Config, target: Target, draft_ids_W: Tensor | None = None, shape: LlamaShape | None = None
+    ) -> None:
+        """An untrained head.
+
+        Args:
+            config: Options. Without a mask token, the last row of the target's embeddings is taken.
+            target: Lends embeddings, and the output head as a start.
+            draft_ids_W: Target ids for the draft to propose, ascending; None for all.
+            shape: Sizes of the layers; by default those of the target's layers.
+
+        Raises:
+            ValueError: the target does not have these layers or ids.
+        """
+        super().__init__(config.first_layer(), target, draft_ids_W, shape)
+        check_mask_token(config.mask_token_id, len(target.embed_VD))
+        self._mask_token_id = len(target.embed_VD) - 1 if config.mask_token_id is None else config.mask_token_id
+        self.options = replace(config, mask_token_id=self._mask_token_id)
+        self.max_tokens = config.num_steps
+        # named by their place among all layers, as in a checkpoint: the first one is `midlayer`
+        self.layers = nn.ModuleDict({str(i): Layer(self.shape) for i in range(1, config.num_layers)})
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
+
+    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
+        """Steps of shifts 1, 2, ...
+
+        While gradients are recorded, later steps have a part of the rows (`keep_ratio`). Otherwise they have all.
+        """
+        num_tokens = min(num_steps or self.options.num_steps, self.options.num_steps)
+        # a sample is enough for a gradient; a metric or a forecast needs every row
+        rows_BN = self._sample_rows(batch) if torch.is_grad_enabled() else None
+        memories = [StepMemory(batch, rows_BN) for _ in range(1 + len(self.layers))]
+        # the last rows of a document read the tokens of the next; their labels are masked and no other row sees them
+        ids_BT = batch.input_ids_BT.roll(-1, dims=1)
+        hidden_BTD = self._pass(ids_BT, self.feature(signal), batch.position_ids_BT, memories)
+        steps = [self._draft_step(hidden_BTD, 0, label_rows(batch, 1))]
+        feature_11D = self._mask_feature()
+        for k in range(1, num_tokens):
+            if rows_BN is None:
+                positions_BN, mask_BT = batch.position_ids_BT + k, label_rows(batch, k + 1)
+            else:
+                rows_Bn = rows_BN[:, : self._count_rows(rows_BN.shape[1], k)]
+                positions_BN = batch.position_ids_BT.gather(1, rows_Bn) + k
+                mask_BT = torch.zeros_like(batch.loss_mask_BT).scatter(1, rows_Bn, True) & label_rows(batch, k + 1)
+            feature_BND = feature_11D.expand(*positions_BN.shape, -1)
+            ids_BN = torch.full_like(positions_BN, self._mask_token_id)
+            hidden_BND = self._pass(ids_BN, feature_BND, positions_BN, memories)
+            if rows_BN is not None:  # losses and metrics read rows of the batch; the others are masked
+                at_BnD = rows_Bn[..., None].expand(-1, -1, hidden_BND.shape[-1])
+                hidden_BND = torch.zeros_like(hidden_BTD).scatter(1, at_BnD, hidden_BND)
+            steps.append(self._draft_step(hidden_BND, k, mask_BT))
+        return steps
+
+    def _sample_rows(self, batch: Batch) -> Tensor:
+        """The rows that step 1 could train, in the order in which they are kept, int64 [B, N]."""
+        has_label_BT = label_rows(batch, 2)
+        return choose_rows(batch, has_label_BT, max(int(has_label_BT.sum(1).max()), 1))
+
+    def _count_rows(self, num_rows: int, k: int) -> int:
+        """The rows of step k: the first so many of `_sample_rows`."""
+        return max(int(num_rows * max(self.options.keep_ratio**k, self.options.min_share)), 1)
+
+    def _draft_step(self, hidden_BTD: Tensor, k: int, mask_BT: Tensor) -> DraftStep:
+        # Every trained row weighs the same: a later step weighs less because it has fewer of them.
+        return DraftStep(
+            hidden_BTD=hidden_BTD, head_WD=self.head, shift=k + 1, mask_BT=mask_BT, draft_ids_W=self._draft_ids_W
+        )
+
+    def _mask_feature(self) -> Tensor:
+        """The learned feature of all steps but the first, [1, 1, D]."""
+        streams_11LD = self.mask_hidden.view(1, 1, len(self.aux_layer_ids), -1)
+        return self.mix(streams_11LD.to(self.fc.weight.dtype))
+
+    def _pass(self, ids_BN: Tensor, feature_BND: Tensor, position_ids_BN: Tensor, memories: Sequence[Memory]) -> Tensor:
+        """The input of the output head, [B, N, D]."""
+        cos_sin = self._rotary(position_ids_BN, feature_BND)
+        embed_BND = F.embedding(ids_BN, self._embed_VD).to(feature_BND.dtype)
+        x_BND = self.midlayer(embed_BND, feature_BND, cos_sin, memories[0])
+        for layer, memory in zip(self.layers.values(), memories[1:], strict=True):
+            x_BND = layer(x_BND, cos_sin, memory)
+        return cast(Tensor, self.norm(x_BND))
+
+    @torch.no_grad()
+    def propose(  # type: ignore[override]  # EAGLE-3 takes its own from a function
+        self,
+        prefix_ids: Sequence[int],
+        signal: TargetSignal,
+        num_tokens: int,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Drafted:
+        """All tokens from the prefix and `num_tokens` - 1 masks. Raises ValueError for more than `max_tokens`."""
+        require_tokens(num_tokens, self.options.num_steps)
+        feature_BTD = self.feature(signal)
+        num_rows = require_prefix_rows(feature_BTD, prefix_ids)
+        at_1N = torch.arange(num_rows + num_tokens - 1, device=feature_BTD.device)[None]
+        ids_1N = torch.full_like(at_1N, self._mask_token_id)
+        ids_1N[0, :num_rows] = torch.tensor(list(prefix_ids[1:]), device=at_1N.device)
+        masks_1ND = self._mask_feature().expand(1, num_tokens - 1, -1)
+        caches = [KeyCache() for _ in range(1 + len(self.layers))]
+        hidden_ND = self._pass(ids_1N, torch.cat([feature_BTD, masks_1ND], dim=1), at_1N, caches)[0]
+        return [draw(self.logits(hidden_D).float(), temperature, generator) for hidden_D in hidden_ND[num_rows - 1 :]]
+
+    def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
+        """Start as layers of the target, usually its last, on the stream of the highest aux layer.
+
+        Tensors of equal shape are copied, as in `Eagle3.init_from_layer`; the others stay random.
+
+        Raises:
+            ValueError: there is another number of layers.
+        """
+        if len(layers) != 1 + len(self.layers):
+            raise ValueError(f"{len(layers)} layers were given to a draft of {1 + len(self.layers)}")
+        self.init_from_layer(layers[0], final_norm)
+        with torch.no_grad():
+            for mine, theirs in zip(self.layers.values(), layers[1:], strict=True):
+                given = theirs.state_dict()
+                for name, tensor in mine.state_dict().items():
+                    if name in given and given[name].shape == tensor.shape:
+                        tensor.copy_(given[name])
+
+    def _vllm_config(self) -> dict[str, Any]:
+        return {
+            **super()._vllm_config(),  # with EAGLE-3's architecture: the engine has one class for both
+            "num_hidden_layers": self.options.num_layers,
+            "pard_token": self._mask_token_id,  # the engine's name for the mask token of every parallel drafter
+        }
+
+    def _speculators_config(self, target_name: str, num_speculative_tokens: int) -> dict[str, Any]:
+        config = super()._speculators_config(target_name, num_speculative_tokens)
+        layers = {**config["transformer_layer_config"], "num_hidden_layers": self.options.num_layers}
+        return {
+            **config,
+            "architectures": ["PEagleSpeculator"],
+            "speculators_model_type": "peagle",
+            "mask_token_id": self._mask_token_id,
+            "transformer_layer_config": layers,
+            "speculators_config": {**config["speculators_config"], "algorithm": "peagle"},
+        }
+
+    def _training(self) -> dict[str, Any]:
+        kept = ("own_head", "num_steps", "keep_ratio", "min_share")
+        training = {name: value for name, value in asdict(self.options).items() if name in kept}
+        trained_with = super()._training()[TRAINED_WITH]
+        return {
+            "family": "peagle",
+            **training,
+            TRAINED_WITH: {**trained_with, "mask_token_id": self._mask_token_id},
+        }
+
+    @staticmethod
+    def load(folder: Path, target: Target) -> PEagle:
+        """A head from an exported folder of either layout, or from a checkpoint of another trainer.
+
+        Raises:
+            ValueError: a tensor is missing, unknown or of another shape, d2t and t2d disagree, or the embeddings are
+                not the target's.
+        """
+        checkpoint = read_checkpoint(folder, target)
+        options = _read(checkpoint.config, own_head="lm_head.weight" in checkpoint.tensors)
+        head = PEagle(options, target, checkpoint.draft_ids_W, checkpoint.shape)
+        checkpoint.load_into(head, folder)
+        return head
+
+
+def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:
+    """The options of a checkpoint: the architecture from the engine's keys, training options from ours if present."""
+    known = asdict(Config())
+    training = {name: value for name, value in config.get("redraft", {}).items() if name in known}
+    layers = config.get("transformer_layer_config", config)
+    return Config(
+        aux_layer_ids=tuple(config.get("eagle_aux_hidden_state_layer_ids") or ()),
+        num_layers=layers["num_hidden_layers"],
+        mask_token_id=config.get("mask_token_id", config.get("pard_token")),
+        norm_before_residual=config.get("norm_before_residual", False),
+        norm_before_fc=config.get("norm_before_fc", False),
+        fc_norm=config.get("fc_norm", False),
+        **{"own_head": own_head, **training},
+    )

@@ -1,0 +1,53 @@
+"""Parallel drafters: the token that stands in the slots to fill, and the rows of a batch to train on.
+
+B = batch, T = tokens, N = chosen rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from redraft.heads.draft import Batch
+
+
+def check_mask_token(mask_token_id: int | None, num_embeddings: int) -> None:
+    """Raise ValueError unless the token has a row in the target's table of embeddings. None stands for no choice."""
+    if mask_token_id is not None and not 0 <= mask_token_id < num_embeddings:
+        raise ValueError(
+            f"mask token {mask_token_id} is not in the target's table of {num_embeddings} embeddings: "
+            f"choose an id below {num_embeddings}"
+        )
+
+
+def choose_mask_token(num_embeddings: int, num_tokens: int, pad_id: int | None) -> int:
+    """A token for the empty slots: the first row that the tokenizer does not use, or else the padding token.
+
+    Args:
+        num_embeddings: Rows of the target's table.
+        num_tokens: Ids of the tokenizer, added ones included.
+        pad_id: The tokenizer's padding token.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    if num_tokens < num_embeddings:
+        return num_tokens
+    if pad_id is None:
+        raise ValueError(
+            "every row of the target's embeddings is a token, and there is no padding token: "
+            "name a token that never occurs in text with --head.mask-token-id"
+        )
+    return pad_id
+
+
+def choose_rows(batch: Batch, has_label_BT: Tensor, count: int) -> Tensor:
+    """`count` distinct rows in random order, those with a label first, int64 [B, N].
+
+    The choice depends on the batch alone, so that a resumed run, and a run on more processes, make the same; nothing
+    waits for the device.
+    """
+    # a hash of all tokens up to the row; the multiplier of Knuth's multiplicative hashing
+    mixed_BT = (batch.input_ids_BT.cumsum(1) * 2654435761 + batch.position_ids_BT * 40503) % (1 << 31)
+    key_BT = torch.where(has_label_BT, mixed_BT, -1)
+    return key_BT.topk(min(count, key_BT.shape[1]), dim=1).indices

@@ -1,0 +1,226 @@
+"""P-EAGLE: the steps against one pass under a mask made by loops, sampled rows, packing, decoding, export."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from make_heads import (
+    VOCAB,
+    assert_every_parameter_learns,
+    assert_round_trip,
+    make_batch,
+    make_ids,
+    make_random,
+    make_signal,
+    make_target,
+    q_of,
+    signal_of_prefix,
+)
+from safetensors.torch import load_file
+from torch import Tensor
+
+from redraft.heads.catalog import detect_family, detect_family_by_tensors
+from redraft.heads.families.peagle import Config, PEagle
+from redraft.heads.files.folder import tensor_files
+from redraft.heads.nn import attention
+from redraft.heads.nn.layers import rotate
+from redraft.heads.target import Target
+
+MASK = VOCAB - 1
+DRAFT_IDS = torch.arange(3, VOCAB, 4)
+VARIANTS: dict[str, tuple[dict[str, Any], Tensor | None]] = {
+    "plain": ({}, None),
+    "reduced vocabulary": ({}, DRAFT_IDS),
+    "one layer, target's head": ({"num_layers": 1, "own_head": False}, None),
+    "norms before fc and before the residual": ({"fc_norm": True, "norm_before_residual": True}, None),
+}
+
+
+def make_head(variant: str = "plain", **options: Any) -> tuple[PEagle, Any]:
+    chosen, draft_ids = VARIANTS[variant]
+    model = make_target()
+    torch.manual_seed(0)
+    sizes = {"aux_layer_ids": (1, 2, 4), "num_layers": 3, "num_steps": 4, "mask_token_id": MASK}
+    head = PEagle(Config(**{**sizes, **chosen, **options}), Target.from_model(model), draft_ids)
+    return make_random(head), model
+
+
+Row = tuple[int, int]
+"""The row of the batch that a pass continues, and its draft step."""
+
+
+@torch.no_grad()
+def draft_by_mask(head: PEagle, ids: list[int], documents: list[int], positions: list[int], feature_TD: Tensor) -> Any:
+    """The input of the output head of every (row, step): all rows in one pass, under a mask made key by key."""
+    rows: list[Row] = [(t, k) for k in range(4) for t in range(len(ids))]
+    sees = [
+        [
+            documents[t] == documents[u] and (u <= t if j == 0 else (u == t and j <= k))  # the definition
+            for u, j in rows
+        ]
+        for t, k in rows
+    ]
+    shape = head.shape
+    tokens = torch.tensor([ids[(t + 1) % len(ids)] if k == 0 else MASK for t, k in rows])
+    learned_D = head.mix(head.mask_hidden.view(1, 1, 3, -1))[0, 0]
+    x_ND = torch.stack([feature_TD[t] if k == 0 else learned_D for t, k in rows])
+    cos_sin = head._rotary(torch.tensor([[positions[t] + k for t, k in rows]]), x_ND)
+    for layer in (head.midlayer, *head.layers.values()):
+        if layer is head.midlayer:
+            embed_ND = layer.input_layernorm(head._embed_VD[tokens])
+            normed_ND = layer.hidden_norm(x_ND)
+            x_ND = normed_ND if head.options.norm_before_residual else x_ND
+            normed_ND = torch.cat([embed_ND, normed_ND], -1)
+        else:
+            normed_ND = layer.input_layernorm(x_ND)
+
+        def heads(y_ND: Tensor) -> Tensor:
+            return y_ND.view(1, len(rows), -1, shape.head_dim).transpose(1, 2)
+
+        q, k, v = (heads(getattr(layer.self_attn, f"{name}_proj")(normed_ND)) for name in ("q", "k", "v"))
+        groups = shape.num_attention_heads // shape.num_key_value_heads
+        k, v = rotate(k, cos_sin).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = rotate(q, cos_sin) @ k.transpose(-1, -2) / math.sqrt(shape.head_dim)
+        p = scores.masked_fill(~torch.tensor(sees), -math.inf).softmax(-1)
+        x_ND = x_ND + layer.self_attn.o_proj((p @ v)[0].transpose(0, 1).flatten(1))
+        x_ND = x_ND + layer.mlp(layer.post_attention_layernorm(x_ND))
+    return dict(zip(rows, head.norm(x_ND), strict=True))
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_step_is_that_of_one_pass_under_the_mask(
+    variant: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_fused:  # the attention of GPUs
+        monkeypatch.setattr(attention, "_attend_fused", attention._attend_masked)
+    head, model = make_head(variant, keep_ratio=0.6, min_share=0.1)
+    batch = make_batch([[make_ids(9, seed=5), make_ids(8, seed=6)]])
+    signal = make_signal(model, batch, head.aux_layer_ids)
+    sampled = head.draft_steps(batch, signal)
+    with torch.no_grad():
+        every, feature_TD = head.draft_steps(batch, signal), head.feature(signal)[0]
+    texts = (batch.input_ids_BT[0], batch.document_BT[0], batch.position_ids_BT[0])
+    wanted = draft_by_mask(head, *(text_T.tolist() for text_T in texts), feature_TD)
+    assert [int(step.mask_BT.sum()) for step in every] == [13, 11, 9, 7]
+    # 13 rows have a second label: 0.6, 0.36 and 0.216 of 11 are kept
+    assert [int(step.mask_BT.sum()) for step in sampled][:2] == [13, 6]
+    for steps in (every, sampled):
+        for k, step in enumerate(steps):
+            for row in step.mask_BT[0].nonzero().flatten().tolist():
+                torch.testing.assert_close(step.hidden_BTD[0, row], wanted[row, k], atol=1e-5, rtol=1e-4)
+
+
+def test_later_steps_train_rows_of_the_step_before() -> None:
+    head, model = make_head(keep_ratio=0.5, min_share=0.2)
+    batch = make_batch([[make_ids(42)], [make_ids(42, seed=3)]])
+    steps = head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids))
+    # 39 rows have a label two tokens on; shares 1/2, 1/4 and the floor of 1/5, of which the last rows have no label
+    counts = [step.mask_BT.sum(1).tolist() for step in steps]
+    assert counts[0] == [40, 40]
+    for count, most in zip(counts[1:], (19, 9, 7), strict=True):
+        assert all(most - 2 <= each <= most for each in count), counts
+    for before, after in itertools.pairwise(steps):
+        assert not (after.mask_BT & ~before.mask_BT).any()
+    again = head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids))
+    assert all(torch.equal(one.mask_BT, other.mask_BT) for one, other in zip(steps, again, strict=True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_training_sees_what_decoding_sees(variant: str, num_tokens: int) -> None:
+    head, model = make_head(variant)
+    for length in (2, 3, 9, 14):
+        prefix = make_ids(length)
+        drafted = head.propose(prefix, signal_of_prefix(head, model, prefix), num_tokens, temperature=1.0)
+        batch = make_batch([[[*prefix, *(token for token, _ in drafted)]]])
+        with torch.no_grad():
+            steps = head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids), num_tokens)
+        assert [step.shift for step in steps] == list(range(1, num_tokens + 1))
+        for step, (_, q_V) in zip(steps, drafted, strict=True):
+            torch.testing.assert_close(q_of(step, length - 2), q_V, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_learns(variant: str) -> None:
+    assert_every_parameter_learns(*make_head(variant))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_export_loads_equal(variant: str, tmp_path: Path) -> None:
+    assert_round_trip(*make_head(variant, keep_ratio=0.5, min_share=0.3), tmp_path)
+
+
+def test_a_row_without_labels_trains_nothing() -> None:
+    head, model = make_head()
+    batch = make_batch([[make_ids(3)], [make_ids(12)]])
+    steps = head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids))
+    assert all(not step.mask_BT[0].any() for step in steps[1:])
+    assert all(step.hidden_BTD.isfinite().all() for step in steps)
+
+
+def test_engines_find_their_keys_where_they_look(tmp_path: Path) -> None:
+    head, _ = make_head("reduced vocabulary")
+    head.export(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["architectures"], config["pard_token"]) == (["LlamaForCausalLMEagle3"], MASK)
+    assert (config["num_hidden_layers"], config["num_aux_hidden_states"]) == (3, 3)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["mask_hidden"].shape == (1, 1, 3 * head.shape.hidden_size)
+    assert "layers.2.input_layernorm.weight" in tensors
+    assert detect_family(tmp_path).name == "peagle"
+    names = tensor_files(tmp_path)
+    assert detect_family_by_tensors(names, tmp_path).name == "peagle"
+    assert detect_family(tmp_path).speculative == {"method": "eagle3", "parallel_drafting": True}
+
+
+def test_a_checkpoint_of_another_trainer_loads(tmp_path: Path) -> None:
+    head, model = make_head()
+    head.export(tmp_path, layout="speculators", target_name="target")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["redraft"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert detect_family(tmp_path).name == "peagle"
+    loaded = PEagle.load(tmp_path, Target.from_model(model))
+    assert loaded.options.mask_token_id == MASK
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+
+
+def test_the_package_speculators_reads_an_export(tmp_path: Path) -> None:
+    speculators = pytest.importorskip("speculators")
+    head, model = make_head()
+    model.save_pretrained(tmp_path / "target")
+    head.export(tmp_path / "draft", layout="speculators", target_name=str(tmp_path / "target"))
+    theirs = speculators.SpeculatorModel.from_pretrained(tmp_path / "draft")
+    state = theirs.state_dict()
+    assert torch.equal(state["mask_hidden"], head.mask_hidden)
+    assert torch.equal(state["layers.2.mlp.up_proj.weight"], head.layers["2"].mlp.up_proj.weight)
+    assert torch.equal(state["layers.0.hidden_norm.weight"], head.midlayer.hidden_norm.weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask_token_id": VOCAB}, f"mask token {VOCAB} is not in the target's table of {VOCAB} embeddings"),
+        ({"num_layers": 0}, "num_layers and num_steps must be at least 1"),
+        ({"keep_ratio": 0.0}, "keep_ratio must be above 0"),
+        ({"aux_layer_ids": (2, 9)}, "the target has layers 0 to 5"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_head(**options)
+
+
+def test_more_tokens_than_were_learned_are_refused() -> None:
+    head, model = make_head()
+    prefix = make_ids(5)
+    with pytest.raises(ValueError, match="5 draft tokens asked of a draft that proposes 4"):
+        head.propose(prefix, signal_of_prefix(head, model, prefix), 5)
