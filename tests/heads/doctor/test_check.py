@@ -394,8 +394,8 @@ def test_the_wrong_method_flag(name: str, tmp_path: Path) -> None:
         ({"pard_token": None}, "names no mask token, so vLLM does not start", 'write "pard_token": 9 into it'),
         (
             {"num_hidden_layers": 1},
-            "num_hidden_layers is 1, the checkpoint has 2",
-            'write "num_hidden_layers": 2 there',
+            "config.json says 1 layers, the checkpoint holds 2",
+            'write "num_hidden_layers": 2',
         ),
     ],
 )

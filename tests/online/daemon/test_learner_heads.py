@@ -343,5 +343,5 @@ def test_a_real_server_ends_with_a_head_that_was_trained_on_its_own_traffic(tiny
             assert clients.failures == []
 
     asyncio.run(main())
-    # On a busy machine capture may lose a step, and a segment without any usable state is refused.
-    assert 50 * world.last("buffer", "dropped").get("stateless", 0) <= world.last("buffer", "records")
+    # On a busy machine a few segments arrive without a usable state. They are refused and counted.
+    assert 20 * world.last("buffer", "dropped").get("stateless", 0) <= world.last("buffer", "records")
