@@ -135,9 +135,10 @@ class PEagle(Eagle3):
             if rows_BN is None:
                 positions_BN, mask_BT = batch.position_ids_BT + k, label_rows(batch, k + 1)
             else:
-                rows_Bn = rows_BN[:, : self._count_rows(rows_BN.shape[1], k)]
+                rows_Bn, is_kept_Bn = self._keep(batch, rows_BN, k)
                 positions_BN = batch.position_ids_BT.gather(1, rows_Bn) + k
-                mask_BT = torch.zeros_like(batch.loss_mask_BT).scatter(1, rows_Bn, True) & label_rows(batch, k + 1)
+                mask_BT = torch.zeros_like(batch.loss_mask_BT).scatter(1, rows_Bn, is_kept_Bn)
+                mask_BT &= label_rows(batch, k + 1)
             feature_BND = feature_11D.expand(*positions_BN.shape, -1)
             ids_BN = torch.full_like(positions_BN, self._mask_token_id)
             hidden_BND = self._pass(ids_BN, feature_BND, positions_BN, memories)
@@ -152,9 +153,16 @@ class PEagle(Eagle3):
         has_label_BT = label_rows(batch, 2)
         return choose_rows(batch, has_label_BT, max(int(has_label_BT.sum(1).max()), 1))
 
-    def _count_rows(self, num_rows: int, k: int) -> int:
-        """The rows of step k: the first so many of `_sample_rows`."""
-        return max(int(num_rows * max(self.options.keep_ratio**k, self.options.min_share)), 1)
+    def _keep(self, batch: Batch, rows_BN: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The first ones of `_sample_rows` for step k [B, n], and whether each is trained, bool [B, n].
+
+        Every row of the batch keeps a share of its labels, whatever the other rows have: two processes with a half of
+        the batch each train what one with all of it would.
+        """
+        share = max(self.options.keep_ratio**k, self.options.min_share)
+        count_B = (label_rows(batch, 2).sum(1).double() * share).long()
+        rows_Bn = rows_BN[:, : max(int(rows_BN.shape[1] * share), 1)]
+        return rows_Bn, torch.arange(rows_Bn.shape[1], device=rows_Bn.device) < count_B[:, None]
 
     def _draft_step(self, hidden_BTD: Tensor, k: int, mask_BT: Tensor) -> DraftStep:
         # Every trained row weighs the same: a later step weighs less because it has fewer of them.

@@ -15,7 +15,7 @@ import torch
 from launches import ROOT, accelerate_launch, require, run_all
 
 SCRIPT = str(ROOT / "tests/helpers/train_on_ranks.py")
-FAMILIES = ["standalone", "tied", "eagle1", "eagle3", "dflash", "medusa", "mlp_speculator", "mtp", "mtp-moe"]
+FAMILIES = ["standalone", "tied", "eagle1", "eagle3", "dflash", "peagle", "medusa", "mlp_speculator", "mtp", "mtp-moe"]
 CONFIGS: dict[str, tuple[str, ...]] = {
     "ddp": (),
     "fsdp2": (),

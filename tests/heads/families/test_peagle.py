@@ -117,6 +117,20 @@ def test_every_step_is_that_of_one_pass_under_the_mask(
                 torch.testing.assert_close(step.hidden_BTD[0, row], wanted[row, k], atol=1e-5, rtol=1e-4)
 
 
+def test_a_row_of_the_batch_trains_the_same_beside_any_other() -> None:
+    head, model = make_head(keep_ratio=0.5)
+    texts = [make_ids(12), make_ids(42, seed=3)]
+    together = make_batch([[text] for text in texts])
+    steps = head.draft_steps(together, make_signal(model, together, head.aux_layer_ids))
+    for i, text in enumerate(texts):
+        alone = make_batch([[text]])
+        for step, other in zip(
+            head.draft_steps(alone, make_signal(model, alone, head.aux_layer_ids)), steps, strict=True
+        ):
+            assert torch.equal(step.mask_BT[0], other.mask_BT[i, : len(text)])
+            assert step.mask_BT.any()
+
+
 def test_later_steps_train_rows_of_the_step_before() -> None:
     head, model = make_head(keep_ratio=0.5, min_share=0.2)
     batch = make_batch([[make_ids(42)], [make_ids(42, seed=3)]])
