@@ -48,7 +48,7 @@ COMMANDS = {
     "peagle": Command(
         Group.TRAIN,
         "redraft.recipes.peagle_llama8b",
-        "Train a P-EAGLE head: EAGLE-3 that drafts all tokens in one pass",
+        "Train a P-EAGLE head: EAGLE-3, all tokens in one pass",
         "redraft peagle --preset demo",
     ),
     "eagle1": Command(
