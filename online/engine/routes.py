@@ -43,6 +43,9 @@ PAUSE_TIMEOUT_S = 60.0
 
 RESUME_TIMEOUT_S = 30.0
 
+DEATH_POLL_S = 1.0
+"""Seconds between two looks whether the engine that is asked still lives."""
+
 MAX_STUCK_READS = 4
 """Hung readers of the registry allowed before further swaps are refused."""
 
@@ -183,12 +186,12 @@ class Endpoint:
 
         Returns the ranks' answers when all have read it or one has failed.
         """
-        started = await self.engine.collective_rpc("redraft_stage", args=(folder,))
+        started = await self._ask("redraft_stage", folder)
         if not all(rank["ok"] for rank in started):
             return [{"damaged": False, "error": rank["error"]} for rank in started if not rank["ok"]]
         while True:
             # Polled in short calls, because the engine takes no step while one is running.
-            ranks: list[dict[str, Any]] = await self.engine.collective_rpc("redraft_staged")
+            ranks: list[dict[str, Any]] = await self._ask("redraft_staged")
             failed = [rank for rank in ranks if rank["error"]]
             if failed or all(rank["done"] for rank in ranks):
                 return failed or ranks
@@ -198,7 +201,7 @@ class Endpoint:
         """Free the staged version's memory. If this fails, the next swap does it."""
         with suppress(Exception):
             async with asyncio.timeout(RESUME_TIMEOUT_S):
-                await self.engine.collective_rpc("redraft_discard")
+                await self._ask("redraft_discard")
 
     async def _exchange(self, found: _Found, serving: str) -> dict[str, Any]:
         """Load the staged version on all ranks while the engine pauses."""
@@ -225,11 +228,11 @@ class Endpoint:
 
     async def _load(self, version: str, folder: str, serving: str) -> dict[str, Any]:
         """Load on all ranks. If any rank fails, restore the last good draft on all of them."""
-        ranks = await self.engine.collective_rpc("redraft_load", args=(folder,))
+        ranks = await self._ask("redraft_load", folder)
         failed = [rank for rank in ranks if not rank["ok"]]
         if not failed:
             # only now: if a rank fails, the others need the last good draft to go back to
-            await self.engine.collective_rpc("redraft_commit", args=(folder, version))
+            await self._ask("redraft_commit", folder, version)
             if any(rank["checksum_before"] != rank["checksum_after"] for rank in ranks):
                 raise HTTPException(500, "the target's weights changed: restart this server")
             return {
@@ -249,12 +252,30 @@ class Endpoint:
         """Load the last good draft again on all ranks. Generation waits for it, at most PAUSE_TIMEOUT_S in all."""
         if any(rank["error"] for rank in await self._stage_on_ranks(None)):
             return False
-        return all(rank["ok"] for rank in await self.engine.collective_rpc("redraft_restore"))
+        return all(rank["ok"] for rank in await self._ask("redraft_restore"))
+
+    async def _ask(self, method: str, *args: Any) -> list[Any]:
+        """The answers of all ranks.
+
+        vLLM never answers a call that was running when its engine died. A server ends only after its last request, so
+        one such call would keep a dead server from being started again.
+
+        Raises:
+            HTTPException: 503, if the engine dies meanwhile.
+        """
+        call = asyncio.ensure_future(self.engine.collective_rpc(method, args=args))
+        try:
+            while not (await asyncio.wait({call}, timeout=DEATH_POLL_S))[0]:
+                if self.engine.errored:
+                    raise HTTPException(503, "the engine has died: start this server again")
+            return call.result()
+        finally:
+            call.cancel()
 
     async def _status(self) -> dict[str, Any]:
         import vllm
 
-        ranks = await self.engine.collective_rpc("redraft_status")
+        ranks = await self._ask("redraft_status")
         recording = next((rank for rank in ranks if rank["capture"]), ranks[0])
         return {
             **recording,

@@ -38,6 +38,9 @@ class Engine:
     calls: list[str] = field(default_factory=list)
     load_s: float = 0.0
     """Duration of a load, in seconds."""
+    dies_in: str = ""
+    """The method in which the engine dies. As in vLLM, it is never answered."""
+    errored: bool = False
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self.calls.append(method)
@@ -50,6 +53,9 @@ class Engine:
             "redraft_commit": [None] * 2,
             **self.answers,
         }[method]
+        if method == self.dies_in:
+            self.errored = True
+            await asyncio.Event().wait()
         if method == "redraft_load":
             await asyncio.sleep(self.load_s)
         if not answer:
@@ -91,6 +97,17 @@ def swap(registry, load_s=0.0, body=None, **answers):
     client = make_client(registry, engine)
     answer = client.post("/redraft/swap", json=body or {"version": "v000002"})
     return answer, engine.calls[1:]
+
+
+@pytest.mark.parametrize("method", ["redraft_status", "redraft_stage", "redraft_load"])
+def test_no_request_outlives_the_engine(registry, method):
+    """A server that waits for such a request never ends, and is never started again."""
+    engine = Engine({"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2}, dies_in=method)
+    client, began_s = make_client(registry, engine), time.monotonic()
+    answer = client.post("/redraft/swap", json={"version": "v000002"})
+    assert answer.status_code == 503
+    assert "the engine has died" in answer.text
+    assert time.monotonic() - began_s < 10
 
 
 def test_a_swap_pauses_loads_on_all_ranks_and_names_the_version(registry):

@@ -1,0 +1,43 @@
+"""A server whose engine was killed ends by itself, also if somebody was asking for its status, so that it is started
+again."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from contextlib import suppress
+
+import httpx
+import psutil
+import pytest
+from real_server import running_server
+
+
+def find_server(url: str) -> psutil.Process:
+    port = url.rsplit(":", 1)[1]
+    (found,) = (
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if {"--port", port} <= set(process.info["cmdline"] or ()) and "vllm" in " ".join(process.info["cmdline"])
+    )
+    return found
+
+
+@pytest.mark.vllm
+def test_a_server_ends_after_its_engine_though_a_call_was_running(random_target, registry, tmp_path):
+    with running_server(random_target, registry, tmp_path, ["--num-speculative-tokens", "2"]) as server:
+        process = find_server(server.url)
+        (engine,) = (child for child in process.children(recursive=True) if "EngineCore" in child.name())
+
+        def ask() -> None:
+            with suppress(httpx.HTTPError):
+                server.http.get("/redraft/status", timeout=60)
+
+        engine.send_signal(signal.SIGSTOP)  # so that the call is running when it dies
+        asking = threading.Thread(target=ask)
+        asking.start()
+        time.sleep(1)
+        engine.send_signal(signal.SIGKILL)
+        process.wait(timeout=60)
+        asking.join()
