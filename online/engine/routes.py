@@ -263,7 +263,7 @@ class Endpoint:
         Raises:
             HTTPException: 503, if the engine dies meanwhile.
         """
-        call = asyncio.ensure_future(self.engine.collective_rpc(method, args=args))
+        call: asyncio.Future[list[Any]] = asyncio.ensure_future(self.engine.collective_rpc(method, args=args))
         try:
             while not (await asyncio.wait({call}, timeout=DEATH_POLL_S))[0]:
                 if self.engine.errored:
