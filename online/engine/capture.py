@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from redraft.online.engine.config import CaptureConfig
@@ -40,6 +41,9 @@ SEGMENT_ROWS = 512
 SHIP_BYTES = 4 << 20
 SHIP_INTERVAL_S = 1.0
 """Records are shipped when this many bytes are waiting, or when the oldest has waited this long."""
+
+GREEDY_TEMPERATURE = 1e-5
+"""Below this vLLM takes the most probable token."""
 
 POLL_INTERVAL_S = 0.2
 """Longest time a step waits. Kept long because this thread takes the GIL from the engine's each time it wakes."""
@@ -138,15 +142,15 @@ class Capture:
         """Apply one step, whose rows and drafts begin at `first_row` and `first_draft` in `kept`."""
         if step.sampled_BK is None:
             return
-        sampled_BK = step.sampled_BK.tolist()
+        sampled_by_row = step.read_sampled()
         first_state = 0
-        for part in step.parts:
+        for part in step.read_parts():
             states_HLD = None if step.states_NLD is None else step.states_NLD[first_state : first_state + part.num_read]
             first_state += part.num_read
-            if part.sampled_row is None:
+            sampled = [] if part.sampled_row is None else sampled_by_row[part.sampled_row]
+            if not sampled:
                 self._append_states(part, states_HLD)
                 continue
-            sampled = [token for token in sampled_BK[part.sampled_row] if token != -1]
             verified = None
             if part.num_drafts:
                 assert kept is not None
@@ -154,7 +158,7 @@ class Capture:
                 verified = VerifiedStep(
                     start=part.start,
                     draft_ids=kept.draft_ids_S[begin : begin + part.num_drafts],
-                    draft_probs=kept.draft_probs_S[begin : begin + part.num_drafts],
+                    draft_probs=_read_draft_probs(part, kept.draft_probs_S[begin : begin + part.num_drafts]),
                     # the last is the target's: the bonus, or in place of the first refused draft token
                     num_accepted=len(sampled) - 1,
                     rows=kept.rows.select(first_row + part.first_row, part.num_drafts + 1),
@@ -235,6 +239,11 @@ class Capture:
         except OSError as error:  # e.g. a full disk: these records are lost, the next ones may fit again
             self.counts["dropped_records_spool"] += len(frames)
             self.report(error, "spool")
+
+
+def _read_draft_probs(part: StepPart, draft_probs: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The draft's probabilities; 1 at temperature 0, where it proposes its best token and vLLM keeps logits instead."""
+    return np.ones_like(draft_probs) if part.request.sampling.temperature < GREEDY_TEMPERATURE else draft_probs
 
 
 def _read_bits(begin: int, states_HLD: Tensor | None) -> list[States]:

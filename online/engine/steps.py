@@ -59,16 +59,39 @@ class EngineStep:
     finished: list[str]
     """Ids of the requests that ended before this step."""
     sampled_BK: Tensor | None = None
-    """Sampled tokens of each request, padded with -1."""
+    """Sampled tokens of each request, padded with -1; with anything if there is `num_sampled_B`."""
+    num_sampled_B: Tensor | None = None
+    """How many of them are valid."""
+    starts_B: Tensor | None = None
+    """`StepPart.start` of the requests that sampled, if only the device knows it; None if the parts have it."""
     logits_RV: Tensor | None = None
     """Logits before temperature, penalties and every other sampling parameter. None if no request verified drafts."""
     draft_ids_S: Tensor | None = None
+    """Draft tokens of all requests. There may be other tokens between those of two requests."""
     draft_probs_S: Tensor | None = None
     """None if drafting is greedy."""
     states_NLD: Tensor | None = None
     """bfloat16 states of the tokens read by `parts`, in that order. A copy, because the engine reuses the buffers."""
     computed: torch.cuda.Event | None = None
     """Event on the engine's stream after these tensors: the background thread uses another stream. None on a CPU."""
+
+    def read_sampled(self) -> list[list[int]]:
+        """The tokens that each request sampled. Waits for the device."""
+        assert self.sampled_BK is not None
+        rows = self.sampled_BK.tolist()
+        if self.num_sampled_B is None:
+            return [[token for token in row if token != -1] for row in rows]
+        return [row[:count] for row, count in zip(rows, self.num_sampled_B.tolist(), strict=True)]
+
+    def read_parts(self) -> list[StepPart]:
+        """The parts with their exact starts. Waits for the device."""
+        if self.starts_B is None:
+            return self.parts
+        starts = self.starts_B.tolist()
+        return [
+            part if part.sampled_row is None else msgspec.structs.replace(part, start=starts[part.sampled_row])
+            for part in self.parts
+        ]
 
     @property
     def num_bytes(self) -> int:

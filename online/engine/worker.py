@@ -19,7 +19,7 @@ from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.folder import model_folder
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig, PluginConfig, read_config
-from redraft.online.engine.runner_v1 import install_capture, require_known_runner
+from redraft.online.engine.runners import describe_runner, find_runner, install_capture
 from redraft.online.engine.staging import Staging
 from redraft.online.engine.swap import UNSUPPORTED_METHODS, checksum, load_draft, shared_modules
 from redraft.online.fleet.registry import hash_manifest
@@ -35,6 +35,8 @@ class WorkerState:
     """State of one worker, stored in `worker.redraft`."""
 
     server_id: str
+    runner: str = ""
+    """vLLM's model runner, and why it is that one, in a line."""
     capture_off: str = ""
     """Why nothing is recorded, although it is configured; empty otherwise."""
     swap_off: str = ""
@@ -86,6 +88,8 @@ def install(worker: Any) -> None:
     Raises nothing, because vLLM would not start: whatever fails switches capture or swaps off, with the reason.
     """
     worker.redraft = state = WorkerState(server_id=uuid.uuid4().hex[:16])
+    with _switching_off(state, "capture"):
+        state.runner = describe_runner(find_runner(worker.model_runner), worker.vllm_config)
     config = PluginConfig()
     with _switching_off(state, "capture", "swap"):
         config = read_config()
@@ -98,6 +102,8 @@ def install(worker: Any) -> None:
     if config.capture is not None and not state.capture_off:
         with _switching_off(state, "capture"):
             _start_capture(worker, config.capture)
+    what = "records" if state.capture else "records nothing"
+    logger.info("redraft: vLLM's %s, %s, draft %s", state.runner, what, state.draft_version or "none")
 
 
 @contextmanager
@@ -127,7 +133,6 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
 
 def _start_capture(worker: Any, config: CaptureConfig) -> None:
     state: WorkerState = worker.redraft
-    require_known_runner(worker.model_runner)
     if not _is_recording_rank():
         return
     capture = Capture(config, state.server_id, state.target_fingerprint, state.draft_version)
@@ -153,6 +158,7 @@ def redraft_status(worker: Any) -> dict[str, Any]:
         "target_checksum": state.target_checksum,
         "target_intact": state.is_target_intact,
         "num_swaps": state.num_swaps,
+        "runner": state.runner,
         "swap_off": state.swap_off,
         "capture_off": state.capture_off,
         "capture": state.capture.status() if state.capture else None,

@@ -85,8 +85,6 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
     capture = cfg.capture
     variables = {
         "VLLM_PLUGINS": _with_plugin(environment.get("VLLM_PLUGINS")),
-        # The plugin hooks into the V1 model runner; if Triton is installed, vLLM would choose the other one.
-        "VLLM_USE_V2_MODEL_RUNNER": environment.get("VLLM_USE_V2_MODEL_RUNNER", "0"),
         "REDRAFT_REGISTRY": _absolute(cfg.registry),
         "REDRAFT_TOKEN_FILE": _absolute(cfg.token_file),
         "REDRAFT_ALLOW_REMOTE": "1" if cfg.allow_remote else None,

@@ -14,7 +14,8 @@ import sys
 import time
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "redraft", "OMP_NUM_THREADS": "1"}
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+os.environ.setdefault("VLLM_PLUGINS", "redraft")
 
 
 def stage(worker: Any, folder: str | None) -> dict[str, Any]:

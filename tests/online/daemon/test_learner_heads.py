@@ -280,13 +280,14 @@ def test_what_is_captured_is_what_the_head_reads_in_serving(random_target, tmp_p
         "draft": str(draft),
         "method": {"eagle3": "eagle3", "eagle1": "eagle", "dflash": "dflash"}[name],
         "spool": str(tmp_path / "spool"),
-        "rounds": [[long, short, other], [long]],
+        "rounds": [{"prompts": [long, short, other]}, {"prompts": [long]}],
     }
-    script = Path(__file__).parents[2] / "helpers/run_heads_capture.py"
+    script = Path(__file__).parents[2] / "helpers/run_capture.py"
     done = subprocess.run([sys.executable, script, json.dumps(spec)], capture_output=True, text=True, timeout=800)
     answers = next((line for line in done.stdout.splitlines() if line.startswith("REPORT")), None)
     assert answers, done.stderr[-3000:]
-    first, second = json.loads(answers.removeprefix("REPORT"))
+    rounds = json.loads(answers.removeprefix("REPORT"))["answers"]
+    first, second = [[tokens for (tokens,) in answered] for answered in rounds]
     frames = [frame for path in spool_files(tmp_path / "spool") for frame in read_frames(path.read_bytes())]
     records = [record for _, record in frames]
     assert all(isinstance(record, Record) for record in records)

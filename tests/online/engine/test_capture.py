@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,9 +16,10 @@ from transformers import LlamaForCausalLM
 from redraft.online.engine import request_log
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig
+from redraft.online.engine.feed import _copy_rows
 from redraft.online.engine.reduction import ScratchMemory, find_largest, reduce_logits
 from redraft.online.engine.request_log import RequestInfo, RequestLog, Rows, States, VerifiedStep
-from redraft.online.engine.runner_v1 import _copy_rows, install_capture, require_known_runner
+from redraft.online.engine.runner_v1 import install_capture
 from redraft.online.engine.steps import REDUCED_BYTES, EngineStep, StepPart, StepQueue
 from redraft.online.learning.penalties import penalise
 from redraft.online.records.record import (
@@ -311,6 +313,32 @@ def test_nothing_of_a_step_is_read_before_its_device_has_computed_it(tmp_path):
     np.testing.assert_array_equal(record.topk_ids, wanted.logits_RV.topk(K).indices)
 
 
+def test_what_only_the_device_knows_of_a_step_is_read_by_the_thread(tmp_path):
+    """Of steps that are scheduled ahead: where they begin, and how many tokens they sampled."""
+    info = make_info(max_tokens=3)
+    first, second = make_step(info, 3, sampled=[7], drafts=[]), make_step(info, 4, sampled=[8, 9], drafts=[8, 50])
+    ahead = replace(
+        second,
+        parts=[msgspec.structs.replace(second.parts[0], start=99)],
+        sampled_BK=torch.tensor([[8, 9, 77]]),  # the last one is a leftover
+        num_sampled_B=torch.tensor([2]),
+        starts_B=torch.tensor([4]),
+    )
+    ((wanted,), (found,)) = (
+        run_capture(tmp_path / name, [first, step])[1] for name, step in (("a", second), ("b", ahead))
+    )
+    assert msgspec.structs.replace(found, time_s=wanted.time_s) == wanted
+    np.testing.assert_array_equal(found.output_ids, [7, 8, 9])
+
+
+def test_at_temperature_zero_the_drafts_best_token_is_certain(tmp_path):
+    """vLLM keeps logits in place of the probabilities."""
+    info = make_info(max_tokens=3, sampling=Sampling(temperature=0.0))
+    second = replace(make_step(info, 4, sampled=[8, 9], drafts=[8, 50]), draft_probs_S=torch.tensor([17.5, -3.0]))
+    (record,) = run_capture(tmp_path, [make_step(info, 3, sampled=[7], drafts=[]), second])[1]
+    np.testing.assert_array_equal(record.draft_probs, np.array([1, 1, np.nan], np.float32))
+
+
 def test_few_rows_of_many_are_copied_and_found_again():
     logits_RV = torch.randn(12, V)
     parts = [
@@ -424,14 +452,6 @@ def test_nobody_else_reads_a_spool_that_was_made_here(tmp_path):
     assert (tmp_path / "spool").stat().st_mode & 0o077 == 0
 
 
-def test_an_unknown_runner_is_refused():
-    class GPUModelRunner:
-        pass
-
-    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        require_known_runner(GPUModelRunner())
-
-
 def test_a_hook_that_fails_costs_records_and_nothing_else(tmp_path):
     """As with an engine whose internals have changed: this runner has no attributes at all."""
     sampled = SimpleNamespace(sampled_token_ids=None)
@@ -440,11 +460,12 @@ def test_a_hook_that_fails_costs_records_and_nothing_else(tmp_path):
         _get_spec_decode_draft_probs=lambda metadata: None,
         _on_request_state_removed=lambda request_id, state: None,
         propose_draft_token_ids=lambda *tensors: "drafts",
+        max_model_len=256,
     )
     capture = Capture(CaptureConfig(spool=tmp_path, hidden_states=True), "boot", "target", "v000001")
     install_capture(runner, capture)
     assert runner._sample(None, None) is sampled
-    runner._sample.__self__.unread = make_step(make_info(), 3, sampled=[7], drafts=[])
+    runner._sample.__self__.feed.unread = make_step(make_info(), 3, sampled=[7], drafts=[])
     assert runner.propose_draft_token_ids("too", "few") == "drafts"
     assert (capture.counts["errors_hook"], capture.counts["errors_hidden_states"]) == (1, 1)
 
@@ -458,10 +479,11 @@ def test_the_end_of_a_request_is_known_at_once_when_the_engine_falls_idle(tmp_pa
         _on_request_state_removed=lambda request_id, state: None,
         propose_draft_token_ids=None,
         requests={"recorded": None, "other": None},
+        max_model_len=256,
     )
     capture = Capture(CaptureConfig(spool=tmp_path), "boot", "target", "v000001")
     install_capture(runner, capture)
-    runner._sample.__self__.requests = {"recorded": make_info(), "other": None}
+    runner._sample.__self__.feed.requests = {"recorded": make_info(), "other": None}
     for request_id in sorted(runner.requests, reverse=not recorded_is_last):
         del runner.requests[request_id]
         runner._on_request_state_removed(request_id, None)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import model_runners
 import numpy as np
 import pytest
 import torch
@@ -298,19 +299,24 @@ def test_the_status_names_draft_target_and_engine(server, random_target):
     assert status["vllm_version"].startswith("0.")
 
 
-def run_swaps(target, draft, method, swaps):
+def run_swaps(target, draft, method, swaps, runner="v1"):
     spec = {"target": str(target), "draft": str(draft), "method": method, "swaps": swaps}
     script = Path(__file__).parents[2] / "helpers/run_swaps.py"
-    result = subprocess.run([sys.executable, script, json.dumps(spec)], capture_output=True, text=True, timeout=800)
+    command, environment = [sys.executable, script, json.dumps(spec)], model_runners.environment(runner)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment)
     line = next((line for line in result.stdout.splitlines() if line.startswith("REPORT")), None)
     assert line, result.stderr[-3000:]
-    return json.loads(line.removeprefix("REPORT"))
+    reports = json.loads(line.removeprefix("REPORT"))
+    assert all(report["status"]["runner"].lower().startswith(f"{runner} model runner") for report in reports)
+    return reports
 
 
 @pytest.mark.vllm
-def test_a_load_that_fails_half_way_puts_the_last_good_draft_back(random_target, registry):
+@pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.slow)])
+def test_a_load_that_fails_half_way_puts_the_last_good_draft_back(random_target, registry, runner):
     good, other = registry / "v000002", registry / "v000001"
-    start, failed, restored = run_swaps(random_target, good, "draft_model", [["fail", str(other)], ["restore"]])
+    swaps = [["fail", str(other)], ["restore"]]
+    start, failed, restored = run_swaps(random_target, good, "draft_model", swaps, runner)
     assert failed["result"] == {"ok": False, "touched": True, "error": "OSError: the disk went away"}
     assert failed["status"]["draft_intact"] is False
     assert restored["result"]["ok"]
@@ -318,6 +324,21 @@ def test_a_load_that_fails_half_way_puts_the_last_good_draft_back(random_target,
     assert failed["accepted"] < start["accepted"] == restored["accepted"]
     assert start["output"] == failed["output"] == restored["output"]
     assert restored["result"]["checksum_before"] == restored["result"]["checksum_after"]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("method", ["draft_model", pytest.param("eagle3", marks=pytest.mark.slow)])
+def test_a_draft_swapped_on_v2_accepts_like_one_loaded_at_the_start(random_target, registry, learned_eagles, method):
+    drafts = {"draft_model": (registry / "v000001", registry / "v000003"), "eagle3": learned_eagles}
+    poor, good = drafts[method]
+    swaps = [["load", str(good)], ["load", str(poor)]]
+    start, swapped, back = run_swaps(random_target, poor, method, swaps, "v2")
+    (fresh,) = run_swaps(random_target, good, method, [], "v2")
+    for report in (swapped, back):
+        assert report["result"]["ok"], report["result"]
+        assert report["result"]["checksum_before"] == report["result"]["checksum_after"]
+    assert start["output"] == swapped["output"] == fresh["output"] == back["output"]
+    assert start["accepted"] == back["accepted"] < swapped["accepted"] == fresh["accepted"]
 
 
 @pytest.fixture
@@ -335,13 +356,37 @@ def eagles(random_target, tmp_path):
     return folders
 
 
+def learn_by_heart(head, model, folder):
+    """Train a head on the answer of `run_swaps`, and export it."""
+    prompt = torch.arange(10, 40)[None]
+    with torch.no_grad():
+        text = model.generate(prompt, max_new_tokens=60, min_new_tokens=60, do_sample=False)[0].tolist()
+    batch = Batch.padded([text])
+    signal = InProcessTarget(model, head.config.aux_layer_ids)(batch)
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(80):
+        optimizer.zero_grad()
+        distill_loss(head.draft_steps(batch, signal), batch, signal, Divergence(), scale=0.01).loss.backward()
+        optimizer.step()
+    head.export(folder)
+
+
+@pytest.fixture
+def learned_eagles(random_target, tmp_path):
+    """A random EAGLE-3 head, and one that knows the answer of `run_swaps` by heart."""
+    model = LlamaForCausalLM.from_pretrained(random_target).eval()
+    torch.manual_seed(0)
+    # with the target's head: one of its own could be swapped only for another one of its own
+    head = Eagle3(Config(aux_layer_ids=(0, 1, 2), own_head=False), Target.from_model(model))
+    head.export(tmp_path / "random")
+    learn_by_heart(head, model, tmp_path / "learned")
+    return tmp_path / "random", tmp_path / "learned"
+
+
 @pytest.fixture
 def dflashes(random_target, tmp_path):
     """A random DFlash head, and one that knows the answer of `run_swaps` by heart."""
     model = LlamaForCausalLM.from_pretrained(random_target).eval()
-    prompt = torch.arange(10, 40)[None]
-    with torch.no_grad():
-        text = model.generate(prompt, max_new_tokens=60, min_new_tokens=60, do_sample=False)[0].tolist()
     options = dflash.Config(aux_layer_ids=(1, 2), num_layers=2, block_size=4)
     torch.manual_seed(0)
     head = dflash.DFlash(options, Target.from_model(model))
@@ -349,14 +394,7 @@ def dflashes(random_target, tmp_path):
         if "norm" in name:  # a norm of ones in every layer would hide that a row is taken for another
             parameter.data += 0.2 * torch.randn_like(parameter)
     head.export(tmp_path / "random")
-    batch = Batch.padded([text])
-    signal = InProcessTarget(model, options.aux_layer_ids)(batch)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
-    for _ in range(80):
-        optimizer.zero_grad()
-        distill_loss(head.draft_steps(batch, signal), batch, signal, Divergence(), scale=0.01).loss.backward()
-        optimizer.step()
-    head.export(tmp_path / "learned")
+    learn_by_heart(head, model, tmp_path / "learned")
     return tmp_path / "random", tmp_path / "learned"
 
 
@@ -364,7 +402,8 @@ def dflashes(random_target, tmp_path):
 @pytest.mark.slow
 def test_a_block_drafter_reads_the_context_by_the_new_weights(random_target, dflashes):
     random, learned = dflashes
-    start, swapped, back = run_swaps(random_target, random, "dflash", [["load", str(learned)], ["load", str(random)]])
+    swaps = [["load", str(learned)], ["load", str(random)]]
+    start, swapped, back = run_swaps(random_target, random, "dflash", swaps)
     (fresh,) = run_swaps(random_target, learned, "dflash", [])
     assert swapped["result"]["ok"], swapped["result"]
     assert swapped["result"]["checksum_before"] == swapped["result"]["checksum_after"]
@@ -377,7 +416,8 @@ def test_a_block_drafter_reads_the_context_by_the_new_weights(random_target, dfl
 @pytest.mark.vllm
 def test_what_a_head_shares_with_the_target_is_never_written(random_target, eagles):
     first, second, own = eagles
-    start, swapped, refused = run_swaps(random_target, first, "eagle3", [["load", str(second)], ["load", str(own)]])
+    swaps = [["load", str(second)], ["load", str(own)]]
+    start, swapped, refused = run_swaps(random_target, first, "eagle3", swaps)
     assert swapped["result"]["ok"], swapped["result"]
     assert swapped["result"]["checksum_before"] == swapped["result"]["checksum_after"]
     assert swapped["output"] == start["output"]

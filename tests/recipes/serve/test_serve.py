@@ -111,6 +111,5 @@ def test_plugins_that_were_allowed_stay_allowed():
     assert "lora_filesystem_resolver" in plugin_environment(parse("t"), {})["VLLM_PLUGINS"].split(",")
 
 
-def test_the_model_runner_is_the_one_the_plugin_knows_unless_the_user_says_otherwise():
-    assert plugin_environment(parse("t"), {})["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-    assert plugin_environment(parse("t"), {"VLLM_USE_V2_MODEL_RUNNER": "1"})["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+def test_vllm_chooses_its_model_runner():
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in plugin_environment(parse("t"), {})

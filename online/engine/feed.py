@@ -1,0 +1,235 @@
+"""From the hooks on a model runner to capture: the requests that are recorded, and their steps.
+
+    runner_v1, runner_v2 ─ requests, batches, states, ends ─► Feed ─► StepQueue ─► capture's thread
+
+The hooks know the runner's names; everything else about a step is here, once for all runners. It runs in the engine's
+thread: it keeps references, copies little, and never waits for a device.
+
+R = logit rows of a step, S = its draft tokens, V = vocabulary, N = tokens of the step's captured requests, L = hidden
+states of one token, D = size of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from redraft.online.engine.capture import Capture
+from redraft.online.engine.request_log import RequestInfo
+from redraft.online.engine.steps import EngineStep, StepPart
+from redraft.online.records.origin import Origin, read_origin_arguments
+from redraft.online.records.record import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The requests of a step in the runner's order, as far as the host knows them."""
+
+    infos: Sequence[RequestInfo | None]
+    """None for a request that is not recorded."""
+    first_reads: Sequence[int]
+    """Index of each request's first token among those read by the target; one more entry at the end."""
+    num_drafts: Sequence[int]
+    first_rows: Sequence[int]
+    """Index of each request's first row of logits."""
+    first_drafts: Sequence[int]
+    """Index of each request's first draft in the step's draft ids."""
+    starts: Sequence[int]
+    """Index in prompt + output of the first token that each request samples."""
+    is_partial: Sequence[bool]
+    """Whether the step reads a part of a prompt, but not its end, and samples nothing."""
+
+
+class Feed:
+    """The requests of one runner, and its newest step until that is complete."""
+
+    def __init__(self, capture: Capture, max_model_len: int) -> None:
+        self.capture = capture
+        self.max_model_len = max_model_len
+        self.requests: dict[str, RequestInfo | None] = {}
+        """Record header of every running request; None if a request is not recorded."""
+        self.finished: list[str] = []
+        self.unread: EngineStep | None = None
+        """The newest step, held back until the draft reads the hidden states of this step."""
+
+    def add(self, request: Any) -> RequestInfo | None:
+        """Take a new request, or one that was preempted and comes back; vLLM's object, of either runner."""
+        if request.req_id not in self.requests:
+            self.requests[request.req_id] = self._decide(request)
+        return self.requests[request.req_id]
+
+    def end(self, request_id: str) -> None:
+        if self.requests.pop(request_id, None) is not None:
+            self.finished.append(request_id)
+
+    def flush(self) -> None:
+        """Tell capture which requests have ended, because the engine may now idle: no step would carry the news."""
+        if self.finished:
+            self._release()
+            self.capture.queue.put(self._make_finished_step())
+
+    def put(self, step: EngineStep | None) -> None:
+        """Take the newest step, if it has anything to tell."""
+        self._release()  # the previous step drafted nothing, so nobody read its states
+        if self.capture.config.hidden_states:
+            self.unread = step
+        elif step is not None:
+            self.capture.queue.put(step)
+
+    def put_states(self, streams_ND: Sequence[Tensor]) -> None:
+        """Complete the newest step with the hidden states that the draft now reads, one tensor per layer."""
+        if self.unread is not None and self.unread.parts:
+            states_NLD = _read_states(self.unread.parts, streams_ND)
+            self.unread = replace(self.unread, states_NLD=states_NLD, computed=record_event(states_NLD))
+        self._release()
+
+    def make_step(
+        self,
+        batch: Batch,
+        *,
+        sampled_BK: Tensor,
+        num_sampled_B: Tensor | None = None,
+        starts_B: Tensor | None = None,
+        logits_RV: Tensor | None,
+        draft_ids_S: Tensor | None,
+        draft_probs_S: Tensor | None,
+    ) -> EngineStep | None:
+        """The step of a batch; None if it has nothing to tell. The tensors are those of `EngineStep`."""
+        if not any(batch.infos):
+            return self._make_finished_step() if self.finished else None
+        parts = self._list_parts(batch)
+        num_rows = sum(part.num_drafts + 1 for part in parts if part.num_drafts)
+        if not num_rows or logits_RV is None:
+            logits_RV = draft_ids_S = draft_probs_S = None
+        elif 2 * num_rows < len(logits_RV):  # copying few rows holds less memory than a reference to all
+            parts, logits_RV = _copy_rows(parts, logits_RV)
+        finished, self.finished = self.finished, []
+        return EngineStep(
+            draft_version=self.capture.draft_version,
+            parts=parts,
+            finished=finished,
+            sampled_BK=sampled_BK,
+            num_sampled_B=num_sampled_B,
+            starts_B=starts_B,
+            logits_RV=logits_RV,
+            draft_ids_S=draft_ids_S,
+            draft_probs_S=draft_probs_S,
+            computed=record_event(sampled_BK),  # after all GPU work queued for this step
+        )
+
+    def _release(self) -> None:
+        step, self.unread = self.unread, None
+        if step is not None:
+            self.capture.queue.put(step)
+
+    def _make_finished_step(self) -> EngineStep:
+        finished, self.finished = self.finished, []
+        return EngineStep(draft_version=self.capture.draft_version, parts=[], finished=finished)
+
+    def _list_parts(self, batch: Batch) -> list[StepPart]:
+        with_partial = self.capture.config.hidden_states
+        return [
+            StepPart(
+                request=info,
+                start=batch.starts[i],
+                sampled_row=None if batch.is_partial[i] else i,
+                num_drafts=batch.num_drafts[i],
+                first_row=batch.first_rows[i],
+                first_draft=batch.first_drafts[i],
+                num_read=batch.first_reads[i + 1] - batch.first_reads[i],
+                first_read=batch.first_reads[i],
+            )
+            for i, info in enumerate(batch.infos)
+            if info is not None and (with_partial or not batch.is_partial[i])
+        ]
+
+    def _decide(self, request: Any) -> RequestInfo | None:
+        """The record header of a new request, or None if it is not to be recorded."""
+        params = request.sampling_params
+        origin = read_origin_arguments(params.extra_args)
+        if origin is None:  # e.g. of another front end: whether its client opted out is not known
+            self.capture.counts["skipped_requests_unmarked"] += 1
+            return None
+        if reason := _find_skip_reason(request, origin):
+            self.capture.counts[f"skipped_requests_{reason}"] += 1
+            return None
+        if not self.capture.is_sampled(request.req_id, origin.tenant):
+            return None
+        self.capture.counts["captured_requests"] += 1
+        max_tokens = self.max_model_len - len(request.prompt_token_ids)
+        return RequestInfo(
+            request_id=request.req_id,
+            prompt_ids=list(request.prompt_token_ids),
+            sampling=_read_sampling(params),
+            max_tokens=min(params.max_tokens or max_tokens, max_tokens),
+            stop_ids=frozenset(params.stop_token_ids or ()) | ({params.eos_token_id} - {None}),
+            domain=origin.domain,
+            tenant=origin.tenant,
+        )
+
+
+def record_event(tensor: Tensor) -> torch.cuda.Event | None:
+    """An event after all work queued so far on the tensor's GPU; None on a CPU, where the work is done already."""
+    if not tensor.is_cuda:
+        return None
+    event: torch.cuda.Event = torch.cuda.current_stream(tensor.device).record_event()
+    return event
+
+
+def _find_skip_reason(request: Any, origin: Origin) -> str:
+    """Why a request cannot be recorded; empty if it can."""
+    params = request.sampling_params
+    reasons = {
+        "opt_out": origin.opt_out,
+        # its logits already contain the grammar's mask
+        "structured_output": params.structured_outputs is not None,
+        # the engine changes its logits after they were captured, and a record does not say how; logit_bias is refused
+        "min_tokens": bool(params.min_tokens),
+        "bad_words": bool(params.bad_words),
+        "allowed_tokens": params.allowed_token_ids is not None,
+        # with an adapter the target is not the one the draft is trained for
+        "lora": request.lora_request is not None,
+        # the target read more than token ids
+        "multimodal": bool(request.mm_features) or request.prompt_token_ids is None,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def _read_sampling(params: Any) -> Sampling:
+    return Sampling(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(0, params.top_k),
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+    )
+
+
+def _read_states(parts: list[StepPart], streams_ND: Sequence[Tensor]) -> Tensor:
+    """Hidden states of the tokens read by `parts`, bfloat16 [N, L, D]. A copy: the engine reuses the buffers."""
+
+    # By slices: an index tensor would be copied to the GPU and wait for its queue.
+    def read(stream_ND: Tensor) -> Tensor:
+        return torch.cat([stream_ND[part.first_read : part.first_read + part.num_read] for part in parts])
+
+    return torch.stack([read(stream_ND) for stream_ND in streams_ND], dim=1).bfloat16()
+
+
+def _copy_rows(parts: list[StepPart], logits_RV: Tensor) -> tuple[list[StepPart], Tensor]:
+    """Copy the rows of `parts`, and return the parts with offsets into the copy."""
+    moved: list[StepPart] = []
+    kept: list[Tensor] = []
+    num_rows = 0
+    for part in parts:
+        moved.append(msgspec.structs.replace(part, first_row=num_rows))
+        if part.num_drafts:
+            kept.append(logits_RV[part.first_row : part.first_row + part.num_drafts + 1])
+            num_rows += part.num_drafts + 1
+    return moved, torch.cat(kept)

@@ -1,0 +1,165 @@
+"""Hooks on an instance of vLLM's V2 model runner. No other file knows its names.
+
+The logits of a step are local to `GPUModelRunner.sample`. They are passed to one of two callables, which are watched:
+`sampler` in a step without drafts, `rejection_sampler` in the others.
+
+What a hook must respect: the host's copies of positions are too high if steps are scheduled ahead, so positions are
+read on the device; ids sampled beyond `num_sampled` are leftovers; `input_ids`, `positions` and `draft_logits` are
+buffers that the next step overwrites; `_remove_request` is called for preempted requests too.
+
+B = requests of the step, R = logit rows, V = vocabulary, J = draft tokens of one request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redraft.online.engine.capture import Capture
+from redraft.online.engine.feed import Batch, Feed
+from redraft.online.engine.steps import EngineStep
+
+RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+
+WARMUP_IDS = ("_warmup", "_v2_")
+"""Beginnings of the ids of vLLM's own requests while it starts."""
+
+
+def install_capture(runner: Any, capture: Capture) -> None:
+    """Let `capture` see every step of `runner` from now on.
+
+    Raises: ValueError if the runner arranges its batches in a way that the hooks do not know.
+    """
+    _require_plain_batches(runner)
+    hooks = _Hooks(runner, capture)
+    _watch(runner.sampler, hooks.sampled)
+    if runner.rejection_sampler is not None:
+        _watch(runner.rejection_sampler, hooks.sampled)
+    runner.add_requests = hooks.add_requests
+    runner.finish_requests = hooks.finish_requests
+    if capture.config.hidden_states and runner.speculator is not None:
+        runner.speculator.propose = hooks.propose
+
+
+def _require_plain_batches(runner: Any) -> None:
+    unknown = {
+        "adaptive verification": runner.adaptive_verification,
+        "batch-sharded sampling": runner.batch_sharder,
+        "prefill context parallelism": runner.pcp_manager,
+    }
+    for name, part in unknown.items():
+        if part is not None:
+            raise ValueError(f"a server with {name} is not recorded: start it without, or without capture")
+
+
+def _watch(instance: Any, after: Callable[..., None]) -> None:
+    """Call `after(result, *args)` after every call of this instance.
+
+    Its class is replaced, and the instance stays: the runner asks for its class, and the rejection sampler keeps a
+    reference to the sampler.
+    """
+    cls = type(instance)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = cls.__call__(self, *args, **kwargs)
+        after(result, *args, **kwargs)
+        return result
+
+    instance.__class__ = type(cls.__name__, (cls,), {"__call__": call})
+
+
+class _Hooks:
+    def __init__(self, runner: Any, capture: Capture) -> None:
+        self.runner = runner
+        self.capture = capture
+        self.feed = Feed(capture, runner.max_model_len)
+        self._add_requests = runner.add_requests
+        self._finish_requests = runner.finish_requests
+        self._propose: Any = getattr(runner.speculator, "propose", None)
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        self._add_requests(scheduler_output)
+        try:
+            for request in scheduler_output.scheduled_new_reqs:
+                if request.sampling_params is not None and not request.req_id.startswith(WARMUP_IDS):
+                    self.feed.add(request)
+        except Exception as error:  # capture may fail, serving must not
+            self.capture.report(error, "hook")
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        self._finish_requests(scheduler_output)
+        try:
+            for request_id in scheduler_output.finished_req_ids:
+                self.feed.end(request_id)
+            if not scheduler_output.total_num_scheduled_tokens:
+                self.feed.flush()
+        except Exception as error:  # capture may fail, serving must not
+            self.capture.report(error, "hook")
+
+    def sampled(
+        self, output: Any, logits_RV: Tensor, batch: Any, draft_logits: Any = None, invalid: Any = None
+    ) -> None:
+        """Hook after a sampler: `draft_logits` [requests, J, V] are those of probabilistic drafts."""
+        try:
+            self.feed.put(self._make_step(output, logits_RV, batch, draft_logits))
+        except Exception as error:  # capture may fail, serving must not
+            self.capture.report(error, "hook")
+
+    def propose(
+        self, batch: Any, attention: Any, slots: Any, last_ND: Tensor, layers: Any, *args: Any, **options: Any
+    ) -> Any:
+        """Hook on the draft's proposal, with the target's last hidden states and those of its layers, if it has any."""
+        try:
+            self.feed.put_states(layers or [last_ND])
+        except Exception as error:  # capture may fail, serving must not
+            self.capture.report(error, "hidden_states")
+        return self._propose(batch, attention, slots, last_ND, layers, *args, **options)
+
+    def _make_step(self, output: Any, logits_RV: Tensor, batch: Any, draft_logits: Tensor | None) -> EngineStep | None:
+        """The step of a batch. A reference to the logits is enough: V2's samplers change a copy."""
+        count = batch.num_reqs
+        num_drafts_B = batch.num_draft_tokens_per_req
+        num_drafts = num_drafts_B.tolist() if num_drafts_B is not None else [0] * count
+        first_reads = batch.query_start_loc_np[: count + 1].tolist()
+        first_rows = batch.cu_num_logits_np[:count].tolist()
+        num_read_B = batch.query_start_loc_np[1 : count + 1] - batch.query_start_loc_np[:count]
+        num_prefilled_B = batch.num_computed_prefill_tokens_np[:count] + num_read_B
+        known = Batch(
+            infos=[self.feed.requests.get(request_id) for request_id in batch.req_ids],
+            first_reads=first_reads,
+            num_drafts=num_drafts,
+            first_rows=first_rows,
+            first_drafts=[row + 1 for row in first_rows],  # of the ids read for the rows; the first is no draft
+            starts=num_prefilled_B.tolist(),  # right while a prompt is read; `starts_B` has the others
+            is_partial=(num_prefilled_B < batch.prefill_len_np[:count]).tolist(),
+        )
+        if not any(known.infos):
+            return self.feed.make_step(
+                known, sampled_BK=output.sampled_token_ids, logits_RV=None, draft_ids_S=None, draft_probs_S=None
+            )
+        read_ids_R = batch.input_ids[batch.logits_indices]  # copies, as all of these
+        first_rows_B = batch.cu_num_logits[:count].long()
+        return self.feed.make_step(
+            known,
+            sampled_BK=output.sampled_token_ids,
+            num_sampled_B=output.num_sampled,
+            starts_B=batch.positions[batch.logits_indices[first_rows_B]] + 1,
+            logits_RV=logits_RV,
+            draft_ids_S=read_ids_R,
+            draft_probs_S=None if draft_logits is None else self._read_draft_probs(batch, draft_logits, read_ids_R),
+        )
+
+    def _read_draft_probs(self, batch: Any, draft_logits: Tensor, read_ids_R: Tensor) -> Tensor:
+        """The draft's probability of the id read for each row, at the request's temperature, [R]; the first row of a
+        request has none, and any value."""
+        slots_R = batch.expanded_idx_mapping.long()
+        steps_R = (batch.expanded_local_pos.long() - 1).clamp(min=0)
+        temperatures_R = self.runner.sampler.sampling_states.temperature.gpu[slots_R]
+        logits_RV = (
+            draft_logits[slots_R, steps_R].float() / torch.where(temperatures_R > 0, temperatures_R, 1.0)[:, None]
+        )
+        chosen_R = logits_RV.gather(1, read_ids_R[:, None].long())[:, 0]
+        return (chosen_R - logits_RV.logsumexp(-1)).exp()

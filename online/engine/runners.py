@@ -1,0 +1,54 @@
+"""vLLM's model runners: which one a worker has, and the hooks that record it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from redraft.heads.catalog import find_method
+from redraft.online.engine import runner_v1, runner_v2
+from redraft.online.engine.capture import Capture
+
+Runner = Literal["v1", "v2"]
+
+MODULES: dict[Runner, Any] = {"v1": runner_v1, "v2": runner_v2}
+"""Each has `RUNNER`, the name of vLLM's class, and `install_capture`."""
+
+
+def find_runner(runner: object) -> Runner | None:
+    """Which of vLLM's runners this is, or is derived from, as the CPU's are; None if it is another."""
+    names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(runner).__mro__}
+    return next((version for version, module in MODULES.items() if module.RUNNER in names), None)
+
+
+def describe_runner(version: Runner | None, vllm_config: Any, environment: Mapping[str, str] = os.environ) -> str:
+    """One line for people: which runner serves, and why it is not V2 if it is not."""
+    if version is None:
+        return "unknown model runner"
+    return "V2 model runner" if version == "v2" else f"V1 model runner: {_explain_v1(vllm_config, environment)}"
+
+
+def _explain_v1(vllm_config: Any, environment: Mapping[str, str]) -> str:
+    if environment.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+        return "VLLM_USE_V2_MODEL_RUNNER=0"
+    speculative = vllm_config.speculative_config
+    family = find_method(speculative.method) if speculative else None
+    if family is not None and "v2" not in family.decoders:
+        return f"only this one serves {family.title}"
+    if speculative and speculative.parallel_drafting and (family is None or family.parity != "block"):
+        return "only this one serves drafts that propose in parallel"
+    if speculative and getattr(speculative, "use_heterogeneous_vocab", False):
+        return "only this one serves drafts with another vocabulary"
+    return "chosen by vLLM"
+
+
+def install_capture(runner: Any, capture: Capture) -> None:
+    """Let `capture` see every step of `runner` from now on.
+
+    Raises: ValueError if its steps cannot be recorded.
+    """
+    version = find_runner(runner)
+    if version is None:
+        raise ValueError(f"vLLM's V1 and V2 model runners are recorded, not {type(runner).__qualname__}")
+    MODULES[version].install_capture(runner, capture)

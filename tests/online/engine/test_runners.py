@@ -1,0 +1,218 @@
+"""vLLM's two model runners give the same records, bit for bit; V2 runs here in Triton's interpreter."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import model_runners
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from redraft.heads.families.eagle3 import Config, Eagle3
+from redraft.heads.target import Target
+from redraft.online.engine import runner_v2
+from redraft.online.engine.runners import describe_runner, find_runner, install_capture
+from redraft.online.records.record import Record, read_frames, training_sequences
+from redraft.online.records.spool import spool_files
+
+# --- which runner, and why
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "variables", "told"),
+    [
+        ("v2", {}, {}, "V2 model runner"),
+        ("v1", {"method": "medusa"}, {}, "V1 model runner: only this one serves Medusa"),
+        ("v1", {"method": "suffix"}, {}, "V1 model runner: only this one serves suffix decoding"),
+        (
+            "v1",
+            {"parallel_drafting": True},
+            {},
+            "V1 model runner: only this one serves drafts that propose in parallel",
+        ),
+        ("v1", {"method": "dflash", "parallel_drafting": True}, {}, "V1 model runner: chosen by vLLM"),
+        (
+            "v1",
+            {"use_heterogeneous_vocab": True},
+            {},
+            "V1 model runner: only this one serves drafts with another vocab",
+        ),
+        ("v1", {}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "V1 model runner: VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("v1", {}, {}, "V1 model runner: chosen by vLLM"),
+        (None, {}, {}, "unknown model runner"),
+    ],
+)
+def test_the_reason_for_a_runner_is_told_in_a_line(version, changes, variables, told):
+    fields = {"method": "draft_model", "parallel_drafting": False, "use_heterogeneous_vocab": False}
+    config = SimpleNamespace(speculative_config=SimpleNamespace(**fields | changes))
+    assert describe_runner(version, config, variables).startswith(told)
+
+
+def test_a_runner_of_another_name_is_not_recorded():
+    class GPUModelRunner:
+        pass
+
+    assert find_runner(GPUModelRunner()) is None
+    with pytest.raises(ValueError, match="V1 and V2 model runners are recorded, not"):
+        install_capture(GPUModelRunner(), None)
+
+
+@pytest.mark.parametrize("part", ["adaptive_verification", "batch_sharder", "pcp_manager"])
+def test_batches_that_v2_arranges_on_the_device_are_not_recorded(part):
+    parts = {"adaptive_verification": None, "batch_sharder": None, "pcp_manager": None} | {part: object()}
+    with pytest.raises(ValueError, match="is not recorded"):
+        runner_v2.install_capture(SimpleNamespace(**parts), None)
+
+
+# --- the engine
+
+
+def run_capture(runner, spool, schedules_ahead=False, **spec):
+    """Answers, status and records of a real engine with this runner."""
+    script = Path(__file__).parents[2] / "helpers/run_capture.py"
+    environment = model_runners.environment(runner, schedules_ahead=schedules_ahead)
+    command = [sys.executable, script, json.dumps(spec | {"spool": str(spool)})]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("REPORT")), None)
+    assert line, done.stderr[-4000:]
+    report = json.loads(line.removeprefix("REPORT"))
+    assert (report["batches_at_once"] > 1) is schedules_ahead
+    assert report["status"]["runner"].lower().startswith(f"{runner} model runner")
+    counts = report["status"]["capture"]
+    assert not [name for name in counts if name.startswith(("errors", "broken")) and counts[name]], counts
+    assert not counts["last_error"]
+    frames = [frame for path in spool_files(spool) for frame in read_frames(path.read_bytes())]
+    return report["answers"], counts, [record for _, record in frames]
+
+
+def strip(record):
+    """A record's content, without what differs from run to run: vLLM appends a random part to a request's id."""
+    request = record.request_id.rpartition("-")[0]
+    return msgspec.structs.replace(record, time_s=0.0, server_id="", request_id=request)
+
+
+def by_request(records):
+    return sorted(map(strip, records), key=lambda record: (record.request_id, record.sequence))
+
+
+def list_differences(first, second):
+    """The fields in which two lists of records differ, for a message that can be read."""
+    if len(first) != len(second):
+        return [f"{len(first)} and {len(second)} records"]
+    names = msgspec.structs.fields(Record)
+    return [
+        (one.request_id, field.name)
+        for one, other in zip(first, second, strict=True)
+        for field in names
+        if getattr(one, field.name) != getattr(other, field.name)
+    ]
+
+
+@pytest.fixture(scope="module")
+def drafts(random_target, served_pair, tmp_path_factory):
+    """By vLLM's method: a target and its draft."""
+    folder = tmp_path_factory.mktemp("head")
+    torch.manual_seed(0)
+    Eagle3(Config(aux_layer_ids=(0, 1, 2)), Target.from_folder(random_target)).export(folder)
+    return {"draft_model": served_pair, "eagle3": (random_target, folder)}
+
+
+def make_prompts(*lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(8, 500, length).tolist() for length in lengths]
+
+
+CASES = {
+    "plain": {},
+    "prompts in chunks": {"prompts": make_prompts(150, 20, 33)},
+    "a cached prompt": {"prompts": make_prompts(150)},
+    "seeds, penalties, logprobs, stop tokens": {
+        "prompts": make_prompts(20, 12, 33, seed=1),
+        "sampling": [
+            {"seed": 3, "repetition_penalty": 1.3},
+            {"presence_penalty": 0.7, "logprobs": 3},
+            {"stop_token_ids": list(range(8, 60)), "max_tokens": 40},
+        ],
+    },
+    "n = 2": {"prompts": make_prompts(16, seed=2), "sampling": [{"n": 2, "temperature": 0.01}]},
+    "an abort": {"prompts": make_prompts(20, 12, seed=3), "sampling": [{"max_tokens": 60}] * 2, "aborted": [1]},
+    "more requests than run at once": {"prompts": make_prompts(*range(10, 16), seed=4)},
+}
+"""Rounds of one engine; with `plain` the prompts are PLAIN."""
+
+PLAIN = make_prompts(20, 12, 33, seed=5)
+
+PAIRS = [
+    pytest.param(("eagle3", True), id="eagle3-async"),
+    pytest.param(("draft_model", False), id="draft_model-sync", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def both(request, drafts, tmp_path_factory):
+    """Answers, counters and records of both runners for all cases: V1's, then V2's."""
+    method, schedules_ahead = request.param
+    target, draft = drafts[method]
+    spec = {
+        "target": str(target),
+        "draft": str(draft),
+        "method": method,
+        "engine": {"async_scheduling": schedules_ahead},
+        "rounds": [{"prompts": PLAIN} | case for case in CASES.values()],
+    }
+    folder = tmp_path_factory.mktemp("spools")
+    return [run_capture(runner, folder / runner, schedules_ahead, **spec) for runner in ("v1", "v2")]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("case", CASES)
+def test_both_runners_give_the_same_records(both, case):
+    number = list(CASES).index(case)
+    answers, records = [], []
+    for all_answers, _, all_records in both:
+        answers.append(all_answers[number])
+        records.append(by_request(record for record in all_records if f"round{number}-" in record.request_id))
+    assert answers[0] == answers[1]
+    assert list_differences(*records) == []
+    assert sum(len(record.positions) for record in records[0]) > 20
+    assert all(record.hidden for record in records[0])
+
+
+@pytest.mark.vllm
+def test_both_runners_count_the_same(both):
+    is_of_time = {"shipped_bytes", "spool_files"}  # when a file is cut, and how well it compresses
+    first, second = [{name: counts[name] for name in counts.keys() - is_of_time} for _, counts, _ in both]
+    assert first == second
+    assert first["captured_requests"] == sum(len(case.get("prompts", PLAIN)) for case in CASES.values()) + 1
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_sampled_drafts_are_recorded_with_their_probability(runner, random_target, registry, tmp_path):
+    """With a copy of the target as draft it is the target's; at temperature 0 it is 1."""
+    asked = {"prompts": make_prompts(20, 12, 33), "sampling": [{"temperature": 0.7, "seed": 5}] * 2 + [{}]}
+    spec = {"target": str(random_target), "draft": str(registry / "v000002"), "method": "draft_model"}
+    spec |= {"speculative": {"draft_sample_method": "probabilistic"}, "rounds": [asked]}
+    _, _, records = run_capture(runner, tmp_path / "spool", **spec)
+    model = LlamaForCausalLM.from_pretrained(random_target, dtype=torch.float32).eval()
+    temperatures = []
+    for record in records:
+        text, *branches = training_sequences(record)
+        assert not branches, "a draft token of a copy was rejected"
+        logits_TV = model(torch.tensor(text.input_ids_T)[None].long()).logits[0].detach().double()
+        drafted = record.draft_ids >= 0
+        assert record.accepted[drafted].all()
+        found_R = np.log(record.draft_probs[drafted])
+        temperature = record.sampling.temperature
+        log_probs_TV = (logits_TV / temperature).log_softmax(-1).numpy() if temperature else np.zeros_like(logits_TV)
+        wanted_R = log_probs_TV[text.rows_R[drafted], record.draft_ids[drafted]]
+        np.testing.assert_allclose(found_R, wanted_R, atol=2e-3)
+        assert drafted.sum() > 8
+        temperatures.append(temperature)
+    assert sorted(temperatures) == pytest.approx([0, 0.7, 0.7])
