@@ -28,7 +28,7 @@ def run_install(target, draft, spool, *failures):
 def test_whatever_fails_the_engine_starts_answers_and_says_what_is_off(random_target, registry, tmp_path):
     failures = {
         "fingerprint": ("fingerprint is broken", "fingerprint is broken"),
-        "unknown runner": ("V1 model runner is recorded, not vllm.", ""),
+        "unknown runner": ("V1 and V2 model runners are recorded, not", ""),
         "install_capture": ("install_capture is broken", ""),
         "Capture": ("Capture is broken", ""),
         "checksum": ("", "checksum is broken"),
