@@ -13,7 +13,6 @@ import contextlib
 import logging
 import resource
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -43,8 +42,14 @@ MOST_FILES = 1 << 20
 MIN_WAIT_S = 1.0
 """Connections are not closed sooner than this: in a burst even honest ones wait until they are read."""
 
+LAST_LOOK_S = 0.05
+"""Time between the end of an idle connection's patience and its close."""
+
+TICK_S = 0.1
+"""Time between two ticks of uvicorn's server. A longer time counts as this one: the process stood still, and could not
+read what clients sent."""
+
 TICKS_BETWEEN_LOOKS = 10
-"""uvicorn's server ticks ten times a second."""
 
 REFUSED_HEAD = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -70,6 +75,8 @@ class _Bounded(asyncio.Protocol):
     cycle: Any
     scope: Any
     transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    timeout_keep_alive_task: asyncio.TimerHandle | None
     head_bytes = 0
     body_bytes = 0
 
@@ -89,6 +96,12 @@ class _Bounded(asyncio.Protocol):
             if self.head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self.transport.write(REFUSED_HEAD)
                 self.transport.close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        # After a pause of the whole process, Linux wakes epoll without its events, and uvloop calls what is due before
+        # it reads. A request sent in the pause would be cut off unread. So the sockets are read once more before the
+        # close; a request cancels this timer.
+        self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_S, super().timeout_keep_alive_handler)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +153,7 @@ class FrontServer(uvicorn.Server):
         self.max_unfinished = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * MAX_UNFINISHED_SHARE)
         self._unfinished: dict[Any, tuple[_Wait, float]] = {}
         """Connections without a complete request: the missing part, and the start of the wait in seconds."""
+        self._num_ticks = 0
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         beside = asyncio.create_task(self.admin.run_beside()) if self.admin else None
@@ -151,8 +165,9 @@ class FrontServer(uvicorn.Server):
                 await beside
 
     async def on_tick(self, counter: int) -> bool:
+        self._num_ticks += 1
         if counter % TICKS_BETWEEN_LOOKS == 0 or len(self.server_state.connections) > self.max_unfinished:
-            self.close_unfinished(time.monotonic())
+            self.close_unfinished(self._num_ticks * TICK_S)
         return await super().on_tick(counter)
 
     def close_unfinished(self, now_s: float) -> None:

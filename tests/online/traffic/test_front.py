@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -108,6 +110,56 @@ async def test_half_a_request_is_waited_for_only_so_long(tmp_path):
         await settle(server, 1)
         assert not is_open(half_body[0])
         assert not answering.done(), "a complete request may take any time"
+
+
+STANDING_STILL = """
+import asyncio, sys
+from starlette.responses import PlainTextResponse
+from redraft.online.traffic import front
+
+async def main():
+    front.HEAD_TIMEOUT_S, front.TICKS_BETWEEN_LOOKS = float(sys.argv[1]), 1
+    server = front.FrontServer(PlainTextResponse("well"), "127.0.0.1", 0)
+    server.config.timeout_keep_alive = float(sys.argv[2])
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    print(server.servers[0].sockets[0].getsockname()[1], flush=True)
+    await serving
+
+asyncio.Runner(loop_factory=front._configure(None).get_loop_factory()).run(main())
+"""
+REQUEST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+
+
+def read_text(answers):
+    """The body of the next answer, of four bytes."""
+    while (line := answers.readline()).strip():
+        pass
+    assert line, "the connection is closed"
+    return answers.read(4)
+
+
+@pytest.mark.parametrize(("head_timeout_s", "keep_alive_s"), [(1, 60), (60, 1)])
+def test_a_request_sent_while_the_process_stood_still_is_answered(head_timeout_s, keep_alive_s):
+    command = [sys.executable, "-c", STANDING_STILL, str(head_timeout_s), str(keep_alive_s)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            with socket.create_connection(("127.0.0.1", int(server.stdout.readline())), timeout=10) as client:
+                answers = client.makefile("rb")
+                client.sendall(REQUEST)
+                assert read_text(answers) == b"well"
+                time.sleep(0.3)
+                server.send_signal(signal.SIGSTOP)
+                time.sleep(0.1)
+                client.sendall(REQUEST)
+                time.sleep(2)
+                server.send_signal(signal.SIGCONT)
+                assert read_text(answers) == b"well"
+                with contextlib.suppress(ConnectionResetError):
+                    assert answers.read() == b"", "an idle connection is still closed"
+        finally:
+            server.kill()
 
 
 @in_event_loop
