@@ -101,7 +101,8 @@ class _Bounded(asyncio.Protocol):
         # After a pause of the whole process, Linux wakes epoll without its events, and uvloop calls what is due before
         # it reads. A request sent in the pause would be cut off unread. So the sockets are read once more before the
         # close; a request cancels this timer.
-        self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_S, super().timeout_keep_alive_handler)
+        close_idle = super().timeout_keep_alive_handler  # type: ignore[misc]  # uvicorn's
+        self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_S, close_idle)
 
 
 @dataclass(frozen=True, kw_only=True)
