@@ -148,12 +148,13 @@ def summarise_report(report: dict[str, Any]) -> str:
     """The lines printed at the end of the demo."""
     tau, (a, b) = report["tau"], report["domains"]
     capture, adapted = report["capture"], report["records_to_adapt"]
+    when = "never" if adapted is None else f"after {adapted} records"
     whole = describe_cost(capture["overhead"], capture["overhead_interval"])
     tenth = describe_cost(capture["overhead_at_10_percent"], capture["overhead_at_10_percent_interval"])
     return "\n".join(
         [
             f"tau on {b}: {tau['b_before']:.3f} -> {tau['b_adapted']:.3f}, trained offline on the same answers for "
-            f"as many steps {tau['b_offline']:.3f} ({'never 70% of the gap' if adapted is None else f'70% of the gap after {adapted} records'})",
+            f"as many steps {tau['b_offline']:.3f} (70% of the gap: {when})",
             f"the same training replayed offline, by the forecast: {describe_gap(report['gap'])}",
             f"tau on {a}: {tau['a_before']:.3f} -> {tau['a_after']:.3f}",
             f"{report['swap']['count']} swaps; longest wait for a chunk {report['swap']['pause_ms_max']:.0f} ms around "
