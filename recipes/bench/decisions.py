@@ -232,7 +232,24 @@ def simulate_gate(trials: int, seed: int = 0) -> dict[str, Any]:
         "num_looks": NUM_LOOKS,
         "first_verdict_requests": _simulate_first_verdict(trials, seed, policy),
         **report,
+        "domain": _simulate_domain_guard(trials, seed, policy),
     }
+
+
+def _simulate_domain_guard(trials: int, seed: int, policy: Policy) -> dict[str, dict[str, float]]:
+    """Share of campaigns that promote a candidate which gains 0.3 in one domain, by its change in a domain without new
+    traffic: no change, a loss of `max_domain_loss`, and twice that."""
+    changes = {"equal": 0.0, "at_bar": -policy.max_domain_loss, "twice": -2 * policy.max_domain_loss}
+    report: dict[str, dict[str, float]] = {}
+    for num_requests in (policy.min_domain_requests, 40, 100):
+        rates: dict[str, float] = {}
+        for name, change in changes.items():
+            rng = np.random.default_rng(seed)
+            campaigns = [_run_campaign(rng, 0.3, 60, policy, (change, num_requests)) for _ in range(trials)]
+            rates[f"{name}_promoted"] = sum(look > 0 for look in campaigns) / trials
+            rates[f"{name}_at_first_look"] = campaigns.count(1) / trials
+        report[f"{num_requests}_requests"] = rates
+    return report
 
 
 def _simulate_first_verdict(trials: int, seed: int, policy: Policy) -> dict[str, float]:
@@ -249,24 +266,37 @@ def _simulate_first_verdict(trials: int, seed: int, policy: Policy) -> dict[str,
     return {"median": float(np.median(needed_T)), "p99": float(np.quantile(needed_T, 0.99))}
 
 
-def _run_campaign(rng: np.random.Generator, gain: float, num_requests: int, policy: Policy) -> int:
+def _run_campaign(
+    rng: np.random.Generator, gain: float, num_requests: int, policy: Policy, abandoned: tuple[float, int] = (0.0, 0)
+) -> int:
     """The look at which a candidate is promoted; 0 if none is.
 
     From one look to the next a quarter of the held-out requests is replaced by new ones. Candidates differ in the
-    request they are good at, for half of the spread.
+    request they are good at, for half of the spread. `abandoned` is the gain in a domain without new requests, and the
+    number of its requests.
     """
     requests = _make_requests(rng, num_requests)
+    abandoned_gain, num_abandoned = abandoned
+    kept = _make_requests(rng, num_abandoned)
+    domains = ["all"] * num_requests + ["abandoned"] * num_abandoned
     for look in range(1, NUM_LOOKS + 1):
-        drafts_N, incumbent_N, common_N = requests
-        rate_N = incumbent_N + gain + common_N + 0.1 * rng.standard_normal(num_requests)
-        candidate = _to_counts(drafts_N, rate_N)
-        if judge(candidate, _to_counts(drafts_N, incumbent_N), ["all"] * num_requests, policy, look).decision is (
-            Decision.PROMOTE
-        ):
+        candidate, incumbent = _score_candidate(rng, requests, gain)
+        for ours, more in zip((candidate, incumbent), _score_candidate(rng, kept, abandoned_gain), strict=True):
+            ours += more
+        if judge(candidate, incumbent, domains, policy, look).decision is Decision.PROMOTE:
             return look
         fresh = _make_requests(rng, num_requests // 4)
         requests = tuple(np.concatenate([old[len(new) :], new]) for old, new in zip(requests, fresh, strict=True))  # type: ignore[assignment]
     return 0
+
+
+def _score_candidate(
+    rng: np.random.Generator, requests: tuple[Array, Array, Array], gain: float
+) -> tuple[list[AcceptanceCounts], list[AcceptanceCounts]]:
+    """Counts of a new candidate and of the incumbent on the requests."""
+    drafts_N, incumbent_N, common_N = requests
+    rate_N = incumbent_N + gain + common_N + 0.1 * rng.standard_normal(len(drafts_N))
+    return _to_counts(drafts_N, rate_N), _to_counts(drafts_N, incumbent_N)
 
 
 def _make_requests(rng: np.random.Generator, count: int) -> tuple[Array, Array, Array]:

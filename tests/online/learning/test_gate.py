@@ -158,6 +158,20 @@ def test_a_domain_that_may_lose_is_inconclusive() -> None:
     assert "domain prose may lose more" in verdict.reason
 
 
+def test_a_domain_without_new_requests_does_not_block_for_good() -> None:
+    # Forty requests of a domain whose traffic has ended: true change 0, spread 0.25, so +-0.067 at 95% at every look.
+    domains = ["prose"] * 90 + ["code"] * 40
+    candidate = make_scored([1.3] * 90 + [0.75, 1.25] * 20)
+    verdicts = [judge(candidate, make_scored([1.0] * 130), domains, LENIENT, look) for look in (1, 15)]
+    assert [verdict.decision for verdict in verdicts] == [Decision.PROMOTE, Decision.PROMOTE]
+    first, late = (verdict.domains["code"] for verdict in verdicts)
+    assert (
+        first.lower
+        == late.lower
+        == pytest.approx(-stats.t.ppf(0.95, 39) * 0.25 * math.sqrt(40 / 39) / math.sqrt(40), rel=0.02)
+    )
+
+
 def test_a_rare_domain_does_not_block_but_is_named() -> None:
     candidate = make_scored([2.0] * 90 + [0.0] * 5)
     verdict = judge(candidate, make_scored([1.0] * 95), ["code"] * 90 + ["legal"] * 5, LENIENT)

@@ -46,6 +46,9 @@ def test_candidates_at_the_bar_are_seldom_promoted_in_ten_looks():
     assert gate["at_bar_promoted"] <= 0.05 + 2 * SLACK
     assert gate["100_requests"]["equal_promoted"] <= SLACK
     assert gate["100_requests"]["gain_0.1_promoted"] > 0.9, "the price in power is small"
+    for rates in gate["domain"].values():  # of a domain whose traffic has ended
+        assert rates["equal_promoted"] >= 0.9, "it does not block a gain elsewhere"
+        assert rates["twice_promoted"] <= SLACK
 
 
 def test_by_default_the_gate_gives_its_first_verdict_within_200_requests_and_sees_a_gain():
