@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from redraft.distill.loss.divergences import LOG_ZERO, Divergence, draft_columns, top_k_buckets
 from redraft.distill.loss.gradients import GRADIENTS, Compared, cross_entropy
 from redraft.eval.acceptance import alpha
+from redraft.heads.nn.precision import autocast_kind, product_dtype
 
 CHUNK_TOKENS = 256
 """Target rows per chunk: the logits of these rows, and of the draft rows compared with them, are in memory at once.
@@ -198,7 +199,7 @@ class _FusedLinearDivergence(torch.autograd.Function):
         gradients = [_Gradient(leaf) if needs else None for leaf, needs in zip(leaves, needed, strict=True)]
         steps, target = _make_steps(request, leaves, gradients), _in_matmul_dtype(request.target)
         # The operands already have the dtype of the matmuls; autocast must not change any other dtype.
-        with torch.autocast(leaves[0].device.type, enabled=False):
+        with torch.autocast(autocast_kind(leaves[0].device), enabled=False):
             _run_chunks(request, target, steps)
         ctx.gradients = [None if gradient is None else gradient.finish() for gradient in gradients]
         sums_S3 = torch.stack([step.values_3M.sum(1) for step in steps])
@@ -270,7 +271,7 @@ class _Step:
 
 def _make_steps(request: _Request, leaves: Sequence[Tensor], gradients: Sequence[_Gradient | None]) -> list[_Step]:
     num_steps = len(request.drafts)
-    dtype = _matmul_dtype(leaves[0])
+    dtype = product_dtype(leaves[0])
     # By identity: under autocast a shared head is converted once, and all steps add to one gradient.
     heads = {id(draft.head_WD): draft.head_WD.to(dtype) for draft in request.drafts}
     d_heads = dict(zip(heads, gradients[num_steps:], strict=True))
@@ -290,15 +291,10 @@ def _make_steps(request: _Request, leaves: Sequence[Tensor], gradients: Sequence
     ]
 
 
-def _matmul_dtype(hidden: Tensor) -> torch.dtype:
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-
-
 def _in_matmul_dtype(target: ExactRows | TopKRows) -> ExactRows | TopKRows:
     if isinstance(target, TopKRows):
         return target
-    dtype = _matmul_dtype(target.hidden_ND)
+    dtype = product_dtype(target.hidden_ND)
     return ExactRows(hidden_ND=target.hidden_ND.to(dtype), head_VD=target.head_VD.to(dtype))
 
 

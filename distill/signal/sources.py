@@ -40,12 +40,13 @@ class InProcessTarget:
     The head must be linear, and packed documents must not see each other; both are checked.
     """
 
-    def __init__(self, model: Any, aux_layers: Sequence[int] = ()) -> None:
+    def __init__(self, model: Any, aux_layers: Sequence[int] = (), *, has_weights: bool = True) -> None:
         """Check the model.
 
         Args:
             model: A causal LM.
             aux_layers: k is the residual stream after k layers, from 0 (the embeddings) to the number of layers.
+            has_weights: If not, no values are checked, and only the cost of the signal can be counted.
 
         Raises:
             ValueError: if a layer does not exist, or the model cannot be used exactly.
@@ -54,7 +55,8 @@ class InProcessTarget:
         num_layers = model.config.get_text_config().num_hidden_layers
         if self.aux_layers and not 0 <= self.aux_layers[0] <= self.aux_layers[-1] <= num_layers:
             raise ValueError(f"auxiliary layers {self.aux_layers} of a target that has {num_layers} layers")
-        self._require_exact()
+        if has_weights:
+            self._require_exact()
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> TargetSignal:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redraft.heads.draft import Batch, attention_mask
+from redraft.heads.nn.precision import product_dtype
 
 
 class Memory(Protocol):
@@ -81,8 +82,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _prepare(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in one dtype, with key heads repeated to match query heads, and v padded with zeros to k's size."""
-    device = q_BHTE.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else v_BGTE.dtype
+    dtype = product_dtype(v_BGTE)
     groups = q_BHTE.shape[1] // k_BGTE.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k_BGTE, v_BGTE))
     # DeepSeek's values are narrower than its keys, and the kernels take one size

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redraft.heads.nn.precision import product_dtype
+
 
 @dataclass(frozen=True)
 class BlockMask:
@@ -50,8 +52,7 @@ def attend_blocks(
         scale: Factor of the scores.
     """
     groups = q_BHNE.shape[1] // block[0].shape[1]
-    device = q_BHNE.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else block[1].dtype
+    dtype = product_dtype(block[1])
     joined = (torch.cat(pair, dim=2).to(dtype) for pair in zip(context, block, strict=True))
     k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in joined)
     return F.scaled_dot_product_attention(q_BHNE.to(dtype), k, v, attn_mask=mask.seen_B1NK, scale=scale)

@@ -1,13 +1,20 @@
-"""Measure the speed and memory of training against other trainers, as ratios from one interleaved run.
+"""Measure the speed and memory of training against other trainers, as ratios from one interleaved run; or count the
+cost of a training on GPUs, without one.
 
 $ redraft bench-training                         # losses and whole steps: standalone drafts, EAGLE-3, Medusa, MTP
 $ redraft bench-training --cases EAGLE --profile # one family, with a profile
+$ redraft bench-training --count --target llama-3.1-8b --family eagle3       # FLOPs, memory and time, counted
+$ redraft bench-training --count --target llama-3.3-70b --features served --devices 8 --tokens 1e9    # hours on 8 GPUs
 
 Peers are measured as they ship and compiled (`torch.compile`), where that works on this machine.
 
 Each case runs in a separate process. Its sides take turns with the bare matmuls of the same shapes, so a change of the
 machine's speed affects all of them. Peak memory is the memory above weights and inputs. A ratio below the requirement
 is printed, and is not an error.
+
+`--count` runs one real step at the target's real sizes on tensors without memory, and counts every operation. Times
+are estimates: each operation takes the longest of computing, moving bytes and being launched, at stated shares of
+a device's best. Data, evaluations and checkpoints take none. Peak memory is that of all tensors, weights included.
 """
 
 from __future__ import annotations
@@ -22,6 +29,7 @@ import torch
 from redraft.distill.train.loop import computes_bfloat16
 from redraft.eval.machine import environment
 from redraft.eval.report.page import write_results
+from redraft.recipes.bench import count
 from redraft.recipes.bench.heads import head_cases
 from redraft.recipes.bench.losses import fused_loss_cases, kl_step_cases
 from redraft.recipes.bench.measure import FLOOR, OURS, Case, Measurement, Required, Side, measure, profile
@@ -29,7 +37,7 @@ from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(count.Counting):
     output: Path = Path("outputs/bench/training.json")
     """File that receives the results."""
     rounds: int = 5
@@ -48,11 +56,19 @@ SECTIONS: tuple[Callable[[], list[Case]], ...] = (fused_loss_cases, kl_step_case
 
 
 def main(cfg: Config) -> None:
-    """Measure and print the cases.
+    """Measure or count, and print.
 
     Raises:
-        ValueError: if no case has this name.
+        ValueError: if no case has this name, or the flags of --count do not fit.
     """
+    if cfg.count:
+        count.main(cfg)
+    else:
+        measure_cases(cfg)
+
+
+def measure_cases(cfg: Config) -> None:
+    """Measure and print the cases. Raises ValueError if no case has this name."""
     cases = [case for section in SECTIONS for case in section() if cfg.cases.lower() in case.name.lower()]
     if not cases:
         names = ", ".join(case.name for section in SECTIONS for case in section())

@@ -228,8 +228,8 @@ COMMANDS = {
     "bench-training": Command(
         Group.OURS,
         "redraft.recipes.bench.training",
-        "Measure the speed and memory of training, as ratios",
-        "redraft bench-training",
+        "Measure training, or count its cost on GPUs",
+        "redraft bench-training --count --target llama-3.1-8b",
     ),
     "bench-ingest": Command(
         Group.OURS,

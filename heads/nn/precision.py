@@ -1,0 +1,18 @@
+"""The dtype of matrix products under autocast."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a matrix product of `x`: autocast's where it is on, else that of `x`."""
+    kind = autocast_kind(x.device)
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def autocast_kind(device: torch.device) -> str:
+    """The kind of device whose autocast holds for tensors on `device`."""
+    # torch has no autocast for tensors without memory and raises an error; they follow the CPU's
+    return "cpu" if device.type == "meta" else device.type

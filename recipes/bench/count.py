@@ -1,0 +1,387 @@
+"""`redraft bench-training --count`: the work and the memory of a training step, and the price of a training on GPUs.
+
+sizes of target and draft ─► step.py ─► work and memory, counted ─► roofs.py ─► time, by a GPU's data sheet
+--devices, --features, --sharding ─► plan_run ─► tokens/s of all devices, hours
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from redraft.heads.catalog import find_family
+from redraft.recipes.bench.counted import ACTIVATIONS, Operation
+from redraft.recipes.bench.roofs import (
+    DEVICES,
+    HOST_BYTES_PER_S,
+    KINDS,
+    Device,
+    Shares,
+    add_up,
+    all_reduce_s,
+    parts_of,
+)
+from redraft.recipes.bench.sizes import find_sizes
+from redraft.recipes.bench.step import (
+    DRAFT_WEIGHTS,
+    GRADIENTS,
+    SIGNAL,
+    STATE,
+    TARGET_WEIGHTS,
+    Counted,
+    Features,
+    Plan,
+    count_step,
+    count_target,
+)
+from redraft.recipes.cli import COMMANDS
+
+SERVED_SHARE = 0.8
+"""Share of a server's memory for the target's weights; the rest holds keys, values and activations."""
+
+FamilyName = Literal["standalone", "eagle3", "dflash", "peagle", "eagle1", "medusa", "mtp", "mlp_speculator"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counting:
+    """Flags of --count."""
+
+    count: bool = False
+    """Count one training step instead of measuring: FLOPs, bytes and memory at the real sizes, without a GPU or
+    weights, and the time that H100, H200 and B200 would take. The flags up to --json belong to --count, the others to
+    measuring."""
+    target: str = "llama-3.1-8b"
+    """Sizes of the target: a folder, a config.json, a hub name, or one of llama-3.2-1b, llama-3.2-3b, llama-3.1-8b,
+    llama-3.3-70b, qwen3-0.6b, qwen3-8b, qwen3-32b, qwen3-30b-a3b."""
+    family: FamilyName = "eagle3"
+    """Draft to train. Options, divergence and batch are the defaults of the command, unless given here."""
+    draft: str = "llama-3.2-3b"
+    """Sizes of a standalone draft, named as --target."""
+    features: Features = "in-process"
+    """Place of the target: `in-process` (--signal.kind model), `served` on other GPUs (endpoint), or `cached` on disk
+    before training (cache). The time in which vLLM and the network send the target's signal is not counted."""
+    batch_size: int | None = None
+    """Rows of a step on each device; by default those of the family's command."""
+    sequence_length: int | None = None
+    """Tokens of a row; by default those of the family's command."""
+    documents: int = 2
+    """Conversations packed into each row. With more than one, attention runs under a mask."""
+    num_steps: int | None = None
+    """Draft steps trained at once: steps, heads, stages, or slots of a block."""
+    draft_vocab_size: int | None = None
+    """Size of the draft's vocabulary, for families that reduce it; 0 keeps the target's."""
+    precision: Literal["bf16", "no"] = "bf16"
+    """Mixed precision of training. The draft's weights are in float32 either way."""
+    gradient_checkpointing: bool = False
+    """Recompute the activations of a standalone draft."""
+    devices: int = 1
+    """GPUs of the whole training."""
+    sharding: Literal["none", "zero2", "fsdp2"] = "none"
+    """Shared out over the devices: zero2 the optimizer's state and the gradients, fsdp2 the weights too."""
+    tokens: float | None = None
+    """Tokens to train on in all, e.g. 1e9: tells the hours."""
+    shares: Shares = field(default_factory=Shares)
+    json: bool = False
+    """Print JSON instead of tables: `flops` and `bytes` per token, `memory_bytes`, and by device `tokens_per_s`, `mfu`
+    and `fits`."""
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise ValueError(f"--devices is {self.devices}: a training takes at least 1")
+        if self.tokens is not None and not self.tokens > 0:
+            raise ValueError(f"--tokens is {self.tokens:g}: give the tokens to train on, e.g. 1e9")
+        if self.sharding != "none" and self.devices == 1:
+            raise ValueError(f"--sharding {self.sharding} takes several devices: set --devices")
+
+
+NUM_STEPS = {"dflash": "block_size", "medusa": "num_heads", "mlp_speculator": "num_stages"}
+"""The option of a family that says how many tokens it learns, if not `num_steps`."""
+
+
+def make_plan(cfg: Counting) -> Plan:
+    """The sizes of the step: those of the family's command, changed by the flags.
+
+    Raises:
+        ValueError: there is no such model, or a flag does not fit the family.
+    """
+    recipe = find_recipe(cfg.family)
+    head = find_sizes(cfg.draft) if cfg.family == "standalone" else recipe.head
+    if cfg.num_steps is not None:
+        if cfg.family == "standalone":
+            raise ValueError(
+                "--num-steps does not fit a standalone draft: it learns one step, for any number of tokens"
+            )
+        head = replace(head, **{NUM_STEPS.get(cfg.family, "num_steps"): cfg.num_steps})
+    vocabulary = getattr(recipe, "draft_vocab_size", 0) if cfg.draft_vocab_size is None else cfg.draft_vocab_size
+    if vocabulary and not hasattr(recipe, "draft_vocab_size"):
+        raise ValueError(f"--draft-vocab-size does not fit {cfg.family}: it has the target's vocabulary")
+    target = find_sizes(cfg.target)
+    if cfg.family == "standalone":
+        head.vocab_size = target.vocab_size  # as the command pads or transplants it
+    return Plan(
+        family=cfg.family,
+        target=target,
+        head=head,
+        draft_vocab_size=min(vocabulary, target.vocab_size),
+        divergence=recipe.divergence,
+        max_grad_norm=recipe.optim.max_grad_norm,
+        features=cfg.features,
+        top_k=recipe.signal.k,
+        batch_size=cfg.batch_size or recipe.loop.batch_size,
+        sequence_length=cfg.sequence_length or recipe.loop.sequence_length,
+        documents=cfg.documents,
+        autocast=cfg.precision == "bf16",
+        keeps_gradients=cfg.devices > 1,
+        gradient_checkpointing=cfg.gradient_checkpointing,
+    )
+
+
+def find_recipe(family: str) -> Any:
+    """The defaults of the command that trains a family."""
+    name = "distill" if family == "standalone" else family.replace("_", "-")
+    return importlib.import_module(COMMANDS[name].module).Config()
+
+
+# --------------------------------------------------------------------------------------------------------------- result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """All devices at work."""
+
+    tokens_per_s: float
+    targets: int
+    """Devices that serve the target; in a cached run they serve first, and train then."""
+    trainers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDevice:
+    """The time and memory of a step on one kind of device."""
+
+    step_s: float
+    tokens_per_s: float
+    """Speed of one device that trains."""
+    mfu: float
+    """Counted FLOPs over the time and the device's best, the target's pass included if it is in the step."""
+    memory_bytes: float
+    """Peak of one device that trains, after sharding."""
+    fits: bool
+    run: Run | None
+    """The whole training; None if the step does not fit, or the devices are too few."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Everything that is printed."""
+
+    plan: Plan
+    step: Counted
+    served: Counted | None
+    """The target's pass elsewhere."""
+    on: dict[str, OnDevice]
+
+
+def count(cfg: Counting) -> Result:
+    """Count the step, and derive time and memory on every kind of device."""
+    plan = make_plan(cfg)
+    step = count_step(plan)
+    served = None if plan.features == "in-process" else count_target(plan)
+    return Result(
+        plan=plan, step=step, served=served, on={d.name: on_device(cfg, plan, step, served, d) for d in DEVICES}
+    )
+
+
+def share_out(memory: Mapping[str, int], sharding: str, num_devices: int) -> dict[str, float]:
+    """Bytes by holder on one of several devices that train. Of sharded weights, the copy gathered for a step is among
+    the activations already: it is autocast's."""
+    shared = {"none": (), "zero2": (STATE, GRADIENTS), "fsdp2": (STATE, GRADIENTS, DRAFT_WEIGHTS)}[sharding]
+    return {holder: b / num_devices if holder in shared else b for holder, b in memory.items()}
+
+
+def on_device(cfg: Counting, plan: Plan, step: Counted, served: Counted | None, device: Device) -> OnDevice:
+    total = add_up(step.operations, cfg.shares, step.operations)
+    step_s = total.seconds[device.name] + step.signal_bytes / HOST_BYTES_PER_S
+    step_s += all_reduce_s(step.gradient_bytes, cfg.devices, device)
+    run = plan_run(cfg, plan, served, plan.tokens / step_s, device)
+    memory_bytes = sum(share_out(step.memory, cfg.sharding, run.trainers if run else cfg.devices).values())
+    fits = memory_bytes <= device.memory_bytes
+    return OnDevice(
+        step_s=step_s,
+        tokens_per_s=plan.tokens / step_s,
+        mfu=total.flops / step_s / device.flops_per_s,
+        memory_bytes=memory_bytes,
+        fits=fits,
+        run=run if fits else None,
+    )
+
+
+def plan_run(cfg: Counting, plan: Plan, served: Counted | None, rate: float, device: Device) -> Run | None:
+    """The fastest use of the devices, of which each trains `rate` tokens/s; None if they are too few.
+
+    A target is served by 1, 2, 4, ... devices, or by several such groups.
+    """
+    if served is None:
+        return Run(tokens_per_s=cfg.devices * rate, targets=0, trainers=cfg.devices)
+    group = 2 ** max(0, math.ceil(math.log2(served.memory[TARGET_WEIGHTS] / (SERVED_SHARE * device.memory_bytes))))
+    target_rate = plan.tokens / add_up(served.operations, cfg.shares, served.operations).seconds[device.name]
+    targets = range(group, cfg.devices + 1, group)
+    if plan.features == "cached" and targets:
+        both = 1 / (1 / (targets[-1] * target_rate) + 1 / (cfg.devices * rate))
+        return Run(tokens_per_s=both, targets=targets[-1], trainers=cfg.devices)
+    splits = [(min(n * target_rate, (cfg.devices - n) * rate), n) for n in targets if n < cfg.devices]
+    if not splits:
+        return None
+    best, served_by = max(splits, key=lambda split: (split[0], -split[1]))
+    return Run(tokens_per_s=best, targets=served_by, trainers=cfg.devices - served_by)
+
+
+# ------------------------------------------------------------------------------------------------------------- printing
+
+
+def main(cfg: Counting) -> None:
+    """Count and print."""
+    result = count(cfg)
+    print(json.dumps(as_json(cfg, result), indent=2) if cfg.json else "\n".join(as_text(cfg, result)))
+
+
+def as_json(cfg: Counting, result: Result) -> dict[str, Any]:
+    """The numbers, per token of one device."""
+    total = add_up(result.step.operations, cfg.shares, result.step.operations)
+    told = {
+        "target": cfg.target,
+        "family": cfg.family,
+        "features": cfg.features,
+        "tokens_per_step": result.plan.tokens,
+        "flops": total.flops / result.plan.tokens,
+        "bytes": total.num_bytes / result.plan.tokens,
+        "memory_bytes": result.step.memory.total(),
+        "memory": dict(result.step.memory),
+        "sharded_memory_bytes": {name: round(on.memory_bytes) for name, on in result.on.items()},
+        "tokens_per_s": {name: on.tokens_per_s for name, on in result.on.items()},
+        "mfu": {name: on.mfu for name, on in result.on.items()},
+        "fits": {name: on.fits for name, on in result.on.items()},
+    }
+    runs = {name: on.run for name, on in result.on.items() if on.run}
+    if cfg.tokens is not None:
+        told["hours"] = {name: cfg.tokens / run.tokens_per_s / 3600 for name, run in runs.items()}
+    return told
+
+
+def as_text(cfg: Counting, result: Result) -> Iterator[str]:
+    """The tables for a terminal."""
+    plan = result.plan
+    yield (
+        f"{find_family(cfg.family).title} for {cfg.target}, target {cfg.features}: a step of {plan.batch_size} x "
+        f"{plan.sequence_length} tokens on one device, {plan.documents} conversations a row, "
+        f"{cfg.precision if plan.autocast else 'float32'}"
+    )
+    yield "counted, not measured; times are estimates, at " + ", ".join(
+        f"{share:.0%} of {best}"
+        for best, share in (
+            ("a data sheet's FLOP/s in matrix products", cfg.shares.product),
+            ("them in attention", cfg.shares.attention),
+            ("the memory's bandwidth", cfg.shares.bandwidth),
+        )
+    )
+    yield ""
+    yield from work_table(cfg, result)
+    yield ""
+    yield from memory_table(result)
+    yield ""
+    yield from device_table(cfg, result)
+    yield from advice(cfg, result)
+
+
+def work_table(cfg: Counting, result: Result) -> Iterator[str]:
+    """A row for each part of the step, and for each kind of operation."""
+    operations, tokens = result.step.operations, result.plan.tokens
+    yield f"{'':<20}{'GFLOP/token':>12}{'MB/token':>10}{'calls':>9}" + "".join(
+        f"{d.name + ', ms':>10}" for d in DEVICES
+    )
+
+    def row(name: str, chosen: list[Operation]) -> str:
+        work = add_up(operations, cfg.shares, chosen)
+        times = "".join(f"{1000 * work.seconds[d.name]:>10,.0f}" for d in DEVICES)
+        moved = f"{work.num_bytes / tokens / 1e6:>10,.2f}{work.calls:>9,}"
+        return f"{name:<20}{work.flops / tokens / 1e9:>12,.2f}{moved}{times}"
+
+    for part in parts_of(operations):
+        yield row(part, [work for work in operations if work.part == part])
+    yield row("all", list(operations))
+    for kind, title in KINDS.items():
+        yield row(f"  {title}", [work for work in operations if work.kind == kind])
+    if result.step.signal_bytes:
+        copied = 1000 * result.step.signal_bytes / HOST_BYTES_PER_S
+        per_token = result.step.signal_bytes / tokens / 1e6
+        yield f"{'signal, from the host':<22}{'':>10}{per_token:>10,.3f}{'':>9}" + f"{copied:>10,.0f}" * len(DEVICES)
+
+
+def memory_table(result: Result) -> Iterator[str]:
+    """Memory of one device that trains, at the worst moment, before sharding."""
+    for holder, num in result.step.memory.most_common():
+        if num >= 5e6:
+            yield f"{holder:<24}{num / 1e9:>8,.2f} GB"
+    yield f"{'memory at its peak':<24}{result.step.memory.total() / 1e9:>8,.2f} GB"
+
+
+def device_table(cfg: Counting, result: Result) -> Iterator[str]:
+    """A row for each kind of device."""
+    for d in DEVICES:
+        on = result.on[d.name]
+        room = f"{'fits' if on.fits else 'does not fit'}: {on.memory_bytes / 1e9:,.1f} of {d.memory_bytes / 1e9:.0f} GB"
+        line = f"{d.name}: {on.tokens_per_s:>9,.0f} tokens/s a device, MFU {on.mfu:.0%}, {room}"
+        if on.run and (cfg.devices > 1 or cfg.tokens):
+            line += f"; {_describe_run(cfg, on.run)}"
+        elif on.fits and on.run is None:
+            line += f"; {cfg.devices} devices are too few to serve the target and to train"
+        yield line
+
+
+def _describe_run(cfg: Counting, run: Run) -> str:
+    use = {
+        "in-process": f"{run.trainers} train",
+        "served": f"{run.targets} serve the target and {run.trainers} train",
+        "cached": f"{run.targets} write the cache, then {run.trainers} train",
+    }[cfg.features]
+    hours = f", {cfg.tokens / run.tokens_per_s / 3600:,.1f} hours for {cfg.tokens:,.0f} tokens" if cfg.tokens else ""
+    return f"{use}: {run.tokens_per_s:,.0f} tokens/s{hours}"
+
+
+def advice(cfg: Counting, result: Result) -> Iterator[str]:
+    """The target elsewhere, the size of a cache, and the flags to change if the step does not fit."""
+    if result.served is not None:
+        work = add_up(result.served.operations, cfg.shares, result.served.operations)
+        rates = ", ".join(f"{result.plan.tokens / work.seconds[d.name]:,.0f} on {d.name}" for d in DEVICES)
+        yield (
+            f"the target elsewhere: {result.served.memory[TARGET_WEIGHTS] / 1e9:,.0f} GB, "
+            f"{work.flops / result.plan.tokens / 1e9:,.2f} GFLOP/token, tokens/s a device: {rates}"
+        )
+    if cfg.features == "cached":
+        per_token = result.step.signal_bytes / result.plan.tokens
+        whole = f", {per_token * cfg.tokens / 1e12:,.1f} TB for {cfg.tokens:,.0f} tokens" if cfg.tokens else ""
+        yield f"the cache takes {per_token / 1e3:,.1f} kB a token{whole}"
+    for d in DEVICES:
+        if not result.on[d.name].fits:
+            yield f"to fit {d.name}: {', or '.join(ways_to_fit(cfg, result, d))}"
+
+
+def ways_to_fit(cfg: Counting, result: Result, device: Device) -> Iterator[str]:
+    """Flags with which a step would take less memory."""
+    by_row = result.step.memory[ACTIVATIONS] + result.step.memory[SIGNAL]
+    fixed = result.on[device.name].memory_bytes - by_row
+    rows = int((device.memory_bytes - fixed) / by_row * result.plan.batch_size)
+    if rows >= 1:
+        yield f"--batch-size {rows} (with accumulation)"
+    if cfg.features == "in-process":
+        yield "--features served or cached"
+    if cfg.family == "standalone" and not cfg.gradient_checkpointing:
+        yield "--gradient-checkpointing"
+    if cfg.devices > 1 and cfg.sharding != "fsdp2":
+        yield "--sharding fsdp2"
+    elif rows < 1:
+        yield "several --devices with --sharding fsdp2" if cfg.devices == 1 else "more --devices"

@@ -1,0 +1,315 @@
+"""Count the work of a piece of PyTorch: floating-point operations, bytes and live memory, with or without weights.
+
+    with Count(weightless=True) as count:        every tensor made here has a shape and no memory
+        count.begin("forward")                   the name of the following part
+        ...                                      any code, autograd and autocast included
+    count.operations                             how often each operation ran, FLOPs and bytes
+    count.memory                                 live bytes at the worst moment, by holder
+
+The mode sees the operations below autograd and autocast, as kernels. Floating-point tensors are weightless. Small
+tensors of integers keep values, so that code may branch on the ids, masks and documents of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+Kind = Literal["product", "attention", "other"]
+"""product: matrix products. other: bytes are moved, and little is computed."""
+
+MAX_VALUES = 1 << 22
+"""Elements of the largest tensor that keeps values. A mask [B, T, T] of a long batch has more, and nothing reads it."""
+
+META = torch.device("meta")
+
+VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class Weightless(Tensor):
+    """A tensor without memory. To PyTorch it is on the CPU, so that the CPU's autocast and autograd hold. Python code
+    reads `device` as `shown_on`, and takes the branches of an accelerator, or of the CPU."""
+
+    shown_on = META
+    plain: Tensor
+    """The same on the device `meta`. Views share a storage, by which memory is counted."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, plain: Tensor) -> Weightless:
+        made: Weightless = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, plain.size(), strides=plain.stride(), storage_offset=plain.storage_offset(), dtype=plain.dtype
+        )
+        made.plain = plain
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return Weightless.shown_on
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Weightless({list(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return run_weightless(func, args, kwargs or {})
+
+
+def run_weightless(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of an operation as weightless tensors. A tensor changed in place is returned as it was given.
+
+    Raises:
+        ValueError: the result depends on values.
+    """
+    given: dict[int, Tensor] = {}
+
+    def strip(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return META if isinstance(x, torch.device) else x
+        plain = _strip(x)
+        given[id(plain)] = x
+        return plain
+
+    def dress(x: Any) -> Any:
+        return given.get(id(x)) if id(x) in given else Weightless(x) if isinstance(x, Tensor) else x
+
+    try:
+        return tree_map(dress, func(*tree_map(strip, args), **tree_map(strip, kwargs)))
+    except (NotImplementedError, RuntimeError) as error:
+        if not VALUE_TAGS.intersection(func.tags):
+            raise
+        raise ValueError(f"{func} cannot be counted without weights: its result depends on values") from error
+
+
+def _strip(x: Tensor) -> Tensor:
+    if isinstance(x, Weightless):
+        return x.plain
+    return x if x.is_meta else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
+
+
+def _needs_no_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation runs without memory: it reads or makes a weightless tensor, or a large one."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if any(isinstance(x, Weightless) or x.is_meta for x in tensors):
+        return True
+    if kwargs.get("device") == META:
+        return True
+    try:
+        made = func(*tree_map(_try_strip, args), **tree_map(_try_strip, kwargs))
+    except (RuntimeError, NotImplementedError):  # the size depends on values, e.g. `nonzero`
+        return False
+    sizes = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
+    return any(x.numel() > MAX_VALUES or (not tensors and x.is_floating_point()) for x in sizes)
+
+
+def _try_strip(x: Any) -> Any:
+    return _strip(x) if isinstance(x, Tensor) else META if isinstance(x, torch.device) else x
+
+
+# ------------------------------------------------------------------------------------------------------------- the mode
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kernel's work."""
+
+    part: str
+    """The part of the code that ran it, by `Count.begin`."""
+    kind: Kind
+    flops: int
+    num_bytes: int
+    """Read and written, if nothing is found in a cache."""
+
+
+class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs and counts every operation within it."""
+
+    def __init__(self, *, weightless: bool) -> None:
+        """Without `weightless` the operations run on tensors with memory, and are counted alike."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weightless, self._part = weightless, ""
+        self.operations: Counter[Operation] = Counter()
+        self.memory = Memory()
+
+    def begin(self, part: str) -> None:
+        """Count from now on under this name; not at all for an empty one."""
+        self._part = part
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        without_values = self._weightless and _needs_no_values(func, args, kwargs)
+        made = run_weightless(func, args, kwargs) if without_values else func(*args, **kwargs)
+        self.memory.see(x for x in tree_leaves(made) if isinstance(x, Tensor))
+        if self._part:
+            self.operations[describe(self._part, func, args, kwargs, made)] += 1
+        return made
+
+
+def describe(part: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Operation:
+    """The work of an operation with these arguments and results."""
+    packet, num_bytes = func._overloadpacket, count_bytes(func, args, kwargs, made)
+    if packet in ATTENTION:
+        return Operation(part, "attention", ATTENTION[packet](*args, **kwargs), num_bytes)
+    if packet in PRODUCTS:
+        return Operation(part, "product", PRODUCTS[packet](*args, **kwargs), num_bytes)
+    if packet in flop_registry:
+        flops = flop_registry[packet](*args, **kwargs, out_val=made)
+        return Operation(part, "product", flops, num_bytes)
+    return Operation(part, "other", 0, num_bytes)
+
+
+# ---------------------------------------------------------------------------------------------------------------- FLOPs
+
+
+def attention_flops(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, backward: bool) -> int:
+    """Two products forward, scores and output. Backward five: the scores again, and the gradients of v, p, q and k.
+
+    Under a mask all scores are computed; a causal kernel computes those up to the diagonal.
+    """
+    (batch, heads, queries, size), keys = q.shape, k.shape[2]
+    pairs = queries * (queries + 1) // 2 + queries * (keys - queries) if is_causal else queries * keys
+    factors = 3 * size + 2 * v.shape[3] if backward else size + v.shape[3]
+    return 2 * batch * heads * pairs * factors
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, is_causal: bool = False, **_: Any) -> int:
+    return attention_flops(q, k, v, is_causal=is_causal, backward=False)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, dropout: float, is_causal: bool, **_: Any
+) -> int:
+    return attention_flops(q, k, v, is_causal=is_causal, backward=True)
+
+
+def _grouped_mm(x: Tensor, weights: Tensor, *_: Any, **__: Any) -> int:
+    """Every row of x meets one expert's matrix."""
+    return 2 * x.shape[0] * x.shape[1] * weights.shape[-1]
+
+
+aten = torch.ops.aten
+ATTENTION: dict[Any, Callable[..., int]] = {
+    # the fused kernel of a tensor on the CPU; it stands for those of GPUs, which compute and move the same
+    aten._scaled_dot_product_flash_attention_for_cpu: _forward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
+}
+PRODUCTS: dict[Any, Callable[..., int]] = {aten._grouped_mm: _grouped_mm}
+"""Formulas missing in PyTorch's table."""
+
+
+# ---------------------------------------------------------------------------------------------------------------- bytes
+
+GATHERS = {"embedding", "index", "gather", "index_select"}
+"""They read no more of the first argument than they return."""
+
+SCATTERS = {"index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_"}
+"""They write no more of the first argument than they are given."""
+
+OVERWRITE = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_"}
+"""They read nothing of the first argument."""
+
+EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> int:
+    """Bytes read and written by an operation; none for a view."""
+    name = func._schema.name.removeprefix("aten::")
+    if name in EMPTY:
+        return 0
+    named = {a.name: (a, value) for a, value in zip(func._schema.arguments, args, strict=False)}
+    named |= {a.name: (a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs}
+    held = {_storage(x)._cdata for x in _tensors(value for _, value in named.values())}
+    fresh = [x for x in _tensors([made]) if _storage(x)._cdata not in held]
+    written = [x for a, value in named.values() if a.alias_info and a.alias_info.is_write for x in _tensors([value])]
+    if not fresh and not written:
+        return 0  # a view
+    tables = (*GATHERS, *SCATTERS, *OVERWRITE)
+    read = [
+        x
+        for i, (a, value) in enumerate(named.values())
+        if not (getattr(a, "is_out", False) or (i == 0 and name in tables))
+        for x in _tensors([value])
+    ]
+    if name in GATHERS:
+        read += fresh
+    if name in SCATTERS:
+        written = read[-1:]
+    return sum(map(size_bytes, (*fresh, *written, *read)))
+
+
+def size_bytes(x: Tensor) -> int:
+    """Bytes that the elements of a tensor lie in; repeated ones count once."""
+    return x.element_size() * math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride or not n)
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    return [x for x in tree_leaves(list(values)) if isinstance(x, Tensor)]
+
+
+def _storage(x: Tensor) -> Any:
+    return (x.plain if isinstance(x, Weightless) else x).untyped_storage()
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+ACTIVATIONS = "activations"
+
+
+class Memory:
+    """Bytes of the storages that are alive, now and at the worst moment, by holder."""
+
+    def __init__(self) -> None:
+        self.live: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self._holders: dict[int, tuple[str, int]] = {}
+        """Holder and bytes of each storage, by address."""
+        self._watched: dict[int, weakref.ref[Any]] = {}
+
+    def see(self, tensors: Iterable[Tensor]) -> None:
+        """Take new storages into the account, as activations."""
+        for x in tensors:
+            storage = _storage(x)
+            if storage._cdata not in self._holders:
+                self._watch(storage)
+        if self.live.total() > self.peak.total():
+            self.peak = self.live.copy()
+
+    def hold(self, holder: str, tensors: Iterable[Tensor]) -> None:
+        """Book these tensors under another name than activations."""
+        for x in tensors:
+            storage = _storage(x)
+            if storage._cdata not in self._holders:
+                self._watch(storage)
+            before, num_bytes = self._holders[storage._cdata]
+            self._holders[storage._cdata] = holder, num_bytes
+            self.live[before] -= num_bytes
+            self.live[holder] += num_bytes
+
+    def restart(self) -> None:
+        """Forget the worst moment so far."""
+        self.peak = self.live.copy()
+
+    def _watch(self, storage: Any) -> None:
+        address, num_bytes = storage._cdata, storage.nbytes()
+        self._holders[address] = ACTIVATIONS, num_bytes
+        self.live[ACTIVATIONS] += num_bytes
+        # PyTorch keeps the Python object of a storage for as long as the storage lives
+        self._watched[address] = weakref.ref(storage, lambda _: self._end(address))
+
+    def _end(self, address: int) -> None:
+        holder, num_bytes = self._holders.pop(address)
+        del self._watched[address]
+        self.live[holder] -= num_bytes

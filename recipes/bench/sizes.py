@@ -1,0 +1,58 @@
+"""Sizes of well-known models, to count with where the hub cannot be reached."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from redraft.heads.files.checkpoint import load_text_config
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, *, head_dim: int = 128, tied: bool = False) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=128_256, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, head_dim=head_dim, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool = False) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=151_936, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+KNOWN = {
+    "llama-3.2-1b": lambda: _llama(2048, 8192, 16, 32, head_dim=64, tied=True),
+    "llama-3.2-3b": lambda: _llama(3072, 8192, 28, 24, tied=True),
+    "llama-3.1-8b": lambda: _llama(4096, 14336, 32, 32),
+    "llama-3.3-70b": lambda: _llama(8192, 28672, 80, 64),
+    "qwen3-0.6b": lambda: _qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3-8b": lambda: _qwen3(4096, 12288, 36, 32),
+    "qwen3-32b": lambda: _qwen3(5120, 25600, 64, 64),
+    "qwen3-30b-a3b": lambda: Qwen3MoeConfig(
+        vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+    ),
+}  # fmt: skip
+"""From the config.json of each on the hub."""
+
+
+def find_sizes(name: str) -> Any:
+    """The text config of a known name, a folder, a config.json, or a name on the hub.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name.lower() in KNOWN:
+        return KNOWN[name.lower()]()
+    path = Path(name)
+    try:
+        return load_text_config(path.parent if path.name == "config.json" else name)
+    except (OSError, ValueError) as error:
+        close = difflib.get_close_matches(path.name.lower(), KNOWN, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known without the hub: {', '.join(KNOWN)}"
+        raise ValueError(f"there is no config of a model {name}: give a folder or a config.json; {hint}") from error

@@ -1,0 +1,389 @@
+"""The counts against counting by hand, against the same step on real tensors, and against memory that was measured."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, Qwen3MoeConfig
+
+from redraft.distill.loss.divergences import Divergence
+from redraft.heads.catalog import FAMILIES, find_family
+from redraft.heads.families import dflash, eagle3, medusa
+from redraft.recipes.bench import heads as bench_heads
+from redraft.recipes.bench import step as bench_step
+from redraft.recipes.bench import training
+from redraft.recipes.bench.count import (
+    Counting,
+    FamilyName,
+    as_text,
+    count,
+    make_plan,
+    plan_run,
+    share_out,
+)
+from redraft.recipes.bench.counted import ACTIVATIONS, META, Count, Operation, Weightless, attention_flops
+from redraft.recipes.bench.measure import OURS, _in_fresh_process, _resident_peak_bytes
+from redraft.recipes.bench.roofs import DEVICES, HOST_BYTES_PER_S, LAUNCH_S, Shares, all_reduce_s
+from redraft.recipes.bench.sizes import find_sizes
+from redraft.recipes.bench.step import (
+    DRAFT_WEIGHTS,
+    GRADIENTS,
+    STATE,
+    TARGET_WEIGHTS,
+    Counted,
+    Plan,
+    count_step,
+    count_target,
+)
+
+TARGET = LlamaConfig(
+    vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16,
+)  # fmt: skip
+DRAFT = LlamaConfig(
+    vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=16,
+)  # fmt: skip
+PLAN = Plan(
+    family="eagle3",
+    target=TARGET,
+    head=eagle3.Config(num_steps=3),
+    draft_vocab_size=128,
+    divergence=Divergence(name="lk_hybrid"),
+    batch_size=2,
+    sequence_length=24,
+)
+
+
+def plan_for(family: str, **changes: Any) -> Plan:
+    head = DRAFT if family == "standalone" else find_family(family).config_class()()
+    if family == "dflash":
+        head = dflash.Config(num_layers=2, block_size=4, num_anchors=6)
+    vocabulary = 128 if family in ("eagle3", "peagle", "dflash") else 0
+    return replace(PLAN, family=family, head=head, draft_vocab_size=vocabulary, **changes)
+
+
+@pytest.fixture
+def tiny_target(tmp_path: Any) -> str:
+    TARGET.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def flops_of(counted: Counted) -> int:
+    return sum(work.flops * times for work, times in counted.operations.items())
+
+
+# ---------------------------------------------------------------------------------------------------------------- FLOPs
+
+
+def test_the_flops_of_an_eagle3_step_are_those_of_a_count_by_hand() -> None:
+    batch, tokens, steps, hidden, inner, heads, key_heads, size, vocabulary, kept = 2, 24, 3, 64, 96, 4, 2, 16, 512, 128
+    rows = batch * tokens
+    mix = 2 * rows * (3 * hidden) * hidden
+    layer = 2 * rows * (2 * hidden * (heads + 2 * key_heads) * size + heads * size * hidden + 3 * hidden * inner)
+    # the first step sees the keys up to its own; the others all keys of all steps, most of them masked
+    pairs = [tokens * (tokens + 1) // 2, *(tokens * tokens * (k + 1) for k in range(1, steps))]
+    attention = sum(2 * batch * heads * 2 * size * n for n in pairs)
+    labelled = [batch * (tokens - 2 - k) for k in range(steps)]
+    target_logits = 2 * batch * (tokens - 2) * hidden * vocabulary
+    draft_logits = sum(2 * n * hidden * kept for n in labelled)
+    # of the mix only the weights have a gradient; attention's backward has five products for the forward's two
+    backward = mix + 2 * steps * layer + 5 * attention // 2
+    by_hand = mix + steps * layer + attention + target_logits + 3 * draft_logits + backward
+    assert flops_of(count_step(replace(PLAN, features="served"))) == by_hand
+
+
+def test_the_flops_of_the_target_are_those_of_a_count_by_hand() -> None:
+    rows, (q, kv) = 48, (64, 32)
+    layer = 2 * rows * (64 * q + 2 * 64 * kv + q * 64 + 3 * 64 * 96)
+    attention = 2 * 2 * 4 * (24 * 25 // 2) * (16 + 16)
+    served = count_target(PLAN)
+    assert flops_of(served) == 8 * (layer + attention)
+    assert served.memory[TARGET_WEIGHTS] == pytest.approx(2 * _parameters(TARGET), rel=1e-3)  # beside a few buffers
+
+
+def _parameters(config: LlamaConfig) -> int:
+    layer = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64
+    return 2 * config.vocab_size * 64 + 8 * layer + 64
+
+
+def test_causal_attention_computes_the_scores_up_to_the_diagonal() -> None:
+    q = torch.empty(2, 3, 5, 7, device="meta")
+    full = attention_flops(q, q, q, is_causal=False, backward=False)
+    assert full == 2 * 2 * 3 * 25 * (7 + 7)
+    assert attention_flops(q, q, q, is_causal=True, backward=False) == full * 15 // 25
+    assert attention_flops(q, q, q, is_causal=False, backward=True) == full * 5 // 2
+
+
+# ------------------------------------------------------------------------------------------- with and without weights
+
+
+@pytest.mark.parametrize("features", ["in-process", "served"])
+@pytest.mark.parametrize("family", [name for name in get_args(FamilyName) if name != "mtp"])
+def test_without_weights_the_same_is_counted_as_with_them(family: str, features: bench_step.Features) -> None:
+    plan = plan_for(family, features=features, documents=3)
+    weightless, real = count_step(plan, shown_on=torch.device("cpu")), count_step(plan, weightless=False)
+    assert weightless.operations == real.operations
+    assert weightless.memory == real.memory
+    assert flops_of(real) > 0
+
+
+def test_a_count_in_float32_is_the_same_too() -> None:
+    plan = replace(PLAN, dtype=torch.float32, autocast=False, keeps_gradients=True)
+    weightless, real = count_step(plan, shown_on=torch.device("cpu")), count_step(plan, weightless=False)
+    assert (weightless.operations, weightless.memory) == (real.operations, real.memory)
+    assert real.memory[GRADIENTS] == real.gradient_bytes == real.memory[DRAFT_WEIGHTS] - 128 * 8  # beside the ids
+
+
+def test_an_accelerator_takes_other_branches_than_the_cpu() -> None:
+    cpu, accelerator = count_step(PLAN, shown_on=torch.device("cpu")), count_step(PLAN, shown_on=META)
+    # the CPU's attention computes the later steps' few scores without products
+    assert flops_of(accelerator) > flops_of(cpu)
+
+
+def test_a_mixture_of_experts_is_counted_by_the_experts_that_a_token_meets() -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+    )  # fmt: skip
+    products = Counter(work.flops for work in count_target(replace(PLAN, target=config)).operations)
+    assert products[2 * (2 * 48) * 64 * (2 * 32)]  # gate and up
+    assert products[2 * (2 * 48) * 32 * 64]  # down
+
+
+def test_code_that_branches_on_weightless_values_is_refused() -> None:
+    with Count(weightless=True), pytest.raises(ValueError, match="depends on values"):
+        torch.randn(3).sum().item()
+
+
+def test_bytes_are_what_a_kernel_reads_and_writes() -> None:
+    with Count(weightless=True) as counting:
+        table, x = torch.randn(1000, 16), torch.randn(8, 16)
+        counting.begin("all")
+        x.view(16, 8).T  # noqa: B018
+        F.embedding(torch.tensor([1, 2, 3]), table)
+        x.zero_()
+        x.add_(1.0)
+    moved = [work.num_bytes for work in counting.operations.elements() if work.num_bytes]
+    gathered = 3 * 16 * 4
+    assert sorted(moved) == sorted([2 * gathered + 3 * 8, 512, 2 * 512])
+
+
+def test_a_view_keeps_the_memory_of_the_whole() -> None:
+    with Count(weightless=True) as counting:
+        whole = torch.randn(100, 10)
+        part = whole[:1]
+        del whole
+        assert counting.memory.live.total() == 4000
+        del part
+        assert counting.memory.live.total() == 0
+        assert counting.memory.peak.total() == 4000
+        assert isinstance(torch.randn(2), Weightless)
+
+
+HEADS = {
+    "EAGLE-3": ("eagle3", eagle3.Config(num_steps=bench_heads.SIZES.steps, own_head=False)),
+    "Medusa": ("medusa", medusa.Config(num_heads=bench_heads.SIZES.steps)),
+}
+
+
+def peak_of_second_step(family: str) -> int:
+    """Resident memory at the worst moment of a step that finds an optimizer state, above that of the libraries."""
+    build = functools.partial(bench_heads.build_head, family, "float32", OURS, "cpu")
+    build()()  # loads the code of all kernels
+    gc.collect()
+    before = resident_bytes_from_now()
+    run = build()
+    run()
+    resident_bytes_from_now()
+    run()
+    return _resident_peak_bytes() - before
+
+
+def resident_bytes_from_now() -> int:
+    """Resident memory. The peak is forgotten."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _resident_peak_bytes()
+
+
+@pytest.mark.parametrize("family", list(HEADS))
+def test_the_peak_is_within_15_percent_of_memory_measured_on_this_cpu(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 16))  # a freed tensor leaves the process at once
+    name, head = HEADS[family]
+    plan = Plan(
+        family=name,
+        target=bench_heads.target_config(family),
+        head=head,
+        divergence=Divergence(),
+        features="served",
+        batch_size=bench_heads.SIZES.batch,
+        sequence_length=bench_heads.SIZES.length,
+        dtype=torch.float32,
+        autocast=False,
+    )
+    counted = count_step(plan, shown_on=torch.device("cpu")).memory.total()
+    measured = _in_fresh_process(peak_of_second_step, family, threads=1)
+    print(f"{family}: {counted / 2**20:.0f} MiB counted, {measured / 2**20:.0f} MiB measured")
+    assert counted == pytest.approx(measured, rel=0.15)
+
+
+# ------------------------------------------------------------------------------------------------------- time and money
+
+H100 = DEVICES[0]
+
+
+def test_an_operation_takes_the_longest_of_computing_moving_and_being_launched() -> None:
+    shares = Shares(product=0.5, attention=0.25, bandwidth=0.5)
+    work = functools.partial(Operation, "a part")
+    assert shares.seconds(work("product", 10**12, 1), H100) == pytest.approx(1e12 / 989.4e12 / 0.5)
+    assert shares.seconds(work("attention", 10**12, 1), H100) == pytest.approx(1e12 / 989.4e12 / 0.25)
+    assert shares.seconds(work("other", 0, 10**9), H100) == pytest.approx(1e9 / 3.35e12 / 0.5)
+    assert shares.seconds(work("other", 0, 8), H100) == LAUNCH_S
+    assert shares.seconds(work("other", 0, 0), H100) == 0  # a view
+    assert all_reduce_s(4.5e11, 8, H100) == pytest.approx(1.75)
+
+
+def counted_target(seconds: float, weights: int) -> Counted:
+    """A target that takes `seconds` on an H100, limited by its products."""
+    flops = round(seconds * H100.flops_per_s * Shares().product)
+    work = Operation("target", "product", flops, 1)
+    return Counted(operations=Counter({work: 1}), memory=Counter({TARGET_WEIGHTS: weights}))
+
+
+def test_devices_are_split_so_that_the_slower_side_is_fastest() -> None:
+    cfg, plan = Counting(features="served", devices=8), replace(PLAN, features="served")
+    # 141 GB need 4 of 64 GB; 48 tokens in 0.012 s are 4,000 tokens/s a device
+    run = plan_run(cfg, plan, counted_target(0.012, 141 * 10**9), 5000.0, H100)
+    assert run is not None
+    assert (run.targets, run.trainers) == (4, 4)
+    assert run.tokens_per_s == pytest.approx(16000)
+    assert plan_run(replace(cfg, devices=4), plan, counted_target(0.012, 141 * 10**9), 5000.0, H100) is None
+    small = plan_run(cfg, plan, counted_target(0.012, 16 * 10**9), 20000.0, H100)
+    assert small is not None
+    assert (small.targets, small.trainers) == (6, 2)  # 24,000 and 40,000 tokens/s; with 7, 28,000 and 20,000
+
+
+def test_a_cache_is_written_first_and_trained_from_then() -> None:
+    cfg, plan = Counting(features="cached", devices=8), replace(PLAN, features="cached")
+    run = plan_run(cfg, plan, counted_target(0.012, 141 * 10**9), 4000.0, H100)
+    assert run is not None
+    assert (run.targets, run.trainers) == (8, 8)
+    assert run.tokens_per_s == pytest.approx(16000)  # each half of the time at 32,000
+
+
+def test_sharding_divides_what_it_shares_out() -> None:
+    memory = {STATE: 80, GRADIENTS: 40, DRAFT_WEIGHTS: 40, ACTIVATIONS: 5}
+    assert sum(share_out(memory, "none", 8).values()) == 165
+    assert sum(share_out(memory, "zero2", 8).values()) == 10 + 5 + 40 + 5
+    assert sum(share_out(memory, "fsdp2", 8).values()) == 10 + 5 + 5 + 5
+
+
+def test_only_the_devices_that_train_share_out(tiny_target: str) -> None:
+    cfg = Counting(target=tiny_target, draft_vocab_size=128, sequence_length=32, features="served", devices=4)
+    result = count(replace(cfg, sharding="fsdp2"))
+    for on in result.on.values():
+        assert on.run is not None
+        assert on.memory_bytes == sum(share_out(result.step.memory, "fsdp2", on.run.trainers).values())
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_prints_json_of_what_it_counts(tiny_target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = training.Config(
+        count=True, target=tiny_target, draft_vocab_size=128, sequence_length=32, tokens=1e6, devices=2, json=True
+    )
+    training.main(cfg)
+    told = json.loads(capsys.readouterr().out)
+    step = count_step(make_plan(cfg))
+    assert told["tokens_per_step"] == 8 * 32
+    assert told["flops"] == flops_of(step) / 256
+    assert told["bytes"] == sum(work.num_bytes * times for work, times in step.operations.items()) / 256
+    assert told["memory_bytes"] == step.memory.total() == sum(told["memory"].values())
+    for name, rate in told["tokens_per_s"].items():
+        device = next(d for d in DEVICES if d.name == name)
+        assert told["mfu"][name] == pytest.approx(told["flops"] * rate / device.flops_per_s)
+        assert told["hours"][name] == pytest.approx(1e6 / (2 * rate) / 3600)
+        assert told["fits"][name]
+    seconds = sum(Shares().seconds(work, H100) * times for work, times in step.operations.items())
+    assert told["tokens_per_s"]["H100"] == pytest.approx(256 / (seconds + all_reduce_s(step.gradient_bytes, 2, H100)))
+
+
+def test_the_tables_say_what_does_not_fit_and_what_would() -> None:
+    cfg = Counting(target="llama-3.3-70b", devices=8, batch_size=1, sequence_length=64, tokens=1e9)
+    result = count(cfg)
+    assert result.step.memory[TARGET_WEIGHTS] == pytest.approx(141.1e9, rel=1e-3)
+    assert not result.on["H100"].fits
+    assert result.on["H100"].run is None
+    text = "\n".join(as_text(cfg, result))
+    assert f"does not fit: {result.step.memory.total() / 1e9:,.1f} of 80 GB" in text
+    assert "to fit H100: --features served or cached" in text
+
+
+def test_served_hidden_states_are_copied_from_the_host_and_the_target_is_counted_apart(tiny_target: str) -> None:
+    cfg = Counting(target=tiny_target, draft_vocab_size=128, sequence_length=32, features="served", devices=4)
+    result = count(cfg)
+    assert result.step.signal_bytes == 256 * 4 * 64 * 2  # the last state and three layers, in bfloat16
+    assert "target" not in {work.part for work in result.step.operations}
+    assert result.served is not None
+    total = sum(Shares().seconds(work, H100) * times for work, times in result.step.operations.items())
+    reduced = all_reduce_s(result.step.gradient_bytes, 4, H100)
+    assert result.on["H100"].step_s == pytest.approx(total + result.step.signal_bytes / HOST_BYTES_PER_S + reduced)
+    text = "\n".join(as_text(cfg, result))
+    assert "the target elsewhere" in text
+    assert "serve the target and" in text
+
+
+def test_a_standalone_draft_is_counted_with_the_vocabulary_of_its_target(tiny_target: str) -> None:
+    plan = make_plan(Counting(family="standalone", target=tiny_target, draft="llama-3.2-1b"))
+    assert (plan.head.vocab_size, plan.divergence.name, plan.sequence_length) == (512, "lk_hybrid", 4096)
+    small = replace(plan, head=DRAFT, batch_size=1, sequence_length=64)
+    kept, recomputed = count_step(small), count_step(replace(small, gradient_checkpointing=True))
+    assert flops_of(recomputed) > flops_of(kept)
+    assert recomputed.memory[ACTIVATIONS] < kept.memory[ACTIVATIONS]
+
+
+def test_known_sizes_are_those_of_the_models() -> None:
+    with torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        for name, billions in (("llama-3.1-8b", 8.030), ("llama-3.2-3b", 3.213), ("qwen3-8b", 8.191)):
+            model = AutoModelForCausalLM.from_config(find_sizes(name))
+            assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"target": "./llama-3.1-80b"}, "did you mean llama-3.1-8b"),
+        ({"family": "standalone", "num_steps": 3}, "does not fit a standalone draft"),
+        ({"family": "medusa", "draft_vocab_size": 100}, "does not fit medusa"),
+        ({"documents": 2000}, "2000 documents in a row of 2048 tokens"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(Counting(**flags))
+
+
+def test_numbers_that_make_no_training_are_refused() -> None:
+    for flags in ({"devices": 0}, {"tokens": -1.0}, {"sharding": "zero2"}):
+        with pytest.raises(ValueError, match="--" + next(iter(flags))):
+            Counting(**flags)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"shares\.product"):
+        Shares(product=1.5)
+
+
+def test_every_family_with_weights_can_be_counted() -> None:
+    assert set(get_args(FamilyName)) == {family.name for family in FAMILIES if not family.is_lookup}
