@@ -69,7 +69,14 @@ class LifeSeen:
         first, last = measured[:quarter], measured[-quarter:]
         before, after = (statistics.median(size for _, size, _ in part) for part in (first, last))
         files = [statistics.median(count for _, _, count in part) for part in (first, last)]
-        return Growth(name=self.name, before=int(before), after=int(after), descriptors=int(files[1] - files[0]))
+        born_s = self.samples[0][0]
+        return Growth(
+            name=self.name,
+            before=int(before),
+            after=int(after),
+            descriptors=int(files[1] - files[0]),
+            by_minute={int((time_s - born_s) // 60): size >> 20 for time_s, size, _ in self.samples},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +87,8 @@ class Growth:
     after: int
     descriptors: int
     """Descriptors gained."""
+    by_minute: Mapping[int, int]
+    """Resident MiB at the end of each minute of the life, the warm-up included: a step is a cache, a slope a leak."""
 
     @property
     def share(self) -> float:

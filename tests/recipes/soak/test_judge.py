@@ -102,6 +102,7 @@ def test_growth_is_measured_after_the_warm_up_and_over_the_life():
     assert growth is not None
     assert growth.share == 0
     assert growth.descriptors == 0
+    assert growth.by_minute == {0: 1100, **dict.fromkeys(range(1, 7), 2000)}
     assert LifeSeen(name="server", samples=loading[:40]).find_growth() is None
     assert LifeSeen(name="server").find_growth() is None
 
