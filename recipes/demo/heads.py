@@ -1,6 +1,6 @@
 """Train every family of heads for the small target, serve each in a real vLLM, and compare them.
 
-$ make demo-heads                       # about 25 minutes on two CPU cores
+$ make demo-heads                       # 30 to 60 minutes on two CPU cores
 $ redraft demo-heads --resume           # after an interruption: finished heads are kept
 
 Each head is trained by the recipe of its family with --preset demo, and has a separate report. All share the target's
@@ -45,9 +45,10 @@ class Head:
     note: str = ""
 
 
-HeadName = Literal["eagle3", "dflash", "eagle1", "mtp", "medusa", "mlp_speculator"]
+HeadName = Literal["eagle3", "peagle", "dflash", "eagle1", "mtp", "medusa", "mlp_speculator"]
 HEADS: dict[HeadName, Head] = {
     "eagle3": Head("eagle3_llama8b"),
+    "peagle": Head("peagle_llama8b"),
     "dflash": Head("dflash_llama8b"),
     "eagle1": Head("eagle1_llama8b"),
     "mtp": Head("mtp_qwen3_next", "one MTP layer in the target's weights in the MiMo layout"),

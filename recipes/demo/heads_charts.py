@@ -7,6 +7,7 @@ from typing import Any
 
 import altair as alt
 
+from redraft.eval.report.acceptance_charts import COLORS, SHAPES
 from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, bars_with_forecast, to_spec
 
 
@@ -34,34 +35,31 @@ def _tau(entries: Rows) -> alt.LayerChart:
     for entry in entries:
         rows.append({"label": entry["title"], "value": entry["tau_engine"], "series": "engine"})
         rows.append({"label": entry["title"], "value": entry["tau_forecast"], "series": "forecast"})
-    x = alt.X("label:N", title=None, sort=None, axis=alt.Axis(labelAngle=0))
+    x = alt.X("label:N", title=None, sort=None, axis=alt.Axis(labelAngle=-30))
     return bars_with_forecast(rows, x, "tokens per target step")
 
 
-def _positions_by_family(families: Rows) -> alt.Chart:
-    rows = []
+def _positions_by_family(families: Rows) -> alt.LayerChart:
+    rows, names = [], [entry["title"] for entry in families]
     for entry in families:
         for position, rate in enumerate(entry["acceptance_per_position"], 1):
             rows.append({"position": position, "value": rate, "series": entry["title"]})
     title = "share of drafts accepted this far"
-    return (
-        alt.Chart(alt.Data(values=rows), width="container", height=PANEL_HEIGHT)
-        .mark_line(strokeWidth=2.5, point={"filled": True, "size": 60})
-        .encode(
-            x=alt.X("position:O", title="draft token", axis=alt.Axis(labelAngle=0)),
-            y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=True)),
-            color=alt.Color(
-                "series:N",
-                scale=alt.Scale(domain=[entry["title"] for entry in families]),
-                legend=alt.Legend(title=None, orient="top", columns=3),
-            ),
-            tooltip=[
-                alt.Tooltip("series:N", title="head"),
-                alt.Tooltip("position:O", title="draft token"),
-                alt.Tooltip("value:Q", title=title, format=".3f"),
-            ],
-        )
+    legend = alt.Legend(title=None, orient="top", columns=3)
+    # Colours repeat after a few families, and then the shapes change.
+    shapes = alt.Scale(domain=names, range=[SHAPES[i // COLORS % len(SHAPES)] for i in range(len(names))])
+    base = alt.Chart(alt.Data(values=rows), width="container", height=PANEL_HEIGHT).encode(
+        x=alt.X("position:O", title="draft token", axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=True)),
+        color=alt.Color("series:N", scale=alt.Scale(domain=names), legend=legend),
+        tooltip=[
+            alt.Tooltip("series:N", title="head"),
+            alt.Tooltip("position:O", title="draft token"),
+            alt.Tooltip("value:Q", title=title, format=".3f"),
+        ],
     )
+    points = base.mark_point(filled=True, size=70, opacity=1)
+    return base.mark_line(strokeWidth=2.5) + points.encode(shape=alt.Shape("series:N", scale=shapes, legend=legend))
 
 
 def _gain_by_family(families: Rows) -> alt.LayerChart:
