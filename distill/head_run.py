@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from redraft.distill.fit import count_head, require_room
 from redraft.distill.inputs import Data, Signal, live_signal, load_data, load_target, target_signal
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.prove import (
@@ -102,7 +103,8 @@ class HeadRun:
 
         Torch's random state is seeded at the end, so a head made next starts the same in every run.
 
-        Raises: ValueError or FileNotFoundError if the flags do not fit the target, before any work.
+        Raises: ValueError or FileNotFoundError if the flags do not fit the target, or the target not the machine's
+        memory, before any work.
         """
         check_num_tokens(cfg.prove.num_speculative_tokens, num_steps)
         if cfg.loop.on_policy and cfg.signal.kind != "model":
@@ -112,6 +114,10 @@ class HeadRun:
         self.cfg, self.family, self.started = cfg, find_family(name), time.perf_counter()
         self.forecasts: dict[Path, Forecast] = {}
         self.accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb)
+        if convert is None:  # a converted target is one of the right layout, and its head has yet to be sized
+            vocabulary = getattr(cfg, "draft_vocab_size", 0)
+            size = functools.partial(count_head, name, cfg.head, vocabulary)  # type: ignore[attr-defined]
+            require_room(cfg.target, cfg.signal, self.accelerator, size)
         self.run = Run.open(cfg.output, asdict(cfg), self.accelerator, resume=cfg.resume, overwrite=cfg.overwrite)
         self.target_name = cfg.target if convert is None else str(self._convert_target(convert))
         self.model, self.tokenizer = load_target(self.target_name, cfg.signal, self.accelerator.device)

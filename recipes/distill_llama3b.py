@@ -7,6 +7,7 @@ $ python recipes/distill_llama3b.py --preset demo               # the small targ
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Literal
 
 import torch
 
+from redraft.distill.fit import count_standalone, require_room
 from redraft.distill.inputs import Data, Signal, live_signal, load_data, load_target, target_signal
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.prove import Forecaster, Prove, leave_gpu, prove_in_engine, publish_draft, report
@@ -69,6 +71,7 @@ PRESETS = {
 def main(cfg: Config) -> None:
     started = time.perf_counter()
     accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb)
+    require_room(cfg.target, cfg.signal, accelerator, functools.partial(count_standalone, cfg.draft))
     run = Run.open(cfg.output, asdict(cfg), accelerator, resume=cfg.resume, overwrite=cfg.overwrite)
 
     # 1. Models.

@@ -1,0 +1,189 @@
+"""Whether a training fits into memory, answered before anything is loaded.
+
+    every process, on the device    the target, or with servers only embeddings and head;  the draft: 4 bytes a weight,
+                                    4 of gradient, 8 of optimizer state, as far as the ranks do not share them out
+    every machine, in host memory   the target once for each process on it: each reads it whole before it moves
+
+Activations come on top: `redraft bench-training --count` counts them.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from redraft.distill.inputs import Signal
+from redraft.heads.catalog import find_family
+from redraft.heads.families.standalone import Init, from_config
+from redraft.heads.files.checkpoint import load_text_config, register_models
+from redraft.heads.target import Target
+
+WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 4, 4, 8
+"""By weight of the draft: trained in float32 with AdamW."""
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Bytes of one process, before activations."""
+
+    target: int
+    draft: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """The memory of a machine."""
+
+    device: str
+    device_bytes: int | None
+    """None if the processes compute on the CPU."""
+    host_bytes: int
+    processes: int
+    """Processes on this machine."""
+
+
+def require_room(target: str, signal: Signal, accelerator: Accelerator, count_draft: Callable[[Any], int]) -> None:
+    """Refuse a training that cannot fit. One process of each machine tells, the others leave with it.
+
+    `count_draft(config)` is the number of the draft's weights, by the target's text config.
+
+    Raises:
+        ValueError: the target or the draft does not fit. The message has the bytes and the ways out.
+    """
+    try:
+        config, target_bytes = _size_target(target, signal, accelerator.device)
+        draft_weights = count_draft(config)
+    except Exception:  # transformers raises a dozen types for a config; the loading that follows reports each in a line
+        return
+    need = Need(target=target_bytes, draft=round(draft_weights * bytes_by_weight(accelerator)))
+    try:
+        check(target, need, read_room(accelerator), has_servers=bool(signal.url))
+    except ValueError:
+        if not accelerator.is_local_main_process:
+            raise SystemExit(2) from None
+        raise
+
+
+def check(name: str, need: Need, room: Room, *, has_servers: bool) -> None:
+    """Compare need and room.
+
+    Raises:
+        ValueError: device or host memory is too small.
+    """
+    both = need.target + need.draft
+    ways = _ways_out(need, has_servers=has_servers)
+    if room.device_bytes is not None and both > room.device_bytes:
+        raise ValueError(
+            f"{name} takes {_gb(need.target)} in every process, and the draft {_gb(need.draft)} (weights, gradients, "
+            f"optimizer state): more than the {_gb(room.device_bytes)} of {room.device}; {ways}"
+        )
+    on_host = room.processes * (both if room.device_bytes is None else need.target)
+    if on_host > room.host_bytes:
+        held = "target and draft" if room.device_bytes is None else "the target, on the way to its GPU"
+        raise ValueError(
+            f"{name}: every process reads {held} into this machine's memory, {_gb(on_host)} in all for "
+            f"{room.processes}: more than its {_gb(room.host_bytes)}; start fewer processes, or {ways}"
+        )
+
+
+def _ways_out(need: Need, *, has_servers: bool) -> str:
+    if has_servers or need.draft > need.target:
+        return "shard the draft: accelerate launch --config_file recipes/accelerate/fsdp2.yaml"
+    return (
+        "let vLLM servers hold the target, on other GPUs: --signal.kind endpoint --signal.url URL, "
+        "or --signal.kind cache --signal.url URL to read their answers from disk"
+    )
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB"
+
+
+# -------------------------------------------------------------------------------------------------------------- sizes
+
+
+def _size_target(name: str, signal: Signal, device: torch.device) -> tuple[Any, int]:
+    """(text config, bytes in one process).
+
+    Raises:
+        ValueError: the weights are stored in fewer bits than the config's type.
+    """
+    register_models()
+    config = AutoConfig.from_pretrained(name)
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"{name} is quantised")
+    dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.float32
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    kept = (x for n, x in model.named_parameters() if not signal.url or ".layers." not in n)
+    return config.get_text_config(), sum(x.numel() * x.element_size() for x in kept)
+
+
+def count_head(family: str, options: Any, draft_vocab_size: int, target_config: Any) -> int:
+    """Weights of an untrained head of a family."""
+    with torch.device("meta"):
+        weight_VD = torch.empty(target_config.vocab_size, target_config.hidden_size)
+        target = Target(config=target_config, embed_VD=weight_VD, head_VD=weight_VD)
+        kept = (torch.arange(draft_vocab_size, device="cpu"),) if draft_vocab_size else ()
+        return _count(find_family(family).draft_class()(options, target, *kept))
+
+
+def count_standalone(init: Init, target_config: Any) -> int:
+    """Weights of a standalone draft."""
+    with torch.device("meta"):
+        if init.num_layers:
+            return _count(from_config(target_config, num_layers=init.num_layers, hidden_size=init.hidden_size))
+        if init.layers:
+            config = copy.deepcopy(target_config)
+            config.num_hidden_layers = len(init.layers)
+            if getattr(config, "layer_types", None):
+                config.layer_types = [config.layer_types[layer] for layer in init.layers]
+        else:
+            assert init.checkpoint is not None
+            config = load_text_config(init.checkpoint)
+        return _count(AutoModelForCausalLM.from_config(config))
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def bytes_by_weight(accelerator: Accelerator) -> float:
+    """Bytes on a device for each weight of the draft, as the launch shares them out."""
+    ranks: int = accelerator.num_processes
+    if accelerator.distributed_type == DistributedType.FSDP:
+        offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+        return 0 if offloads else (WEIGHT_BYTES + GRADIENT_BYTES + STATE_BYTES) / ranks
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        plugin = accelerator.deepspeed_plugin
+        weights: float = WEIGHT_BYTES / ranks if plugin.zero_stage == 3 else WEIGHT_BYTES
+        offloads = plugin.offload_optimizer_device not in (None, "none")
+        return weights + GRADIENT_BYTES / ranks + (0 if offloads else STATE_BYTES / ranks)
+    return WEIGHT_BYTES + GRADIENT_BYTES + STATE_BYTES
+
+
+def read_room(accelerator: Accelerator) -> Room:
+    """The memory of this process's device and machine. A container's limit counts."""
+    device, host_bytes = accelerator.device, psutil.virtual_memory().total
+    if CGROUP_LIMIT.is_file() and (limit := CGROUP_LIMIT.read_text().strip()).isdigit():
+        host_bytes = min(host_bytes, int(limit))
+    on_gpu = device.type == "cuda"
+    return Room(
+        device=str(device),
+        device_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
+        host_bytes=host_bytes,
+        processes=int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
+    )

@@ -1,0 +1,128 @@
+"""What does not fit is refused before anything is loaded, with bytes and a way out."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from redraft.distill import fit
+from redraft.distill.fit import Need, Room, bytes_by_weight, check, count_head, count_standalone, require_room
+from redraft.distill.inputs import Signal
+from redraft.heads.families import eagle3
+from redraft.heads.families.standalone import Init, prune_layers
+from redraft.recipes import distill_llama3b, eagle3_llama8b
+
+LLAMA_70B = LlamaConfig(
+    vocab_size=128_256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+    num_key_value_heads=8, head_dim=128, dtype="bfloat16",
+)  # fmt: skip
+H100 = Room(device="cuda:0", device_bytes=85_520_809_984, host_bytes=2 * 10**12, processes=8)
+CUDA = torch.device("cuda", 0)
+
+
+def accelerator_of(kind: DistributedType, **settings: Any) -> Any:
+    return SimpleNamespace(distributed_type=kind, num_processes=8, device=CUDA, is_local_main_process=True, **settings)
+
+
+def test_a_70b_target_is_refused_on_80_gb_with_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LLAMA_70B.save_pretrained(tmp_path)
+    monkeypatch.setattr(fit, "read_room", lambda _: H100)
+    accelerator = accelerator_of(DistributedType.MULTI_GPU)
+    head = functools.partial(count_head, "eagle3", eagle3.Config(), 32000)
+    with pytest.raises(
+        ValueError, match=r"takes 141\.1 GB in every process, and the draft 22\.4 GB .* 85\.5 GB of cuda:0"
+    ):
+        require_room(str(tmp_path), Signal(), accelerator, head)
+    served = Signal(kind="endpoint", url=("http://t1:8001",))
+    require_room(str(tmp_path), served, accelerator, head)  # 4.2 + 22.4 GB
+    accelerator.is_local_main_process = False
+    with pytest.raises(SystemExit):  # only one process of a machine tells
+        require_room(str(tmp_path), Signal(), accelerator, head)
+
+
+def test_the_host_holds_the_target_once_for_each_process_of_the_machine() -> None:
+    need = Need(target=16 * 10**9, draft=6 * 10**9)
+    check("8B", need, replace(H100, host_bytes=129 * 10**9), has_servers=False)
+    with pytest.raises(ValueError, match=r"reads the target, .* 128\.0 GB in all for 8: more than its 127\.0 GB"):
+        check("8B", need, replace(H100, host_bytes=127 * 10**9), has_servers=False)
+    on_cpu = replace(H100, device="cpu", device_bytes=None, host_bytes=175 * 10**9)
+    with pytest.raises(
+        ValueError,
+        match=r"target and draft into this machine's memory, 176\.0 GB in all for 8: more than its 175\.0 GB",
+    ):
+        check("8B", need, on_cpu, has_servers=False)
+    check("8B", need, replace(on_cpu, processes=1), has_servers=False)
+
+
+def test_the_way_out_is_the_one_that_helps() -> None:
+    with pytest.raises(ValueError, match=r"--signal\.kind endpoint"):
+        check("70B", Need(target=141 * 10**9, draft=10**9), H100, has_servers=False)
+    for need, has_servers in (
+        (Need(target=4 * 10**9, draft=128 * 10**9), True),
+        (Need(target=10, draft=10**11), False),
+    ):
+        with pytest.raises(ValueError, match=r"shard the draft: .*fsdp2\.yaml"):
+            check("8B", need, H100, has_servers=has_servers)
+
+
+def test_sharding_divides_the_bytes_of_a_weight() -> None:
+    assert bytes_by_weight(accelerator_of(DistributedType.MULTI_GPU)) == 16
+    for stage, offload, expected in ((2, "none", 4 + 12 / 8), (3, "none", 2), (2, "cpu", 4 + 4 / 8)):
+        plugin = SimpleNamespace(zero_stage=stage, offload_optimizer_device=offload)
+        assert bytes_by_weight(accelerator_of(DistributedType.DEEPSPEED, deepspeed_plugin=plugin)) == expected
+    for offload, expected in ((None, 2), (CPUOffloadPolicy(), 0)):
+        state = SimpleNamespace(fsdp_plugin=SimpleNamespace(cpu_offload=offload))
+        assert bytes_by_weight(accelerator_of(DistributedType.FSDP, state=state)) == expected
+
+
+def test_the_weights_of_a_draft_are_counted_as_they_are_made(random_target: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(random_target)
+    config = model.config
+    drafts = {Init(layers=(0, 1)): prune_layers(model, (0, 1)).model, Init(checkpoint=str(random_target)): model}
+    for init, draft in drafts.items():
+        assert count_standalone(init, config) == sum(p.numel() for p in draft.parameters())
+    made = fit.from_config(config, num_layers=1, hidden_size=64)
+    assert count_standalone(Init(num_layers=1, hidden_size=64), config) == sum(p.numel() for p in made.parameters())
+
+
+@pytest.mark.parametrize("recipe", [distill_llama3b, eagle3_llama8b])
+def test_a_recipe_that_does_not_fit_loads_nothing_and_leaves_no_run(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        fit, "read_room", lambda _: Room(device="cpu", device_bytes=None, host_bytes=10**6, processes=1)
+    )
+    cfg = replace(recipe.PRESETS["demo"], output=tmp_path / "run", mixed_precision=None)
+    with pytest.raises(ValueError, match="tests/assets/tiny-target: every process reads target and draft"):
+        recipe.main(cfg)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_room_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    room = fit.read_room(Accelerator(cpu=True))
+    assert room.device_bytes is None
+    assert room.processes == 1
+    limit = tmp_path / "memory.max"
+    limit.write_text("1000\n")
+    monkeypatch.setattr(fit, "CGROUP_LIMIT", limit)
+    assert fit.read_room(Accelerator(cpu=True)).host_bytes == 1000
+    limit.write_text("max\n")
+    assert fit.read_room(Accelerator(cpu=True)).host_bytes > 10**9
+
+
+def test_a_draft_or_target_that_cannot_be_sized_is_left_to_loading(tmp_path: Path) -> None:
+    accelerator = accelerator_of(DistributedType.MULTI_GPU)
+    require_room(str(tmp_path / "nowhere"), Signal(), accelerator, lambda _: 10**15)
+    LLAMA_70B.save_pretrained(tmp_path)
+    missing = functools.partial(count_standalone, Init(checkpoint=str(tmp_path / "nowhere")))
+    require_room(str(tmp_path), Signal(), accelerator, missing)
