@@ -73,7 +73,12 @@ class InProcessTarget:
         # No mask: `transformers` separates documents where positions restart at 0. A mask from here would replace the
         # masks of the layers (a sliding window).
         output = self.model.base_model(input_ids=ids_BT, position_ids=position_ids_BT, use_cache=False)
-        hidden_BTD: Tensor = output.last_hidden_state
+        hidden_BTD: Tensor | None = getattr(output, "last_hidden_state", None)
+        if hidden_BTD is None:
+            raise ValueError(
+                f"{type(self.model).__name__} does not return the last hidden state: "
+                "read the target from a vLLM server instead"
+            )
         return hidden_BTD
 
     @contextmanager

@@ -38,7 +38,21 @@ class LlamaShape:
 
     @staticmethod
     def from_config(config: Any) -> LlamaShape:
-        """The shape of a target's layers, from the `transformers` text config."""
+        """The shape of a target's layers, from the `transformers` text config.
+
+        Raises:
+            ValueError: the config lacks a size, or has another one for each layer.
+        """
+        try:
+            return LlamaShape._read(config)
+        except AttributeError as error:
+            raise ValueError(
+                f"no head can be made for {type(config).__name__}, which does not describe one Llama layer: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+    @staticmethod
+    def _read(config: Any) -> LlamaShape:
         hidden, heads = config.hidden_size, config.num_attention_heads
         return LlamaShape(
             hidden_size=hidden,
