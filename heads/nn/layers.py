@@ -45,10 +45,10 @@ class LlamaShape:
         """
         try:
             return LlamaShape._read(config)
-        except AttributeError as error:
+        except (AttributeError, RuntimeError) as error:  # transformers: RuntimeError for a size of each layer
             raise ValueError(
                 f"no head can be made for {type(config).__name__}, which does not describe one Llama layer: "
-                f"{str(error).splitlines()[0]}"
+                f"{str(error).splitlines()[0].split('. ')[0]}"  # transformers adds advice for its own users
             ) from error
 
     @staticmethod
