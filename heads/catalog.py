@@ -35,7 +35,7 @@ Parity = Literal["autoregressive", "recurrent", "parallel", "block", "prefix_and
 autoregressive   the prefix in one pass, then every drafted token
 recurrent        the prefix shifted by one token beside the target's features, then a row for every drafted token
 parallel         one pass over the target's last hidden state for all tokens
-block            one pass over the last known token and a mask for every token to draft
+block            one pass over the last known token and masks for the tokens to draft
 prefix_and_masks the prefix shifted by one token beside the target's features, and the masks, in one pass
 """
 
@@ -51,11 +51,14 @@ class FixedTokens:
     """Keys of config.json, of which the first one present counts."""
     unused: int = 0
     """Counted positions without a proposal, e.g. 1 for a block with the last known token in front."""
+    used_if: str = ""
+    """Key of config.json by which the unused positions propose too, unless it is false there."""
 
     def read(self, config: Mapping[str, Any]) -> int | None:
         """The most tokens of a draft with this config.json; None if none of the keys is there."""
         count = next((config[key] for key in self.keys if config.get(key)), None)
-        return None if count is None else int(count) - self.unused
+        unused = 0 if self.used_if and config.get(self.used_if, True) else self.unused
+        return None if count is None else int(count) - unused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +217,23 @@ FAMILIES: tuple[Family, ...] = (
         trains_lm_head=True,
         parity="recurrent",
         checks="redraft.heads.doctor.eagle3:CHECKS",
+    ),
+    Family(
+        name="dspark",
+        title="DSpark",
+        draft="redraft.heads.families.dspark:DSpark",
+        method="dspark",
+        decoders=("v2",),
+        tensors=r"markov_head\..*",
+        # vLLM takes the second name for the first if the layers are those of Qwen3
+        architectures=("Qwen3DSparkModel", "DSparkDraftModel"),
+        reads="layers",
+        layers_key="target_layer_ids",
+        layers_offset=1,
+        fixed_tokens=FixedTokens(("block_size",), unused=1, used_if="sample_from_anchor"),
+        varies_tokens=False,
+        can_sample=True,
+        checks="redraft.heads.doctor.dspark:CHECKS",
     ),
     Family(
         name="dflash",

@@ -1,7 +1,7 @@
 """The interface of all draft families: a batch, the target's signal on it, and the draft steps summed by training.
 
 B = batch, T = tokens, V = target vocabulary, W = draft vocabulary, D = hidden, L = auxiliary layers,
-K = kept top-k ids.
+K = kept top-k ids, N = rows, R = rank of a bias.
 
 Row t always stands for everything known after tokens x[0..t]. The target's row t is its distribution of x[t+1].
 """
@@ -117,6 +117,14 @@ class TargetSignal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Bias:
+    """A low-rank part of a draft's logits: code @ head.T is added to them."""
+
+    code_BTR: Tensor
+    head_WR: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class DraftStep:
     """One draft step over a batch: row t of `hidden` predicts what the target's row t + shift predicts.
 
@@ -134,6 +142,20 @@ class DraftStep:
     """int64, the target id of every draft id, ascending; None if the draft has the target's whole vocabulary."""
     extra_loss_BT: Tensor | None = None
     """A further unreduced loss per row (EAGLE-1's feature regression); masked and weighted like the divergence."""
+    bias: Bias | None = None
+    """Added to the logits (DSpark's Markov head)."""
+    confidence_BT: Tensor | None = None
+    """Logit of the draft's estimate of alpha (DSpark's confidence head). Training compares it with alpha by binary
+    cross-entropy, masked and weighted like the divergence."""
+
+    def logits(self, rows_N: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The draft's logits in `rows_N` of the flattened batch, [N, W]; computed in `dtype`, by default the head's."""
+        # The dtypes may differ: autocast narrows hidden states, and a frozen head may be narrower than a trained layer.
+        dtype = dtype or self.head_WD.dtype
+        logits_NW = self.hidden_BTD.flatten(0, 1)[rows_N].to(dtype) @ self.head_WD.to(dtype).T
+        if self.bias is None:
+            return logits_NW
+        return logits_NW + self.bias.code_BTR.flatten(0, 1)[rows_N].to(dtype) @ self.bias.head_WR.to(dtype).T
 
 
 Drafted = list[tuple[int, Tensor]]

@@ -43,7 +43,13 @@ class Checked:
 
 
 def check_draft(
-    target: str, draft: str, *, method: str | None, num_speculative_tokens: int | None, engine: EngineCheck | None
+    target: str,
+    draft: str,
+    *,
+    method: str | None,
+    num_speculative_tokens: int | None,
+    engine: EngineCheck | None,
+    adaptive_verification: bool = False,
 ) -> Checked:
     """All checks of a draft; without `engine`, only those of its folder.
 
@@ -53,13 +59,19 @@ def check_draft(
         method: vLLM's method for serving it; None for the family's.
         num_speculative_tokens: Tokens to draft; None for the number in the provenance, or 3.
         engine: How to run it in the real engine.
+        adaptive_verification: The engine verifies fewer tokens where the draft is unsure.
 
     Raises:
         FileNotFoundError: a folder is missing.
         ValueError: a folder is corrupt or holds no draft.
     """
     (checked,) = check_drafts(
-        target, [draft], method=method, num_speculative_tokens=num_speculative_tokens, engine=engine
+        target,
+        [draft],
+        method=method,
+        num_speculative_tokens=num_speculative_tokens,
+        engine=engine,
+        adaptive_verification=adaptive_verification,
     )
     return checked
 
@@ -71,12 +83,13 @@ def check_drafts(
     method: str | None = None,
     num_speculative_tokens: int | None = None,
     engine: EngineCheck | None,
+    adaptive_verification: bool = False,
 ) -> list[Checked]:
     """`check_draft` of several drafts, whose engines run one after the other in one process."""
     results, planned = [], []
     for draft in drafts:
         pair = Pair.read(model_folder(target), model_folder(draft))
-        checked, num_tokens = check_folder(pair, method, num_speculative_tokens)
+        checked, num_tokens = check_folder(pair, method, num_speculative_tokens, adaptive_verification)
         results.append(checked)
         if engine is not None and _may_run(pair, checked):
             planned.append((pair, checked, plan_run(pair, num_tokens, engine)))
@@ -90,14 +103,17 @@ def check_drafts(
     return results
 
 
-def check_folder(pair: Pair, method: str | None, num_speculative_tokens: int | None) -> tuple[Checked, int]:
+def check_folder(
+    pair: Pair, method: str | None, num_speculative_tokens: int | None, adaptive_verification: bool = False
+) -> tuple[Checked, int]:
     """The checks that need no engine, and the number of tokens to draft."""
     recorded = read_section(pair, "prove").get("num_speculative_tokens")
     most = pair.family.max_tokens(pair.config) or DEFAULT_NUM_TOKENS
     num_tokens = num_speculative_tokens or recorded or min(DEFAULT_NUM_TOKENS, most)
-    checked = Checked(
-        findings=static_findings(pair, method=method, num_speculative_tokens=num_tokens), notes=list(notes(pair))
+    findings = static_findings(
+        pair, method=method, num_speculative_tokens=num_tokens, adaptive_verification=adaptive_verification
     )
+    checked = Checked(findings=findings, notes=list(notes(pair)))
     checked.facts |= {
         "target": str(pair.target),
         "draft": f"{pair.draft}: {pair.family.name}, {num_tokens} tokens a step",
@@ -120,7 +136,12 @@ def _may_run(pair: Pair, checked: Checked) -> bool:
     """Whether the engine can say more. If not, a note gives the reason."""
     if pair.family.method is None:
         return False
-    if "v1" not in pair.family.decoders or pair.family.parity is None:
+    if "v1" not in pair.family.decoders:
+        checked.notes.append(
+            f"the doctor runs vLLM's V1 model runner, which does not serve {pair.family.title}: it was not run there"
+        )
+        return False
+    if pair.family.parity is None:
         checked.notes.append(f"a {pair.family.title} drafter's passes in vLLM cannot be recorded: it was not run there")
         return False
     if checked.problems:

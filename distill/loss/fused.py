@@ -1,7 +1,8 @@
 """The divergence of draft and target from hidden states and heads, never holding [tokens, vocabulary] of either.
 
 S = draft steps, M = labelled rows of a draft step, N = rows of the target, C = target rows of a chunk, R = of a block,
-D = hidden, V = target vocabulary, W = draft vocabulary, K = kept top-k ids, X = outcomes compared (W, or K + a tail).
+D = hidden, E = rank of a bias, V = target vocabulary, W = draft vocabulary, K = kept top-k ids, X = outcomes compared
+(W, or K + a tail).
 
     for each chunk of target rows                    p_logits_CV = hidden @ head.T            one matmul
         for each draft step with rows in it          z_MW        = hidden @ head.T            one matmul
@@ -10,6 +11,7 @@ D = hidden, V = target vocabulary, W = draft vocabulary, K = kept top-k ids, X =
         for each draft step                          d_hidden    = z_MW @ head                one matmul
                                                      d_head     += z_MW.T @ hidden            one matmul, if trained
 
+A draft with a low-rank bias has a second product in the logits, and the same two matmuls for the gradients of that one.
 The gradient is computed on the way, so backward only scales it. Matmuls run in the dtype of the hidden states (or of
 autocast); the softmax and all sums in float32, or in float64 if the inputs are float64.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, zip_longest
+from itertools import islice, pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -57,6 +59,14 @@ class DraftRows:
     weight_M: Tensor
     draft_ids_W: Tensor | None = None
     """int64, the target id of every draft id, ascending; None if both vocabularies are the same."""
+    bias: tuple[Tensor, Tensor] | None = None
+    """(code [M, E], head [W, E]): code @ head.T is added to the logits. The head as above, one object for all steps."""
+
+    @property
+    def factors(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """The logits are the sum of left @ right.T over these pairs."""
+        main = (self.hidden_MD, self.head_WD)
+        return (main,) if self.bias is None else (main, self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +99,8 @@ class FusedResult:
     """Sum of p(argmax q). With a top-k target a lower bound: 0 for a row whose argmax q was not recorded."""
     count_S: Tensor
     """Rows of each step."""
+    alpha_SM: Sequence[Tensor]
+    """alpha of every row, [M] for each step."""
 
 
 def fused_linear_divergence(
@@ -100,7 +112,7 @@ def fused_linear_divergence(
     labels_N: Tensor | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> FusedResult:
-    """sum_S sum_M weight * D(target, draft) / normaliser, differentiable in every draft's hidden states and head.
+    """sum_S sum_M weight * D(target, draft) / normaliser, differentiable in the factors of every draft's logits.
 
     Args:
         drafts: One entry per draft step.
@@ -115,13 +127,20 @@ def fused_linear_divergence(
             or if cross_entropy is given no labels.
     """
     _check(drafts, target, divergence, labels_N)
-    heads = list({id(draft.head_WD): draft.head_WD for draft in drafts}.values())
-    hiddens = [draft.hidden_MD for draft in drafts]
+    factors = [pair for draft in drafts for pair in draft.factors]
+    heads = list({id(head): head for _, head in factors}.values())
     request = _Request(drafts, target, divergence, normaliser, labels_N, chunk_tokens, torch.is_grad_enabled())
-    loss, sums_S3 = _FusedLinearDivergence.apply(request, *hiddens, *heads)  # type: ignore[no-untyped-call]
-    loss_S, alpha_S, alpha_greedy_S = sums_S3.unbind(1)
-    count_S = torch.tensor([len(hidden_MD) for hidden_MD in hiddens], device=loss.device)
-    return FusedResult(loss=loss, loss_S=loss_S, alpha_S=alpha_S, alpha_greedy_S=alpha_greedy_S, count_S=count_S)
+    lefts = (left for left, _ in factors)
+    loss, *values = _FusedLinearDivergence.apply(request, *lefts, *heads)  # type: ignore[no-untyped-call]
+    loss_S, alpha_S, alpha_greedy_S = torch.stack([values_3M.sum(1) for values_3M in values], dim=1)
+    return FusedResult(
+        loss=loss,
+        loss_S=loss_S,
+        alpha_S=alpha_S,
+        alpha_greedy_S=alpha_greedy_S,
+        count_S=torch.tensor([values_3M.shape[1] for values_3M in values], device=loss.device),
+        alpha_SM=[values_3M[1] for values_3M in values],
+    )
 
 
 def _check(
@@ -188,13 +207,14 @@ class _Request:
 
 
 class _FusedLinearDivergence(torch.autograd.Function):
-    """(loss, sums [S, 3]) of the request. `leaves` are the hidden states of every step, then the distinct heads.
+    """(loss, values [3, M] of every step) of the request. `leaves` are the left factors of all steps, then the distinct
+    heads.
 
     Autograd only tracks tensors among the arguments themselves, so the leaves are passed again beside the request.
     """
 
     @staticmethod
-    def forward(ctx: Any, request: _Request, *leaves: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, request: _Request, *leaves: Tensor) -> tuple[Tensor, ...]:
         needed = [request.grad_enabled and needs for needs in ctx.needs_input_grad[1:]]
         gradients = [_Gradient(leaf) if needs else None for leaf, needs in zip(leaves, needed, strict=True)]
         steps, target = _make_steps(request, leaves, gradients), _in_matmul_dtype(request.target)
@@ -202,13 +222,13 @@ class _FusedLinearDivergence(torch.autograd.Function):
         with torch.autocast(autocast_kind(leaves[0].device), enabled=False):
             _run_chunks(request, target, steps)
         ctx.gradients = [None if gradient is None else gradient.finish() for gradient in gradients]
-        sums_S3 = torch.stack([step.values_3M.sum(1) for step in steps])
-        ctx.mark_non_differentiable(sums_S3)
-        return torch.stack([(step.scale_M * step.values_3M[0]).sum() for step in steps]).sum(), sums_S3
+        values = [step.values_3M for step in steps]
+        ctx.mark_non_differentiable(*values)
+        return torch.stack([(step.scale_M * step.values_3M[0]).sum() for step in steps]).sum(), *values
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = ctx.gradients
         # With retain_graph a second backward will read the gradients again, so they are not changed in place.
         if torch._C._autograd._get_current_graph_task_keep_graph():
@@ -254,14 +274,21 @@ class _Gradient:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """The operands of one draft step, in the dtype of the matmuls, and the results so far."""
+class _Factors:
+    """A pair of `DraftRows.factors`, in the dtype of the matmuls."""
 
-    hidden_MD: Tensor
+    left_MD: Tensor
     head_WD: Tensor
-    d_hidden: _Gradient | None
+    d_left: _Gradient | None
     d_head: _Gradient | None
     """Shared by all steps with the same head."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The operands of one draft step, and the results so far."""
+
+    factors: Sequence[_Factors]
     draft_ids_W: Tensor | None
     target_row_M: Tensor
     scale_M: Tensor
@@ -270,24 +297,25 @@ class _Step:
 
 
 def _make_steps(request: _Request, leaves: Sequence[Tensor], gradients: Sequence[_Gradient | None]) -> list[_Step]:
-    num_steps = len(request.drafts)
     dtype = product_dtype(leaves[0])
+    pairs = [pair for draft in request.drafts for pair in draft.factors]
     # By identity: under autocast a shared head is converted once, and all steps add to one gradient.
-    heads = {id(draft.head_WD): draft.head_WD.to(dtype) for draft in request.drafts}
-    d_heads = dict(zip(heads, gradients[num_steps:], strict=True))
+    heads = {id(head): head.to(dtype) for _, head in pairs}
+    d_heads = dict(zip(heads, gradients[len(pairs) :], strict=True))
+    factors = (
+        _Factors(left.to(dtype), heads[id(head)], d_left, d_heads[id(head)])
+        for (left, head), d_left in zip(pairs, gradients[: len(pairs)], strict=True)
+    )
     wide = torch.promote_types(dtype, torch.float32)
     return [
         _Step(
-            hidden_MD=draft.hidden_MD.to(dtype),
-            head_WD=heads[id(draft.head_WD)],
-            d_hidden=d_hidden,
-            d_head=d_heads[id(draft.head_WD)],
+            factors=list(islice(factors, len(draft.factors))),
             draft_ids_W=draft.draft_ids_W,
             target_row_M=draft.target_row_M,
             scale_M=draft.weight_M.to(wide) / request.normaliser,
             values_3M=torch.zeros(3, len(draft.hidden_MD), dtype=wide, device=draft.hidden_MD.device),
         )
-        for draft, d_hidden in zip(request.drafts, gradients[:num_steps], strict=True)
+        for draft in request.drafts
     ]
 
 
@@ -375,11 +403,7 @@ def _split_into_parts(step: _Step, needed_N: Tensor, chunk_tokens: int) -> list[
 
 def _run_parts(request: _Request, chunk: _ExactTarget | _TopKTarget, parts: Sequence[_Part]) -> None:
     """Values and gradients of parts of different steps in one chunk."""
-    hidden = [part.step.hidden_MD[part.rows_M] for part in parts]
-    logits = [
-        request.scratch.product(f"draft logits {index}", hidden_MD, part.step.head_WD.T)
-        for index, (hidden_MD, part) in enumerate(zip(hidden, parts, strict=True))
-    ]
+    logits = [_logits(request.scratch, f"draft logits {index}", part) for index, part in enumerate(parts)]
     # Blocks outside, steps inside: a block's p stays in cache while every step is compared with it.
     block_rows = _block_rows(max(chunk.width, *(z.shape[1] for z in logits)), logits[0].device)
     bounds = [part.bounds(block_rows, chunk.num_rows) for part in parts]
@@ -390,11 +414,21 @@ def _run_parts(request: _Request, chunk: _ExactTarget | _TopKTarget, parts: Sequ
             if here.start < here.stop:
                 _run_block(request, block, part, here, first, logits_MW[here])
     # Every row has passed through a block: `logits` now hold the gradient at the logits.
-    for part, hidden_MD, dz_MW in zip(parts, hidden, logits, strict=True):
-        if part.step.d_hidden is not None:
-            part.step.d_hidden.set_rows(part.rows_M, dz_MW @ part.step.head_WD)
-        if part.step.d_head is not None:
-            part.step.d_head.add_product(dz_MW.T, hidden_MD)
+    for part, dz_MW in zip(parts, logits, strict=True):
+        for each in part.step.factors:
+            if each.d_left is not None:
+                each.d_left.set_rows(part.rows_M, dz_MW @ each.head_WD)
+            if each.d_head is not None:
+                each.d_head.add_product(dz_MW.T, each.left_MD[part.rows_M])
+
+
+def _logits(scratch: _Scratch, name: str, part: _Part) -> Tensor:
+    """The draft's logits in the rows of a part, in the scratch memory of `name`."""
+    main, *others = part.step.factors
+    logits_MW = scratch.product(name, main.left_MD[part.rows_M], main.head_WD.T)
+    for each in others:
+        logits_MW.addmm_(each.left_MD[part.rows_M], each.head_WD.T)
+    return logits_MW
 
 
 def _run_block(

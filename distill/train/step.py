@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.loss.fused import DraftRows, ExactRows, TopKRows, fused_linear_divergence
@@ -118,7 +119,7 @@ class DistillStep(nn.Module):
 @dataclass(frozen=True)
 class StepResult:
     loss: Tensor
-    """Scalar with gradient: scale * sum over draft steps of weight * sum over labelled rows of the divergence."""
+    """Scalar with gradient: scale * sum over draft steps of weight * sum over labelled rows of the losses."""
     sums_S3: Tensor
     """For each draft step: sum of alpha, sum of alpha_greedy, labelled rows. Detached."""
 
@@ -126,7 +127,7 @@ class StepResult:
 def distill_loss(
     steps: Sequence[DraftStep], batch: Batch, signal: TargetSignal, divergence: Divergence, scale: float
 ) -> StepResult:
-    """scale * sum_k weight_k * sum_rows D(target, draft).
+    """scale * sum_k weight_k * sum_rows (D(target, draft) + further losses of the draft step).
 
     Never holds [rows, V] of both target and draft: `fused_linear_divergence` computes it in blocks.
     """
@@ -146,15 +147,21 @@ def distill_loss(
             target_row_M=new_index[target_row],
             weight_M=torch.full((len(row),), step.weight * scale, device=row.device),
             draft_ids_W=step.draft_ids_W,
+            bias=None if step.bias is None else (step.bias.code_BTR.flatten(0, 1)[row], step.bias.head_WR),
         )
         for step, row, target_row in zip(steps, rows, target_rows, strict=True)
     ]
     labels_N = batch.input_ids_BT.flatten()[(kept + 1).clamp(max=needed.numel() - 1)]
     result = fused_linear_divergence(drafts, select_rows(signal, kept), divergence, labels_N=labels_N, normaliser=1.0)
     loss = result.loss
-    for step, row in zip(steps, rows, strict=True):
+    for step, row, alpha_M in zip(steps, rows, result.alpha_SM, strict=True):
         if step.extra_loss_BT is not None:
             loss = loss + scale * step.weight * step.extra_loss_BT.flatten()[row].sum()
+        if step.confidence_BT is not None:
+            confidence_M = step.confidence_BT.flatten()[row].to(alpha_M.dtype)
+            loss = loss + scale * step.weight * binary_cross_entropy_with_logits(
+                confidence_M, alpha_M.clamp(0, 1), reduction="sum"
+            )
     sums = torch.stack([result.alpha_S, result.alpha_greedy_S, result.count_S.to(result.alpha_S.dtype)], dim=1)
     return StepResult(loss=loss, sums_S3=sums)
 

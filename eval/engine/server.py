@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import time
@@ -18,6 +19,7 @@ import httpx
 from redraft.eval.engine import wait as engine_wait
 from redraft.eval.engine.command import vllm_command
 from redraft.eval.engine.process import free_port, process_group
+from redraft.heads.catalog import find_method
 from redraft.heads.progress import Progress
 
 START_TIMEOUT_S = 600
@@ -65,7 +67,9 @@ def vllm_server(
     Raises:
         ChildProcessError: the engine died; the message is the engine's.
         TimeoutError: the server did not become healthy.
+        ValueError: vLLM's model runner here does not have this draft's proposer.
     """
+    require_runner(speculative_config, {**os.environ, **(extra_env or {})})
     port = free_port()
     on_cpu = engine_is_cpu()
     dtype = dtype or ("float32" if on_cpu else "auto")
@@ -109,6 +113,23 @@ def lookup_env(speculative_config: Mapping[str, Any] | None) -> dict[str, str]:
     """
     is_lookup = (speculative_config or {}).get("method") == "ngram"
     return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if is_lookup else {}
+
+
+def require_runner(
+    speculative_config: Mapping[str, Any] | None, environment: Mapping[str, str] = os.environ, *, way_out: str = ""
+) -> None:
+    """Raise ValueError if vLLM would serve with the V1 model runner, which does not have this draft's proposer."""
+    family = find_method((speculative_config or {}).get("method"))
+    if family is None or "v1" in family.decoders:
+        return
+    asked = environment.get("VLLM_USE_V2_MODEL_RUNNER")
+    if asked == "0":
+        reason = "VLLM_USE_V2_MODEL_RUNNER=0 asks for V1: unset it"
+    elif asked is None and engine_is_cpu():
+        reason = "vLLM on a CPU takes V1, because it has no Triton there: serve it on a GPU"
+    else:
+        return
+    raise ValueError(f"only vLLM's V2 model runner serves {family.title}, and {reason}{way_out}")
 
 
 def engine_is_cpu() -> bool:

@@ -1,11 +1,11 @@
 """Acceptance of one draft step, row by row: training metrics, the forecast, `redraft eval` and the gate all use this.
 
-B = batch, T = tokens, N = rows, V = target vocabulary, W = draft vocabulary, D = hidden, M = tokens of interest,
+B = batch, T = tokens, N = rows, V = target vocabulary, W = draft vocabulary, M = tokens of interest,
 K = num_speculative_tokens. p = target, q = draft.
 
-    draft step ── hidden @ head ──► q [N, W] ─┐
-                                              ├─► StepRates: alpha, alpha_greedy, accept, agree
-    target ─────────────────────► p [N, M] ───┘   (M = V, or the top-k ids kept)
+    draft step ── logits ──► q [N, W] ─┐
+                                       ├─► StepRates: alpha, alpha_greedy, accept, agree
+    target ────────────────► p [N, M] ─┘   (M = V, or the top-k ids kept)
 """
 
 from __future__ import annotations
@@ -122,9 +122,7 @@ def step_rates(step: DraftStep, rows_N: Tensor, target: TargetRows, temperature:
 
     Only the temperature changes q: engines do not filter what a draft proposes.
     """
-    # The dtypes may differ: autocast narrows hidden states, and a frozen head may be narrower than a trained layer.
-    hidden_ND = step.hidden_BTD.flatten(0, 1)[rows_N].to(step.head_WD.dtype)
-    q_NW = probabilities(hidden_ND @ step.head_WD.T, temperature)
+    q_NW = probabilities(step.logits(rows_N), temperature)
     return StepRates(target=target, q_NW=q_NW, draft_ids_W=step.draft_ids_W)
 
 

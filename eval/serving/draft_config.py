@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from redraft.eval.engine.server import require_runner
 from redraft.eval.forecast.drafts import SampleMethod, draft_folder
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.catalog import FAMILIES, Family, detect_family_by_tensors, find_method
@@ -37,6 +38,7 @@ def draft_config(draft: str, sample_method: SampleMethod = "greedy") -> dict[str
         )
     if family.method is None:
         raise ValueError(f"vLLM has no proposer for {draft}, a draft of the family {family.name}")
+    require_runner(family.speculative)
     return {**family.speculative, "model": draft, **_sampled(family, sample_method)}
 
 

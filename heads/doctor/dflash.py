@@ -1,4 +1,7 @@
-"""Checks of a DFlash head: target layers, mask token, direction of attention, norms and draft vocabulary."""
+"""Checks of a DFlash head: target layers, mask token, direction of attention, norms and draft vocabulary.
+
+Those that DSpark shares find the keys where the family has them: in a section, or at the top of config.json.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,17 @@ from redraft.heads.doctor import shared
 from redraft.heads.doctor.eagle3 import vocabulary_map
 from redraft.heads.doctor.pair import Check, Finding, Pair
 
-SECTION = "dflash_config"
-
-SECTION_KEYS = ("mask_token_id", "target_layer_ids", "causal")
+SECTION_KEYS = ("mask_token_id", "target_layer_ids", "causal", "is_causal", "sample_from_anchor")
 
 
 def target_layers(pair: Pair) -> Iterator[Finding]:
     """The layers exist, and `fc` reads as many."""
-    ids = _section(pair).get("target_layer_ids")
+    section, place = _section(pair, pair.config)
+    ids = section.get("target_layer_ids")
     if not ids:
         yield Finding(
-            f"{SECTION} names no target_layer_ids, so the engine does not know which states of the target to feed",
-            f'write "target_layer_ids" into {SECTION}: layer k counts from 0, the first one is 0',
+            f"{place} names no target_layer_ids, so the engine does not know which states of the target to feed",
+            f'write "target_layer_ids" into {place}: layer k counts from 0, the first one is 0',
         )
         return
     read = pair.shapes["fc.weight"][1] // pair.target_config.hidden_size
@@ -40,11 +42,12 @@ def target_layers(pair: Pair) -> Iterator[Finding]:
 
 def mask_token(pair: Pair) -> Iterator[Finding]:
     """The token in the empty slots is a row of the target's embeddings."""
-    mask, rows = _section(pair).get("mask_token_id"), pair.target_config.vocab_size
+    section, place = _section(pair, pair.config)
+    mask, rows = section.get("mask_token_id"), pair.target_config.vocab_size
     if mask is None:
         yield Finding(
-            f"{SECTION} has no mask_token_id, which fills the slots of the draft tokens",
-            f'write the "mask_token_id" of training into {SECTION}',
+            f"{place} has no mask_token_id, which fills the slots of the draft tokens",
+            f'write the "mask_token_id" of training into {place}',
         )
     elif not 0 <= mask < rows:
         yield Finding(
@@ -55,19 +58,24 @@ def mask_token(pair: Pair) -> Iterator[Finding]:
 
 def as_trained(pair: Pair) -> Iterator[Finding]:
     """The keys with an influence on the arithmetic are those of training."""
-    section = _section(pair)
-    trained = (pair.trained_with or {}).get(SECTION) or {}
+    section, place = _section(pair, pair.config)
+    trained, _ = _section(pair, pair.trained_with or {})
     for key in SECTION_KEYS:
         if key in trained and section.get(key) is not None and section[key] != trained[key]:
             yield Finding(
                 f"{key} is {section[key]}, the head was trained with {trained[key]}"
                 + _off_by_one(key, section, trained),
-                f'write "{key}": {str(trained[key]).lower()} into {SECTION}',
+                f'write "{key}": {str(trained[key]).lower()} into {place}',
             )
+
+
+def causality(pair: Pair) -> Iterator[Finding]:
+    """The direction of attention within a block is written down."""
+    section, place = _section(pair, pair.config)
     if "causal" not in section and "is_causal" not in pair.config:
         yield Finding(
-            f"{SECTION} does not say whether attention within a block is causal, and readers differ in the default",
-            f'write "causal": false into {SECTION}, unless the head was trained with causal attention',
+            f"{place} does not say whether attention within a block is causal, and readers differ in the default",
+            f'write "causal": false into {place}, unless the head was trained with causal attention',
         )
 
 
@@ -104,8 +112,10 @@ def rotation(pair: Pair) -> Iterator[Finding]:
             )
 
 
-def _section(pair: Pair) -> Mapping[str, Any]:
-    return pair.config.get(SECTION) or {}
+def _section(pair: Pair, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The part of `config` with the keys of the family, and the name of the part."""
+    name = pair.family.layers_key.rpartition(".")[0]
+    return (config.get(name) or {}, name) if name else (config, "config.json")
 
 
 def _off_by_one(key: str, section: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
@@ -115,7 +125,7 @@ def _off_by_one(key: str, section: Mapping[str, Any], trained: Mapping[str, Any]
     return ": off by one; layer k is counted from 0" if shifts in ({1}, {-1}) else ""
 
 
-CHECKS: tuple[Check, ...] = (
+OF_BLOCKS: tuple[Check, ...] = (
     shared.sizes,
     shared.positions,
     partial(shared.shared_weights, borrowed=(shared.EMBEDDINGS,)),
@@ -128,3 +138,6 @@ CHECKS: tuple[Check, ...] = (
     rotation,
     vocabulary_map,
 )
+"""For every drafter of blocks."""
+
+CHECKS: tuple[Check, ...] = (*OF_BLOCKS, causality)

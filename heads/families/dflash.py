@@ -13,10 +13,10 @@ B = batch, T = tokens, A = anchors of a row, S = slots of a block, L = aux layer
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -64,8 +64,18 @@ class Config:
     num_anchors: int = 512
     """Blocks to train in each row of a batch. Their anchors are chosen for every batch."""
     gamma: float = 7.0
-    """Decay of a slot's weight in the loss: slot i has the weight exp(-(i - 1) / gamma). Usual values are 4 for blocks
-    of 8 and 7 for blocks of 16."""
+    """Decay of a draft token's weight in the loss: token i has the weight exp(-(i - 1) / gamma). Usual values are 4 for
+    blocks of 8 and 7 for blocks of 16."""
+
+    @property
+    def first_slot(self) -> int:
+        """The slot of a block that proposes the first token."""
+        return 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Draft tokens of a block."""
+        return self.block_size - self.first_slot
 
 
 class Attention(nn.Module):
@@ -116,9 +126,15 @@ class Layer(nn.Module):
 
 
 class DFlash(nn.Module):
+    family = "dflash"
+    architecture = "DFlashDraftModel"
+    """vLLM's name of the class."""
+    float32: tuple[str, ...] = ()
+    """Tensors whose names begin so are exported in float32."""
     is_autoregressive = False
     is_block = True
     engine_output = 0
+    config: Config
 
     def __init__(
         self, config: Config, target: Target, draft_ids_W: Tensor | None = None, shape: LlamaShape | None = None
@@ -141,7 +157,9 @@ class DFlash(nn.Module):
         self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
         check_options(config, len(target.embed_VD))
         if self.aux_layer_ids[0] < 1:
-            raise ValueError("DFlash cannot read the embeddings (layer 0): engines count from the first layer's output")
+            raise ValueError(
+                "this head cannot read layer 0, the embeddings: engines count from the first layer's output"
+            )
         self._embed_VD = target.embed_VD
         self._rotary = Rotary.from_shape(self.shape)
         if draft_ids_W is not None:
@@ -157,7 +175,7 @@ class DFlash(nn.Module):
 
     @property
     def max_tokens(self) -> int:
-        return self.config.block_size - 1
+        return self.config.num_tokens
 
     def feature(self, signal: TargetSignal) -> Tensor:
         """c, the context of every row, [B, T, D].
@@ -170,7 +188,7 @@ class DFlash(nn.Module):
         return out
 
     def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
-        """One step for each slot after the anchor, of shifts 1, 2, ...
+        """One step for each slot that proposes, of shifts 1, 2, ...
 
         While gradients are recorded, a row of the batch has at most `num_anchors` anchors. Otherwise it has all.
         """
@@ -178,21 +196,26 @@ class DFlash(nn.Module):
         # a sample of the anchors is enough for a gradient; a metric or a forecast needs every row
         limit = self.config.num_anchors if torch.is_grad_enabled() else None
         rows_BA, is_anchor_BT = choose_anchors(batch, limit)
-        hidden_BASD = self._blocks(batch, self.feature(signal), rows_BA, num_tokens + 1)
+        first = self.config.first_slot
+        hidden_BASD = self._blocks(batch, self.feature(signal), rows_BA, first + num_tokens)
         at_BAD = rows_BA[..., None].expand(-1, -1, hidden_BASD.shape[-1])
         # losses and metrics read rows of the batch: a block goes back to the row before its anchor, others are masked
         empty_BTD = hidden_BASD.new_zeros(*batch.input_ids_BT.shape, hidden_BASD.shape[-1])
         return [
-            DraftStep(
-                hidden_BTD=empty_BTD.scatter(1, at_BAD, hidden_BASD[:, :, slot]),
-                head_WD=self._head_WD,
-                shift=slot,
-                mask_BT=label_rows(batch, slot) & is_anchor_BT,
-                weight=math.exp(-(slot - 1) / self.config.gamma),
-                draft_ids_W=self._draft_ids_W,
-            )
-            for slot in range(1, num_tokens + 1)
+            self._draft_step(batch, empty_BTD.scatter(1, at_BAD, hidden_BASD[:, :, first + k]), k + 1, is_anchor_BT)
+            for k in range(num_tokens)
         ]
+
+    def _draft_step(self, batch: Batch, hidden_BTD: Tensor, shift: int, is_anchor_BT: Tensor) -> DraftStep:
+        """The step of the draft token number `shift`, counted from 1."""
+        return DraftStep(
+            hidden_BTD=hidden_BTD,
+            head_WD=self._head_WD,
+            shift=shift,
+            mask_BT=label_rows(batch, shift) & is_anchor_BT,
+            weight=math.exp(-(shift - 1) / self.config.gamma),
+            draft_ids_W=self._draft_ids_W,
+        )
 
     def _blocks(self, batch: Batch, context_BTD: Tensor, rows_BA: Tensor, num_slots: int) -> Tensor:
         """The input of the output head in every slot of the blocks, [B, A, S, D]."""
@@ -225,7 +248,7 @@ class DFlash(nn.Module):
         temperature: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> Drafted:
-        """All tokens from one block of `num_tokens` + 1 slots. Raises ValueError for more than `max_tokens`."""
+        """All tokens from one block. Raises ValueError for more than `max_tokens`."""
         require_tokens(num_tokens, self.max_tokens)
         context_BTD = self.feature(signal)
         num_rows = require_prefix_rows(context_BTD, prefix_ids)
@@ -233,8 +256,15 @@ class DFlash(nn.Module):
         # the anchor is the prefix's last token, whose row the target has not computed
         context_BTD = F.pad(context_BTD, (0, 0, 0, 1))
         rows_BA = torch.tensor([[num_rows - 1]], device=context_BTD.device)
-        hidden_SD = self._blocks(batch, context_BTD, rows_BA, num_tokens + 1)[0, 0]
-        logits_KW = F.linear(hidden_SD[1:], self._head_WD.to(hidden_SD.dtype)).float()
+        first = self.config.first_slot
+        hidden_SD = self._blocks(batch, context_BTD, rows_BA, first + num_tokens)[0, 0]
+        logits_KW = F.linear(hidden_SD[first:], self._head_WD.to(hidden_SD.dtype)).float()
+        return self._draw(logits_KW, prefix_ids[-1], temperature, generator)
+
+    def _draw(
+        self, logits_KW: Tensor, anchor_id: int, temperature: float, generator: torch.Generator | None
+    ) -> Drafted:
+        """Draft tokens from the output head's logits in the slots that propose."""
         rows = (over_target_vocabulary(logits_W, self._draft_ids_W, self.shape.vocab_size) for logits_W in logits_KW)
         return [draw(logits_V, temperature, generator) for logits_V in rows]
 
@@ -265,7 +295,7 @@ class DFlash(nn.Module):
         weights: Mapping[str, Tensor] | None = None,
         like: Path | None = None,
     ) -> None:
-        """Write a folder for vLLM's `method: dflash`, without the embeddings, which are the target's.
+        """Write a folder for vLLM's method of this name, without the embeddings, which are the target's.
 
         The output head is left out too, unless the vocabulary is reduced: then the folder has its rows and `d2t`.
         """
@@ -277,17 +307,18 @@ class DFlash(nn.Module):
         kept = {"num_anchors": self.config.num_anchors, "gamma": self.config.gamma}
         config = {
             **self.shape.hf_config(),
-            "architectures": ["DFlashDraftModel"],
+            "architectures": [self.architecture],
             "model_type": "qwen3",
             "num_hidden_layers": self.config.num_layers,
             "layer_types": ["full_attention"] * self.config.num_layers,
             "draft_vocab_size": len(self._head_WD),
             **served,
-            "redraft": {"family": "dflash", **kept, TRAINED_WITH: {**served, **rotation}},
+            "redraft": {"family": self.family, **kept, TRAINED_WITH: {**served, **rotation}},
         }
-        write_head(folder, tensors, config, dtype or self.fc.weight.dtype)
+        write_head(folder, tensors, config, dtype or self.fc.weight.dtype, self.float32)
 
     def _served(self) -> dict[str, Any]:
+        """The keys of config.json for engines that a head of this kind alone has."""
         # vLLM counts from the layer that ends, so its k is our k + 1. `causal` is always written: readers differ in the
         # default.
         ids = [layer - 1 for layer in self.aux_layer_ids]
@@ -301,25 +332,36 @@ class DFlash(nn.Module):
             ValueError: a tensor is missing, unknown or of another shape, the embeddings or the head are not the
                 target's, or the head attends in a way that is not supported here.
         """
-        config = read_config(folder)
-        tensors = read_tensors(folder, tensor_files(folder))
-        draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
-        for name, theirs_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
-            rows = theirs_VD if draft_ids_W is None or name != "lm_head.weight" else theirs_VD[draft_ids_W]
-            held = tensors.pop(name, None)
-            # compare in the type of the copy: an export in bfloat16 rounds the rows of a float32 target
-            if held is not None and not torch.equal(held, rows.to(held)):
-                raise ValueError(f"{folder}: {name} is not the target's: a leftover, trained, or of another target")
-        shape = LlamaShape.from_head_config({**config, "model_type": "llama"}, target.config)
-        head = DFlash(_read(config, folder), target, draft_ids_W, replace(shape, head_dim=config["head_dim"]))
-        load_into(head, tensors, folder)
-        return head
+        return load_head(DFlash, _read, folder, target)
+
+
+Head = TypeVar("Head", bound=DFlash)
+
+
+def load_head(
+    head_class: type[Head], read: Callable[[Mapping[str, Any], Path], Config], folder: Path, target: Target
+) -> Head:
+    """A head of `head_class` with the options that `read` finds in config.json. Raises: as `DFlash.load`."""
+    config = read_config(folder)
+    tensors = read_tensors(folder, tensor_files(folder))
+    draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
+    for name, theirs_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
+        rows = theirs_VD if draft_ids_W is None or name != "lm_head.weight" else theirs_VD[draft_ids_W]
+        held = tensors.pop(name, None)
+        # compare in the type of the copy: an export in bfloat16 rounds the rows of a float32 target
+        if held is not None and not torch.equal(held, rows.to(held)):
+            raise ValueError(f"{folder}: {name} is not the target's: a leftover, trained, or of another target")
+    shape = LlamaShape.from_head_config({**config, "model_type": "llama"}, target.config)
+    head = head_class(read(config, folder), target, draft_ids_W, replace(shape, head_dim=config["head_dim"]))
+    load_into(head, tensors, folder)
+    return head
 
 
 def check_options(config: Config, num_embeddings: int) -> None:
     """Raise ValueError unless the options fit together and fit the target's table of embeddings."""
-    if config.block_size < 2:
-        raise ValueError(f"a block of {config.block_size} slots holds no draft token: give block_size 2 or more")
+    if config.num_tokens < 1:
+        least = config.first_slot + 1
+        raise ValueError(f"a block of {config.block_size} slots holds no draft token: give block_size {least} or more")
     check_mask_token(config.mask_token_id, num_embeddings)
 
 
@@ -343,16 +385,21 @@ def _read(config: Mapping[str, Any], folder: Path) -> Config:
     Raises:
         ValueError: its attention is causal, of a window, or rotates in another way.
     """
-    section = config.get(SECTION) or {}
-    windows = "sliding_attention" in (config.get("layer_types") or ()) or section.get("use_swa")
-    if section.get("causal") or config.get("is_causal") or windows or config.get("is_neox_style") is False:
+    return Config(**read_options(config, config.get(SECTION) or {}, folder))
+
+
+def read_options(config: Mapping[str, Any], section: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The fields of a `Config` in config.json; layers and mask token are in `section`. Raises: as `_read`."""
+    of_dflash = config.get(SECTION) or {}
+    windows = "sliding_attention" in (config.get("layer_types") or ()) or of_dflash.get("use_swa")
+    if of_dflash.get("causal") or config.get("is_causal") or windows or config.get("is_neox_style") is False:
         raise ValueError(f"{folder}: only full attention in both directions within a block is supported here")
     # other trainers do not write how the head was trained
-    known = {name: value for name, value in config.get("redraft", {}).items() if name in asdict(Config())}
-    return Config(
-        aux_layer_ids=tuple(layer + 1 for layer in section["target_layer_ids"]),
-        num_layers=config["num_hidden_layers"],
-        block_size=config["block_size"],
-        mask_token_id=section["mask_token_id"],
+    known = {name: value for name, value in config.get("redraft", {}).items() if name in ("num_anchors", "gamma")}
+    return {
+        "aux_layer_ids": tuple(layer + 1 for layer in section["target_layer_ids"]),
+        "num_layers": config["num_hidden_layers"],
+        "block_size": config["block_size"],
+        "mask_token_id": section["mask_token_id"],
         **known,
-    )
+    }

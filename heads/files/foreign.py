@@ -35,6 +35,13 @@ def _has_window_or_direction(config: Mapping[str, Any]) -> bool:
     return bool(has_window or section.get("causal") or config.get("is_causal"))
 
 
+def _is_dspark_of_other_layers(config: Mapping[str, Any]) -> bool:
+    """True for layers of DeepSeek-V4, Kimi K3 or Gemma 4. One name of Qwen3's is also one of DeepSeek's."""
+    names = [name for name in config.get("architectures") or () if "dspark" in name.lower()]
+    ours = {"Qwen3DSparkModel"} | ({"DSparkDraftModel"} if config.get("model_type") == "qwen3" else set())
+    return bool(names) and not ours.intersection(names)
+
+
 def _is_named(pattern: str, config: Mapping[str, Any]) -> bool:
     marks = [*(config.get("architectures") or ()), config.get("speculators_model_type") or ""]
     return any(re.search(pattern, mark) for mark in marks)
@@ -47,10 +54,19 @@ def _any(pattern: str) -> Callable[[Mapping[str, Any], Collection[str]], bool]:
 # The first match counts: the rarer sign comes first.
 FOREIGN: tuple[Foreign, ...] = (
     Foreign(
-        name="a DSpark draft (DFlash with a Markov bias)",
+        name="a DSpark draft in the layout of speculators",
         method="dspark",
-        architecture="(?i)dspark",
-        matches=_any(r"markov_(head|w1|w2)"),
+        matches=lambda config, names: config.get("speculators_model_type") == "dspark",
+    ),
+    Foreign(
+        name="a DSpark draft of layers other than Qwen3's",
+        method="dspark",
+        matches=lambda config, names: _is_dspark_of_other_layers(config),
+    ),
+    Foreign(
+        name="a DSpark draft with a Markov head that is not vanilla",
+        method=None,
+        matches=lambda config, names: config.get("markov_head_type") not in (None, "vanilla"),
     ),
     Foreign(
         name="a Domino draft (DFlash with a recurrent layer)",

@@ -28,10 +28,20 @@ def read_tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def write_head(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Write `config.json` and `model.safetensors` of a head, with floating-point tensors in `dtype`."""
+def write_head(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    float32: tuple[str, ...] = (),
+) -> None:
+    """Write `config.json` and `model.safetensors` of a head, with floating-point tensors in `dtype`.
+
+    Those whose names begin with one of `float32` are written in float32.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+    types = {name: torch.float32 if name.startswith(float32) else dtype for name in tensors}
+    cast = {n: t.to(types[n]) if t.is_floating_point() else t for n, t in tensors.items()}
     # cloned, because safetensors refuses tensors with shared memory
     save_file({n: t.detach().cpu().contiguous().clone() for n, t in cast.items()}, folder / WEIGHTS, {"format": "pt"})
     named_dtype = {"dtype": str(dtype).removeprefix("torch."), "torch_dtype": str(dtype).removeprefix("torch.")}

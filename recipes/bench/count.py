@@ -43,7 +43,7 @@ from redraft.recipes.cli import COMMANDS
 SERVED_SHARE = 0.8
 """Share of a server's memory for the target's weights; the rest holds keys, values and activations."""
 
-FamilyName = Literal["standalone", "eagle3", "dflash", "peagle", "eagle1", "medusa", "mtp", "mlp_speculator"]
+FamilyName = Literal["standalone", "eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mtp", "mlp_speculator"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Counting:
             raise ValueError(f"--sharding {self.sharding} takes several devices: set --devices")
 
 
-NUM_STEPS = {"dflash": "block_size", "medusa": "num_heads", "mlp_speculator": "num_stages"}
+NUM_STEPS = {"dflash": "block_size", "dspark": "block_size", "medusa": "num_heads", "mlp_speculator": "num_stages"}
 """The option of a family that says how many tokens it learns, if not `num_steps`."""
 
 

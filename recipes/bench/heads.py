@@ -83,7 +83,7 @@ def naive_loss(head: Any, batch: Batch, signal: TargetSignal, scale: float) -> T
     loss = p_logits_NV.new_zeros((), dtype=torch.float32)
     for step in head.draft_steps(batch, signal):
         rows_M = step.mask_BT.flatten().nonzero().squeeze(1)
-        q_logits_MV = step.hidden_BTD.flatten(0, 1)[rows_M] @ step.head_WD.T
+        q_logits_MV = step.logits(rows_M)
         loss = (
             loss + step.weight * forward_kl(log_probs(p_logits_NV[rows_M + step.shift]), log_probs(q_logits_MV)).sum()
         )

@@ -45,6 +45,12 @@ COMMANDS = {
         "Train a DFlash head, which drafts a block in one pass",
         "redraft dflash --preset demo",
     ),
+    "dspark": Command(
+        Group.TRAIN,
+        "redraft.recipes.dspark_llama8b",
+        "Train a DSpark head: DFlash with a bias by the last token",
+        "redraft dspark --preset demo",
+    ),
     "peagle": Command(
         Group.TRAIN,
         "redraft.recipes.peagle_llama8b",

@@ -33,6 +33,7 @@ from redraft.distill.train.loop import write_offline_unless_logged_in
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
 from redraft.eval.engine.served import EngineOptions, serve_and_count
+from redraft.eval.engine.server import require_runner
 from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft, SampleMethod, load_drafts
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Protocol, forecast_drafts
@@ -141,6 +142,8 @@ def main(cfg: Config) -> None:
     target = load(cfg.target)
     baseline = read_baseline(cfg.baseline, target.fingerprint, SCHEMA_VERSION) if cfg.baseline else None
     drafts = load_drafts(cfg.draft, target, cfg.ngram, cfg.draft_sample_method)
+    for draft in drafts if cfg.engine else ():
+        require_runner(draft.speculative, way_out=", or forecast with --no-engine")
     if baseline:
         match_drafts([vars(draft) for draft in drafts], settings(cfg, sampling), baseline)
     costs = read_costs(cfg.costs, drafts) if cfg.costs else {}

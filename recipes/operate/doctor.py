@@ -31,6 +31,8 @@ class Config:
     """vLLM's method to serve the draft with. By default the method of its family."""
     num_speculative_tokens: int | None = None
     """Draft tokens per step. By default the number used in the training's evaluation, or 3."""
+    adaptive_verification: bool = False
+    """The server is to verify fewer draft tokens where the draft is unsure (vLLM's `enable_adaptive_verification`)."""
     engine: bool = True
     """Run the draft in the real vLLM. Without a draft, only import vLLM."""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -84,6 +86,7 @@ def check_pair(cfg: Config) -> list[Finding]:
         method=cfg.method,
         num_speculative_tokens=cfg.num_speculative_tokens,
         engine=engine if cfg.engine else None,
+        adaptive_verification=cfg.adaptive_verification,
     )
     for name, value in checked.facts.items():
         print(f"{name:<14}{value}")

@@ -19,8 +19,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from redraft.eval.engine.command import vllm_command
-from redraft.eval.engine.server import engine_is_cpu
+from redraft.eval.engine.server import engine_is_cpu, require_runner
 from redraft.heads.catalog import Method, find_family, list_methods
+from redraft.heads.doctor.method import lacks_confidence
+from redraft.heads.files.folder import is_hub_name, tensor_files
+from redraft.heads.files.folder import read_config as read_model_config
 from redraft.online.engine.config import PLUGIN_NAME, CaptureConfig, read_config
 from redraft.recipes.cli import run_recipe
 
@@ -49,6 +52,9 @@ class Config:
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     """How draft tokens are chosen. With `greedy` the acceptance is p(argmax q); with `probabilistic` it is
     sum min(p, q), which is higher at temperatures above 0."""
+    adaptive_verification: bool = False
+    """Verify fewer draft tokens where the draft is unsure, the more so the busier the server is. Only for a DSpark head
+    with a confidence head; nothing is captured then."""
     token_file: Path | None = None
     """File with the bearer token that protects /redraft/... The variable REDRAFT_TOKEN can hold the token instead."""
     allow_remote: bool = False
@@ -67,7 +73,7 @@ def server_command(cfg: Config) -> list[str]:
     """The command line of vLLM's server.
 
     Raises:
-        ValueError: if neither a draft nor a registry is given.
+        ValueError: if neither a draft nor a registry is given, or vLLM would not serve the draft so.
         FileNotFoundError: if the registry has no current version.
     """
     draft = _draft(cfg)
@@ -77,6 +83,10 @@ def server_command(cfg: Config) -> list[str]:
         "num_speculative_tokens": cfg.num_speculative_tokens,
         "draft_sample_method": cfg.draft_sample_method,
     }
+    require_runner(speculative)
+    if cfg.adaptive_verification:
+        _require_confidence(draft)
+        speculative["enable_adaptive_verification"] = True
     return vllm_command(cfg.target, ["--speculative-config", json.dumps(speculative), *cfg.vllm_args])
 
 
@@ -137,6 +147,15 @@ def _draft(cfg: Config) -> str:
     if not current.is_dir():
         raise FileNotFoundError(f"{cfg.registry} has no current version: give --draft, or publish one first")
     return str(current.resolve())
+
+
+def _require_confidence(draft: str) -> None:
+    """Raise ValueError if the draft has no confidence head. A hub name is not read: vLLM fetches it later."""
+    if is_hub_name(draft):
+        return
+    folder = Path(draft)
+    if problem := lacks_confidence(read_model_config(folder), tensor_files(folder)):
+        raise ValueError(f"--adaptive-verification {problem}: {draft}")
 
 
 def _choose_proposer(draft: str) -> dict[str, Any]:

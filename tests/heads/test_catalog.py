@@ -56,10 +56,19 @@ def test_the_table_is_read_without_torch() -> None:
 
 
 def test_methods_are_those_of_vllm_and_lead_back_to_their_family() -> None:
-    assert list_methods() == ["dflash", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
+    assert list_methods() == ["dflash", "draft_model", "dspark", "eagle", "eagle3", "medusa", "mtp"]
     assert [getattr(find_method(method), "name", None) for method in ("eagle", "suffix")] == ["eagle1", "suffix"]
     assert find_method(None) is None
-    assert find_method("dspark") is None
+    assert find_method("dspark") is find_family("dspark")
+    assert find_method("dflash2") is None
+
+
+@pytest.mark.parametrize(
+    ("config", "most"), [({}, 7), ({"sample_from_anchor": True}, 7), ({"sample_from_anchor": False}, 6)]
+)
+def test_the_anchor_of_a_dspark_block_proposes_unless_the_config_says_no(config: dict[str, bool], most: int) -> None:
+    assert find_family("dspark").max_tokens({"block_size": 7, **config}) == most
+    assert find_family("dflash").max_tokens({"block_size": 7, **config}) == 6
 
 
 def test_a_head_of_others_is_recognised_by_its_architecture(tmp_path: Path) -> None:
@@ -71,5 +80,7 @@ def test_a_head_of_others_is_recognised_by_its_architecture(tmp_path: Path) -> N
 
 
 def test_an_unknown_family_is_refused() -> None:
-    with pytest.raises(ValueError, match="there is no draft family egale3: choose one of dflash, eagle1, eagle3"):
+    with pytest.raises(
+        ValueError, match="there is no draft family egale3: choose one of dflash, dspark, eagle1, eagle3"
+    ):
         find_family("egale3")

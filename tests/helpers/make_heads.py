@@ -92,7 +92,7 @@ def make_random(head: Any, seed: int = 3) -> Any:
 
 def q_of(step: DraftStep, row: int) -> Tensor:
     """The draft's distribution over the target's vocabulary at one row of the batch's first sequence, [V]."""
-    logits_W = step.head_WD @ step.hidden_BTD[0, row]
+    logits_W = step.logits(torch.tensor([row]))[0]
     if step.draft_ids_W is None:
         return logits_W.softmax(-1)
     return torch.zeros(VOCAB).index_copy(0, step.draft_ids_W, logits_W.softmax(-1))
@@ -135,7 +135,9 @@ def assert_packed_equals_unpacked(head: Any, model: Any) -> None:
 def assert_every_parameter_learns(head: Any, model: Any) -> None:
     batch = make_batch([[make_ids(12), make_ids(5, seed=2)]])
     steps = head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids))
-    loss = sum(((s.hidden_BTD @ s.head_WD.T).logsumexp(-1) * s.mask_BT).sum() for s in steps)
+    every_row = torch.arange(batch.input_ids_BT.numel())
+    loss = sum((s.logits(every_row).logsumexp(-1) * s.mask_BT.flatten()).sum() for s in steps)
+    loss = loss + sum((s.confidence_BT * s.mask_BT).sum() for s in steps if s.confidence_BT is not None)
     loss.backward()
     without = [name for name, p in head.named_parameters() if p.grad is None or not p.grad.any()]
     assert without == []
@@ -153,4 +155,6 @@ def assert_round_trip(head: Any, model: Any, folder: Path, **options: Any) -> An
     for step, again in zip(head.draft_steps(batch, signal), loaded.draft_steps(batch, signal), strict=True):
         assert torch.equal(step.hidden_BTD, again.hidden_BTD)
         assert torch.equal(step.head_WD, again.head_WD)
+        every_row = torch.arange(batch.input_ids_BT.numel())
+        assert torch.equal(step.logits(every_row), again.logits(every_row))
     return loaded

@@ -26,7 +26,7 @@ from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.ranks import describe_layout, leave
 from redraft.distill.train.step import Distillation, Optim
 from redraft.heads.draft import Batch
-from redraft.heads.families import dflash, eagle1, eagle3, medusa, mlp_speculator, mtp, peagle
+from redraft.heads.families import dflash, dspark, eagle1, eagle3, medusa, mlp_speculator, mtp, peagle
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.target import Target
 
@@ -49,6 +49,13 @@ FAMILIES: dict[str, Callable[[Any], nn.Module]] = {
     "dflash": lambda target: dflash.DFlash(
         dflash.Config(aux_layer_ids=(1, 2, 4), num_layers=2, block_size=4, num_anchors=8, mask_token_id=VOCAB - 1),
         Target.from_model(target),
+    ),
+    "dspark": lambda target: dspark.DSpark(
+        dspark.Config(
+            aux_layer_ids=(1, 2, 4), num_layers=2, block_size=3, num_anchors=8, mask_token_id=VOCAB - 1, markov_rank=8
+        ),
+        Target.from_model(target),
+        EVERY_THIRD,
     ),
     "peagle": lambda target: peagle.PEagle(
         peagle.Config(aux_layer_ids=(1, 2, 4), num_layers=2, num_steps=3, mask_token_id=VOCAB - 1),

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from redraft.distill.data.corpus import stdlib_conversations
 from redraft.distill.inputs import Signal
+from redraft.distill.prove import Prove
 from redraft.distill.train.loop import Loop
 from redraft.distill.train.step import Distillation, Optim
 from redraft.eval.forecast.greedy import QuickMetrics
@@ -30,6 +31,7 @@ from redraft.heads.target import Target
 RECIPES = {
     "eagle3": "eagle3_llama8b",
     "dflash": "dflash_llama8b",
+    "dspark": "dspark_llama8b",
     "peagle": "peagle_llama8b",
     "eagle1": "eagle1_llama8b",
     "medusa": "medusa_llama8b",
@@ -70,7 +72,7 @@ def make_config(name: str, target: Path, data: Path, output: Path, **changes: An
         sizes = {"head": replace(demo.head, aux_layer_ids=(0, 1, 2)), "draft_vocab_size": 300}
     if name == "peagle":
         sizes = {"head": replace(demo.head, aux_layer_ids=(0, 1, 2)), "draft_vocab_size": 300}
-    if name == "dflash":
+    if name in ("dflash", "dspark"):
         sizes = {"head": replace(demo.head, aux_layer_ids=(1, 2), num_anchors=16), "draft_vocab_size": 300}
     if name == "mlp_speculator":
         sizes = {"text": SMALL, "loop": replace(SMALL, on_policy=1.0, on_policy_tokens=4)}
@@ -114,7 +116,8 @@ def test_a_recipe_publishes_a_head_that_its_family_loads(
     served = tmp_path / "run/target" if name == "mtp" else random_target
     head = find_family(name).draft_class().load(draft, Target.from_model(AutoModelForCausalLM.from_pretrained(served)))
     for tensor_name, tensor in trained_weights(tmp_path / "run").items():
-        assert torch.equal(head.state_dict()[tensor_name], tensor.to(torch.bfloat16).float()), tensor_name
+        dtype = torch.float32 if tensor_name.startswith("confidence_head.") else torch.bfloat16
+        assert torch.equal(head.state_dict()[tensor_name], tensor.to(dtype).float()), tensor_name
     assert 1 <= report["offline"]["tau_forecast"] <= 4
     assert [entry["step"] for entry in report["curves"] if "held_out_alpha" in entry] == [2]
     assert report["train"]["skipped_steps"] == 0
@@ -247,6 +250,14 @@ BAD = [
     ("dflash", {"head": {"block_size": 3}}, "3 draft tokens asked of a head that learns 2"),
     ("dflash", {"head": {"mask_token_id": 512}}, "mask token 512 is not in the target's table of 512 embeddings"),
     ("dflash", {"head": {"num_layers": 3}}, "--head.num-layers 3 is more than the target's 2"),
+    ("dspark", {"head": {"block_size": 2}}, "3 draft tokens asked of a head that learns 2"),
+    ("dspark", {"head": {"sample_from_anchor": False}}, "3 draft tokens asked of a head that learns 2"),
+    ("dspark", {"head": {"mask_token_id": 512}}, "mask token 512 is not in the target's table of 512 embeddings"),
+    (
+        "dspark",
+        {"prove": Prove(num_speculative_tokens=3)},
+        "only vLLM's V2 model runner serves DSpark, .* or leave the engine out with --prove.no-engine",
+    ),
     ("medusa", {"head": {"num_heads": 200}}, "vLLM verifies at most 128 draft tokens"),
     ("medusa", {"head": {"num_heads": 2}}, "3 draft tokens asked of a head that learns 2"),
     ("mlp_speculator", {"head": {"num_stages": 2}}, "3 draft tokens asked of a head that learns 2"),

@@ -49,6 +49,7 @@ def make_draft(
     hidden: int = 4,
     dtype: torch.dtype = torch.float64,
     seed: int = 1,
+    bias_head: Tensor | None = None,
 ) -> DraftRows:
     generator = torch.Generator().manual_seed(seed)
     width = vocabulary if draft_ids is None else len(draft_ids)
@@ -60,7 +61,18 @@ def make_draft(
         target_row_M=torch.tensor(target_rows, dtype=torch.long),
         weight_M=0.5 + torch.rand(len(target_rows), generator=generator, dtype=dtype),
         draft_ids_W=draft_ids,
+        bias=None if bias_head is None else (make_leaf(len(target_rows), bias_head.shape[1], seed + 100), bias_head),
     )
+
+
+def make_leaf(rows: int, columns: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def draft_logits(draft: DraftRows) -> Tensor:
+    logits_MW = draft.hidden_MD @ draft.head_WD.T
+    return logits_MW if draft.bias is None else logits_MW + draft.bias[0] @ draft.bias[1].T
 
 
 def make_labels(rows: int = N, vocabulary: int = V) -> Tensor:
@@ -68,7 +80,7 @@ def make_labels(rows: int = N, vocabulary: int = V) -> Tensor:
 
 
 def plain_log_probs(draft: DraftRows, target: ExactRows | TopKRows, temperature: float) -> tuple[Tensor, Tensor]:
-    q_logits = draft.hidden_MD @ draft.head_WD.T
+    q_logits = draft_logits(draft)
     if isinstance(target, TopKRows):
         rows = draft.target_row_M
         return top_k_log_probs(target.ids_NK[rows], target.log_probs_NK[rows], q_logits, draft.draft_ids_W)
@@ -82,7 +94,7 @@ def plain_values(
     if divergence.name != "cross_entropy":
         return divergence(*plain_log_probs(draft, target, divergence.temperature))
     assert labels is not None
-    log_q = log_probs(draft.hidden_MD @ draft.head_WD.T, divergence.temperature)
+    log_q = log_probs(draft_logits(draft), divergence.temperature)
     return cross_entropy(log_q, *draft_columns(labels[draft.target_row_M], draft.draft_ids_W, log_q.shape[1]))
 
 
@@ -98,7 +110,12 @@ def plain_loss(
 
 
 def leaves(drafts: Sequence[DraftRows]) -> list[Tensor]:
-    return [tensor for draft in drafts for tensor in (draft.hidden_MD, draft.head_WD) if tensor.requires_grad]
+    return [
+        tensor
+        for draft in drafts
+        for tensor in (draft.hidden_MD, draft.head_WD, *(draft.bias or ()))
+        if tensor.requires_grad
+    ]
 
 
 def assert_fused_equals_plain(
@@ -168,6 +185,30 @@ def test_steps_of_different_shifts_share_the_target_and_a_head(top_k: bool, chun
     own = make_draft(range(2, 17, 2), draft_ids=DRAFT_IDS, seed=3)
     repeated = make_draft([6] * 9, draft_ids=DRAFT_IDS, seed=4)
     assert_fused_equals_plain([first, shared, own, repeated], target, Divergence(), chunk_tokens)
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "lk_hybrid", "cross_entropy"])
+@pytest.mark.parametrize("top_k", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 100])
+@pytest.mark.parametrize("draft_ids", [None, DRAFT_IDS], ids=["full", "reduced"])
+def test_a_low_rank_bias_is_part_of_the_logits(
+    name: str, top_k: bool, chunk_tokens: int, draft_ids: Tensor | None
+) -> None:
+    """Beside steps with the same frozen head, of which one has no bias and two share it."""
+    target = make_top_k(make_exact()) if top_k else make_exact()
+    width = V if draft_ids is None else len(draft_ids)
+    head, bias_head = make_leaf(width, 4, 7).detach(), make_leaf(width, 3, 8)
+    shared = {"head": head, "draft_ids": draft_ids}
+    drafts = [
+        make_draft(range(10), **shared, bias_head=bias_head),
+        make_draft(range(1, 11), **shared, bias_head=bias_head, seed=2),
+        make_draft([6] * 3, **shared, seed=3),
+    ]
+    result = assert_fused_equals_plain(drafts, target, Divergence(name=name), chunk_tokens)
+    for draft, alpha_M in zip(drafts, result.alpha_SM, strict=True):
+        log_p, log_q = plain_log_probs(draft, target, 1.0)
+        torch.testing.assert_close(alpha_M, alpha(log_p.exp(), log_q.exp()))
+        assert not alpha_M.requires_grad
 
 
 @pytest.mark.parametrize("top_k", [False, True])
@@ -365,7 +406,8 @@ def test_never_holds_more_logits_than_a_chunk(top_k: bool, reduced: bool) -> Non
     exact = make_exact(rows=rows, vocabulary=vocabulary)
     target = make_top_k(exact) if top_k else exact
     draft_ids = torch.arange(0, vocabulary, 2) if reduced else None
-    draft = make_draft(range(rows), vocabulary=vocabulary, draft_ids=draft_ids)
+    bias_head = make_leaf(vocabulary // 2 if reduced else vocabulary, 4, 5)
+    draft = make_draft(range(rows), vocabulary=vocabulary, draft_ids=draft_ids, bias_head=bias_head)
     with LargestTensor() as ours:
         fused_linear_divergence([draft], target, Divergence(), normaliser=1, chunk_tokens=chunk).loss.backward()
     assert ours.elements <= chunk * vocabulary

@@ -15,7 +15,19 @@ import torch
 from launches import ROOT, accelerate_launch, require, run_all
 
 SCRIPT = str(ROOT / "tests/helpers/train_on_ranks.py")
-FAMILIES = ["standalone", "tied", "eagle1", "eagle3", "dflash", "peagle", "medusa", "mlp_speculator", "mtp", "mtp-moe"]
+FAMILIES = [
+    "standalone",
+    "tied",
+    "eagle1",
+    "eagle3",
+    "dflash",
+    "dspark",
+    "peagle",
+    "medusa",
+    "mlp_speculator",
+    "mtp",
+    "mtp-moe",
+]
 CONFIGS: dict[str, tuple[str, ...]] = {
     "ddp": (),
     "fsdp2": (),
@@ -80,7 +92,7 @@ def chosen(results: dict[str, Any], families: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("config", ["fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_sharded_drafts_take_the_step_of_one_process(config: str, tmp_path: Path) -> None:
-    families = ["standalone", "eagle3"]
+    families = ["standalone", "eagle3", "dspark"]
     one = train(None, tmp_path / "one", *families, *SGD)
     assert_same(one, train(config, tmp_path / "two", *families, *SGD), 1e-6)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from redraft.heads.doctor.checks import notes, static_findings
 from redraft.heads.doctor.eagle3 import compare_maps
 from redraft.heads.doctor.pair import Finding, Pair
-from redraft.heads.families import dflash, eagle1, eagle3, medusa, mlp_speculator, mtp, peagle
+from redraft.heads.families import dflash, dspark, eagle1, eagle3, medusa, mlp_speculator, mtp, peagle
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.files.artifact import fingerprint, publish
 from redraft.heads.target import Target
@@ -51,6 +51,11 @@ def make_peagle(target: Target, ids: Tensor | None = DRAFT_IDS) -> Any:
 def make_dflash(target: Target, ids: Tensor | None = DRAFT_IDS) -> Any:
     options = {"aux_layer_ids": AUX, "num_layers": 2, "block_size": 4, "mask_token_id": VOCAB - 1}
     return dflash.DFlash(dflash.Config(**options), target, ids)
+
+
+def make_dspark(target: Target, ids: Tensor | None = DRAFT_IDS, **options: Any) -> Any:
+    sizes = {"aux_layer_ids": AUX, "num_layers": 2, "block_size": 3, "mask_token_id": VOCAB - 1, "markov_rank": 8}
+    return dspark.DSpark(dspark.Config(**{**sizes, **options}), target, ids)
 
 
 def make_medusa(target: Target) -> Any:
@@ -122,6 +127,16 @@ UNBROKEN = {
         "eagle3",
     ),
     "dflash": (lambda folder: make_pair(folder, make_dflash), "dflash"),
+    "dspark": (lambda folder: make_pair(folder, make_dspark), "dspark"),
+    "dspark, bfloat16": (lambda folder: make_pair(folder, make_dspark, dtype=torch.bfloat16), "dspark"),
+    "dspark, from the first mask": (
+        lambda folder: make_pair(folder, lambda target: make_dspark(target, sample_from_anchor=False, block_size=4)),
+        "dspark",
+    ),
+    "dspark, whole vocabulary and no confidence": (
+        lambda folder: make_pair(folder, lambda target: make_dspark(target, None, confidence_head=False)),
+        "dspark",
+    ),
     "peagle": (lambda folder: make_pair(folder, make_peagle), "eagle3"),
     "peagle, speculators": (lambda folder: make_pair(folder, make_peagle, layout="speculators"), "eagle3"),
     "medusa": (lambda folder: make_pair(folder, make_medusa), "medusa"),
@@ -355,6 +370,99 @@ def test_a_reduced_dflash_head_without_its_map(tmp_path: Path) -> None:
 
 def test_more_tokens_are_asked_of_dflash_than_its_block_has(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_dflash)
+    assert "the draft proposes 3" in only(findings(folders, num_speculative_tokens=4)).problem
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem", "cure"),
+    [
+        (
+            {"mask_token_id": 5},
+            "mask_token_id is 5, the head was trained with 95",
+            '"mask_token_id": 95 into config.json',
+        ),
+        ({"mask_token_id": None}, "config.json has no mask_token_id", '"mask_token_id" of training'),
+        ({"mask_token_id": VOCAB}, f"not in the target's table of {VOCAB}", "mask_token_id of training"),
+        (
+            {"target_layer_ids": [1, 2, 4]},
+            "trained with [0, 1, 3]: off by one",
+            '"target_layer_ids": [0, 1, 3] into config.json',
+        ),
+        ({"target_layer_ids": [0, 1, 5]}, "not distinct ascending layers of the target, which has 0 to 4", "0"),
+        ({"target_layer_ids": [0, 3]}, "2 target layers [0, 3] are fed, the weights of fc read 3", "3 layers"),
+        ({"target_layer_ids": None}, "config.json names no target_layer_ids", "layer k counts from 0"),
+        ({"is_causal": True}, "is_causal is True, the head was trained with False", '"is_causal": false'),
+        ({"sample_from_anchor": False}, "sample_from_anchor is False, the head was trained with True", "true"),
+        ({"block_size": 7}, "block_size is 7, the head was trained with 3", '"block_size": 3'),
+        ({"markov_rank": 4}, "markov_head.markov_w1.weight is (96, 8), the engine wants (96, 4)", "(8 by this tensor)"),
+        ({"markov_rank": None}, "config.json has no markov_rank", '"markov_rank": 8'),
+        ({"enable_confidence_head": None}, "the engine drops the confidence head", '"enable_confidence_head": true'),
+        (
+            {"confidence_head_with_markov": False},
+            "confidence_head_with_markov is false, the confidence head reads 40 numbers",
+            '"confidence_head_with_markov": true',
+        ),
+    ],
+)
+def test_keys_of_dspark_unlike_training(changed: dict[str, Any], problem: str, cure: str, tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_dspark)
+    removed = [key for key, value in changed.items() if value is None]
+    edit_config(folders[1], *removed, **{key: value for key, value in changed.items() if value is not None})
+    found = findings(folders)
+    assert any(problem in finding.problem and cure in finding.cure for finding in found), found
+
+
+def test_a_transposed_markov_head(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_dspark)
+    tensors = load_file(folders[1] / "model.safetensors")
+    for name, shape in (
+        ("markov_w1", "(8, 96), the engine wants (96, 8)"),
+        ("markov_w2", "(8, 44), the engine wants (44, 8)"),
+    ):
+        sound = tensors[f"markov_head.{name}.weight"]
+        edit_tensors(folders[1], **{f"markov_head__{name}__weight": sound.T.contiguous()})
+        finding = only(findings(folders))
+        assert finding.problem == f"markov_head.{name}.weight is {shape}: it is transposed"
+        assert finding.cure.startswith("transpose it")
+        edit_tensors(folders[1], **{f"markov_head__{name}__weight": sound})
+    assert findings(folders) == []
+
+
+def test_a_dspark_block_whose_anchor_proposes_nothing_says_so(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, lambda target: make_dspark(target, sample_from_anchor=False, block_size=4))
+    edit_config(folders[1], "sample_from_anchor")
+    finding = only(findings(folders))
+    assert "the engine takes true, the head was trained with false" in finding.problem
+    assert finding.cure == 'write "sample_from_anchor": false into config.json'
+
+
+def test_a_confidence_head_that_is_missing(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_dspark)
+    edit_tensors(folders[1], "confidence_head.proj.bias")
+    assert "the checkpoint lacks confidence_head.proj.bias" in only(findings(folders)).problem
+    edit_tensors(folders[1], "confidence_head.proj.weight")
+    assert "the checkpoint lacks confidence_head.proj.weight" in only(findings(folders)).problem
+
+
+@pytest.mark.parametrize(("make", "fits"), [(make_dspark, True), (make_dflash, False)])
+def test_adaptive_verification_reads_a_confidence_head(make: Callable[..., Any], fits: bool, tmp_path: Path) -> None:
+    pair = Pair.read(*make_pair(tmp_path, make))
+    found = static_findings(pair, method=None, num_speculative_tokens=3, adaptive_verification=True)
+    assert [finding.problem for finding in found] == (
+        [] if fits else ["adaptive verification needs an estimate by the draft, and this draft has no confidence head"]
+    )
+    assert static_findings(pair, method=None, num_speculative_tokens=3) == []
+
+
+def test_adaptive_verification_of_a_dspark_head_without_confidence(tmp_path: Path) -> None:
+    pair = Pair.read(*make_pair(tmp_path, lambda target: make_dspark(target, confidence_head=False)))
+    finding = only(static_findings(pair, method=None, num_speculative_tokens=3, adaptive_verification=True))
+    assert "this draft has no confidence head" in finding.problem
+    assert finding.cure == "serve without it, or train a DSpark head with a confidence head"
+
+
+def test_more_tokens_are_asked_of_dspark_than_its_block_has(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_dspark)
     assert "the draft proposes 3" in only(findings(folders, num_speculative_tokens=4)).problem
 
 

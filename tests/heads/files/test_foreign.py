@@ -42,10 +42,25 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
         ("fc.weight", "layers.0.input_layernorm.weight"),
         "a DFlash2 draft",
     ),
-    "DeepSpec DSpark": (
-        {"architectures": ["Qwen3DSparkModel"]},
+    "speculators DSpark": (
+        {"speculators_model_type": "dspark", "aux_hidden_state_layer_ids": [2, 10], "architectures": ["X"]},
         ("fc.weight", "markov_head.markov_w1.weight", "layers.0.input_layernorm.weight"),
-        'a DSpark draft (DFlash with a Markov bias): vLLM serves it with "method": "dspark"',
+        'a DSpark draft in the layout of speculators: vLLM serves it with "method": "dspark"',
+    ),
+    "DSpark of Gemma 4": (
+        {"architectures": ["Gemma4DSparkModel"], "markov_rank": 256},
+        ("fc.weight", "markov_head.markov_w1.weight"),
+        "a DSpark draft of layers other than Qwen3's",
+    ),
+    "DSpark of DeepSeek-V4": (
+        {"architectures": ["DSparkDraftModel"], "model_type": "deepseek_v4"},
+        ("mtp.0.markov_head.markov_w1.weight",),
+        "a DSpark draft of layers other than Qwen3's",
+    ),
+    "SpecForge, gated DSpark": (
+        {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "gated"},
+        ("fc.weight", "markov_head.markov_w1.weight"),
+        "a DSpark draft with a Markov head that is not vanilla: vLLM has no method to serve it",
     ),
     "SpecForge Domino": (
         {"architectures": ["DominoDraftModel"]},
@@ -119,6 +134,14 @@ def test_eagle3_heads_of_other_trainers_are_ours_to_open(config: dict[str, Any],
     assert detect_family_by_tensors(EAGLE3_NAMES, tmp_path).name == "eagle3"
     if "architectures" in config:
         assert detect_family(tmp_path).name == "eagle3"
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3DSparkModel", "DSparkDraftModel"])
+def test_dspark_heads_of_other_trainers_are_ours_to_open(architecture: str, tmp_path: Path) -> None:
+    config = {"architectures": [architecture], "model_type": "qwen3", "markov_head_type": "vanilla"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = ("fc.weight", "hidden_norm.weight", "markov_head.markov_w1.weight")
+    assert detect_family_by_tensors(names, tmp_path).name == detect_family(tmp_path).name == "dspark"
 
 
 def test_a_medusa_checkpoint_in_the_layout_of_its_authors_opens(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.heads.catalog import FAMILIES, find_family
-from redraft.heads.families import dflash, eagle3, medusa
+from redraft.heads.families import dflash, dspark, eagle3, medusa
 from redraft.recipes.bench import heads as bench_heads
 from redraft.recipes.bench import step as bench_step
 from redraft.recipes.bench import training
@@ -68,7 +68,9 @@ def plan_for(family: str, **changes: Any) -> Plan:
     head = DRAFT if family == "standalone" else find_family(family).config_class()()
     if family == "dflash":
         head = dflash.Config(num_layers=2, block_size=4, num_anchors=6)
-    vocabulary = 128 if family in ("eagle3", "peagle", "dflash") else 0
+    if family == "dspark":
+        head = dspark.Config(num_layers=2, block_size=3, num_anchors=6, markov_rank=8)
+    vocabulary = 128 if family in ("eagle3", "peagle", "dflash", "dspark") else 0
     return replace(PLAN, family=family, head=head, draft_vocab_size=vocabulary, **changes)
 
 

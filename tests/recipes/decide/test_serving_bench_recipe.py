@@ -12,7 +12,9 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 from make_serving import make_load_result
+from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from redraft.eval.engine.server import VllmServer
@@ -167,6 +169,17 @@ def test_a_draft_is_served_by_what_its_tensors_say(served_pair: tuple[Path, Path
     assert draft_config("ngram", "probabilistic") == draft_config("ngram"), "what is looked up is never sampled"
     with pytest.raises(FileNotFoundError, match="there is no draft /nowhere"):
         draft_config("/nowhere")
+
+
+def test_a_draft_that_only_v2_serves_is_refused_before_any_server_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"markov_head.markov_w1.weight": torch.zeros(1, 1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ValueError, match="only vLLM's V2 model runner serves DSpark, and VLLM_USE_V2_MODEL_RUNNER=0"):
+        draft_config(str(tmp_path))
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert draft_config(str(tmp_path)) == {"method": "dspark", "model": str(tmp_path)}
 
 
 def test_doctor_finds_nothing_wrong_with_what_is_looked_up(served_pair: tuple[Path, Path]) -> None:

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 import tyro
+from safetensors.torch import save_file
 
 from redraft.online.engine.config import is_enabled, read_config
 from redraft.recipes.serve.serve import Config, plugin_environment, server_command
@@ -45,6 +47,43 @@ def test_a_draft_that_vllm_has_no_proposer_for_is_told_before_it_starts(tmp_path
     (tmp_path / "config.json").write_text(json.dumps({"redraft": {"family": "mlp_speculator"}}))
     with pytest.raises(ValueError, match="a draft of the family mlp_speculator"):
         server_command(parse("target", "--draft", str(tmp_path)))
+
+
+def write_dspark(folder, **changed):
+    names = ["markov_head.markov_w1.weight", *(["confidence_head.proj.weight"] if changed.get("tensors", True) else [])]
+    save_file({name: torch.zeros(1, 1) for name in names}, folder / "model.safetensors", {"format": "pt"})
+    config = {"architectures": ["Qwen3DSparkModel"], "enable_confidence_head": changed.get("enabled", True)}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_draft_of_v2_is_refused_in_a_line_where_vllm_takes_v1(tmp_path, monkeypatch):
+    write_dspark(tmp_path)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ValueError, match="only vLLM's V2 model runner serves DSpark, and VLLM_USE_V2_MODEL_RUNNER=0"):
+        server_command(parse("target", "--draft", str(tmp_path)))
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    monkeypatch.setattr("redraft.eval.engine.server.engine_is_cpu", lambda: True)
+    with pytest.raises(ValueError, match=r"vLLM on a CPU takes V1, because it has no Triton there: serve it on a GPU$"):
+        server_command(parse("target", "--draft", str(tmp_path)))
+    monkeypatch.setattr("redraft.eval.engine.server.engine_is_cpu", lambda: False)
+    command = server_command(parse("target", "--draft", str(tmp_path)))
+    assert json.loads(command[command.index("--speculative-config") + 1])["method"] == "dspark"
+
+
+def test_adaptive_verification_is_asked_only_of_a_draft_with_a_confidence_head(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    asked = parse("target", "--draft", str(tmp_path), "--adaptive-verification")
+    write_dspark(tmp_path)
+    command = server_command(asked)
+    speculative = json.loads(command[command.index("--speculative-config") + 1])
+    assert speculative["enable_adaptive_verification"] is True
+    for lacking in ({"enabled": False}, {"tensors": False}):
+        write_dspark(tmp_path, **lacking)
+        with pytest.raises(ValueError, match="this draft has no confidence head") as error:
+            server_command(asked)
+        assert len(str(error.value).splitlines()) == 1
+        plain = server_command(parse("target", "--draft", str(tmp_path)))
+        assert "enable_adaptive_verification" not in plain[plain.index("--speculative-config") + 1]
 
 
 def test_a_registry_alone_serves_its_current_version(tmp_path):

@@ -1,0 +1,86 @@
+"""Checks of a DSpark head: those of DFlash, the layout of a block, the Markov head and the confidence head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from redraft.heads.doctor import dflash
+from redraft.heads.doctor.pair import Check, Finding, Pair
+
+CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+
+
+def layout(pair: Pair) -> Iterator[Finding]:
+    """A block whose anchor proposes nothing says so."""
+    if "sample_from_anchor" not in pair.config and (pair.trained_with or {}).get("sample_from_anchor") is False:
+        yield Finding(
+            "config.json has no sample_from_anchor: the engine takes true, the head was trained with false",
+            'write "sample_from_anchor": false into config.json',
+        )
+
+
+def markov_head(pair: Pair) -> Iterator[Finding]:
+    """The table of codes has a row for each of the target's tokens, the output head one for each of the draft's."""
+    rank = pair.config.get("markov_rank")
+    found = {name: pair.shapes.get(f"markov_head.{name}.weight") for name in ("markov_w1", "markov_w2")}
+    vocab_size = pair.target_config.vocab_size
+    rows = {"markov_w1": vocab_size, "markov_w2": pair.shapes.get("lm_head.weight", (vocab_size,))[0]}
+    if rank is None:
+        ranks = sorted({min(shape) for shape in found.values() if shape})
+        yield Finding(
+            "config.json has no markov_rank, so vLLM does not start", f'write "markov_rank": {ranks[0]} into it'
+        )
+        return
+    for name, shape in found.items():
+        wanted = (rows[name], rank)
+        if shape is None or shape == wanted:  # a missing tensor is found by loading
+            continue
+        if shape == wanted[::-1]:
+            yield Finding(
+                f"markov_head.{name}.weight is {shape}, the engine wants {wanted}: it is transposed",
+                "transpose it in the checkpoint, or export the head again",
+            )
+        else:
+            yield Finding(
+                f"markov_head.{name}.weight is {shape}, the engine wants {wanted}",
+                f'write the rank of training as "markov_rank" ({min(shape)} by this tensor), or export the head again',
+            )
+
+
+def confidence_head(pair: Pair) -> Iterator[Finding]:
+    """The confidence head is there and switched on, or neither."""
+    held, enabled = [name for name in CONFIDENCE if name in pair.shapes], pair.config.get("enable_confidence_head")
+    if held and not enabled:
+        yield Finding(
+            "enable_confidence_head is not set, so the engine drops the confidence head that the checkpoint holds",
+            'write "enable_confidence_head": true into config.json',
+        )
+    elif enabled and len(held) < len(CONFIDENCE):
+        missing = next(name for name in CONFIDENCE if name not in held)
+        yield Finding(
+            f"enable_confidence_head is set, and the checkpoint lacks {missing}",
+            'export the head again, or write "enable_confidence_head": false into config.json',
+        )
+    elif enabled:
+        yield from _confidence_width(pair)
+
+
+def _confidence_width(pair: Pair) -> Iterator[Finding]:
+    hidden, rank = pair.target_config.hidden_size, pair.config.get("markov_rank") or 0
+    with_markov, width = bool(pair.config.get("confidence_head_with_markov")), pair.shapes[CONFIDENCE[0]][-1]
+    if width == hidden + rank * with_markov:
+        return
+    if width in (hidden, hidden + rank):
+        right = str(not with_markov).lower()
+        yield Finding(
+            f"confidence_head_with_markov is {str(with_markov).lower()}, the confidence head reads {width} numbers",
+            f'write "confidence_head_with_markov": {right} into config.json',
+        )
+    else:
+        yield Finding(
+            f"the confidence head reads {width} numbers, there are {hidden} and {rank} of the Markov head",
+            "export the head again",
+        )
+
+
+CHECKS: tuple[Check, ...] = (*dflash.OF_BLOCKS, layout, markov_head, confidence_head)

@@ -1,0 +1,169 @@
+"""DSpark: DFlash with a bias by the token before, and an estimate of acceptance.
+
+    base[k], h[k]   logits and hidden state of DFlash's slot for the draft token k = 1, 2, ...
+    e[k]          = markov_w1[x[a + k - 1]]                     a is the anchor; the token before the one to predict
+    logits[k]     = base[k] + markov_w2 e[k]                    trained on the text, drafted one token after the other
+    confidence[k] = sigmoid(proj [h[k]; e[k]])                  trained to be alpha = 1 - TV(target, draft)
+
+The slots of a block see each other, but not which token is drawn in the slot before: the bias brings this back at the
+price of two small products a token. An engine can verify fewer tokens where the confidence is low.
+
+Two layouts of a block: with `sample_from_anchor` the anchor's slot proposes the first token, so a block has as many
+tokens as slots. Without, the anchor's slot proposes none, as in DFlash.
+B = batch, T = tokens, K = draft tokens, R = rank of the bias, D = hidden, V = target vocabulary, W = draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from redraft.heads.draft import Batch, Bias, Drafted, DraftStep, draw
+from redraft.heads.families import dflash
+from redraft.heads.families.dflash import DFlash, load_head, read_options
+from redraft.heads.nn.layers import LlamaShape
+from redraft.heads.nn.precision import autocast_kind
+from redraft.heads.nn.vocabulary import over_target_vocabulary
+from redraft.heads.target import Target
+
+CONFIDENCE_HEAD = "confidence_head."
+"""Engines keep these tensors in float32, and so does an export."""
+
+INIT_STD = 0.01
+"""Small, so that the head begins as DFlash."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(dflash.Config):
+    block_size: int = 7
+    """Slots of a block in training, each for a draft token. Without `sample_from_anchor` there is one token fewer. An
+    engine may serve fewer tokens, never more."""
+    gamma: float = 4.0
+    """Decay of a draft token's weight in the loss: token i has the weight exp(-(i - 1) / gamma)."""
+    sample_from_anchor: bool = True
+    """The slot of the last known token proposes the first draft token. If false, it proposes none, as in DFlash."""
+    markov_rank: int = 256
+    """Rank of the bias by the token before."""
+    confidence_head: bool = True
+    """Learn to estimate the acceptance of every draft token, for engines that verify fewer tokens if it is low."""
+
+    def __post_init__(self) -> None:
+        if self.markov_rank < 1:
+            raise ValueError(f"a bias of rank {self.markov_rank}: give markov_rank 1 or more")
+
+    @property
+    def first_slot(self) -> int:
+        """The slot of a block that proposes the first token."""
+        return 0 if self.sample_from_anchor else 1
+
+
+class MarkovHead(nn.Module):
+    """The bias of the logits by the token before: a table of codes, and an output head for codes."""
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=INIT_STD)
+
+
+class ConfidenceHead(nn.Module):
+    def __init__(self, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self._hidden_size = hidden_size
+        self.proj = nn.Linear(hidden_size + rank, 1)
+
+    def forward(self, hidden_BTD: Tensor, code_BTR: Tensor) -> Tensor:
+        """The logit of the estimated acceptance, in float32 as in engines, [B, T]."""
+        wide = torch.promote_types(hidden_BTD.dtype, torch.float32)
+        # the two parts apart: one row of both, of every token and slot, would take gigabytes
+        of_hidden_D, of_code_R = self.proj.weight[0].to(wide).tensor_split([self._hidden_size])
+        with torch.autocast(autocast_kind(hidden_BTD.device), enabled=False):
+            out: Tensor = hidden_BTD.to(wide) @ of_hidden_D + code_BTR.to(wide) @ of_code_R + self.proj.bias.to(wide)
+        return out
+
+
+class DSpark(DFlash):
+    family = "dspark"
+    architecture = "Qwen3DSparkModel"
+    float32 = (CONFIDENCE_HEAD,)
+    config: Config
+
+    def __init__(
+        self, config: Config, target: Target, draft_ids_W: Tensor | None = None, shape: LlamaShape | None = None
+    ) -> None:
+        """An untrained head. Arguments and errors are those of `DFlash`."""
+        super().__init__(config, target, draft_ids_W, shape)
+        rank = config.markov_rank
+        self.markov_head = MarkovHead(self.shape.vocab_size, len(self._head_WD), rank)
+        self.confidence_head = ConfidenceHead(self.shape.hidden_size, rank) if config.confidence_head else None
+
+    def _draft_step(self, batch: Batch, hidden_BTD: Tensor, shift: int, is_anchor_BT: Tensor) -> DraftStep:
+        # row t belongs to the anchor t + 1, so x[t + shift] is the token before the one to predict
+        code_BTR = self.markov_head.markov_w1(batch.input_ids_BT.roll(-shift, dims=1)).to(hidden_BTD.dtype)
+        return replace(
+            super()._draft_step(batch, hidden_BTD, shift, is_anchor_BT),
+            bias=Bias(code_BTR=code_BTR, head_WR=self.markov_head.markov_w2.weight),
+            confidence_BT=None if self.confidence_head is None else self.confidence_head(hidden_BTD, code_BTR),
+        )
+
+    def _draw(
+        self, logits_KW: Tensor, anchor_id: int, temperature: float, generator: torch.Generator | None
+    ) -> Drafted:
+        drafted: Drafted = []
+        before = anchor_id
+        for logits_W in logits_KW:
+            bias_W = self.markov_head.markov_w2(self.markov_head.markov_w1.weight[before]).to(logits_W.dtype)
+            logits_V = over_target_vocabulary(logits_W + bias_W, self._draft_ids_W, self.shape.vocab_size)
+            drafted.append(draw(logits_V, temperature, generator))
+            before = drafted[-1][0]
+        return drafted
+
+    def _served(self) -> dict[str, Any]:
+        of_dflash = cast(dict[str, Any], super()._served()[dflash.SECTION])
+        return {
+            "mask_token_id": of_dflash["mask_token_id"],
+            "target_layer_ids": of_dflash["target_layer_ids"],
+            "is_causal": of_dflash["causal"],
+            "sample_from_anchor": self.config.sample_from_anchor,
+            "markov_rank": self.config.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": self.config.confidence_head,
+            "confidence_head_with_markov": self.config.confidence_head,
+        }
+
+    @staticmethod
+    def load(folder: Path, target: Target) -> DSpark:
+        """A head from an exported folder, or from a checkpoint of another trainer with the same layout.
+
+        Raises:
+            ValueError: as `DFlash.load`, or the Markov or confidence head is of another kind.
+        """
+        return load_head(DSpark, _read, folder, target)
+
+
+def _read(config: Mapping[str, Any], folder: Path) -> Config:
+    """The options of a checkpoint.
+
+    Raises:
+        ValueError: the attention, the Markov head or the confidence head is of another kind.
+    """
+    if (kind := config.get("markov_head_type") or "vanilla") != "vanilla":
+        raise ValueError(f"{folder}: a Markov head of type {kind} is not supported here, only vanilla")
+    has_confidence = bool(config.get("enable_confidence_head"))
+    if has_confidence and not config.get("confidence_head_with_markov"):
+        raise ValueError(f"{folder}: a confidence head that does not read the Markov head is not supported here")
+    # an engine looks there first
+    section = {**config, **(config.get(dflash.SECTION) or {})}
+    return Config(
+        **read_options(config, section, folder),
+        sample_from_anchor=config.get("sample_from_anchor", True),
+        markov_rank=config["markov_rank"],
+        confidence_head=has_confidence,
+    )

@@ -1,0 +1,30 @@
+"""Which drafts the doctor runs in the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from make_heads import make_random, make_target
+
+from redraft.distill.doctor.check_draft import check_draft
+from redraft.distill.doctor.in_engine import EngineCheck
+from redraft.heads.families import dspark
+from redraft.heads.target import Target
+
+
+def test_a_draft_that_v1_does_not_serve_is_checked_without_an_engine(tmp_path: Path) -> None:
+    model = make_target()
+    model.save_pretrained(tmp_path / "target")
+    config = dspark.Config(aux_layer_ids=(1, 2, 4), num_layers=1, block_size=3, markov_rank=8)
+    make_random(dspark.DSpark(config, Target.from_model(model))).export(tmp_path / "draft")
+    checked = check_draft(
+        str(tmp_path / "target"),
+        str(tmp_path / "draft"),
+        method=None,
+        num_speculative_tokens=None,
+        engine=EngineCheck(folder=tmp_path / "engine"),
+        adaptive_verification=True,
+    )
+    assert checked.findings == []
+    assert [note for note in checked.notes if "does not serve DSpark: it was not run there" in note]
+    assert not (tmp_path / "engine").exists()
