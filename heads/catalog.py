@@ -233,6 +233,7 @@ FAMILIES: tuple[Family, ...] = (
         fixed_tokens=FixedTokens(("block_size",), unused=1, used_if="sample_from_anchor"),
         varies_tokens=False,
         can_sample=True,
+        parity="block",
         checks="redraft.heads.doctor.dspark:CHECKS",
     ),
     Family(

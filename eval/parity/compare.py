@@ -3,7 +3,7 @@
     training   text = prefix + drafted ──► target signal ──► draft_steps ──► for every pass: fed, computed, proposed
     serving    Dump: inputs, outputs and proposals of vLLM's drafter               │
                                                                                    ▼
-    compare    the first difference of each kind: ids, positions, feature, first step, later steps, tokens
+    compare    the first difference of each kind: ids, positions, feature, first step, later steps, tokens, confidence
 
 Both are forced to the engine's draft tokens, so a difference does not cause others after it.
 B = batch, T = tokens, N = rows of a pass, D = hidden, W = draft vocabulary.
@@ -52,6 +52,8 @@ class Trained:
     logits: list[Tensor]
     """Logits of every drafted token, [W] each."""
     draft_ids_W: Tensor | None
+    confidence: list[float]
+    """The estimated acceptance of every drafted token; empty for a draft that makes no estimate."""
 
 
 def compare(draft: Any, family: str, signal: SignalFunction | None, dump: Dump, device: str = "cpu") -> list[Finding]:
@@ -76,7 +78,8 @@ def compare(draft: Any, family: str, signal: SignalFunction | None, dump: Dump, 
         served = _served(block, parity, draft, trained.passes)
         # later blocks also have rows of rejected tokens, batched as the engine likes
         kinds = _pass_differences(trained.passes, served, tolerance) if block.num_output == 1 else iter(())
-        first = next(kinds, None) or next(_token_differences(trained, block, dump.run.dtype), None)
+        first = next(itertools.chain(kinds, _token_differences(trained, block, dump.run.dtype),
+                                     _confidence_differences(trained, block, tolerance)), None)  # fmt: skip
         if first is not None:
             kind, difference = first
             place = f"prompt {block.request}, after {block.num_output} tokens of its answer"
@@ -90,7 +93,8 @@ CURES = {
     "feature": "check the aux layer ids and which side of the final norm the head reads",
     "step 1": "a norm, bias or rotary parameter differs in serving: compare config.json with an export from training",
     "later": "the hidden state fed back differs: check norm_output and on which side of the norm the head feeds back",
-    "tokens": "check d2t and the head's rows (lm_head) in the checkpoint",
+    "tokens": "check d2t and the head's rows (lm_head, markov_head) in the checkpoint",
+    "confidence": "check confidence_head in the checkpoint, and confidence_head_with_markov in config.json",
 }
 
 
@@ -142,6 +146,19 @@ def _token_differences(trained: Trained, block: Block, dtype: str) -> Iterator[t
             yield "tokens", f"draft step {k + 1} proposes token {token}, training would propose {ours}"
 
 
+def _confidence_differences(trained: Trained, block: Block, tolerance: float) -> Iterator[tuple[str, str]]:
+    """Estimates of acceptance other than training's."""
+    if len(trained.confidence) != len(block.confidence):
+        yield (
+            "confidence",
+            f"{len(block.confidence)} acceptances are estimated, training estimates {len(trained.confidence)}",
+        )
+        return
+    for k, (ours, served) in enumerate(zip(trained.confidence, block.confidence, strict=True)):
+        if abs(ours - served) > tolerance:
+            yield "confidence", f"draft step {k + 1} estimates an acceptance of {served:.4f}, training {ours:.4f}"
+
+
 @torch.no_grad()
 def _trained(
     draft: Any,
@@ -156,14 +173,24 @@ def _trained(
     target = None if signal is None else signal(batch)
     steps = draft.draft_steps(batch, target, len(drafted))
     feature_BTD = None if target is None else draft.feature(target)
-    passes, rows = EXPECT[parity](steps, batch, feature_BTD, len(drafted))
-    logits = [(step.head_WD.float() @ hidden_D.float()).cpu() for step, hidden_D in rows]
+    if parity == "block":
+        passes, rows = _block(steps, batch, len(drafted), draft.config.first_slot)
+    else:
+        passes, rows = EXPECT[parity](steps, batch, feature_BTD, len(drafted))
+    logits = [step.logits(torch.tensor([row], device=device), torch.float32)[0].cpu() for step, row in rows]
     ids_W = steps[0].draft_ids_W
-    return Trained(passes=passes, logits=logits, draft_ids_W=None if ids_W is None else ids_W.cpu())
+    return Trained(
+        passes=passes,
+        logits=logits,
+        draft_ids_W=None if ids_W is None else ids_W.cpu(),
+        confidence=[
+            float(step.confidence_BT[0, row].sigmoid()) for step, row in rows if step.confidence_BT is not None
+        ],
+    )
 
 
-Expected = tuple[list[Pass], list[tuple[DraftStep, Tensor]]]
-"""The passes, and the draft step and the hidden state under the logits of every drafted token."""
+Expected = tuple[list[Pass], list[tuple[DraftStep, int]]]
+"""The passes, and the draft step and the row with the logits of every drafted token."""
 
 
 def _recurrent(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
@@ -186,7 +213,7 @@ def _recurrent(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None,
         )
         for k in range(1, num_drafted)
     ]
-    return [first, *later], list(zip(steps, last, strict=False))
+    return [first, *later], [(step, num_rows - 1) for step in steps[:num_drafted]]
 
 
 def _parallel(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
@@ -196,24 +223,26 @@ def _parallel(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, 
     last = [step.hidden_BTD[0, row] for step in steps[:num_drafted]]
     at, feature_1D = torch.tensor([row]), feature_BTD[0, row : row + 1].cpu()
     passes = [Pass(ids_N=None, positions_N=at, feature_ND=feature_1D, hidden_ND=h[None].cpu()) for h in last]
-    return passes, list(zip(steps, last, strict=False))
+    return passes, [(step, row) for step in steps[:num_drafted]]
 
 
-def _block(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
-    """DFlash: the anchor and the masks in one pass. The features went into the cache before, and are not seen here."""
+def _block(steps: list[DraftStep], batch: Batch, num_drafted: int, first_slot: int) -> Expected:
+    """DFlash, DSpark: the anchor and the masks in one pass; the slots from `first_slot` propose.
+
+    The features went into the cache before, and are not seen here.
+    """
     row = batch.input_ids_BT.shape[1] - num_drafted - 2
     last = [step.hidden_BTD[0, row] for step in steps[:num_drafted]]
-    slots = Pass(
-        ids_N=None, positions_N=row + 2 + torch.arange(num_drafted), feature_ND=None, hidden_ND=torch.stack(last).cpu()
-    )
-    return [slots], list(zip(steps, last, strict=False))
+    at_N = row + 1 + first_slot + torch.arange(num_drafted)
+    slots = Pass(ids_N=None, positions_N=at_N, feature_ND=None, hidden_ND=torch.stack(last).cpu())
+    return [slots], [(step, row) for step in steps[:num_drafted]]
 
 
 def _prefix_and_masks(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
     """P-EAGLE: the prefix as in EAGLE, and the masks, which count as a second pass here."""
     (first, *_), rows = _recurrent(steps, batch, feature_BTD, num_drafted)
     masks_at = first.positions_N[-1] + torch.arange(1, num_drafted)
-    hidden = [hidden_D for _, hidden_D in rows[1:]]
+    hidden = [step.hidden_BTD[0, row] for step, row in rows[1:]]
     if not hidden:
         return [first], rows
     masks = Pass(ids_N=None, positions_N=masks_at, feature_ND=None, hidden_ND=torch.stack(hidden).cpu())
@@ -229,17 +258,16 @@ def _autoregressive(steps: list[DraftStep], batch: Batch, _: Tensor | None, num_
         Pass(ids_N=ids_T[a:b], positions_N=torch.arange(a, b), feature_ND=None, hidden_ND=hidden_TD[a:b].cpu())
         for a, b in bounds
     ]
-    return passes, [(steps[0], hidden_TD[length - 1 + k]) for k in range(num_drafted)]
+    return passes, [(steps[0], length - 1 + k) for k in range(num_drafted)]
 
 
 EXPECT = {
     "recurrent": _recurrent,
     "parallel": _parallel,
     "autoregressive": _autoregressive,
-    "block": _block,
     "prefix_and_masks": _prefix_and_masks,
 }
-"""The passes expected of an engine, by `Family.parity`."""
+"""The passes expected of an engine, by `Family.parity`. Those of a block depend on the draft too: `_block`."""
 
 
 def _served(block: Block, parity: Parity, draft: Any, trained: Sequence[Pass]) -> list[Pass]:
@@ -248,9 +276,10 @@ def _served(block: Block, parity: Parity, draft: Any, trained: Sequence[Pass]) -
         (only,) = block.passes
         at, feature_ND = trained[0].positions_N, only["args"][0]
         return [Pass(ids_N=None, positions_N=at, feature_ND=feature_ND, hidden_ND=out) for out in only["out"]]
-    if parity == "block":  # slot 0 holds the anchor and proposes nothing
+    if parity == "block":
         (only,) = block.passes
-        slots = slice(1, 1 + len(block.drafted))
+        first = draft.config.first_slot
+        slots = slice(first, first + len(block.drafted))
         at, hidden_ND = only["positions"][slots], only["out"][draft.engine_output][slots]
         return [Pass(ids_N=None, positions_N=at, feature_ND=None, hidden_ND=hidden_ND)]
     if parity == "prefix_and_masks":

@@ -4,21 +4,24 @@
 
 The file holds a list of `eval.parity.run.EngineRun` as JSON objects. The result of each is saved to the file `out` with
 torch: `outputs` (token ids by prompt) and `blocks`, one per drafted block. A block has `request`, `num_output`
-(tokens emitted before it), `drafted` (token ids) and, for the first blocks of a prompt, `passes`: the drafter's forward
-passes with inputs by name and outputs as a list. Requests run one after the other, so the rows and the
-request of every pass are known.
+(tokens emitted before it), `drafted` (token ids) and, for the first blocks of a prompt, `passes`, the drafter's forward
+passes with inputs by name and outputs as a list, and `confidence`, the estimates of acceptance if there are any.
+Requests run one after the other, so the rows and the request of every pass are known.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# in this process, to reach the drafter; and the V1 runner, because the other one has different names
+# in this process, to reach the drafter; with the V1 runner, unless the caller asks for V2
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -33,13 +36,17 @@ class Recorder:
 
     def __init__(self, runner: Any, prompts: int, blocks_a_prompt: int) -> None:
         self._runner, self._prompts, self._blocks_a_prompt = runner, prompts, blocks_a_prompt
-        self._model = runner.drafter.model
-        self._forward, self._propose = self._model.forward, runner.propose_draft_token_ids
         self._passes: list[dict[str, Any]] | None = None
         self._num_output: dict[str, int] = {}
         self._order: list[str] = []
         self.blocks: list[dict[str, Any]] = []
-        self._model.forward, runner.propose_draft_token_ids = self.forward, self.propose
+        if hasattr(runner, "speculator"):
+            self._model, self._propose = runner.speculator.model, runner.speculator.propose
+            runner.speculator.propose = self.propose_v2
+        else:
+            self._model, self._propose = runner.drafter.model, runner.propose_draft_token_ids
+            runner.propose_draft_token_ids = self.propose_v1
+        self._forward, self._model.forward = self._model.forward, self.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._passes is None:
@@ -49,26 +56,50 @@ class Recorder:
         self._passes.append({**given, "out": copied(out if isinstance(out, list | tuple) else [out])})
         return out
 
-    def propose(self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        request = self._runner.input_batch.req_ids[0]
+    def propose_v1(self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        # rejected places of the block hold -1
+        emitted = sum(int(token) >= 0 for token in sampled_token_ids[0])
+        propose = functools.partial(self._propose, scheduler_output, sampled_token_ids, *args, **kwargs)
+        return self.record(self._runner.input_batch.req_ids[0], emitted, propose)
+
+    def propose_v2(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        num_sampled = inspect.signature(self._propose).bind(input_batch, *args, **kwargs).arguments["num_sampled"]
+        propose = functools.partial(self._propose, input_batch, *args, **kwargs)
+        return self.record(input_batch.req_ids[0], int(num_sampled[0]), propose)
+
+    def record(self, request: str, emitted: int, propose: Callable[[], Any]) -> Any:
+        """The tokens that `propose` drafts for a request that has just emitted so many tokens."""
         if request not in self._num_output:
             self._order.append(request)
         index = self._order.index(request)
-        # rejected places of the block hold -1
-        emitted = sum(int(token) >= 0 for token in sampled_token_ids[0])
         self._num_output[request] = self._num_output.get(request, 0) + emitted
         before = sum(block["request"] == index for block in self.blocks)
         self._passes = [] if index < self._prompts and before < self._blocks_a_prompt else None
-        drafted = self._propose(scheduler_output, sampled_token_ids, *args, **kwargs)
+        drafted = propose()
+        tokens = [int(token) for token in drafted[0]]
         self.blocks.append(
             {
                 "request": index,
                 "num_output": self._num_output[request],
-                "drafted": [int(token) for token in drafted[0]],
+                "drafted": tokens,
                 "passes": self._passes or [],
+                "confidence": self.estimate_confidence(self._passes[-1], tokens) if self._passes else [],
             }
         )
+        self._passes = None
         return drafted
+
+    def estimate_confidence(self, given: dict[str, Any], drafted: list[int]) -> list[float]:
+        """The drafter's estimated acceptance of every token drafted in a pass; empty for a drafter without one.
+
+        vLLM computes it for adaptive verification only, which no CPU runs, so the drafter's modules are called here.
+        """
+        if getattr(getattr(self._model, "model", None), "confidence_head", None) is None:
+            return []
+        before = torch.tensor([int(given["input_ids"][0]), *drafted[:-1]])
+        hidden, device = given["out"][0][-len(drafted) :], next(self._model.parameters()).device
+        estimated = self._model.compute_confidence(hidden.to(device), self._model.markov_embed(before.to(device)))
+        return [float(each) for each in estimated]
 
 
 def copied(value: Any) -> Any:

@@ -56,6 +56,8 @@ class Block:
     drafted: list[int]
     passes: list[dict[str, Any]]
     """The drafter's forward passes: `args` and keyword arguments by name, `out` as a list; empty if not recorded."""
+    confidence: list[float] = field(default_factory=list)
+    """The estimated acceptance of every drafted token; empty if the drafter has none, or it was not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +93,10 @@ class Dump:
         return sum(self.counts_by_prompt(), AcceptanceCounts.zero(self.run.num_speculative_tokens))
 
 
-def run_engine(runs: Sequence[EngineRun], folder: Path) -> list[Dump]:
+def run_engine(runs: Sequence[EngineRun], folder: Path, environment: Mapping[str, str] | None = None) -> list[Dump]:
     """Run the engines one after the other in one process; files and log go to `folder`.
+
+    `environment` is added to the process's variables. With VLLM_USE_V2_MODEL_RUNNER=1 it runs vLLM's V2 model runner.
 
     Raises: ChildProcessError with the engine's message.
     """
@@ -102,8 +106,8 @@ def run_engine(runs: Sequence[EngineRun], folder: Path) -> list[Dump]:
     spec, log = folder / "runs.json", folder / "vllm.log"
     spec.write_text(json.dumps(jobs))
     # torch and vLLM in one process share OpenMP on a CPU, and several threads wait for each other
-    env = {"OMP_NUM_THREADS": "1"} if engine_is_cpu() else {}
-    env |= {"VLLM_NO_USAGE_STATS": "1"}
+    threads = {"OMP_NUM_THREADS": "1"} if engine_is_cpu() else {}
+    env = {**(environment or {}), **threads, "VLLM_NO_USAGE_STATS": "1"}
     with process_group([sys.executable, "-m", "redraft.eval.parity.dump", str(spec)], log=log, env=env) as process:
         _wait(process)
         if process.returncode:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import model_runners
 import pytest
 import torch
 from make_heads import make_random, make_target
@@ -19,9 +21,9 @@ from transformers import (
 )
 
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.eval.parity.compare import compare
+from redraft.eval.parity.compare import CURES, compare
 from redraft.eval.parity.run import Dump, EngineRun, run_engine
-from redraft.heads.families import dflash, eagle1, eagle3, medusa, mtp, peagle
+from redraft.heads.families import dflash, dspark, eagle1, eagle3, medusa, mtp, peagle
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.nn.layers import LlamaShape
@@ -142,6 +144,26 @@ VARIANTS: dict[str, Callable[[Path], Served]] = {
 }
 
 
+def make_dspark(folder: Path, ids: Any, **options: Any) -> Served:
+    def make(target: Target) -> Any:
+        return dspark.DSpark(dspark.Config(mask_token_id=255, num_layers=2, markov_rank=16, **options), target, ids)
+
+    return make_served(folder, "dspark", make)
+
+
+ON_V2: dict[str, Callable[[Path], Served]] = {
+    "dflash: two layers": VARIANTS["dflash: two layers"],
+    "dspark: from the anchor": lambda folder: make_dspark(folder, None, aux_layer_ids=(1, 4), block_size=NUM_TOKENS),
+    "dspark: from the first mask, no confidence, a longer block than is served": lambda folder: make_dspark(
+        folder, None, aux_layer_ids=(1, 4), block_size=8, sample_from_anchor=False, confidence_head=False
+    ),
+    "dspark: reduced vocabulary, a longer block than is served": lambda folder: make_dspark(
+        folder, torch.arange(1, 256, 2), aux_layer_ids=(1, 2, 5), block_size=7
+    ),
+}
+"""Run by vLLM's V2 model runner, which alone has DSpark."""
+
+
 def engine_run(served: Served, **options: Any) -> EngineRun:
     _, _, target, speculative = served
     speculative = {"num_speculative_tokens": NUM_TOKENS, **speculative}
@@ -157,6 +179,15 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Served, D
     return {name: (each, dump) for (name, each), dump in zip(served.items(), ran, strict=True)}
 
 
+@pytest.fixture(scope="module")
+def dumps_of_v2(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Served, Dump]]:
+    environment = model_runners.environment("v2")
+    folder = tmp_path_factory.mktemp("parity-v2")
+    served = {name: make(folder / str(i)) for i, (name, make) in enumerate(ON_V2.items())}
+    ran = run_engine([engine_run(each) for each in served.values()], folder, environment)
+    return {name: (each, dump) for (name, each), dump in zip(served.items(), ran, strict=True)}
+
+
 def assert_serving_sees_what_training_saw(family: str, served: Served, dump: Dump) -> None:
     draft, model, _, _ = served
     assert len(dump.recorded()) >= 6
@@ -168,6 +199,35 @@ def assert_serving_sees_what_training_saw(family: str, served: Served, dump: Dum
 @pytest.mark.parametrize("name", VARIANTS)
 def test_serving_sees_what_training_saw(name: str, dumps: dict[str, tuple[Served, Dump]]) -> None:
     assert_serving_sees_what_training_saw(name.split(":")[0], *dumps[name])
+
+
+@pytest.mark.parametrize("name", ON_V2)
+def test_serving_by_v2_sees_what_training_saw(name: str, dumps_of_v2: dict[str, tuple[Served, Dump]]) -> None:
+    served, dump = dumps_of_v2[name]
+    assert_serving_sees_what_training_saw(name.split(":")[0], served, dump)
+    estimates = sum(len(block.confidence) for block in dump.recorded())
+    has_confidence = getattr(served[0], "confidence_head", None) is not None
+    assert estimates == (NUM_TOKENS * len(dump.recorded()) if has_confidence else 0)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        ("markov_head.markov_w1.weight", "tokens"),
+        ("markov_head.markov_w2.weight", "tokens"),
+        ("confidence_head.proj.bias", "confidence"),
+        ("norm.weight", "step 1"),
+    ],
+)
+def test_another_dspark_head_than_the_one_served_is_told(
+    tensor: str, kind: str, dumps_of_v2: dict[str, tuple[Served, Dump]]
+) -> None:
+    (head, model, _, _), dump = dumps_of_v2["dspark: from the anchor"]
+    other = copy.deepcopy(head)
+    with torch.no_grad():
+        other.get_parameter(tensor).neg_()
+    found = compare(other, "dspark", InProcessTarget(model, head.aux_layer_ids), dump)
+    assert CURES[kind] in [finding.cure for finding in found]
 
 
 def make_native_target(layout: str) -> Any:
