@@ -15,11 +15,12 @@ import re
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -255,7 +256,7 @@ class Endpoint:
         return all(rank["ok"] for rank in await self._ask("redraft_restore"))
 
     async def _ask(self, method: str, *args: Any) -> list[Any]:
-        """The answers of all ranks.
+        """The answers of all ranks of all replicas, to a method of the worker.
 
         vLLM never answers a call that was running when its engine died. A server ends only after its last request, so
         one such call would keep a dead server from being started again.
@@ -263,7 +264,7 @@ class Endpoint:
         Raises:
             HTTPException: 503, if the engine dies meanwhile.
         """
-        call: asyncio.Future[list[Any]] = asyncio.ensure_future(self.engine.collective_rpc(method, args=args))
+        call = asyncio.ensure_future(self._ask_replicas(method, args))
         try:
             while not (await asyncio.wait({call}, timeout=DEATH_POLL_S))[0]:
                 if self.engine.errored:
@@ -272,13 +273,23 @@ class Endpoint:
         finally:
             call.cancel()
 
+    async def _ask_replicas(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        """With data parallelism each replica has an engine. vLLM's `collective_rpc` asks all engines, but returns only
+        the first one's answers."""
+        ask_all = getattr(getattr(self.engine, "engine_core", None), "call_utility_all_async", None)
+        if ask_all is None:  # e.g. an engine in this process
+            answers: list[Any] = await self.engine.collective_rpc(method, args=args)
+            return answers
+        return list(chain.from_iterable(await ask_all("collective_rpc", method, None, args, None)))
+
     async def _status(self) -> dict[str, Any]:
         import vllm
 
         ranks = await self._ask("redraft_status")
-        recording = next((rank for rank in ranks if rank["capture"]), ranks[0])
+        recording = [rank for rank in ranks if rank["capture"]]
         return {
-            **recording,
+            **(recording or ranks)[0],
+            "capture": _add_up([rank["capture"] for rank in recording]) if recording else None,
             "vllm_version": vllm.__version__,
             "registry": self._registry_id,
             "num_ranks": len(ranks),
@@ -327,6 +338,16 @@ def authorize(request: Request, config: PluginConfig) -> None:
     given = request.headers.get("authorization", "")
     if not hmac.compare_digest(given.encode(), f"Bearer {config.token}".encode()):
         raise HTTPException(401, "wrong or missing bearer token", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _add_up(captures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The sums of all counters; of each text, the first that is not empty."""
+    names = dict.fromkeys(chain.from_iterable(captures))
+    values = {name: [capture[name] for capture in captures if name in capture] for name in names}
+    return {
+        name: next(filter(None, found), "") if isinstance(found[0], str) else sum(found)
+        for name, found in values.items()
+    }
 
 
 def _is_local(host: str | None) -> bool:

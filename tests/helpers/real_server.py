@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +85,18 @@ class Server:
 
 @contextlib.contextmanager
 def running_server(
-    target: Path, registry: Path, folder: Path, options: list[str], ingest: str = ""
+    target: Path,
+    registry: Path,
+    folder: Path,
+    options: list[str],
+    ingest: str = "",
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """Run `redraft serve` with these options while the block runs. The log, and the spool if any, are in `folder`."""
+    """Run `redraft serve` with these options and arguments of vLLM while the block runs.
+
+    The log, and the spool if any, are in `folder`.
+    """
     port = free_port()
     records = ("--capture.ingest", ingest) if ingest else ("--capture.spool", str(folder / "spool"))
     command = [
@@ -96,10 +105,11 @@ def running_server(
         *("--served-model-name", "m", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"),
         *("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--kv-cache-memory-bytes", str(64 << 20)),
         *("--max-logprobs", "40", "--per-request-spec-decode-metrics", "summary"),
+        *arguments,
     ]
-    environment = os.environ | {"REDRAFT_TOKEN": TOKEN, "VLLM_LOGGING_LEVEL": "INFO"}
+    variables = os.environ | {"REDRAFT_TOKEN": TOKEN, "VLLM_LOGGING_LEVEL": "INFO"} | (environment or {})
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, process_group=0)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=variables, process_group=0)
     server = Server(f"http://127.0.0.1:{port}", registry, folder / "spool", folder / "log")
     try:
         wait_until_healthy(server, process)

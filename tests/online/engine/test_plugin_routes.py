@@ -125,6 +125,38 @@ def test_where_a_rank_fails_half_way_every_rank_gets_the_last_good_draft_back(re
     assert calls == [*READ, "pause", "redraft_load", *READ, "redraft_restore", "resume", "redraft_discard"]
 
 
+class Replicas(Engine):
+    """Two engines of two ranks each, as with data parallelism: the second one answers as told, the first one well."""
+
+    @property
+    def engine_core(self) -> Replicas:
+        return self
+
+    async def call_utility_all_async(self, utility: str, method: str, *rest: Any) -> list[list[Any]]:
+        assert (utility, rest[0], rest[2]) == ("collective_rpc", None, None)
+        told = await self.collective_rpc(method, rest[1])
+        well = {"redraft_load": [LOADED] * 2, "redraft_restore": [LOADED] * 2}
+        return [well.get(method, told), told]
+
+
+def test_a_rank_that_fails_in_another_replica_fails_the_swap(registry):
+    engine = Replicas({"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED, BROKEN]}
+                      | {"redraft_restore": [LOADED, LOADED]})  # fmt: skip
+    answer = make_client(registry, engine).post("/redraft/swap", json={"version": "v000002"})
+    assert (answer.status_code, "v000001 was restored" in answer.text) == (500, True)
+    assert "redraft_commit" not in engine.calls
+
+
+def test_the_counters_of_all_replicas_are_added_up(registry):
+    status = {"draft_version": "v000001", "draft_intact": True, "target_intact": True, "target_fingerprint": "target"}
+    capture = {"records": 3, "last_error": "", "spool_files": 1}
+    ranks = [status | {"capture": capture}, status | {"capture": None}]
+    engine = Replicas({"redraft_status": ranks})
+    found = make_client(registry, engine).get("/redraft/status").json()
+    assert found["capture"] == {"records": 6, "last_error": "", "spool_files": 2}
+    assert found["num_ranks"] == 4
+
+
 def test_where_nothing_was_touched_nothing_is_put_back(registry):
     answer, calls = swap(registry, redraft_load=[REFUSED, REFUSED])
     assert (answer.status_code, "still serving v000001" in answer.text) == (409, True)
