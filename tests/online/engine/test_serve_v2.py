@@ -1,0 +1,64 @@
+"""`redraft serve` on vLLM's V2 model runner, from request to record; its kernels run in Triton's interpreter."""
+
+import model_runners
+import numpy as np
+import pytest
+import torch
+from real_server import COPY, RANDOM, running_server
+from transformers import LlamaForCausalLM
+
+from redraft.online.records.record import training_sequences
+
+
+def make_prompts(seed, *lengths):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(8, 500, length).tolist() for length in lengths]
+
+
+def accepted(responses):
+    """Accepted tokens per step, of 3, of each response."""
+    return [response["metrics"]["speculative_decoding"]["mean_acceptance_length"] - 1 for response in responses]
+
+
+def texts(responses):
+    return [response["choices"][0]["token_ids"] for response in responses]
+
+
+def require_log_probs_of(model, record):
+    """The recorded log-probabilities are those of Hugging Face's forward pass."""
+    for sequence in training_sequences(record):
+        log_probs_TV = model(torch.tensor(sequence.input_ids_T)[None].long()).logits[0].log_softmax(-1).numpy()
+        wanted_RK = np.take_along_axis(log_probs_TV[sequence.rows_R], sequence.topk_ids_RK.astype(np.int64), -1)
+        np.testing.assert_allclose(sequence.topk_log_probs_RK, wanted_RK, atol=1e-3)
+
+
+@pytest.mark.vllm
+@torch.no_grad()
+def test_serve_on_v2_answers_swaps_and_records(random_target, registry, tmp_path):
+    model = LlamaForCausalLM.from_pretrained(random_target, dtype=torch.float32).eval()
+    prompts = make_prompts(0, 20, 90)  # the second one is read in two chunks
+    wanted = [
+        model.generate(
+            torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False, eos_token_id=None
+        )[0, len(prompt):].tolist()
+        for prompt in prompts
+    ]  # fmt: skip
+    with running_server(random_target, registry, tmp_path, [], environment=model_runners.environment("v2")) as server:
+        status = server.status()
+        assert status["runner"] == "V2 model runner"
+        assert (status["capture_off"], status["swap_off"], status["draft_version"]) == ("", "", RANDOM)
+        before = [server.complete(prompt, ignore_eos=True) for prompt in prompts]
+        report = server.swap(COPY)
+        assert report["target_checksum_before"] == report["target_checksum_after"]
+        after = [server.complete(prompt, ignore_eos=True) for prompt in prompts]
+        status = server.status()
+        assert (status["draft_version"], status["draft_intact"], status["num_swaps"]) == (COPY, True, 1)
+        assert texts(before) == texts(after) == wanted
+        assert max(accepted(before)) < 0.5
+        assert min(accepted(after)) > 2.8
+        for responses, version in ((before, RANDOM), (after, COPY)):
+            records = server.records(responses)
+            assert {record.draft_version for record in records} == {version}
+            for record in records:
+                require_log_probs_of(model, record)
+        assert status["capture"]["captured_requests"] == len(before + after)
