@@ -110,6 +110,7 @@ class Endpoint:
             if status.get("swap_off"):
                 raise HTTPException(409, f"this server cannot swap drafts: {status['swap_off']}")
             serving = status["draft_version"]
+            await self._require_awake()
             try:
                 async with asyncio.timeout(STAGE_TIMEOUT_S):
                     found = await self._find(asked)
@@ -206,6 +207,7 @@ class Endpoint:
 
     async def _exchange(self, found: _Found, serving: str) -> dict[str, Any]:
         """Load the staged version on all ranks while the engine pauses."""
+        await self._require_awake()
         began_s = time.perf_counter()
         try:
             async with asyncio.timeout(PAUSE_TIMEOUT_S):
@@ -220,12 +222,24 @@ class Endpoint:
         pause_ms = 1e3 * (time.perf_counter() - began_s)
         return {"version": found.name, "previous": serving, "swapped": True, "pause_ms": pause_ms, **loaded}
 
+    async def _require_awake(self) -> None:
+        """Refuse to touch an engine that somebody has put to sleep or paused: a swap would also resume it."""
+        if await self._while_alive(self.engine.is_sleeping()):
+            raise HTTPException(409, "the engine sleeps or is paused: wake it up, then swap again")
+
     async def _resume(self) -> None:
+        """Resume, unless the engine fell asleep meanwhile: then it is resumed when it is woken up."""
         try:
             async with asyncio.timeout(RESUME_TIMEOUT_S):
-                await self.engine.resume_generation()
+                if not await self._is_asleep():
+                    await self.engine.resume_generation()
         except TimeoutError:
             raise HTTPException(504, "the engine does not answer: restart this server") from None
+
+    async def _is_asleep(self) -> bool:
+        with suppress(Exception):  # a server that cannot say is resumed
+            return any(rank["asleep"] for rank in await self._ask("redraft_status"))
+        return False
 
     async def _load(self, version: str, folder: str, serving: str) -> dict[str, Any]:
         """Load on all ranks. If any rank fails, restore the last good draft on all of them."""
@@ -256,7 +270,11 @@ class Endpoint:
         return all(rank["ok"] for rank in await self._ask("redraft_restore"))
 
     async def _ask(self, method: str, *args: Any) -> list[Any]:
-        """The answers of all ranks of all replicas, to a method of the worker.
+        """The answers of all ranks of all replicas, to a method of the worker."""
+        return await self._while_alive(self._ask_replicas(method, args))
+
+    async def _while_alive(self, call: Awaitable[T]) -> T:
+        """The result of a call to the engine.
 
         vLLM never answers a call that was running when its engine died. A server ends only after its last request, so
         one such call would keep a dead server from being started again.
@@ -264,14 +282,14 @@ class Endpoint:
         Raises:
             HTTPException: 503, if the engine dies meanwhile.
         """
-        call = asyncio.ensure_future(self._ask_replicas(method, args))
+        running = asyncio.ensure_future(call)
         try:
-            while not (await asyncio.wait({call}, timeout=DEATH_POLL_S))[0]:
+            while not (await asyncio.wait({running}, timeout=DEATH_POLL_S))[0]:
                 if self.engine.errored:
                     raise HTTPException(503, "the engine has died: start this server again")
-            return call.result()
+            return running.result()
         finally:
-            call.cancel()
+            running.cancel()
 
     async def _ask_replicas(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         """With data parallelism each replica has an engine. vLLM's `collective_rpc` asks all engines, but returns only
@@ -299,6 +317,7 @@ class Endpoint:
             "draft_intact": all(rank["draft_intact"] for rank in ranks)
             and len({rank["draft_version"] for rank in ranks}) == 1,
             "target_intact": all(rank["target_intact"] for rank in ranks),
+            "asleep": any(rank["asleep"] for rank in ranks),
         }
 
 

@@ -20,6 +20,7 @@ from redraft.heads.files.folder import model_folder
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig, PluginConfig, read_config
 from redraft.online.engine.runners import describe_runner, find_runner, install_capture
+from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.staging import Staging
 from redraft.online.engine.swap import UNSUPPORTED_METHODS, checksum, load_draft, shared_modules
 from redraft.online.fleet.registry import hash_manifest
@@ -55,6 +56,8 @@ class WorkerState:
     """The draft being read, or in memory."""
     stuck: list[Staging] = field(default_factory=list)
     """Abandoned reads whose threads have not ended."""
+    asleep: set[str] = field(default_factory=set)
+    """Parts of the worker's memory that are not there while it sleeps."""
     num_swaps: int = 0
     capture: Capture | None = None
 
@@ -102,6 +105,8 @@ def install(worker: Any) -> None:
     if config.capture is not None and not state.capture_off:
         with _switching_off(state, "capture"):
             _start_capture(worker, config.capture)
+    with _switching_off(state, "swap"):
+        watch_sleep(worker)
     what = "records" if state.capture else "records nothing"
     logger.info("redraft: vLLM's %s, %s, draft %s", state.runner, what, state.draft_version or "none")
 
@@ -150,6 +155,7 @@ def redraft_status(worker: Any) -> dict[str, Any]:
         "server_id": state.server_id,
         "draft_version": state.draft_version,
         "draft_intact": state.is_draft_intact,
+        "asleep": bool(state.asleep),
         "manifest_sha256": state.manifest_sha256,
         "method": speculative.method if speculative else None,
         "num_speculative_tokens": speculative.num_speculative_tokens if speculative else 0,
@@ -213,7 +219,10 @@ def redraft_load(worker: Any, folder: str) -> dict[str, Any]:
 
     It counts as intact after `redraft_commit`: another rank may have failed.
     """
-    staging: Staging | None = worker.redraft.staging
+    state: WorkerState = worker.redraft
+    staging = state.staging
+    if state.asleep:
+        return {"ok": False, "touched": False, "error": "the engine fell asleep meanwhile: wake it up, then swap again"}
     if staging is None or staging.folder != Path(folder) or not staging.is_done or staging.error:
         return {"ok": False, "touched": False, "error": f"{folder} was not read into memory"}
     return _load(worker, staging)
@@ -232,7 +241,7 @@ def redraft_commit(worker: Any, folder: str, version: str) -> None:
     state: WorkerState = worker.redraft
     state.draft_folder, state.draft_version = Path(folder), version
     state.manifest_sha256 = state.staging.manifest_sha256 if state.staging else ""
-    state.is_draft_intact = True
+    state.is_draft_intact = not state.asleep  # if it fell asleep after the load, the draft is loaded when it wakes up
     state.num_swaps += 1
     if state.capture:
         state.capture.draft_version = version

@@ -2,8 +2,16 @@
 
     python run_swaps.py '{"target": folder, "draft": folder, "method": "eagle3", "swaps": [["load", folder], ...]}'
 
-Swaps: `load FOLDER`, `fail FOLDER` (the disk goes away after three tensors), `restore`. Prints one line of JSON: for
-the start and for each swap `result` (the worker's answer), `status`, `output` (token ids) and `accepted`.
+Swaps:
+    load FOLDER         swap
+    fail FOLDER         the disk goes away after three tensors
+    restore             load the last good draft
+    forget FOLDER       the worker's memory holds that draft, and it does not know
+    damage FOLDER       a bit on the disk is another one
+    sleep LEVEL FOLDER  sleep, and wake up part by part; a CPU worker keeps its memory, so level 2 forgets here
+
+Prints one line of JSON: for the start and for each swap `result` (what the worker said), `status`, `output` (token ids)
+and `accepted`.
 """
 
 from __future__ import annotations
@@ -12,10 +20,13 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 os.environ.setdefault("VLLM_PLUGINS", "redraft")
+
+from redraft.online.engine.swap import load_draft
 
 
 def stage(worker: Any, folder: str | None) -> dict[str, Any]:
@@ -61,6 +72,44 @@ def fail(worker: Any, folder: str) -> dict[str, Any]:
         draft.load_weights = whole
 
 
+def forget(worker: Any, folder: str) -> None:
+    runner = worker.model_runner
+    files = [Path(folder) / "model.safetensors"]
+    load_draft(runner.get_draft_model(), runner.get_model(), files, worker.vllm_config, worker.device)
+
+
+def damage(worker: Any, folder: str) -> None:
+    file = Path(folder) / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def forget_in_sleep(worker: Any, folder: str) -> None:
+    fall_asleep = worker.sleep
+
+    def fall_asleep_and_forget(level: int = 1) -> None:
+        fall_asleep(level)
+        if level == 2:
+            forget(worker, folder)
+
+    worker.sleep = fall_asleep_and_forget
+
+
+def sleep(llm: Any, level: int, folder: str) -> dict[str, Any]:
+    llm.collective_rpc(forget_in_sleep, args=(folder,))
+    llm.sleep(level)
+    (staged,), (load,) = llm.collective_rpc(stage, args=(folder,)), llm.collective_rpc("redraft_load", args=(folder,))
+    (asleep,) = llm.collective_rpc("redraft_status")
+    llm.wake_up(["weights"])
+    (half_awake,) = llm.collective_rpc("redraft_status")
+    llm.wake_up(["kv_cache"])
+    return {"staged": staged, "load": load, "asleep": asleep, "half_awake": half_awake}
+
+
+METHODS = {"load": load, "fail": fail, "restore": restore, "forget": forget, "damage": damage}
+
+
 def main(spec: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
@@ -93,8 +142,11 @@ def main(spec: dict[str, Any]) -> None:
 
     reports = [report(None)]
     for name, *arguments in spec["swaps"]:
-        method = {"load": load, "fail": fail, "restore": restore}[name]
-        reports.append(report(llm.collective_rpc(method, args=tuple(arguments))[0]))
+        if name == "sleep":
+            result = sleep(llm, *arguments)
+        else:
+            (result,) = llm.collective_rpc(METHODS[name], args=tuple(arguments))
+        reports.append(report(result))
     print("REPORT", json.dumps(reports))
 
 

@@ -1,6 +1,8 @@
-"""A plugin of vLLM that lets the next load of a draft fail in the second of two replicas.
+"""A plugin of vLLM that plants faults.
 
-It fails once, after the file named by FAIL_NEXT_LOAD has been made, and removes the file.
+The next load of a draft fails in the second of two replicas, once the file named by FAIL_NEXT_LOAD has been made. The
+file is removed then. A worker that sleeps at level 2 has the draft of the folder FORGET_FOR in its memory: on a GPU the
+memory would hold anything, on a CPU all would stay as it was.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from typing import Any
 
 
 def register() -> None:
-    from redraft.online.engine import worker
+    from redraft.online.engine import worker as engine_worker
 
-    load = worker.load_draft
-    marker = Path(os.environ["FAIL_NEXT_LOAD"])
+    load, watch_sleep = engine_worker.load_draft, engine_worker.watch_sleep
+    marker, forgotten = Path(os.environ["FAIL_NEXT_LOAD"]), Path(os.environ["FORGET_FOR"]) / "model.safetensors"
 
     def load_or_fail(draft: Any, target: Any, files: Any, vllm_config: Any, device: Any) -> None:
         # not data_parallel_rank: for a dense target vLLM sets it to 0 in all replicas
@@ -23,4 +25,15 @@ def register() -> None:
             raise OSError("the disk went away")
         load(draft, target, files, vllm_config, device)
 
-    worker.load_draft = load_or_fail
+    def watch_sleep_of_a_forgetful(worker: Any) -> None:
+        sleep, runner = worker.sleep, worker.model_runner
+
+        def sleep_and_forget(level: int = 1) -> None:
+            sleep(level)
+            if level == 2:
+                load(runner.get_draft_model(), runner.get_model(), [forgotten], worker.vllm_config, worker.device)
+
+        worker.sleep = sleep_and_forget
+        watch_sleep(worker)
+
+    engine_worker.load_draft, engine_worker.watch_sleep = load_or_fail, watch_sleep_of_a_forgetful

@@ -1,4 +1,4 @@
-"""Several replicas in one server (data parallelism), in a real vLLM: all of them swap, or none."""
+"""Several replicas in one server (data parallelism), in a real vLLM: all of them swap, or none, and all can sleep."""
 
 import os
 import threading
@@ -20,9 +20,14 @@ def marker(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def replicas(random_target, registry, marker, tmp_path_factory):
-    """A server of two replicas; the second one's next load fails once `marker` is there."""
-    path = ":".join([str(FAULTS), os.environ.get("PYTHONPATH", "")])
-    environment = {"PYTHONPATH": path, "VLLM_PLUGINS": "planted_faults", "FAIL_NEXT_LOAD": str(marker)}
+    """A server of two replicas, with planted faults, and with vLLM's routes for sleep."""
+    environment = {
+        "PYTHONPATH": ":".join([str(FAULTS), os.environ.get("PYTHONPATH", "")]),
+        "VLLM_PLUGINS": "planted_faults",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "FAIL_NEXT_LOAD": str(marker),
+        "FORGET_FOR": str(registry / RANDOM),
+    }
     folder = tmp_path_factory.mktemp("replicas")
     arguments = ["--data-parallel-size", "2"]
     with running_server(random_target, registry, folder, [], arguments=arguments, environment=environment) as server:
@@ -120,3 +125,22 @@ def test_a_swap_is_done_in_all_replicas_or_in_none(replicas, marker):
     assert len({record.server_id for record in records}) == 2, "both replicas record"
     assert {record.draft_version for record in records} == {RANDOM, COPY, NOISY}
     assert replicas.status()["capture"]["captured_requests"] == len(asked), "the sum of both"
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_server_that_sleeps_is_not_swapped_and_wakes_up_with_its_draft(replicas):
+    replicas.swap(COPY)
+    for level, is_intact in ((1, True), (2, False), (0, True)):
+        assert replicas.http.post("/sleep", params={"level": level}).status_code == 200
+        status = replicas.status()
+        assert (status["asleep"], status["draft_intact"]) == (level > 0, is_intact)
+        answer = replicas.http.post("/redraft/swap", json={"version": NOISY})
+        assert (answer.status_code, "sleeps or is paused: wake it up" in answer.text) == (409, True), answer.text
+        assert replicas.http.get("/is_sleeping").json() == {"is_sleeping": True}, "the swap resumed it"
+        replicas.http.post("/wake_up", params={} if level else {"tags": "scheduling"}).raise_for_status()
+        status = replicas.status()
+        assert (status["asleep"], status["draft_intact"], status["draft_version"]) == (False, True, COPY)
+        for replica, prompt in enumerate(make_prompts(5 + level, 2)):
+            assert accepted([ask(replicas, replica, prompt)])[0] > 2.8
+    replicas.swap(NOISY)

@@ -41,11 +41,18 @@ class Engine:
     dies_in: str = ""
     """The method in which the engine dies. As in vLLM, it is never answered."""
     errored: bool = False
+    is_asleep: bool = False
+    falls_asleep_in: str = ""
+    """The method in which somebody else puts the engine to sleep."""
+
+    async def is_sleeping(self) -> bool:
+        return self.is_asleep
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        self.calls.append(method)
+        if method != "redraft_status":
+            self.calls.append(method)
         status = {"draft_version": "v000001", "draft_intact": True, "target_intact": True}
-        status |= {"target_fingerprint": "target", "capture": None}
+        status |= {"target_fingerprint": "target", "capture": None, "asleep": self.is_asleep}
         answer = {
             "redraft_status": [status] * 2,
             "redraft_stage": [{"ok": True}] * 2,
@@ -56,6 +63,7 @@ class Engine:
         if method == self.dies_in:
             self.errored = True
             await asyncio.Event().wait()
+        self.is_asleep |= method == self.falls_asleep_in
         if method == "redraft_load":
             await asyncio.sleep(self.load_s)
         if not answer:
@@ -96,7 +104,7 @@ def swap(registry, load_s=0.0, body=None, **answers):
     engine = Engine({"redraft_staged": [staged(registry)] * 2} | answers, load_s=load_s)
     client = make_client(registry, engine)
     answer = client.post("/redraft/swap", json=body or {"version": "v000002"})
-    return answer, engine.calls[1:]
+    return answer, engine.calls
 
 
 @pytest.mark.parametrize("method", ["redraft_status", "redraft_stage", "redraft_load"])
@@ -149,6 +157,7 @@ def test_a_rank_that_fails_in_another_replica_fails_the_swap(registry):
 
 def test_the_counters_of_all_replicas_are_added_up(registry):
     status = {"draft_version": "v000001", "draft_intact": True, "target_intact": True, "target_fingerprint": "target"}
+    status |= {"asleep": False}
     capture = {"records": 3, "last_error": "", "spool_files": 1}
     ranks = [status | {"capture": capture}, status | {"capture": None}]
     engine = Replicas({"redraft_status": ranks})
@@ -178,6 +187,22 @@ def test_generation_is_resumed_whatever_happens(registry):
     answer, calls = swap(registry, redraft_load=[])
     assert answer.status_code == 500
     assert calls[-2:] == ["resume", "redraft_discard"]
+
+
+@pytest.mark.parametrize("falls_asleep_in", ["", "redraft_staged"])
+def test_an_engine_that_sleeps_is_left_alone(registry, falls_asleep_in):
+    engine = Engine({"redraft_staged": [staged(registry)] * 2}, falls_asleep_in=falls_asleep_in)
+    engine.is_asleep = not falls_asleep_in
+    answer = make_client(registry, engine).post(SWAP, json=BODY)
+    assert (answer.status_code, "the engine sleeps or is paused: wake it up" in answer.text) == (409, True)
+    assert not {"pause", "redraft_load", "resume"} & set(engine.calls)
+
+
+def test_an_engine_that_falls_asleep_during_a_swap_is_resumed_by_whoever_wakes_it(registry):
+    answers = {"redraft_staged": [staged(registry)] * 2, "redraft_load": [REFUSED, REFUSED]}
+    engine = Engine(answers, falls_asleep_in="redraft_load")
+    assert make_client(registry, engine).post(SWAP, json=BODY).status_code == 409
+    assert engine.calls == [*READ, "pause", "redraft_load", "redraft_discard"]
 
 
 def test_tokens_are_compared_in_constant_time(registry, monkeypatch):
@@ -238,7 +263,7 @@ def test_a_storage_that_hangs_in_the_api_process_leaves_other_routes_alone(regis
             asked.join()
             assert codes[-1] == (504 if number < plugin_routes.MAX_STUCK_READS else 503)
     hangs.set()
-    assert set(engine.calls) == {"redraft_status"}
+    assert engine.calls == []
 
 
 def test_a_load_that_hangs_is_given_up_and_generation_resumed(registry, monkeypatch):
@@ -297,6 +322,7 @@ def test_a_server_whose_registry_has_no_id_stays_with_the_first_learner(registry
 def test_the_same_name_with_other_bytes_is_not_served_already(registry):
     publish(registry / "v000001", lambda folder: (folder / "weights").touch(), {"target_fingerprint": "target"})
     status = {"draft_version": "v000001", "draft_intact": True, "target_intact": True, "target_fingerprint": "target"}
+    status |= {"asleep": False}
     for manifest, is_swapped in ((hash_manifest(registry / "v000001"), False), ("0" * 64, True), ("", False)):
         ranks = [status | {"capture": None, "manifest_sha256": manifest}]
         answer, _ = swap(

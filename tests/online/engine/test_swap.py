@@ -1,6 +1,7 @@
 """Swapping a draft: the parts on small modules, then under load in the real engine."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -339,6 +340,40 @@ def test_a_draft_swapped_on_v2_accepts_like_one_loaded_at_the_start(random_targe
         assert report["result"]["checksum_before"] == report["result"]["checksum_after"]
     assert start["output"] == swapped["output"] == fresh["output"] == back["output"]
     assert start["accepted"] == back["accepted"] < swapped["accepted"] == fresh["accepted"]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.slow)])
+def test_the_draft_is_there_again_after_sleep(random_target, registry, runner):
+    random, noisy, copy = (str(registry / version) for version in ("v000001", "v000003", "v000002"))
+    swaps = [["forget", random], ["load", copy], ["sleep", 1, random], ["sleep", 2, random]]
+    start, forgotten, swapped, light, deep = run_swaps(random_target, noisy, "draft_model", swaps, runner)
+    assert forgotten["accepted"] < start["accepted"] < swapped["accepted"], "what level 2 would do without us"
+    for level, report in enumerate((light, deep), 1):
+        assert report["accepted"] == swapped["accepted"]
+        assert report["output"] == start["output"]
+        told = report["result"]
+        assert (told["staged"]["ok"], told["load"]["ok"], told["load"]["touched"]) == (True, False, False)
+        assert "fell asleep" in told["load"]["error"]
+        is_intact = [told["asleep"]["draft_intact"], told["half_awake"]["draft_intact"]]
+        assert is_intact == [level == 1, True]
+        asleep = [status["asleep"] for status in (told["asleep"], told["half_awake"], report["status"])]
+        assert asleep == [True, True, False]
+        assert (report["status"]["draft_version"], report["status"]["draft_intact"]) == ("swapped", True)
+
+
+@pytest.mark.vllm
+def test_a_draft_that_cannot_be_loaded_after_sleep_is_told(random_target, registry, tmp_path):
+    """The server wakes up all the same, and the next swap mends it."""
+    random, copy = str(registry / "v000001"), str(registry / "v000002")
+    served = str(shutil.copytree(copy, tmp_path / "served"))
+    swaps = [["load", served], ["damage", served], ["sleep", 2, random], ["load", copy]]
+    start, swapped, _, woken, mended = run_swaps(random_target, random, "draft_model", swaps)
+    assert woken["status"]["draft_intact"] is False
+    assert woken["status"]["asleep"] is False
+    assert woken["output"] == start["output"]
+    assert woken["accepted"] == start["accepted"] < swapped["accepted"] == mended["accepted"]
+    assert mended["status"]["draft_intact"] is True
 
 
 @pytest.fixture

@@ -1,0 +1,61 @@
+"""vLLM's sleep mode: a worker that sleeps is not touched, and has its draft again when it is awake.
+
+At level 1 vLLM moves all weights to the host. At level 2 it drops them. Whoever wakes the server loads the target again
+(`reload_weights`), but nobody the draft: it would propose nonsense, and nothing but acceptance would tell.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from redraft.heads.files.artifact import MANIFEST, verify
+from redraft.online.engine.swap import UNSUPPORTED_METHODS, load_draft
+
+logger = logging.getLogger("vllm.redraft")
+
+PARTS = frozenset(("weights", "kv_cache"))
+"""vLLM's names of what a worker gives back when it sleeps. It may be woken part by part."""
+
+
+def watch_sleep(worker: Any) -> None:
+    """Keep `worker.redraft.asleep` true to the worker, and load the draft again after level 2."""
+    sleep, wake_up, state = worker.sleep, worker.wake_up, worker.redraft
+
+    def sleep_and_note(level: int = 1) -> None:
+        sleep(level)
+        state.asleep |= PARTS
+        if level == 2 and _has_draft(worker):
+            state.is_draft_intact = False
+
+    def wake_up_with_draft(tags: list[str] | None = None) -> None:
+        wake_up(tags)
+        state.asleep -= set(tags or PARTS)
+        if "weights" not in state.asleep and not state.is_draft_intact and _has_draft(worker):
+            _load_again(worker)
+
+    worker.sleep, worker.wake_up = sleep_and_note, wake_up_with_draft
+
+
+def _has_draft(worker: Any) -> bool:
+    return worker.redraft.draft_folder is not None and worker.model_runner.get_draft_model() is not None
+
+
+def _load_again(worker: Any) -> None:
+    """Load the last good draft from its folder. Nothing is served meanwhile, so this may wait for the storage."""
+    state, runner = worker.redraft, worker.model_runner
+    folder, method = state.draft_folder, worker.vllm_config.speculative_config.method
+    try:
+        if method in UNSUPPORTED_METHODS:
+            raise ValueError(f"drafts of method {method} cannot be loaded again: restart the server")
+        if (folder / MANIFEST).is_file():
+            verify(folder)
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"{folder} has no weights")
+        load_draft(runner.get_draft_model(), runner.get_model(), files, worker.vllm_config, worker.device)
+    except Exception:  # the target can serve without a good draft, and the status tells
+        logger.exception("redraft: the draft of %s could not be loaded after sleep", folder)
+    else:
+        state.is_draft_intact = True
+        logger.info("redraft: the draft of %s was loaded again after sleep", folder)
