@@ -1,4 +1,4 @@
-"""vLLM's sleep mode: a worker that sleeps is not touched, and has its draft again when it is awake.
+"""vLLM's sleep mode: a worker that sleeps is left alone, and has the draft again when it is awake.
 
 At level 1 vLLM moves all weights to the host. At level 2 it drops them. Whoever wakes the server loads the target again
 (`reload_weights`), but nobody the draft: it would propose nonsense, and nothing but acceptance would tell.
@@ -15,7 +15,7 @@ from redraft.online.engine.swap import UNSUPPORTED_METHODS, load_draft
 logger = logging.getLogger("vllm.redraft")
 
 PARTS = frozenset(("weights", "kv_cache"))
-"""vLLM's names of what a worker gives back when it sleeps. It may be woken part by part."""
+"""vLLM's names of the memory that a worker gives back when it sleeps. It may be woken part by part."""
 
 
 def watch_sleep(worker: Any) -> None:
