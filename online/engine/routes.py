@@ -64,6 +64,7 @@ class Endpoint:
     def __init__(self) -> None:
         self.config = read_config()
         self.engine: Any = None
+        self._can_pause = True
         self._swapping = asyncio.Lock()
         self._registry_id = ""
         """Id of the served registry, from its folder or, if that has none, from the first swap."""
@@ -76,6 +77,7 @@ class Endpoint:
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         self.engine = engine_client
+        self._can_pause = can_pause(engine_client.vllm_config)
         if self.config.capture is not None:
             forward_origin(engine_client)
 
@@ -206,19 +208,23 @@ class Endpoint:
                 await self._ask("redraft_discard")
 
     async def _exchange(self, found: _Found, serving: str) -> dict[str, Any]:
-        """Load the staged version on all ranks while the engine pauses."""
+        """Load the staged version on all ranks while the engine pauses, or between two steps if it cannot pause."""
         await self._require_awake()
         began_s = time.perf_counter()
         try:
             async with asyncio.timeout(PAUSE_TIMEOUT_S):
                 # Clear the cache: with keys and values of the old draft, the new one is accepted less on cached text.
-                await self.engine.pause_generation(mode="keep", clear_cache=True)
+                if self._can_pause:
+                    await self.engine.pause_generation(mode="keep", clear_cache=True)
                 loaded = await self._load(found.name, str(found.folder), serving)
+                if not self._can_pause:
+                    await self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         except TimeoutError:
             detail = f"{found.name} was not loaded within {PAUSE_TIMEOUT_S:.0f} s, and generation goes on: swap again"
             raise HTTPException(504, detail) from None
         finally:
-            await self._resume()
+            if self._can_pause:
+                await self._resume()
         pause_ms = 1e3 * (time.perf_counter() - began_s)
         return {"version": found.name, "previous": serving, "swapped": True, "pause_ms": pause_ms, **loaded}
 
@@ -319,6 +325,17 @@ class Endpoint:
             "target_intact": all(rank["target_intact"] for rank in ranks),
             "asleep": any(rank["asleep"] for rank in ranks),
         }
+
+
+def can_pause(vllm_config: Any) -> bool:
+    """Whether this API server can pause its engines by itself.
+
+    Replicas that share experts step together, and pause together: vLLM waits until all of them have been told to.
+    Behind an external or hybrid balancer an API server reaches only some of them.
+    """
+    parallel = vllm_config.parallel_config
+    shares_experts = vllm_config.model_config.is_moe and parallel.data_parallel_size > 1
+    return not (shares_experts and parallel.local_engines_only)
 
 
 class OriginMiddleware:

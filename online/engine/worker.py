@@ -106,7 +106,6 @@ def install(worker: Any) -> None:
         with _switching_off(state, "capture"):
             _start_capture(worker, config.capture)
     with _switching_off(state, "swap"):
-        _require_all_replicas(worker.vllm_config)
         watch_sleep(worker)
     what = "records" if state.capture else "records nothing"
     logger.info("redraft: vLLM's %s, %s, draft %s", state.runner, what, state.draft_version or "none")
@@ -271,20 +270,6 @@ def _require_swappable(worker: Any) -> None:
     if speculative.method in UNSUPPORTED_METHODS:
         raise ValueError(
             f"drafts of method {speculative.method} cannot be swapped: restart the server with the new one"
-        )
-
-
-def _require_all_replicas(vllm_config: Any) -> None:
-    """Raise ValueError if this API server could never pause its engines, as a swap must.
-
-    Replicas that share experts step together, and pause together: vLLM waits until all of them have been told to.
-    Behind an external or hybrid balancer an API server reaches only some of them.
-    """
-    parallel = vllm_config.parallel_config
-    if vllm_config.model_config.is_moe and parallel.data_parallel_size > 1 and parallel.local_engines_only:
-        raise ValueError(
-            f"its {parallel.data_parallel_size} replicas share experts and pause only together, but each API server "
-            "reaches some of them: restart all with the new draft, or serve them by one API server"
         )
 
 

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,23 +104,6 @@ def test_a_step_of_the_plugin_that_fails_leaves_the_others(monkeypatch, caplog):
     monkeypatch.setattr("redraft.eval.engine.wait.patch_engine_wait", fix_cpu_sampling)
     plugin.register()
     assert registered == [1]
-
-
-@pytest.mark.vllm
-def test_replicas_with_shared_experts_behind_their_own_api_servers_are_not_swapped():
-    """A pause of one of them would wait for the others for ever."""
-    from vllm.config import ParallelConfig
-
-    def make(is_moe, **changes):
-        parallel = ParallelConfig(**{"data_parallel_size": 2, "data_parallel_size_local": 1} | changes)
-        return SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=is_moe))
-
-    for balancer in ("data_parallel_external_lb", "data_parallel_hybrid_lb"):
-        with pytest.raises(ValueError, match="2 replicas share experts and pause only together"):
-            engine_worker._require_all_replicas(make(is_moe=True, **{balancer: True}))
-        engine_worker._require_all_replicas(make(is_moe=False, **{balancer: True}))
-    engine_worker._require_all_replicas(make(is_moe=True, data_parallel_size_local=2))
-    engine_worker._require_all_replicas(make(is_moe=True, data_parallel_size=1))
 
 
 @pytest.mark.parametrize(

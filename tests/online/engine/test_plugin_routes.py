@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,6 +204,22 @@ def test_an_engine_that_falls_asleep_during_a_swap_is_resumed_by_whoever_wakes_i
     engine = Engine(answers, falls_asleep_in="redraft_load")
     assert make_client(registry, engine).post(SWAP, json=BODY).status_code == 409
     assert engine.calls == [*READ, "pause", "redraft_load", "redraft_discard"]
+
+
+@pytest.mark.vllm
+def test_replicas_with_shared_experts_pause_only_together():
+    """An API server that reaches only some of them would wait for the others without end."""
+    from vllm.config import ParallelConfig
+
+    def make(is_moe, **changes):
+        parallel = ParallelConfig(**{"data_parallel_size": 2, "data_parallel_size_local": 1} | changes)
+        return SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=is_moe))
+
+    for balancer in ("data_parallel_external_lb", "data_parallel_hybrid_lb"):
+        assert not plugin_routes.can_pause(make(is_moe=True, **{balancer: True}))
+        assert plugin_routes.can_pause(make(is_moe=False, **{balancer: True}))
+    assert plugin_routes.can_pause(make(is_moe=True, data_parallel_size_local=2))
+    assert plugin_routes.can_pause(make(is_moe=True, data_parallel_size=1))
 
 
 def test_tokens_are_compared_in_constant_time(registry, monkeypatch):
