@@ -67,11 +67,17 @@ def estimate_gain(over_N2: Array, under_N2: Array) -> Estimate:
 
 def subtract_independent(one: Estimate, other: Estimate) -> Estimate:
     """`one` - `other`, measured on different prompts (Welch 1947)."""
-    error = math.hypot(one.error, other.error)
-    value = one.value - other.value
+    return sum_weighted([one, other], [1, -1])
+
+
+def sum_weighted(estimates: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
+    """The weighted sum of estimates from different prompts, with the degrees of freedom of Satterthwaite (1946)."""
+    value = sum(weight * one.value for one, weight in zip(estimates, weights, strict=True))
+    errors = [abs(weight) * one.error for one, weight in zip(estimates, weights, strict=True)]
+    error = math.hypot(*errors)
     if not 0 < error < math.inf:
         return Estimate(value, error, 1.0)
-    shares = (one.error / error) ** 4 / one.freedom + (other.error / error) ** 4 / other.freedom
+    shares = sum((part / error) ** 4 / one.freedom for one, part in zip(estimates, errors, strict=True))
     return Estimate(value, error, 1 / shares)
 
 

@@ -10,7 +10,7 @@ logger = logging.getLogger("vllm.redraft")
 
 
 def register() -> None:
-    """Fix the CPU build and let workers capture and swap; do nothing unless VLLM_PLUGINS names redraft.
+    """Fix the CPU build, count drafts by domain, and let workers capture and swap, if VLLM_PLUGINS names redraft.
 
     Raises nothing: vLLM would not start. A step that fails, e.g. with a version of vLLM that lacks a name, is logged.
     """
@@ -20,9 +20,10 @@ def register() -> None:
     from redraft.eval.engine.grouped_norm import patch_grouped_norm
     from redraft.eval.engine.wait import patch_engine_wait
     from redraft.online.engine.cpu_fix import fix_cpu_sampling
+    from redraft.online.engine.domains import count_domains
     from redraft.online.engine.worker import register_worker
 
-    for step in (fix_cpu_sampling, patch_engine_wait, patch_grouped_norm, register_worker):
+    for step in (fix_cpu_sampling, patch_engine_wait, patch_grouped_norm, count_domains, register_worker):
         try:
             step()
         except Exception:

@@ -28,6 +28,7 @@ from fastapi import FastAPI, HTTPException, Request
 from starlette.datastructures import Headers, State
 
 from redraft.heads.files.artifact import PROVENANCE
+from redraft.online.engine import domains
 from redraft.online.engine.config import PLUGIN_NAME, PluginConfig, read_config
 from redraft.online.fleet.registry import hash_manifest, read_id
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin, read_origin_headers
@@ -78,8 +79,7 @@ class Endpoint:
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         self.engine = engine_client
         self._can_pause = can_pause(engine_client.vllm_config)
-        if self.config.capture is not None:
-            forward_origin(engine_client)
+        forward_origin(engine_client)
 
     async def status(self, request: Request) -> dict[str, Any]:
         """Status of the recording rank, vLLM's version, and whether all ranks agree on the draft version."""
@@ -324,7 +324,15 @@ class Endpoint:
             and len({rank["draft_version"] for rank in ranks}) == 1,
             "target_intact": all(rank["target_intact"] for rank in ranks),
             "asleep": any(rank["asleep"] for rank in ranks),
+            "domains": await self._count_domains(),
         }
+
+    async def _count_domains(self) -> domains.Counts:
+        """Drafts and accepted tokens by domain, of all replicas; none from an engine that does not count them."""
+        ask = getattr(getattr(self.engine, "engine_core", None), "call_utility_all_async", None)
+        if ask is None or not domains.are_counted():
+            return {}
+        return domains.sum_counts(await self._while_alive(ask("redraft_domains")))
 
 
 def can_pause(vllm_config: Any) -> bool:

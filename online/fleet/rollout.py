@@ -14,10 +14,9 @@
                                                                                  the remaining servers lack
 
 The interval comes from the spread between polls, not between drafts: all drafts of a request are alike, so 2000 drafts
-of 70 requests say far less than 2000 separate ones. The engine's counters name no domain. If the canary gets other
-traffic than the control group, e.g. more code, the difference is held for or against the candidate. 40% of the easier
-domain against 60% is allowed for, if the domains differ by 0.22 of tau (`redraft bench-decisions`). Spread traffic
-evenly, or give each domain separate servers and a separate learner.
+of 70 requests say far less than 2000 separate ones. The groups are compared domain by domain, so a canary with more
+code than the control group looks neither better nor worse for it. Servers of an earlier release count no domains, and
+are compared by their totals.
 
 With a control group, before and after are never compared: traffic changes by the minute, and harder traffic would be
 held against the candidate. Neither function raises for a server's failure; both can be repeated after a kill.
@@ -28,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -36,13 +35,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.intervals import Estimate, estimate_gain, estimate_ratio, subtract_independent
-from redraft.online.fleet.server import ALARM_DRAFTS, Convergence, FleetServer, Window, converge, is_alarming
+from redraft.eval.intervals import Estimate, estimate_gain, estimate_ratio, subtract_independent, sum_weighted
+from redraft.online.fleet.server import (
+    ALARM_DRAFTS,
+    Convergence,
+    FleetServer,
+    Window,
+    WindowCounts,
+    converge,
+    is_alarming,
+)
 
 Array = NDArray[np.float64]
 
 MIN_POLLS = 16
 """Polls before the groups are first compared: 8 blocks of two."""
+
+MIN_DOMAIN_DRAFTS = 200
+"""Drafts of a domain that both groups must have made for a comparison."""
+
+ALL = "\n"
+"""Key of the counts of all domains. No header can hold it."""
+
+NO_COUNTS = WindowCounts(AcceptanceCounts.zero(), {})
 
 MIN_BLOCKS, MAX_BLOCKS = 8, 16
 """Blocks of polls, below and from 64 polls. Fewer say little about the spread, more are shorter than a long request."""
@@ -199,6 +214,37 @@ def estimate_loss(canary_P2: Array, control_P2: Array) -> Estimate:
     return estimate_gain(accepted_B2, drafts_B2)
 
 
+def estimate_loss_by_domain(canary: Mapping[str, Array], control: Mapping[str, Array]) -> Estimate:
+    """The loss of tau from the (drafts, accepted) [P, 2] of each domain, weighed as by Cochran (1954) and by Mantel and
+    Haenszel (1959): a domain counts as far as both groups had it.
+
+    Domains with few drafts in one of the groups are left out. The error is infinite if none is left.
+    """
+    return _weigh_domains(canary, control, estimate_loss)
+
+
+def estimate_loss_since(canary: Mapping[str, Array], before: Mapping[str, Array]) -> Estimate:
+    """The same against other minutes, whose polls do not pair up."""
+    return _weigh_domains(
+        canary, before, lambda ours, theirs: subtract_independent(estimate_accepted(theirs), estimate_accepted(ours))
+    )
+
+
+def _weigh_domains(
+    ours: Mapping[str, Array], theirs: Mapping[str, Array], estimate: Callable[[Array, Array], Estimate]
+) -> Estimate:
+    losses, weights = [], []
+    for domain in ours.keys() & theirs.keys():
+        groups = [group[domain] for group in (ours, theirs)]
+        drafts, their_drafts = (float(group_P2[:, 0].sum()) for group_P2 in groups)
+        if min(drafts, their_drafts) >= MIN_DOMAIN_DRAFTS:
+            losses.append(estimate(*groups))
+            weights.append(drafts * their_drafts / (drafts + their_drafts))
+    if not losses:
+        return Estimate(0.0, math.inf, 1.0)
+    return sum_weighted(losses, [weight / sum(weights) for weight in weights])
+
+
 def estimate_accepted(polls_P2: Array) -> Estimate:
     """Accepted tokens per draft of one group: tau - 1."""
     blocks_B2 = _merge_polls(np.asarray(polls_P2, np.float64))
@@ -225,32 +271,50 @@ def _merge_polls(polls_P2: Array) -> Array:
     return merged_B2
 
 
+def _subtract(now: AcceptanceCounts, earlier: AcceptanceCounts) -> AcceptanceCounts:
+    """The difference. A window's counts only rise, except those of a server that talks nonsense: then none."""
+    return now.since(earlier) or AcceptanceCounts.zero()
+
+
 class _Polls:
     """The counts of a group between one reading and the next."""
 
     def __init__(self, servers: Sequence[FleetServer]) -> None:
         self.servers = servers
-        self.rows: list[tuple[float, float]] = []
-        self._last: dict[FleetServer, AcceptanceCounts] = {}
+        self.rows: list[dict[str, AcceptanceCounts]] = []
+        """Counts by domain, a row for every poll."""
+        self.has_domains = True
+        """Whether all servers count by domain."""
+        self._last: dict[FleetServer, WindowCounts] = {}
 
-    def add(self, counted: Mapping[FleetServer, AcceptanceCounts]) -> None:
-        drafts = accepted = 0.0
+    def add(self, counted: Mapping[FleetServer, WindowCounts]) -> None:
+        row = {ALL: AcceptanceCounts.zero()}
         for server in self.servers:
-            if server in counted:  # one that is left out keeps its earlier counts, but adds none
-                earlier = self._last.get(server, AcceptanceCounts.zero())
-                drafts += counted[server].num_drafts - earlier.num_drafts
-                accepted += counted[server].num_accepted - earlier.num_accepted
-                self._last[server] = counted[server]
-        self.rows.append((drafts, accepted))
+            if server not in counted:  # one that is left out keeps its earlier counts, but adds none
+                continue
+            now, earlier = counted[server], self._last.get(server, NO_COUNTS)
+            self._last[server] = now
+            self.has_domains &= bool(now.by_domain) or not now.total.num_drafts
+            row[ALL] += _subtract(now.total, earlier.total)
+            for domain, counts in now.by_domain.items():
+                more = _subtract(counts, earlier.by_domain.get(domain, AcceptanceCounts.zero()))
+                row[domain] = row.get(domain, AcceptanceCounts.zero()) + more
+        self.rows.append(row)
+
+    def select(self, domain: str) -> Array:
+        """(drafts, accepted) of every poll, [P, 2]."""
+        counts = (row.get(domain, AcceptanceCounts.zero()) for row in self.rows)
+        return np.array([(one.num_drafts, one.num_accepted) for one in counts], np.float64).reshape(-1, 2)
 
     @property
-    def counts(self) -> Array:
-        """(drafts, accepted) of every poll, [P, 2]."""
-        return np.array(self.rows, np.float64).reshape(-1, 2)
+    def by_domain(self) -> dict[str, Array]:
+        """(drafts, accepted) of every poll, [P, 2], by domain."""
+        names = dict.fromkeys(name for row in self.rows for name in row if name != ALL)
+        return {name: self.select(name) for name in names}
 
     @property
     def total(self) -> AcceptanceCounts:
-        drafts, accepted = self.counts.sum(0).tolist()
+        drafts, accepted = self.select(ALL).sum(0).tolist()
         return AcceptanceCounts(num_drafts=drafts, num_accepted=accepted)
 
 
@@ -270,7 +334,7 @@ async def _measure_alone(server: FleetServer, policy: RolloutPolicy) -> _Polls |
         polls.add(counted)
         has_enough = polls.total.num_drafts >= policy.min_drafts
         if has_enough and len(polls.rows) >= MIN_POLLS:
-            low, high = estimate_accepted(polls.counts).interval(policy.confidence)
+            low, high = estimate_accepted(polls.select(ALL)).interval(policy.confidence)
             if high - low < policy.max_loss:
                 return polls
         if time.monotonic() > deadline_s:
@@ -316,13 +380,12 @@ async def _compare(
 
 
 def _look(ours: _Polls, theirs: _Polls, taus: str, policy: RolloutPolicy, *, is_paired: bool) -> tuple[Finding, str]:
-    if is_paired:
-        loss = estimate_loss(ours.counts, theirs.counts)
-    else:
-        loss = subtract_independent(estimate_accepted(theirs.counts), estimate_accepted(ours.counts))
+    by_domain = ours.has_domains and theirs.has_domains
+    groups = [polls.by_domain if by_domain else {ALL: polls.select(ALL)} for polls in (ours, theirs)]
+    loss = estimate_loss_by_domain(*groups) if is_paired else estimate_loss_since(*groups)
     finding = decide(loss, policy)
     low, high = loss.interval(policy.confidence)
-    spread = f"{policy.confidence:.0%} interval of the loss {low:+.3f} to {high:+.3f}"
+    spread = f"{policy.confidence:.0%} interval of the loss{' by domain' * by_domain} {low:+.3f} to {high:+.3f}"
     if finding is Finding.WORSE:
         return finding, f"{loss.value:.3f} worse, {policy.max_loss} allowed: {taus}, {spread}"
     return finding, f"{taus}, {spread}"
@@ -339,7 +402,7 @@ async def _watch(done: Sequence[FleetServer], control: Sequence[FleetServer], po
     await asyncio.sleep(policy.watch_s)
     counted = await window.read()
     ours, theirs = (
-        sum((counted[server] for server in group if server in counted), AcceptanceCounts.zero())
+        sum((counted[server].total for server in group if server in counted), AcceptanceCounts.zero())
         for group in (done, control)
     )
     if is_worse_than_control(ours, theirs):

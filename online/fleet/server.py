@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import httpx
 import msgspec
@@ -42,6 +42,9 @@ MAX_COUNTER_LINES = 10_000
 """Lines of speculation counters on a /metrics page: 256 engines of 16 draft tokens have 5,000."""
 
 MAX_POSITIONS = 256
+
+MAX_DOMAINS = 64
+"""Domains whose counters are read from a server. It counts 33 at most."""
 
 ALARM_TAU = 1.05
 """Mean acceptance length below which a draft is useless: it has wrong weights, or was made for another target."""
@@ -102,6 +105,10 @@ class _StatusAnswer(msgspec.Struct, frozen=True):
     draft_sample_method: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     manifest_sha256: Annotated[str, msgspec.Meta(max_length=64)] = ""
     capture_off: str = ""
+    domains: dict[
+        Annotated[str, msgspec.Meta(max_length=64)],
+        tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTER)], Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTER)]],
+    ] = {}
 
 
 _status_decoder = msgspec.json.Decoder(_StatusAnswer)
@@ -136,6 +143,8 @@ class Status:
     """Hash of the draft's manifest; empty if it has none, or from a server of an earlier release."""
     capture_off: str = ""
     """Why the server records nothing although it is told to; empty otherwise."""
+    by_domain: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
+    """Counts by domain since the server started; empty from a server of an earlier release."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +154,7 @@ class Reading:
     boot: str
     draft_version: str
     total: AcceptanceCounts
+    by_domain: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -178,6 +188,7 @@ class FleetServer:
                 lost=_count_lost(body.capture or {}),
                 manifest_sha256=body.manifest_sha256,
                 capture_off=body.capture_off,
+                by_domain=_read_domains(body),
             )
         except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
             raise NonsenseError(f"{self.url} answers with something other than a status: {error}") from error
@@ -216,7 +227,7 @@ class FleetServer:
             raise NonsenseError(f"{self.url} answers with something other than /metrics: {error!r:.200}") from error
         if total is None:
             raise RefusedError(f"{self.url} has no {SPEC_DECODE}* counters: it runs without a draft")
-        return Reading(boot=status.boot, draft_version=status.draft_version, total=total)
+        return Reading(boot=status.boot, draft_version=status.draft_version, total=total, by_domain=status.by_domain)
 
     def _identify(self, version: str) -> Identity:
         return self.registry.identify(version) if self.registry else Identity()
@@ -263,6 +274,15 @@ def _read_drafting(body: _StatusAnswer) -> Drafting | None:
         if body.draft_sample_method == method:
             return Drafting(body.num_speculative_tokens, method)
     return None
+
+
+def _read_domains(body: _StatusAnswer) -> dict[str, AcceptanceCounts]:
+    if len(body.domains) > MAX_DOMAINS:
+        raise ValueError(f"it counts {len(body.domains)} domains, at most {MAX_DOMAINS} are read")
+    return {
+        domain: AcceptanceCounts(num_drafts=num_drafts, num_accepted=num_accepted)
+        for domain, (num_drafts, num_accepted) in body.domains.items()
+    }
 
 
 async def ask_drafting(servers: Iterable[FleetServer]) -> Counter[Drafting]:
@@ -395,6 +415,22 @@ def _describe_draft(status: Status, version: str) -> str:
     return "one with this name and another manifest" if status.is_intact else "a damaged one"
 
 
+class WindowCounts(NamedTuple):
+    """Counts of one server over a window."""
+
+    total: AcceptanceCounts
+    by_domain: Mapping[str, AcceptanceCounts]
+    """Empty if the server does not count by domain."""
+
+
+def _subtract_domains(
+    now: Mapping[str, AcceptanceCounts], first: Mapping[str, AcceptanceCounts]
+) -> dict[str, AcceptanceCounts]:
+    """Counts by domain since `first`; empty if one fell, which is nonsense of the server."""
+    differences = {domain: counts.since(first.get(domain, AcceptanceCounts.zero())) for domain, counts in now.items()}
+    return {domain: counts for domain, counts in differences.items() if counts is not None}
+
+
 class Window:
     """Acceptance from now on: differences of the servers' counters, all taken over the same time."""
 
@@ -406,7 +442,7 @@ class Window:
         """A window over the answering servers."""
         return cls(await _read_all(servers))
 
-    async def read(self) -> dict[FleetServer, AcceptanceCounts]:
+    async def read(self) -> dict[FleetServer, WindowCounts]:
         """Counts by server since the window opened.
 
         Servers are left out if they restarted, changed the draft or do not answer.
@@ -418,7 +454,7 @@ class Window:
             difference = now.total.since(first.total)
             # A counter that fell, another boot or another draft: the difference would mix two drafts.
             if difference is not None and (now.boot, now.draft_version) == (first.boot, first.draft_version):
-                counted[server] = difference
+                counted[server] = WindowCounts(difference, _subtract_domains(now.by_domain, first.by_domain))
         return counted
 
 

@@ -2,8 +2,8 @@
 
     $ redraft bench-decisions
 
-    canary      an equal draft and one 0.2 worse, with short and long requests, and with two domains spread evenly or
-                40:60 against 60:40: how often is it returned or passed?
+    canary      an equal draft and one 0.2 worse, with short and long requests, and with two domains spread evenly,
+                40:60 or 20:80: how often is it returned or passed?
     gate        ten candidates in a row with a true gain of exactly `min_gain`: how often is one promoted?
     baseline    `redraft eval --baseline` on two equal drafts: how often does it fail?
     sleep       a learner that sleeps: how often does it wake though nothing changed, how soon after a drift?
@@ -35,7 +35,7 @@ from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.intervals import estimate_gain, estimate_ratio
 from redraft.eval.report.regression import compare_reports
 from redraft.heads.files.artifact import write_whole
-from redraft.online.fleet.rollout import MIN_POLLS, Finding, RolloutPolicy, decide, estimate_loss
+from redraft.online.fleet.rollout import MIN_POLLS, Finding, RolloutPolicy, decide, estimate_loss_by_domain
 from redraft.online.learning.buffer import BufferConfig
 from redraft.online.learning.config import Judging, Training
 from redraft.online.learning.gate import Decision, Policy, judge
@@ -57,8 +57,8 @@ TAU = 2.0
 DOMAIN_GAP = 0.22
 """Difference of tau between two domains: code 2.16, prose 1.94 on the demo's target."""
 
-MIXES = {"like_traffic": (0.5, 0.5), "unlike_traffic": (0.4, 0.6)}
-"""Share of the easier domain on the worse-off and on the better-off group: evenly spread, or 40:60 against 60:40."""
+MIXES = {"like_traffic": (0.5, 0.5), "unlike_traffic": (0.4, 0.6), "very_unlike_traffic": (0.2, 0.8)}
+"""Share of the easier domain on the worse-off and on the better-off group: evenly spread, or 40:60, or 20:80."""
 
 DRAFTS_PER_POLL = 125
 """Drafts of one running request in a poll interval of 5 s."""
@@ -157,17 +157,20 @@ def _count_findings(
     `easy_shares` are the shares of the easier domain on the canary and on the control group.
     """
     rng, policy = np.random.default_rng(seed), RolloutPolicy()
-    canary_TP2, control_TP2 = (
+    canary_TDP2, control_TDP2 = (
         _simulate_polls(rng, trials, polls, tau, share, drafts_per_request, running)
         for tau, share in zip((TAU - loss, TAU), easy_shares, strict=True)
     )
     enough = -(-policy.min_drafts // (DRAFTS_PER_POLL * running))
     findings = []
-    for canary_P2, control_P2 in zip(canary_TP2, control_TP2, strict=True):
+    for canary_DP2, control_DP2 in zip(canary_TDP2, control_TDP2, strict=True):
         look, finding = max(MIN_POLLS, enough), Finding.INCONCLUSIVE
         while finding is Finding.INCONCLUSIVE and look < 2 * polls:  # the last look is when time is up
-            seen = min(look, polls)
-            finding = decide(estimate_loss(canary_P2[:seen], control_P2[:seen]), policy)
+            seen = slice(min(look, polls))
+            canary, control = (
+                {"easy": easy_P2[seen], "hard": hard_P2[seen]} for easy_P2, hard_P2 in (canary_DP2, control_DP2)
+            )
+            finding = decide(estimate_loss_by_domain(canary, control), policy)
             look *= 2
         findings.append(finding)
     return {finding: findings.count(finding) / trials for finding in Finding}
@@ -182,24 +185,30 @@ def _simulate_polls(
     drafts_per_request: int,
     running: int,
 ) -> Array:
-    """(drafts, accepted) of a server at every poll, [T, P, 2]: `running` requests at a time, each after another."""
+    """(drafts, accepted) of a server at every poll, by domain, the easier first, [T, 2, P, 2].
+
+    `running` requests at a time, each after another.
+    """
     border_P = np.arange(polls + 1) * float(DRAFTS_PER_POLL)
     num_requests = int(1.6 * border_P[-1] / drafts_per_request) + 12
-    accepted_TP = np.zeros((trials, polls))
+    counts_TDP2 = np.zeros((trials, 2, polls, 2))
     for _ in range(running):
         # mean of a log-normal: exp(mu + 0.6**2 / 2)
         drafts_TN = rng.lognormal(np.log(drafts_per_request) - 0.18, 0.6, (trials, num_requests))
         drafts_TN[:, 0] *= rng.random(trials)  # the first request was running when the window opened
         is_easy_TN = rng.random((trials, num_requests)) < easy_share
         tau_TN = tau + DOMAIN_GAP * (is_easy_TN - 0.5) + BETWEEN_REQUESTS * rng.standard_normal((trials, num_requests))
-        rate_TN = np.maximum(tau_TN - 1, 0)
-        end_TN, total_TN = drafts_TN.cumsum(1), (drafts_TN * rate_TN).cumsum(1)
-        for trial in range(trials):
-            at_border = np.interp(border_P, np.r_[0, end_TN[trial]], np.r_[0, total_TN[trial]])
-            accepted_TP[trial] += np.diff(at_border)
-    drafts_TP = np.full((trials, polls), float(DRAFTS_PER_POLL * running))
-    accepted_TP += WITHIN_REQUEST * np.sqrt(drafts_TP) * rng.standard_normal((trials, polls))
-    return np.stack([drafts_TP, np.maximum(accepted_TP, 0)], axis=-1)
+        rate_TN, end_TN = np.maximum(tau_TN - 1, 0), drafts_TN.cumsum(1)
+        for domain, is_of_domain_TN in enumerate((is_easy_TN, ~is_easy_TN)):
+            of_domain_TN = drafts_TN * is_of_domain_TN
+            for column, total_TN in enumerate((of_domain_TN.cumsum(1), (of_domain_TN * rate_TN).cumsum(1))):
+                for trial in range(trials):
+                    at_border = np.interp(border_P, np.r_[0, end_TN[trial]], np.r_[0, total_TN[trial]])
+                    counts_TDP2[trial, domain, :, column] += np.diff(at_border)
+    drafts_TDP, accepted_TDP = counts_TDP2[..., 0], counts_TDP2[..., 1]
+    accepted_TDP += WITHIN_REQUEST * np.sqrt(drafts_TDP) * rng.standard_normal(drafts_TDP.shape)
+    np.maximum(accepted_TDP, 0, out=accepted_TDP)
+    return counts_TDP2
 
 
 # --- gate

@@ -55,6 +55,9 @@ class FakeServer:
     manifests: dict[str, str] | None = None
     """Hash of each version's manifest in the server's registry. None: a server of an earlier release."""
     registry_id: str = ""
+    easy_share: float | None = None
+    """Share of the drafts in an easy domain; the others are in a hard one, where tau is lower by 0.8. None: domains are
+    not counted, as by a server of an earlier release."""
     bodies: list[dict[str, str]] = field(default_factory=list)
     """Bodies of all swap requests."""
 
@@ -66,6 +69,7 @@ class FakeServer:
         self.boot += 1
         self.version, self.intact = self.started_with, True
         self.drafts = self.accepted = 0.0
+        self.domains = {"easy": [0, 0], "hard": [0, 0]}
         self._connections: set[asyncio.StreamWriter] = set()
         self._listener = await asyncio.start_server(self._serve, "127.0.0.1", self.port, reuse_address=True)
         self.port = self._listener.sockets[0].getsockname()[1]
@@ -136,6 +140,7 @@ class FakeServer:
             "target_intact": True,
             "target_fingerprint": self.target_fingerprint,
             "capture": self.capture,
+            **({} if self.easy_share is None else {"domains": self.domains}),
             **self.drafting,
             **({} if self.manifests is None else {"manifest_sha256": self.manifests.get(self.version, "")}),
         }
@@ -163,8 +168,15 @@ class FakeServer:
 
     def _metrics(self) -> str:
         tau = max(1.0, self.traffic.tau[self.version] - self.traffic.harder)
-        self.drafts += self.traffic.drafts_per_reading
-        self.accepted += self.traffic.drafts_per_reading * (tau - 1)
+        if self.easy_share is None:
+            self.drafts += self.traffic.drafts_per_reading
+            self.accepted += self.traffic.drafts_per_reading * (tau - 1)
+        else:
+            for name, share, more in (("easy", self.easy_share, 0.4), ("hard", 1 - self.easy_share, -0.4)):
+                counts = self.domains[name]
+                counts[0] += round(share * self.traffic.drafts_per_reading)
+                counts[1] += round(share * self.traffic.drafts_per_reading * (tau + more - 1))
+            self.drafts, self.accepted = map(sum, zip(*self.domains.values(), strict=True))
         counters = {
             "vllm:spec_decode_num_drafts_total": self.drafts,
             "vllm:spec_decode_num_draft_tokens_total": 3 * self.drafts,

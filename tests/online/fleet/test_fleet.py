@@ -12,7 +12,15 @@ from fake_fleet import TOKEN, FakeServer, Traffic, running
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.intervals import Estimate
-from redraft.online.fleet.rollout import Finding, RolloutPolicy, decide, estimate_loss, roll_waves, try_canary
+from redraft.online.fleet.rollout import (
+    Finding,
+    RolloutPolicy,
+    decide,
+    estimate_loss,
+    estimate_loss_by_domain,
+    roll_waves,
+    try_canary,
+)
 from redraft.online.fleet.server import (
     Drafting,
     FleetServer,
@@ -165,6 +173,42 @@ def test_a_requests_drafts_are_not_taken_for_independent():
     loss = estimate_loss(np.array(canary), np.array(control))
     assert loss.value == pytest.approx(0)
     assert decide(loss, RolloutPolicy()) is Finding.INCONCLUSIVE
+
+
+@in_event_loop
+@pytest.mark.parametrize(
+    ("tau", "easy_on_canary", "is_passed", "loss"),
+    # By totals the first would be 0.48 worse and the second 0.34 better.
+    [(2.0, 0.2, True, 0.0), (1.7, 0.9, False, 0.3)],
+)
+async def test_unlike_traffic_does_not_decide(tau, easy_on_canary, is_passed, loss):
+    traffic = Traffic(tau={OLD: 2.0, NEW: tau}, drafts_per_reading=500)
+    fakes = [FakeServer(traffic, easy_share=share) for share in (easy_on_canary, 1 - easy_on_canary)]
+    async with running(*fakes) as servers:
+        outcome = await try_canary(servers, NEW, OLD, QUICK)
+    assert outcome.passed is is_passed, outcome.reason
+    assert f"interval of the loss by domain {loss:+.3f} to {loss:+.3f}" in outcome.reason
+
+
+@in_event_loop
+async def test_a_group_with_a_server_of_an_earlier_release_is_compared_by_totals():
+    fakes = [FakeServer(Traffic(), easy_share=0.2), FakeServer(Traffic(), easy_share=0.8), FakeServer(Traffic())]
+    async with running(*fakes) as servers:
+        outcome = await try_canary(servers, NEW, OLD, QUICK)
+    assert "interval of the loss " in outcome.reason
+    assert "by domain" not in outcome.reason
+
+
+def test_a_domain_counts_as_far_as_both_groups_had_it():
+    def polls(drafts, tau):
+        return np.array([(drafts, drafts * (tau - 1))] * 16)
+
+    canary = {"code": polls(90, 2.0), "prose": polls(30, 1.5), "rare": polls(1, 1.0), "only here": polls(50, 1.0)}
+    control = {"code": polls(18, 2.1), "prose": polls(70, 1.9), "rare": polls(90, 3.0)}
+    # 90 * 18 / 108 = 15 and 30 * 70 / 100 = 21
+    assert estimate_loss_by_domain(canary, control).value == pytest.approx((15 * 0.1 + 21 * 0.4) / 36)
+    nothing_in_common = estimate_loss_by_domain({"code": polls(90, 2.0)}, {"prose": polls(90, 1.0)})
+    assert decide(nothing_in_common, RolloutPolicy()) is Finding.INCONCLUSIVE
 
 
 @in_event_loop

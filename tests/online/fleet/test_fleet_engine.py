@@ -38,14 +38,22 @@ def test_a_real_engines_counters_over_a_window_agree_with_the_responses(server):
             assert (await reconcile(servers, COPY)).is_complete
             window = await Window.open(servers)
             answers = [server.complete([9, 8, 7 + n])["metrics"]["speculative_decoding"] for n in range(4)]
+            answers += [
+                server.complete([9, 8, 7], headers={"X-Redraft-Domain": "code"})["metrics"]["speculative_decoding"]
+            ]
             return (await window.read())[servers[0]], answers
 
-    counted, answers = asyncio.run(measure())
+    (counted, by_domain), answers = asyncio.run(measure())
     histograms = [answer["acceptance_histogram"] for answer in answers]
     assert counted.num_drafts == sum(map(sum, histograms))
     assert counted.num_accepted == sum(n * times for h in histograms for n, times in enumerate(h))
     assert sum(counted.accepted_per_position) == counted.num_accepted
     assert counted.num_draft_tokens >= counted.num_accepted
+    code = histograms[-1]
+    found = by_domain["code"]
+    assert (found.num_drafts, found.num_accepted) == (sum(code), sum(n * times for n, times in enumerate(code)))
+    assert sum(counts.num_drafts for counts in by_domain.values()) == counted.num_drafts
+    assert sum(counts.num_accepted for counts in by_domain.values()) == counted.num_accepted
 
 
 def test_a_better_draft_passes_and_a_bad_one_is_taken_back(server):

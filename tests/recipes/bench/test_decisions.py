@@ -7,6 +7,7 @@ import pytest
 
 from redraft.recipes.bench.decisions import (
     DOMAIN_GAP,
+    MIXES,
     Config,
     _simulate_polls,
     main,
@@ -24,8 +25,8 @@ SLACK = 0.03
 
 def test_an_equal_draft_stays_and_a_worse_one_does_not_also_with_unlike_traffic():
     canary = simulate_canary(TRIALS)
-    assert {case["traffic"] for case in canary["cases"]} == {"like_traffic", "unlike_traffic"}
-    for traffic in ("like_traffic", "unlike_traffic"):
+    assert {case["traffic"] for case in canary["cases"]} == set(MIXES)
+    for traffic in MIXES:
         assert canary[traffic]["equal_rolled_back"] <= 0.02 + SLACK
         assert canary[traffic]["worse_passed"] <= 0.02 + SLACK
     short = [case for case in canary["cases"] if case["drafts_per_request"] == 28 and case["running_requests"] == 8]
@@ -36,7 +37,7 @@ def test_an_equal_draft_stays_and_a_worse_one_does_not_also_with_unlike_traffic(
 def test_the_simulated_mix_moves_tau_as_it_says():
     """40% of the easier domain instead of 60% costs a fifth of the difference between the domains."""
     rng = np.random.default_rng(0)
-    low_TP2, high_TP2 = (_simulate_polls(rng, 200, 60, 2.0, share, 28, 8) for share in (0.4, 0.6))
+    low_TP2, high_TP2 = (_simulate_polls(rng, 200, 60, 2.0, share, 28, 8).sum(1) for share in (0.4, 0.6))
     rates = [polls_TP2[..., 1].sum() / polls_TP2[..., 0].sum() for polls_TP2 in (low_TP2, high_TP2)]
     assert rates[1] - rates[0] == pytest.approx(0.2 * DOMAIN_GAP, abs=0.012)
 

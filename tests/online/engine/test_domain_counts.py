@@ -1,0 +1,34 @@
+"""Counts by domain in the scheduler; test_fleet_engine.py compares them with a real engine's own counters."""
+
+from redraft.online.engine.domains import MAX_DOMAINS, OTHER, add_draft, sum_counts
+from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
+
+
+def mark(domain):
+    return {EXTRA_ARGS_KEY: Origin(domain=domain)._asdict()}
+
+
+def test_drafts_are_counted_by_domain_and_those_without_a_mark_have_none():
+    counts = {}
+    for extra_args, num_accepted in (
+        (mark("code"), 3),
+        (mark("prose"), 0),
+        (mark("code"), 1),
+        (None, 2),
+        ({"a": 1}, 1),
+    ):
+        add_draft(counts, extra_args, num_accepted)
+    assert counts == {"code": [2, 4], "prose": [1, 0], "": [2, 3]}
+
+
+def test_invented_domains_take_no_memory():
+    counts = {}
+    for number in range(1000):
+        add_draft(counts, mark(f"d{number}"), 1)
+    assert len(counts) == MAX_DOMAINS + 1
+    assert counts[OTHER] == [1000 - MAX_DOMAINS] * 2
+    assert counts["d0"] == [1, 1]
+
+
+def test_replicas_are_added_up():
+    assert sum_counts([{"code": [2, 4]}, {"code": [1, 1], "prose": [5, 0]}]) == {"code": [3, 5], "prose": [5, 0]}
