@@ -498,6 +498,7 @@ def test_nothing_is_written_for_a_trainer_that_is_gone(states_server: VllmServer
     assert left == []
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_server_of_another_target_other_layers_or_none_is_refused(
     states_server: VllmServer, engine_with_draft: VllmServer, served_pair: tuple[Path, Path], storage: Path

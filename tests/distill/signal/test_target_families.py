@@ -14,6 +14,7 @@ def table() -> list[str]:
     return list(rows())
 
 
+@pytest.mark.slow
 def test_the_page_has_the_table_of_the_installed_transformers(table: list[str]) -> None:
     # if this fails: python -m tests.helpers.target_families
     written = MARKED.search(PAGE.read_text())
@@ -21,6 +22,7 @@ def test_the_page_has_the_table_of_the_installed_transformers(table: list[str]) 
     assert written[0].splitlines()[1:-1] == table
 
 
+@pytest.mark.slow
 def test_the_table_has_supported_and_refused_families(table: list[str]) -> None:
     assert len(table) == 2 + len(FAMILIES)
     assert sum(row.endswith("| yes | yes |") for row in table) >= 15

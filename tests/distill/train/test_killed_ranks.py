@@ -79,6 +79,7 @@ def assert_goes_on(command: Callable[[], Sequence[Sequence[str]]], folder: Path)
     assert all(torch.equal(broken[name], whole[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_without_torchrun_no_rank_writes_on_and_the_run_is_resumed_exactly_by_as_many_ranks(tmp_path: Path) -> None:
     break_off([TORCHRUN], tmp_path, "launcher")
     assert_goes_on(lambda: [TORCHRUN], tmp_path)

@@ -97,6 +97,7 @@ def test_sharded_drafts_take_the_step_of_one_process(config: str, tmp_path: Path
     assert_same(one, train(config, tmp_path / "two", *families, *SGD), 1e-6)
 
 
+@pytest.mark.slow
 def test_mixed_precision_of_shards_rounds_products_and_neither_sums_nor_what_the_target_says(tmp_path: Path) -> None:
     work = ["standalone", "eagle3", *SGD, "--judged", "11"]
     one = train(None, tmp_path / "one", *work)

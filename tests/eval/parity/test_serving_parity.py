@@ -201,6 +201,7 @@ def test_serving_sees_what_training_saw(name: str, dumps: dict[str, tuple[Served
     assert_serving_sees_what_training_saw(name.split(":")[0], *dumps[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_V2)
 def test_serving_by_v2_sees_what_training_saw(name: str, dumps_of_v2: dict[str, tuple[Served, Dump]]) -> None:
     served, dump = dumps_of_v2[name]
@@ -210,6 +211,7 @@ def test_serving_by_v2_sees_what_training_saw(name: str, dumps_of_v2: dict[str, 
     assert estimates == (NUM_TOKENS * len(dump.recorded()) if has_confidence else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "kind"),
     [

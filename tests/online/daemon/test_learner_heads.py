@@ -269,7 +269,9 @@ def test_anchors_without_states_are_refused(world, random_target, tmp_path):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", ["eagle3", "eagle1", pytest.param("dflash", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle1", "dflash"))]
+)
 def test_what_is_captured_is_what_the_head_reads_in_serving(random_target, tmp_path, name):
     """Over prompts of one step and of several, cached or not, of requests running side by side."""
     rng = np.random.default_rng(0)

@@ -24,6 +24,7 @@ def find_server(url: str) -> psutil.Process:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_server_ends_after_its_engine_though_a_call_was_running(random_target, registry, tmp_path):
     with running_server(random_target, registry, tmp_path, ["--num-speculative-tokens", "2"]) as server:

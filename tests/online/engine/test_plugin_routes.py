@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from redraft.heads.files.artifact import publish
+from redraft.online.engine import domains
 from redraft.online.engine import routes as plugin_routes
 from redraft.online.engine.config import PluginConfig
 from redraft.online.engine.routes import Endpoint
@@ -141,7 +142,9 @@ class Replicas(Engine):
     def engine_core(self) -> Replicas:
         return self
 
-    async def call_utility_all_async(self, utility: str, method: str, *rest: Any) -> list[list[Any]]:
+    async def call_utility_all_async(self, utility: str, method: str = "", *rest: Any) -> list[Any]:
+        if utility == "redraft_domains":
+            return [{"code": [2, 4]}, {"code": [1, 1], "": [3, 0]}]
         assert (utility, rest[0], rest[2]) == ("collective_rpc", None, None)
         told = await self.collective_rpc(method, rest[1])
         well = {"redraft_load": [LOADED] * 2, "redraft_restore": [LOADED] * 2}
@@ -156,7 +159,8 @@ def test_a_rank_that_fails_in_another_replica_fails_the_swap(registry):
     assert "redraft_commit" not in engine.calls
 
 
-def test_the_counters_of_all_replicas_are_added_up(registry):
+def test_the_counters_of_all_replicas_are_added_up(registry, monkeypatch):
+    monkeypatch.setattr(domains, "are_counted", lambda: True)
     status = {"draft_version": "v000001", "draft_intact": True, "target_intact": True, "target_fingerprint": "target"}
     status |= {"asleep": False}
     capture = {"records": 3, "last_error": "", "spool_files": 1}
@@ -165,6 +169,7 @@ def test_the_counters_of_all_replicas_are_added_up(registry):
     found = make_client(registry, engine).get("/redraft/status").json()
     assert found["capture"] == {"records": 6, "last_error": "", "spool_files": 2}
     assert found["num_ranks"] == 4
+    assert found["domains"] == {"code": [3, 5], "": [3, 0]}
 
 
 def test_where_nothing_was_touched_nothing_is_put_back(registry):

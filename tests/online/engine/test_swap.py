@@ -327,8 +327,9 @@ def test_a_load_that_fails_half_way_puts_the_last_good_draft_back(random_target,
     assert restored["result"]["checksum_before"] == restored["result"]["checksum_after"]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize("method", ["draft_model", pytest.param("eagle3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_a_draft_swapped_on_v2_accepts_like_one_loaded_at_the_start(random_target, registry, learned_eagles, method):
     drafts = {"draft_model": (registry / "v000001", registry / "v000003"), "eagle3": learned_eagles}
     poor, good = drafts[method]

@@ -82,7 +82,7 @@ def test_a_case_is_measured_in_speed_and_memory_against_each_side() -> None:
     assert "BELOW TARGET (at most 0.05)" in table
 
 
-@pytest.mark.parametrize("family", ["EAGLE-3", "MTP"])
+@pytest.mark.parametrize("family", ["EAGLE-3", pytest.param("MTP", marks=pytest.mark.slow)])
 def test_a_compiled_peer_trains_like_the_one_that_ships(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not PEERS[family]["speculators, compiled"].can_run:
         pytest.skip("speculators or a compiler is not installed here")
@@ -110,6 +110,7 @@ def test_trl_compiled_has_the_loss_of_trl(monkeypatch: pytest.MonkeyPatch) -> No
     assert losses[OURS] == pytest.approx(losses[TRL], rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_side_that_compiles_is_not_shown() -> None:
     case = Case(
         name="sleepy",

@@ -217,6 +217,7 @@ def resident_bytes_from_now() -> int:
     return _resident_peak_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", list(HEADS))
 def test_the_peak_is_within_15_percent_of_memory_measured_on_this_cpu(
     family: str, monkeypatch: pytest.MonkeyPatch
