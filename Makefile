@@ -116,7 +116,7 @@ format: $(STAMP)  ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 soak: $(STAMP) broker faketime  ## 30 minutes of traffic and random faults on two real servers, write outputs/soak; SOAK="--minutes 3"
-	$(BIN)/python recipes/soak/soak.py --overwrite $(SOAK)
+	$(BIN)/python recipes/bench/soak/soak.py --overwrite $(SOAK)
 
 bench: $(STAMP)  ## speed and memory, as ratios of one interleaved run; is what `redraft advise` says the best?
 	$(BIN)/redraft bench-training

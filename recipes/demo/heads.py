@@ -33,7 +33,7 @@ from redraft.heads.catalog import find_family
 from redraft.heads.files.artifact import write_whole
 from redraft.recipes.cli import run_recipe
 
-RECIPES = Path(__file__).parents[1]
+RECIPES = Path(__file__).parents[1] / "train"
 TEMPLATE = Path(__file__).parent / "templates" / "heads.html.j2"
 
 

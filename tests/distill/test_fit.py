@@ -20,7 +20,8 @@ from redraft.distill.fit import Need, Room, bytes_by_weight, check, count_head, 
 from redraft.distill.inputs import Signal
 from redraft.heads.families import eagle3
 from redraft.heads.families.standalone import Init, prune_layers
-from redraft.recipes import distill_llama3b, eagle3_llama8b
+from redraft.recipes import distill_llama3b
+from redraft.recipes.train import eagle3_llama8b
 
 LLAMA_70B = LlamaConfig(
     vocab_size=128_256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,

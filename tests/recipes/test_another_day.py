@@ -35,10 +35,10 @@ from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.target import Target
 from redraft.online.learning.anchors import read_anchors
+from redraft.recipes.bench.soak.stage import _make_draft
 from redraft.recipes.cli import dispatch
 from redraft.recipes.decide import advise, evaluate
 from redraft.recipes.demo import fleet, online
-from redraft.recipes.soak.stage import _make_draft
 
 FIRST, SECOND = datetime.date(2024, 2, 29), datetime.date(2024, 3, 1)
 

@@ -79,7 +79,7 @@ def test_a_head_trained_in_shards_is_resumed_and_exported(
 ) -> None:
     flags = ["--head.aux-layer-ids", "0", "1", "2", "--draft-vocab-size", "256"]
     flags += ["--prove.no-engine", "--prove.num-speculative-tokens", "3"]
-    recipe = "eagle3_llama8b.py"
+    recipe = "train/eagle3_llama8b.py"
     done = launch(config, recipe, random_target, data, tmp_path / "run", *flags)
     assert done.returncode == 0, done.stderr[-4000:]
     verify(tmp_path / "run/draft")

@@ -15,7 +15,7 @@ from teachers import Reply, Teacher, teaching
 from redraft.distill.data.conversations import load_conversations
 from redraft.distill.data.regenerate import Sampling, regenerate
 from redraft.distill.signal.endpoint import Endpoint
-from redraft.recipes.regenerate import Config
+from redraft.recipes.train.regenerate import Config
 
 
 def answer(request: dict[str, Any]) -> Reply:

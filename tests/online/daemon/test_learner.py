@@ -27,7 +27,7 @@ from redraft.online.fleet.server import Drafting
 from redraft.online.learning.config import Judging
 from redraft.online.records.record import MAGIC, Sampling, encode_record
 from redraft.online.records.spool import is_in_memory
-from redraft.recipes.soak import poison
+from redraft.recipes.bench.soak import poison
 
 
 @pytest.fixture(autouse=True)

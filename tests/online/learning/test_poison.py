@@ -45,8 +45,8 @@ from redraft.online.records.record import (
     encode_record,
     read_frames,
 )
-from redraft.recipes.soak import poison
-from redraft.recipes.soak.poison import SHAPE, TARGET, VOCAB, frame_around, i32, make_later, make_record, pack
+from redraft.recipes.bench.soak import poison
+from redraft.recipes.bench.soak.poison import SHAPE, TARGET, VOCAB, frame_around, i32, make_later, make_record, pack
 
 GIB = 1 << 30
 fleets = count()

@@ -1,8 +1,8 @@
 """Tune the MTP layer of a target, or train one from scratch; put it back, prove it in a real vLLM, and report.
 
 $ redraft serve-features Qwen/Qwen3-Next-80B-A3B-Instruct       # its linear attention packs no documents: read a server
-$ accelerate launch recipes/mtp_qwen3_next.py --signal.kind endpoint --signal.url http://127.0.0.1:8000
-$ accelerate launch recipes/mtp_qwen3_next.py --target XiaomiMiMo/MiMo-7B-RL --init scratch
+$ accelerate launch recipes/train/mtp_qwen3_next.py --signal.kind endpoint --signal.url http://127.0.0.1:8000
+$ accelerate launch recipes/train/mtp_qwen3_next.py --target XiaomiMiMo/MiMo-7B-RL --init scratch
 $ redraft mtp --preset demo                                     # the small target of tests/assets, on two CPU cores
 """
 

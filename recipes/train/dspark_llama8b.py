@@ -1,9 +1,9 @@
-"""Train a DFlash head, prove it in a real vLLM, and report. The head drafts a whole block of tokens in one pass, from
-the states of several target layers.
+"""Train a DSpark head, prove it in a real vLLM, and report. The head is that of DFlash with a bias by the token before,
+and estimates the acceptance. Only vLLM's V2 model runner serves it, so the demo ends with the forecast.
 
-$ accelerate launch recipes/dflash_llama8b.py                   # for Llama-3.1-8B-Instruct
-$ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/dflash_llama8b.py --loop.steps 20000
-$ redraft dflash --preset demo                                  # the small target of tests/assets, on two CPU cores
+$ accelerate launch recipes/train/dspark_llama8b.py                   # for Llama-3.1-8B-Instruct
+$ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/train/dspark_llama8b.py --loop.steps 20000
+$ redraft dspark --preset demo                                  # the small target of tests/assets, on two CPU cores
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from redraft.distill.head_run import DEMO, HeadConfig, HeadRun, target_config
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import Loop
 from redraft.distill.train.step import Optim
-from redraft.heads.families import dflash
+from redraft.eval.engine.server import require_runner
+from redraft.heads.catalog import find_family
+from redraft.heads.families import dspark
+from redraft.heads.families.dflash import check_options
 from redraft.heads.target import aux_layers
 from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(HeadConfig):
-    head: dflash.Config = field(default_factory=dflash.Config)
+    head: dspark.Config = field(default_factory=dspark.Config)
     init: Literal["last_layers", "random"] = "last_layers"
     """Initial weights of the head's layers: copies of the target's last layers, or random."""
     draft_vocab_size: int = 32000
@@ -35,25 +38,28 @@ class Config(HeadConfig):
     divergence: Divergence = field(default_factory=lambda: Divergence(name="lk_hybrid"))
     optim: Optim = field(default_factory=lambda: Optim(lr=6e-4, max_grad_norm=0.5))
     loop: Loop = field(default_factory=lambda: Loop(steps=20000, sequence_length=2048))
-    output: Path = Path("outputs/dflash-llama8b")
+    output: Path = Path("outputs/dspark-llama8b")
     """Folder of the run. It receives the config, metrics, checkpoints, the exported draft and the report."""
 
 
 PRESETS = {
     "demo": Config(
-        **DEMO,
-        head=dflash.Config(aux_layer_ids=(2, 4, 7), num_layers=2, block_size=4, num_anchors=256, gamma=4.0),
+        **{**DEMO, "prove": replace(DEMO["prove"], engine=False, speed_rounds=0)},
+        head=dspark.Config(aux_layer_ids=(2, 4, 7), num_layers=2, block_size=3, num_anchors=256, markov_rank=64),
         draft_vocab_size=2048,
-        output=Path("outputs/demo-heads/dflash"),
+        output=Path("outputs/demo-heads/dspark"),
     )
 }
 
 
 def main(cfg: Config) -> None:
-    # 1. Refuse flags that do not fit the target, before any work.
+    # 1. Refuse flags that do not fit the target or the engine, before any work.
+    speculative = find_family("dspark").speculative
+    if cfg.prove.engine:
+        require_runner(speculative, way_out=", or leave the engine out with --prove.no-engine")
     shape = target_config(cfg.target)
     aux_layers(cfg.head.aux_layer_ids, shape.num_hidden_layers)
-    dflash.check_options(cfg.head, shape.vocab_size)
+    check_options(cfg.head, shape.vocab_size)
     require_smaller(cfg.draft_vocab_size, shape.vocab_size)
     if cfg.init == "last_layers" and cfg.head.num_layers > shape.num_hidden_layers:
         raise ValueError(
@@ -62,7 +68,7 @@ def main(cfg: Config) -> None:
         )
 
     # 2. The target, the data, and the folder of the run.
-    run = HeadRun(cfg, "dflash", cfg.head.block_size - 1)
+    run = HeadRun(cfg, "dspark", cfg.head.num_tokens)
     draft_ids_W = frequent_ids(run.data.train.samples, cfg.draft_vocab_size, shape.vocab_size)
 
     # 3. The head: new, or continued.
@@ -70,7 +76,7 @@ def main(cfg: Config) -> None:
         head = run.load(cfg.start_from)
     else:
         mask = run.mask_token() if cfg.head.mask_token_id is None else cfg.head.mask_token_id
-        head = dflash.DFlash(replace(cfg.head, mask_token_id=mask), run.target, draft_ids_W)
+        head = dspark.DSpark(replace(cfg.head, mask_token_id=mask), run.target, draft_ids_W)
         if cfg.init == "last_layers":
             head.init_from_layers(*run.last_layers(cfg.head.num_layers))
     before = run.forecast(head)
@@ -80,7 +86,7 @@ def main(cfg: Config) -> None:
 
     # 5. The proof: publish the head, load it back, forecast it, serve it in vLLM, report.
     draft = run.publish(lambda folder: head.export(folder, torch.bfloat16))
-    run.prove(before, draft, cost, {"method": "dflash", "model": str(draft.absolute())})
+    run.prove(before, draft, cost, {**speculative, "model": str(draft.absolute())})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Train an EAGLE-1 head, prove it in a real vLLM, and report. EAGLE-1 regresses the target's next hidden state.
 
-$ accelerate launch recipes/eagle1_llama8b.py                   # for Llama-3.1-8B-Instruct
-$ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/eagle1_llama8b.py --head.num-steps 1
+$ accelerate launch recipes/train/eagle1_llama8b.py                   # for Llama-3.1-8B-Instruct
+$ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/train/eagle1_llama8b.py --head.num-steps 1
 $ redraft eagle1 --preset demo                                  # the small target of tests/assets, on two CPU cores
 """
 

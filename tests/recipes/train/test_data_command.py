@@ -14,7 +14,7 @@ import pytest
 
 from redraft.distill.data.samples import Sample, build_samples
 from redraft.recipes.cli import dispatch
-from redraft.recipes.decide.data import (
+from redraft.recipes.train.data import (
     GREEN,
     PLAIN,
     choose_samples,

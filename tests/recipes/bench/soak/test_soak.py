@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from real_broker import EXECUTABLE
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.slow
@@ -18,7 +18,15 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.skipif(EXECUTABLE is None, reason="no nats-server here (Debian: apt-get install nats-server)")
 def test_a_short_soak_survives_every_fault(tmp_path):
     output = tmp_path / "soak"
-    command = [sys.executable, "recipes/soak/soak.py", "--output", output, "--minutes=3", "--faults=10", "--seed=2"]
+    command = [
+        sys.executable,
+        "recipes/bench/soak/soak.py",
+        "--output",
+        output,
+        "--minutes=3",
+        "--faults=10",
+        "--seed=2",
+    ]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=3600)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     report = json.loads((output / "report.json").read_text())

@@ -13,9 +13,9 @@ import pytest
 from redraft.online.journal import Journal
 from redraft.online.learning.buffer import Buffer, BufferConfig
 from redraft.online.records.record import encode_record, read_frames
-from redraft.recipes.soak.judge import FaultSeen, LifeSeen, RecordsSeen, Seen, judge, write_table
-from redraft.recipes.soak.poison import TARGET, make_record
-from redraft.recipes.soak.soak import read_stored_ids, sum_dropped
+from redraft.recipes.bench.soak.judge import FaultSeen, LifeSeen, RecordsSeen, Seen, judge, write_table
+from redraft.recipes.bench.soak.poison import TARGET, make_record
+from redraft.recipes.bench.soak.soak import read_stored_ids, sum_dropped
 
 IDS = [f"boot/cmpl-{number}/0" for number in range(100)]
 
@@ -86,7 +86,7 @@ def test_all_records_in_a_buffers_files_count_and_those_that_cannot_be_read_do_n
     records = [make_record(7, request_id=f"cmpl-{number}") for number in range(20)]
     records += [make_record(8, target_fingerprint="another")]
     frames = [encode_record(record) for record in records]
-    config = BufferConfig(folder=tmp_path, held_out_fraction=0.9)
+    config = BufferConfig(folder=tmp_path, held_out_fraction=0.999999)
     with Buffer(config, TARGET) as buffer:
         buffer.append(read_frames(b"".join(frames)), now_s=1.0)
         assert len(buffer.select_held_out(1 << 30)) + len(buffer.fresh(0, 99)) < 20

@@ -1,7 +1,7 @@
 """Soak the whole online service in traffic and random faults, and judge at the end whether it survived all of them.
 
     $ make soak                                              # 30 minutes on two cores: outputs/soak/report.json
-    $ python recipes/soak/soak.py --overwrite --minutes 3 --faults 12 --seed 7
+    $ python recipes/bench/soak/soak.py --overwrite --minutes 3 --faults 12 --seed 7
 
 Two real vLLM servers, the router, a real nats-server and two learners run below a supervisor that starts them again
 whenever they end. Clients stream, hang up, ask for several answers and opt out. Meanwhile processes are killed and
@@ -34,11 +34,9 @@ from redraft.online.journal import BufferEntry, Journal
 from redraft.online.records.nats_link import probe
 from redraft.online.records.record import Record, read_frames
 from redraft.online.records.spool import SpoolWriter
-from redraft.recipes.cli import run_recipe
-from redraft.recipes.demo.fleet import begin_report
-from redraft.recipes.soak.clients import Clients
-from redraft.recipes.soak.disks import unmount_below
-from redraft.recipes.soak.faults import (
+from redraft.recipes.bench.soak.clients import Clients
+from redraft.recipes.bench.soak.disks import unmount_below
+from redraft.recipes.bench.soak.faults import (
     Fault,
     Injected,
     NotSurvivedError,
@@ -49,10 +47,12 @@ from redraft.recipes.soak.faults import (
     shuffle,
     until_well,
 )
-from redraft.recipes.soak.judge import FaultSeen, LifeSeen, RecordsSeen, Seen, judge, write_table
-from redraft.recipes.soak.stage import NATS, Stage, set_stage
-from redraft.recipes.soak.supervisor import Supervised
-from redraft.recipes.soak.witness import Witness
+from redraft.recipes.bench.soak.judge import FaultSeen, LifeSeen, RecordsSeen, Seen, judge, write_table
+from redraft.recipes.bench.soak.stage import NATS, Stage, set_stage
+from redraft.recipes.bench.soak.supervisor import Supervised
+from redraft.recipes.bench.soak.witness import Witness
+from redraft.recipes.cli import run_recipe
+from redraft.recipes.demo.fleet import begin_report
 
 START_S = 900.0
 """Deadline for the first start of everything."""

@@ -1,9 +1,9 @@
-"""Train a P-EAGLE head, prove it in a real vLLM, and report. The head reads what an EAGLE-3 head reads, and drafts all
-tokens in one pass, from masks in the places of those to come.
+"""Train a DFlash head, prove it in a real vLLM, and report. The head drafts a whole block of tokens in one pass, from
+the states of several target layers.
 
-$ accelerate launch recipes/peagle_llama8b.py                   # for Llama-3.1-8B-Instruct
-$ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/peagle_llama8b.py --loop.steps 20000
-$ redraft peagle --preset demo                                  # the small target of tests/assets, on two CPU cores
+$ accelerate launch recipes/train/dflash_llama8b.py                   # for Llama-3.1-8B-Instruct
+$ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/train/dflash_llama8b.py --loop.steps 20000
+$ redraft dflash --preset demo                                  # the small target of tests/assets, on two CPU cores
 """
 
 from __future__ import annotations
@@ -19,35 +19,32 @@ from redraft.distill.head_run import DEMO, HeadConfig, HeadRun, target_config
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import Loop
 from redraft.distill.train.step import Optim
-from redraft.heads.families import peagle
-from redraft.heads.nn.masks import check_mask_token
+from redraft.heads.families import dflash
 from redraft.heads.target import aux_layers
 from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(HeadConfig):
-    head: peagle.Config = field(default_factory=peagle.Config)
+    head: dflash.Config = field(default_factory=dflash.Config)
     init: Literal["last_layers", "random"] = "last_layers"
     """Initial weights of the head's layers: copies of the target's last layers, or random."""
     draft_vocab_size: int = 32000
     """Size of the head's vocabulary: the tokens most frequent as labels. A smaller vocabulary makes a
-    draft step faster; 0 keeps all of the target's."""
-    layout: Literal["vllm", "speculators"] = "vllm"
-    """Format of the exported checkpoint: vLLM's, or that of the library `speculators`. vLLM serves both."""
+    block faster; 0 keeps all of the target's."""
     divergence: Divergence = field(default_factory=lambda: Divergence(name="lk_hybrid"))
     optim: Optim = field(default_factory=lambda: Optim(lr=6e-4, max_grad_norm=0.5))
     loop: Loop = field(default_factory=lambda: Loop(steps=20000, sequence_length=2048))
-    output: Path = Path("outputs/peagle-llama8b")
+    output: Path = Path("outputs/dflash-llama8b")
     """Folder of the run. It receives the config, metrics, checkpoints, the exported draft and the report."""
 
 
 PRESETS = {
     "demo": Config(
         **DEMO,
-        head=peagle.Config(aux_layer_ids=(2, 4, 7), num_layers=2, num_steps=3),
+        head=dflash.Config(aux_layer_ids=(2, 4, 7), num_layers=2, block_size=4, num_anchors=256, gamma=4.0),
         draft_vocab_size=2048,
-        output=Path("outputs/demo-heads/peagle"),
+        output=Path("outputs/demo-heads/dflash"),
     )
 }
 
@@ -56,7 +53,7 @@ def main(cfg: Config) -> None:
     # 1. Refuse flags that do not fit the target, before any work.
     shape = target_config(cfg.target)
     aux_layers(cfg.head.aux_layer_ids, shape.num_hidden_layers)
-    check_mask_token(cfg.head.mask_token_id, shape.vocab_size)
+    dflash.check_options(cfg.head, shape.vocab_size)
     require_smaller(cfg.draft_vocab_size, shape.vocab_size)
     if cfg.init == "last_layers" and cfg.head.num_layers > shape.num_hidden_layers:
         raise ValueError(
@@ -65,7 +62,7 @@ def main(cfg: Config) -> None:
         )
 
     # 2. The target, the data, and the folder of the run.
-    run = HeadRun(cfg, "peagle", cfg.head.num_steps)
+    run = HeadRun(cfg, "dflash", cfg.head.block_size - 1)
     draft_ids_W = frequent_ids(run.data.train.samples, cfg.draft_vocab_size, shape.vocab_size)
 
     # 3. The head: new, or continued.
@@ -73,7 +70,7 @@ def main(cfg: Config) -> None:
         head = run.load(cfg.start_from)
     else:
         mask = run.mask_token() if cfg.head.mask_token_id is None else cfg.head.mask_token_id
-        head = peagle.PEagle(replace(cfg.head, mask_token_id=mask), run.target, draft_ids_W)
+        head = dflash.DFlash(replace(cfg.head, mask_token_id=mask), run.target, draft_ids_W)
         if cfg.init == "last_layers":
             head.init_from_layers(*run.last_layers(cfg.head.num_layers))
     before = run.forecast(head)
@@ -82,12 +79,8 @@ def main(cfg: Config) -> None:
     head, cost = run.train(head)
 
     # 5. The proof: publish the head, load it back, forecast it, serve it in vLLM, report.
-    def export(folder: Path) -> None:
-        tokens = cfg.prove.num_speculative_tokens
-        head.export(folder, torch.bfloat16, layout=cfg.layout, target_name=cfg.target, num_speculative_tokens=tokens)
-
-    draft = run.publish(export)
-    run.prove(before, draft, cost, {**run.family.speculative, "model": str(draft.absolute())})
+    draft = run.publish(lambda folder: head.export(folder, torch.bfloat16))
+    run.prove(before, draft, cost, {"method": "dflash", "model": str(draft.absolute())})
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ from redraft.online.daemon.learner import provide_first_version
 from redraft.online.fleet.registry import Registry
 from redraft.online.records.nats_config import Nats
 from redraft.online.tokens import read_token, write_token
+from redraft.recipes.bench.soak.disks import Disk, mounted
+from redraft.recipes.bench.soak.supervisor import Supervised
 from redraft.recipes.demo.fleet import fastest_precision
-from redraft.recipes.soak.disks import Disk, mounted
-from redraft.recipes.soak.supervisor import Supervised
 
 FAKETIME = "libfaketimeMT.so.1"
 NO_SHIFT = "+0d\n"

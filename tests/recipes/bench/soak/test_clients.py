@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from redraft.eval.prompts import Prompt
-from redraft.recipes.soak.clients import Clients, Verdict, judge_refusal, judge_stream, judge_whole
-from redraft.recipes.soak.hostile import HostileAnswerError, build_requests, find_broken_rule, send_hostile
+from redraft.recipes.bench.soak.clients import Clients, Verdict, judge_refusal, judge_stream, judge_whole
+from redraft.recipes.bench.soak.hostile import HostileAnswerError, build_requests, find_broken_rule, send_hostile
 
 DONE = "data: [DONE]\n\n"
 

@@ -1,8 +1,8 @@
 """Train an EAGLE-3 head, prove it in a real vLLM, and report. In training, the head drafts several steps from features
 of the steps before, as it will in the server (training-time test).
 
-$ accelerate launch recipes/eagle3_llama8b.py                   # for Llama-3.1-8B-Instruct
-$ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/eagle3_llama8b.py --loop.steps 20000
+$ accelerate launch recipes/train/eagle3_llama8b.py                   # for Llama-3.1-8B-Instruct
+$ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/train/eagle3_llama8b.py --loop.steps 20000
 $ redraft eagle3 --preset demo                                  # the small target of tests/assets, on two CPU cores
 """
 

@@ -17,9 +17,9 @@ from starlette.routing import Route
 
 from redraft.eval.engine.process import free_port
 from redraft.eval.prompts import Prompt
-from redraft.recipes.soak.clients import Clients
-from redraft.recipes.soak.hostile import send_hostile
-from redraft.recipes.soak.supervisor import Supervised
+from redraft.recipes.bench.soak.clients import Clients
+from redraft.recipes.bench.soak.hostile import send_hostile
+from redraft.recipes.bench.soak.supervisor import Supervised
 
 DEADLINE_S = 60.0
 

@@ -65,7 +65,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_config(name: str, target: Path, data: Path, output: Path, **changes: Any) -> tuple[Any, Any]:
     """(recipe, its demo preset cut to a few steps on a target of two layers)."""
-    recipe = import_module(f"recipes.{RECIPES[name]}")
+    recipe = import_module(f"recipes.train.{RECIPES[name]}")
     demo = recipe.PRESETS["demo"]
     sizes: dict[str, Any] = {}
     if name == "eagle3":
@@ -298,7 +298,7 @@ def test_two_processes_train_the_head_of_one(random_target: Path, data: Path, tm
     flags = "--preset demo --prove.no-engine --mixed-precision no --loop.steps 2 --loop.sequence-length 128"
     flags += " --data.num-prompts 2 --data.max-prompt-tokens 128 --prove.max-tokens 8 --data.held-out 0.2"
     flags += f" --target {random_target} --data.source {data} --optim.max-grad-norm 1e9"
-    recipe = str(Path(__file__).parents[2] / "recipes/medusa_llama8b.py")
+    recipe = str(Path(__file__).parents[3] / "recipes/train/medusa_llama8b.py")
     two = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node", "2", recipe]
     for command, batch_size, output in ((two, 2, "two"), ([sys.executable, recipe], 4, "one")):
         rest = ["--loop.batch-size", str(batch_size), "--output", str(tmp_path / output), *flags.split()]
@@ -312,7 +312,7 @@ def test_two_processes_train_the_head_of_one(random_target: Path, data: Path, tm
 @pytest.mark.vllm
 def test_the_demo_of_all_heads_runs_small_and_goes_on_where_it_was(tiny_target: Path, tmp_path: Path) -> None:
     flags = "--loop.steps 6 --loop.sequence-length 256 --loop.eval-every 0 --data.num-prompts 6 --prove.max-tokens 24"
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     command = [sys.executable, str(root / "recipes/demo/heads.py"), "--output", str(tmp_path / "demo")]
     command += ["--heads", "medusa", "mtp", "eagle3", "--divergences", "forward_kl", "cross_entropy"]
     command += [f"--flags={flag}" for flag in flags.split()]

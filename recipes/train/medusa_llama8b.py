@@ -1,7 +1,7 @@
 """Train Medusa heads, prove them in a real vLLM, and report. Medusa's k-th head guesses the token k places ahead.
 
-$ accelerate launch recipes/medusa_llama8b.py                   # for Llama-3.1-8B-Instruct, on its predictions
-$ accelerate launch recipes/medusa_llama8b.py --divergence.name cross_entropy       # on the text itself
+$ accelerate launch recipes/train/medusa_llama8b.py                   # for Llama-3.1-8B-Instruct, on its predictions
+$ accelerate launch recipes/train/medusa_llama8b.py --divergence.name cross_entropy       # on the text itself
 $ redraft medusa --preset demo                                  # the small target of tests/assets, on two CPU cores
 """
 

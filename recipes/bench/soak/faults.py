@@ -31,11 +31,11 @@ from redraft.online.daemon import control
 from redraft.online.records.nats_link import BrokerError, connect, probe
 from redraft.online.records.publisher import MESSAGE_ID
 from redraft.online.records.spool import PARTIAL, SUFFIX
-from redraft.recipes.soak import poison
-from redraft.recipes.soak.hostile import HostileAnswerError, send_hostile
-from redraft.recipes.soak.stage import NATS, NO_SHIFT, Stage
-from redraft.recipes.soak.supervisor import Supervised
-from redraft.recipes.soak.witness import Witness
+from redraft.recipes.bench.soak import poison
+from redraft.recipes.bench.soak.hostile import HostileAnswerError, send_hostile
+from redraft.recipes.bench.soak.stage import NATS, NO_SHIFT, Stage
+from redraft.recipes.bench.soak.supervisor import Supervised
+from redraft.recipes.bench.soak.witness import Witness
 
 RECOVERY_S = 600.0
 """Deadline for a target to be well again. A server loads for half a minute, and on a busy machine for minutes."""

@@ -21,12 +21,12 @@ from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.nats_link import connect
 from redraft.online.records.publisher import Publisher
 from redraft.online.records.record import encode_frame
-from redraft.recipes.soak import poison
-from redraft.recipes.soak.disks import mounted, unmount_below
-from redraft.recipes.soak.faults import Fault, inject, shuffle
-from redraft.recipes.soak.soak import take_free
-from redraft.recipes.soak.supervisor import Supervised
-from redraft.recipes.soak.witness import Witness, is_acknowledgement
+from redraft.recipes.bench.soak import poison
+from redraft.recipes.bench.soak.disks import mounted, unmount_below
+from redraft.recipes.bench.soak.faults import Fault, inject, shuffle
+from redraft.recipes.bench.soak.soak import take_free
+from redraft.recipes.bench.soak.supervisor import Supervised
+from redraft.recipes.bench.soak.witness import Witness, is_acknowledgement
 
 DEADLINE_S = 60.0
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -100,7 +100,7 @@ async def test_a_process_that_ends_by_itself_was_not_wanted_to(tmp_path):
 
 @in_event_loop
 async def test_a_process_that_fails_its_liveness_probe_is_started_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("redraft.recipes.soak.supervisor.LIVENESS_PERIOD_S", 0.05)
+    monkeypatch.setattr("redraft.recipes.bench.soak.supervisor.LIVENESS_PERIOD_S", 0.05)
     is_alive = True
 
     async def probe():
@@ -216,8 +216,8 @@ def test_a_fault_whose_target_stays_down_or_that_fails_itself_is_not_survived(mo
     async def unwell(world, target):
         return "connection refused"
 
-    monkeypatch.setattr("redraft.recipes.soak.faults.find_problem", unwell)
-    monkeypatch.setattr("redraft.recipes.soak.faults.until_well.__defaults__", (0.1,))
+    monkeypatch.setattr("redraft.recipes.bench.soak.faults.find_problem", unwell)
+    monkeypatch.setattr("redraft.recipes.bench.soak.faults.until_well.__defaults__", (0.1,))
 
     async def harmless(world, target):
         pass

@@ -1,7 +1,7 @@
 """Train an MLPSpeculator in two stages, on text and then on answers of the target, and report.
 
-$ accelerate launch recipes/mlp_speculator_llama8b.py           # for Llama-3.1-8B-Instruct
-$ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/mlp_speculator_llama8b.py --text.steps 5000
+$ accelerate launch recipes/train/mlp_speculator_llama8b.py           # for Llama-3.1-8B-Instruct
+$ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/train/mlp_speculator_llama8b.py --text.steps 5000
 $ redraft mlp-speculator --preset demo                          # the small target of tests/assets, on two CPU cores
 
 vLLM 0.32 cannot serve an MLPSpeculator, so the proof uses the reference decoder instead, in this process.
