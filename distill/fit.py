@@ -23,7 +23,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from redraft.distill.inputs import Signal
+from redraft.distill.inputs import Signal, TargetDtype, choose_dtype
 from redraft.heads.catalog import find_family
 from redraft.heads.families.standalone import Init, from_config
 from redraft.heads.files.checkpoint import load_text_config, register_models
@@ -55,16 +55,23 @@ class Room:
     """Processes on this machine."""
 
 
-def require_room(target: str, signal: Signal, accelerator: Accelerator, count_draft: Callable[[Any], int]) -> None:
+def require_room(
+    target: str,
+    signal: Signal,
+    accelerator: Accelerator,
+    count_draft: Callable[[Any], int],
+    dtype: TargetDtype | None = None,
+) -> None:
     """Refuse a training that cannot fit. One process of each machine tells, the others leave with it.
 
-    `count_draft(config)` is the number of the draft's weights, by the target's text config.
+    `count_draft(config)` is the number of the draft's weights, by the target's text config. `dtype` is the
+    target's (`choose_dtype`).
 
     Raises:
         ValueError: the target or the draft does not fit. The message has the bytes and the ways out.
     """
     try:
-        config, target_bytes = _size_target(target, signal, accelerator.device)
+        config, target_bytes = _size_target(target, signal, choose_dtype(dtype, accelerator.device))
         draft_weights = count_draft(config)
     except Exception:  # transformers raises a dozen types for a config; the loading that follows reports each in a line
         return
@@ -115,7 +122,7 @@ def _gb(num_bytes: float) -> str:
 # -------------------------------------------------------------------------------------------------------------- sizes
 
 
-def _size_target(name: str, signal: Signal, device: torch.device) -> tuple[Any, int]:
+def _size_target(name: str, signal: Signal, dtype: torch.dtype | None) -> tuple[Any, int]:
     """(text config, bytes in one process).
 
     Raises:
@@ -125,9 +132,8 @@ def _size_target(name: str, signal: Signal, device: torch.device) -> tuple[Any, 
     config = AutoConfig.from_pretrained(name)
     if getattr(config, "quantization_config", None):
         raise ValueError(f"{name} is quantised")
-    dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.float32
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
     kept = (x for n, x in model.named_parameters() if not signal.url or ".layers." not in n)
     return config.get_text_config(), sum(x.numel() * x.element_size() for x in kept)
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from redraft.distill.fit import count_head, require_room
-from redraft.distill.inputs import Data, Signal, live_signal, load_data, load_target, target_signal
+from redraft.distill.inputs import Data, Signal, TargetDtype, live_signal, load_data, load_target, target_signal
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.prove import (
     EngineProof,
@@ -50,6 +50,9 @@ from redraft.heads.target import Target
 class HeadConfig:
     target: str = "meta-llama/Llama-3.1-8B-Instruct"
     """Model on your server, for the head to speed up: a folder or a hub name."""
+    target_dtype: TargetDtype | None = None
+    """Type in which the target computes, here and in the engine of the proof. By default float32 on a CPU, where
+    outputs are then compared token for token, and as stored on a GPU."""
     start_from: Path | None = None
     """Continue training this exported head instead of a new one. It must be of the same family and target; the
     options in it replace those of --head."""
@@ -117,10 +120,12 @@ class HeadRun:
         if convert is None:  # a converted target is one of the right layout, and its head has yet to be sized
             vocabulary = getattr(cfg, "draft_vocab_size", 0)
             size = functools.partial(count_head, name, cfg.head, vocabulary)  # type: ignore[attr-defined]
-            require_room(cfg.target, cfg.signal, self.accelerator, size)
+            require_room(cfg.target, cfg.signal, self.accelerator, size, cfg.target_dtype)
         self.run = Run.open(cfg.output, asdict(cfg), self.accelerator, resume=cfg.resume, overwrite=cfg.overwrite)
         self.target_name = cfg.target if convert is None else str(self._convert_target(convert))
-        self.model, self.tokenizer = load_target(self.target_name, cfg.signal, self.accelerator.device)
+        self.model, self.tokenizer = load_target(
+            self.target_name, cfg.signal, self.accelerator.device, cfg.target_dtype
+        )
         self.target = Target.from_model(self.model)
         self.data = load_data(cfg.data, cfg.target, self.tokenizer, cfg.loop, self.run.date)
         torch.manual_seed(cfg.loop.seed)
@@ -250,4 +255,12 @@ class HeadRun:
             head = self.load(draft).to(self.target.head_VD.dtype).to(self.forecaster.device).eval()
             return prove_by_reference(cfg, self.model, head, self.forecaster.continuations)
         leave_gpu(self.model)
-        return prove_in_engine(cfg, self.cfg.target, speculative, self.data.prompts, self.run.folder, served)
+        return prove_in_engine(
+            cfg,
+            self.cfg.target,
+            speculative,
+            self.data.prompts,
+            self.run.folder,
+            served=served,
+            dtype=self.cfg.target_dtype,
+        )

@@ -30,6 +30,9 @@ from redraft.heads.files.folder import model_folder
 
 DATE_FLAG = "--data.date"
 
+TargetDtype = Literal["float32", "bfloat16"]
+"""Types in which a target computes here and is served."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
@@ -96,19 +99,27 @@ class Signal:
             raise ValueError("--signal.url is not read with --signal.kind model: choose endpoint or cache")
 
 
-def load_target(target: str, signal: Signal, device: torch.device) -> tuple[Any, Any]:
+def choose_dtype(dtype: TargetDtype | None, device: torch.device) -> torch.dtype | None:
+    """The type of a target's weights: `dtype` if it is given; else float32 on a CPU, and as stored (None) on a GPU."""
+    if dtype is not None:
+        chosen: torch.dtype = getattr(torch, dtype)
+        return chosen
+    return torch.float32 if device.type == "cpu" else None
+
+
+def load_target(target: str, signal: Signal, device: torch.device, dtype: TargetDtype | None = None) -> tuple[Any, Any]:
     """The target, frozen, and its tokenizer.
 
-    On a CPU the target is in float32, as vLLM serves it there. With an url, only the embeddings, final norm and
-    head are loaded here.
+    Without a `dtype` the target is in float32 on a CPU, as our servers there. With an url, only the embeddings, final
+    norm and head are loaded here.
 
     Raises: FileNotFoundError or ValueError, naming the missing or corrupt file.
     """
     tokenizer = load_tokenizer(target)
-    dtype = torch.float32 if device.type == "cpu" else None
+    chosen = choose_dtype(dtype, device)
     if signal.url:
-        return load_skeleton(target, dtype, device), tokenizer
-    return load_causal_lm(target, dtype).to(device).requires_grad_(False).eval(), tokenizer
+        return load_skeleton(target, chosen, device), tokenizer
+    return load_causal_lm(target, chosen).to(device).requires_grad_(False).eval(), tokenizer
 
 
 def load_data(data: Data, target: str, tokenizer: Any, loop: Loop, started: datetime.date) -> LoadedData:

@@ -18,6 +18,7 @@ import tyro
 from torch import nn
 
 from redraft.distill.doctor.label_probe import label_probe
+from redraft.distill.inputs import TargetDtype
 from redraft.distill.signal.sources import EndpointTarget
 from redraft.distill.train.loop import LoadedData, TrainingCost
 from redraft.distill.train.run import Run
@@ -103,7 +104,14 @@ class Forecaster:
         self.continuations = compute_once(
             cfg.reference or run.folder,
             "answers",
-            [fingerprint(model_folder(name)), data.prompts, cfg.max_tokens, cfg.num_speculative_tokens, data.end_ids],
+            [
+                fingerprint(model_folder(name)),
+                str(target.dtype),
+                data.prompts,
+                cfg.max_tokens,
+                cfg.num_speculative_tokens,
+                data.end_ids,
+            ],
             list[Continuation],
             lambda: self._answers(target, data.prompts, data.end_ids),
         )
@@ -224,12 +232,15 @@ def prove_in_engine(
     speculative: Mapping[str, Any],
     prompts: Sequence[Prompt],
     folder: Path,
+    *,
     served: str | Path | None = None,
+    dtype: TargetDtype | None = None,
 ) -> EngineProof:
     """Send the same prompts at temperature 0 to a vLLM with the draft and to one without; logs go to `folder`.
 
     `speculative` is vLLM's speculative config without the number of tokens. `served` is the folder to serve with the
-    draft if the draft's tensors are inside a copy of the target (MTP); by default, the target itself.
+    draft if the draft's tensors are inside a copy of the target (MTP); by default, the target itself. `dtype` is the
+    engine's, by default that of `vllm_server`.
 
     Raises: ChildProcessError with the engine's message; ConnectionError.
     """
@@ -240,6 +251,7 @@ def prove_in_engine(
             log=folder / f"vllm-{name}-draft.log",
             speculative_config=config,
             max_model_len=max(len(p.token_ids) for p in prompts) + cfg.max_tokens + cfg.num_speculative_tokens,
+            dtype=dtype,
             extra_args=cfg.engine_args,
         )
 
@@ -265,7 +277,7 @@ def prove_in_engine(
             prompts,
             cfg.max_tokens,
             cfg.concurrency,
-            cfg.engine_args,
+            (*cfg.engine_args, *([f"--dtype={dtype}"] if dtype else [])),
             engine_environment(),
         ],
         Measurement,
@@ -274,7 +286,7 @@ def prove_in_engine(
     return EngineProof(
         with_draft=with_draft,
         without_draft=without_draft,
-        lossless=compare_lossless(with_draft, without_draft, _make_logits(target)),
+        lossless=compare_lossless(with_draft, without_draft, make_logits(target)),
         speed=speed,
     )
 
@@ -304,7 +316,7 @@ def prove_by_reference(cfg: Prove, model: Any, head: Any, continuations: Sequenc
     )
 
 
-def _make_logits(target: str) -> Callable[[Sequence[int]], torch.Tensor]:
+def make_logits(target: str) -> Callable[[Sequence[int]], torch.Tensor]:
     """A function that returns the target's next-token logits, [V].
 
     It loads the target at the first call: only if two outputs differ, and a tie has to be told from an error.

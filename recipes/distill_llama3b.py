@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from redraft.distill.fit import count_standalone, require_room
-from redraft.distill.inputs import Data, Signal, live_signal, load_data, load_target, target_signal
+from redraft.distill.inputs import Data, Signal, TargetDtype, live_signal, load_data, load_target, target_signal
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.prove import Forecaster, Prove, leave_gpu, prove_in_engine, publish_draft, report
 from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, train
@@ -32,6 +32,9 @@ from redraft.recipes.cli import run_recipe
 class Config:
     target: str = "meta-llama/Llama-3.1-70B-Instruct"
     """Model on your server, for the draft to speed up: a folder or a hub name."""
+    target_dtype: TargetDtype | None = None
+    """Type in which the target computes, here and in the engine of the proof. By default float32 on a CPU, where
+    outputs are then compared token for token, and as stored on a GPU."""
     draft: Init = field(default_factory=lambda: Init(checkpoint="meta-llama/Llama-3.2-3B-Instruct"))
     data: Data = field(default_factory=Data)
     signal: Signal = field(default_factory=Signal)
@@ -62,7 +65,7 @@ PRESETS = {
         optim=Optim(lr=3e-3),
         loop=Loop(steps=400, batch_size=2, sequence_length=1024, eval_every=100, eval_batches=8, save_every=200),
         prove=Prove(ce_baseline=True, speed_rounds=8),
-        output=Path("outputs/demo"),
+        output=Path("outputs/demo-tiny"),
         mixed_precision="bf16",
     )
 }
@@ -71,11 +74,11 @@ PRESETS = {
 def main(cfg: Config) -> None:
     started = time.perf_counter()
     accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb)
-    require_room(cfg.target, cfg.signal, accelerator, functools.partial(count_standalone, cfg.draft))
+    require_room(cfg.target, cfg.signal, accelerator, functools.partial(count_standalone, cfg.draft), cfg.target_dtype)
     run = Run.open(cfg.output, asdict(cfg), accelerator, resume=cfg.resume, overwrite=cfg.overwrite)
 
     # 1. Models.
-    target, tokenizer = load_target(cfg.target, cfg.signal, accelerator.device)
+    target, tokenizer = load_target(cfg.target, cfg.signal, accelerator.device, cfg.target_dtype)
     untrained = make_draft(cfg.draft, target, tokenizer, cfg.loop.seed)
     print(f"draft: begins as {cfg.draft}")
 
@@ -125,7 +128,11 @@ def main(cfg: Config) -> None:
     if before and after:
         leave_gpu(target)
         served = {"method": "draft_model", "model": str(folder.absolute())}
-        engine = prove_in_engine(cfg.prove, cfg.target, served, data.prompts, run.folder) if cfg.prove.engine else None
+        engine = (
+            prove_in_engine(cfg.prove, cfg.target, served, data.prompts, run.folder, dtype=cfg.target_dtype)
+            if cfg.prove.engine
+            else None
+        )
         page = report(
             run,
             target=cfg.target,

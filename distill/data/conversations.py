@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
-from redraft.distill.data.corpus import stdlib_conversations
+from redraft.distill.data.corpus import function_questions, stdlib_conversations
 from redraft.distill.data.messages import (
     TEXT_ROLE,
     Message,
@@ -120,7 +120,8 @@ def load_conversations(
 ) -> list[Conversation]:
     """Every conversation of `source`, which is one of
 
-    - `stdlib`: made from the Python standard library's sources;
+    - `stdlib`: made from the Python standard library's sources; `stdlib-functions`: its functions with a docstring, to
+      complete, without answers;
     - a `.jsonl`, `.json` (a list) or `.parquet` file, the former two also as `.gz` or `.zst`; a folder of such files;
       or one `split` of a data set on the hub. The columns are `messages` (OpenAI: role, content), `conversations`
       (ShareGPT: from, value), `prompt` with `completion` or `response`, `instruction` with `input` and `output`
@@ -138,6 +139,8 @@ def load_conversations(
     path = Path(source)
     if source == "stdlib":
         return [_stdlib_conversation(row) for row in stdlib_conversations()]
+    if source == "stdlib-functions":
+        return [_stdlib_conversation(row) for row in function_questions()]
     if path.is_dir() and not find_files(path, TABLES):
         return _from_rows(_text_rows(path), source, domain_column, strict)
     if path.is_dir() and (texts := find_files(path, TEXTS)):

@@ -5,11 +5,15 @@
 
 Long answers are cut at the end of a line and continue in further turns, so multi-turn conversations occur too. The
 order and the text depend only on the installed Python version.
+
+A third kind has questions only, for a target to answer (`function_questions`): complete a function, given its signature
+and docstring.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
 import re
 import sysconfig
@@ -22,6 +26,9 @@ MAX_ANSWER_CHARS = 900
 
 MIN_ANSWER_CHARS = 80
 MAX_TURNS = 3
+
+MAX_DOCSTRING_CHARS = 600
+"""Longer docstrings are cut at the end of a line: a prompt teaches a draft nothing."""
 
 Conversation = dict[str, object]
 
@@ -41,7 +48,43 @@ def stdlib_conversations(root: Path | None = None) -> Iterator[Conversation]:
         yield {"domain": domain, "messages": messages}
 
 
+def function_questions(root: Path | None = None) -> Iterator[Conversation]:
+    """Conversations of one question: the standard library's functions with a docstring, for a model to complete.
+
+    They are in the order of their hashes, so the first of them are a draw from all modules.
+    """
+    found = set()
+    for module, tree, _ in _modules(root or Path(sysconfig.get_path("stdlib"))):
+        for _, node in _definitions(tree, module):
+            if isinstance(node, ast.FunctionDef) and len(node.body) > 1 and (text := ast.get_docstring(node)):
+                found.add(completion_question(f"def {node.name}({ast.unparse(node.args)}):", text))
+    for question in sorted(found, key=lambda text: hashlib.sha256(text.encode()).digest()):
+        yield {"domain": "code", "messages": [{"role": "user", "content": question}]}
+
+
+def completion_question(signature: str, docstring: str) -> str:
+    """The question to complete a function."""
+    quoted = textwrap.indent(
+        f'"""{_cut(docstring, MAX_DOCSTRING_CHARS)[0]}\n"""', "    ", lambda line: bool(line.strip())
+    )
+    return ask_to_complete(f"{signature}\n{quoted}")
+
+
+def ask_to_complete(code: str) -> str:
+    """The question to complete the beginning of a Python function."""
+    return f"Complete this Python function:\n\n```python\n{code}\n```"
+
+
 def _questions(root: Path) -> Iterator[tuple[str, str, str]]:
+    for module, tree, source in _modules(root):
+        if module == "pydoc_data.topics":
+            yield from _topics(tree)
+        else:
+            yield from _module_questions(module, tree, source.splitlines())
+
+
+def _modules(root: Path) -> Iterator[tuple[str, ast.Module, str]]:
+    """(name, syntax tree, source) of the library's modules, without tests."""
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if {"site-packages", "test", "tests", "idle_test", "encodings", "lib2to3"} & set(relative.parts):
@@ -51,11 +94,7 @@ def _questions(root: Path) -> Iterator[tuple[str, str, str]]:
             tree = ast.parse(source)
         except (SyntaxError, UnicodeDecodeError):  # a few files are broken or Latin-1 on purpose
             continue
-        module = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
-        if module == "pydoc_data.topics":
-            yield from _topics(tree)
-        else:
-            yield from _module_questions(module, tree, source.splitlines())
+        yield ".".join(relative.with_suffix("").parts).removesuffix(".__init__"), tree, source
 
 
 def _module_questions(module: str, tree: ast.Module, lines: list[str]) -> Iterator[tuple[str, str, str]]:
@@ -101,12 +140,12 @@ def _topics(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
             yield "prose", f"Explain `{topic}`{section}.", "\n\n".join(paragraphs[first : first + step])
 
 
-def _cut(text: str) -> list[str]:
-    """`text` in parts of at most MAX_ANSWER_CHARS characters, cut at line ends. A longer line stays whole."""
+def _cut(text: str, max_chars: int = MAX_ANSWER_CHARS) -> list[str]:
+    """`text` in parts of at most `max_chars` characters, cut at line ends. A longer line stays whole."""
     parts: list[str] = []
     current = ""
     for line in text.splitlines():
-        if current and len(current) + len(line) + 1 > MAX_ANSWER_CHARS:
+        if current and len(current) + len(line) + 1 > max_chars:
             parts.append(current)
             current = line
         else:

@@ -26,6 +26,8 @@ class EngineOptions:
 
     concurrency: int = 4
     """Requests sent at a time."""
+    dtype: str | None = None
+    """Type of the weights; by default that of `vllm_server`."""
     args: tuple[str, ...] = ()
     """Further arguments of vLLM, e.g. --tensor-parallel-size 8."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -56,6 +58,7 @@ def serve_and_count(
             log=folder / f"vllm-{draft.name}-{num_speculative_tokens}.log",
             speculative_config=config,
             max_model_len=max(len(p.token_ids) for p in prompts) + protocol.max_tokens + num_speculative_tokens,
+            dtype=options.dtype,
             extra_args=options.args,
             extra_env=options.env,
         ) as server:
@@ -89,12 +92,14 @@ def serve_and_count(
 
 
 def _counts(output: Output, *, by_step: bool) -> AcceptanceCounts:
-    """The counts of one request. `by_step` adds an empty draft for each target step without one.
+    """The counts of one request. Drafts with a forecast are compared with it draft by draft, others `by_step`."""
+    assert output.counts is not None, "the server speculates"
+    return count_steps(output) if by_step else output.counts
 
-    vLLM does not count such steps. Drafts with a forecast are compared with it draft by draft, so they go without.
-    """
-    counts = output.counts
-    assert counts is not None, "the server speculates"
+
+def count_steps(output: Output) -> AcceptanceCounts:
+    """The counts of one request, with an empty draft for each target step without one: vLLM does not count those."""
+    counts = output.counts or AcceptanceCounts.zero()
     # The prefill gives one token, and every step its accepted tokens and one more.
     num_steps = len(output.token_ids) - 1 - sum(counts.accepted_per_position)
-    return replace(counts, num_drafts=max(counts.num_drafts, num_steps)) if by_step else counts
+    return replace(counts, num_drafts=max(counts.num_drafts, num_steps))

@@ -1,6 +1,6 @@
 """Check the advice against the engine: is the advised number of draft tokens within 5% of the best measured one?
 
-$ redraft bench-advice    # with the draft of `make demo`; if there is none, a short training makes one
+$ redraft bench-advice    # with the draft of `make demo-tiny`; if there is none, a short training makes one
 
 A server without a draft and one for every number of draft tokens run at the same time and get their loads in turn, so a
 change of the machine's speed affects all of them. Speed-ups are medians of ratios to the server without a draft. The
@@ -37,7 +37,7 @@ REQUIRED = 0.95
 class Config:
     target: str = "tests/assets/tiny-target"
     """Folder or hub name of the model to serve."""
-    draft: str = "outputs/demo/draft"
+    draft: str = "outputs/demo-tiny/draft"
     """Folder of a standalone draft. If it does not exist, a short training makes one next to `output`."""
     num_speculative_tokens: tuple[int, ...] = (1, 2, 3, 5)
     """Numbers of draft tokens to measure."""

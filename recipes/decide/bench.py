@@ -3,7 +3,7 @@
 $ redraft bench --target T --draft D                        # the first value of each flag is used in all tables
 $ redraft bench --target T --draft D --draft ngram --num-speculative-tokens 4 1 2 6 --concurrency 8 1 32 128
 $ redraft bench --target T --draft D --request-rate 1 4 16 --data sharegpt:sharegpt.json jsonl:ours.jsonl
-$ redraft bench --preset demo                               # the small target with the draft of `make demo`
+$ redraft bench --preset demo                               # the small target with the draft of `make demo-tiny`
 
 Every server is started once and gets its load from vLLM's generator (`vllm bench serve`). Finished cells are kept:
 after an interruption, run the same command again to measure the rest. The results are serving.html, serving.md and
@@ -98,7 +98,7 @@ class Config:
 PRESETS = {
     "demo": Config(
         target="tests/assets/tiny-target",
-        draft=("outputs/demo/draft", "ngram"),
+        draft=("outputs/demo-tiny/draft", "ngram"),
         num_speculative_tokens=(3, 1),
         concurrency=(4, 1, 16),
         request_rate=(4.0, 16.0),

@@ -1,6 +1,6 @@
 """Measure the acceptance of drafts by domain, temperature and number of draft tokens, with intervals.
 
-$ redraft eval --preset demo --draft outputs/demo/draft        # small target: the draft of `make demo`, prompt lookup
+$ redraft eval --preset demo --draft outputs/demo-tiny/draft   # small target: the draft of `make demo-tiny`, n-grams
 $ redraft eval --target TARGET --draft DRAFT --draft ngram --data prompts.jsonl --domain-column topic
 $ redraft eval --target TARGET --draft v13=DRAFT --baseline outputs/eval-v12/report.json --max-loss 0.02
 
@@ -27,7 +27,7 @@ import tyro
 from redraft.distill.data.conversations import load_conversations, split_held_out
 from redraft.distill.data.rendering import keep_day, writes_date
 from redraft.distill.data.samples import held_out_prompts
-from redraft.distill.inputs import Signal, load_target
+from redraft.distill.inputs import Signal, TargetDtype, load_target
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import write_offline_unless_logged_in
 from redraft.eval.counts import AcceptanceCounts
@@ -55,6 +55,9 @@ from redraft.recipes.serve.serve import sampling_environment
 class Config:
     target: str = "meta-llama/Llama-3.1-8B-Instruct"
     """Folder or hub name of the served model."""
+    target_dtype: TargetDtype | None = None
+    """Type in which the target computes, in the forecast and in the engine. By default float32 on a CPU, and as stored
+    on a GPU."""
     draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Draft to measure: a folder (a head, a standalone draft, a version of a registry), a hub name, `ngram` (prompt
     lookup) or `suffix`. NAME=FOLDER gives it a name. Repeat the flag for more drafts."""
@@ -139,7 +142,8 @@ def main(cfg: Config) -> None:
     sampling = choose_sampling(cfg.target, top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p)
     if cfg.engine:
         require_served(sampling, way_out=", or forecast with --no-engine")
-    target = load(cfg.target)
+    target = load(cfg.target, cfg.target_dtype)
+    kept = cfg.output / "kept" / (cfg.target_dtype or "")
     baseline = read_baseline(cfg.baseline, target.fingerprint, SCHEMA_VERSION) if cfg.baseline else None
     drafts = load_drafts(cfg.draft, target, cfg.ngram, cfg.draft_sample_method)
     for draft in drafts if cfg.engine else ():
@@ -167,15 +171,13 @@ def main(cfg: Config) -> None:
     forecastable = {draft.name: draft.forecast for draft in drafts if draft.forecast}
     layers = sorted({layer for draft in forecastable.values() for layer in draft.aux_layer_ids})
     signal = InProcessTarget(target.model, layers)
-    rows = forecast_drafts(
-        target.model, target.fingerprint, signal, forecastable, prompts, protocol, cfg.output / "kept"
-    )
+    rows = forecast_drafts(target.model, target.fingerprint, signal, forecastable, prompts, protocol, kept)
 
     # 4. measure each draft in the engine
     for module in (target.model, *(draft.module for draft in forecastable.values() if draft.module)):
         module.to("cpu")  # the engine needs the whole GPU
     torch.cuda.empty_cache()
-    engine = measure_in_engine(cfg, target, drafts, prompts, protocol) if cfg.engine else {}
+    engine = measure_in_engine(cfg, target, drafts, prompts, protocol, kept) if cfg.engine else {}
 
     # 5. report
     measured = Measured(
@@ -223,10 +225,10 @@ def check(cfg: Config) -> None:
         raise ValueError(f"--engine-tokens {min(beyond)} is not one of --num-speculative-tokens")
 
 
-def load(name: str) -> LoadedTarget:
-    """The frozen target, on the GPU if there is one. On a CPU it is in float32, as in the engine."""
+def load(name: str, dtype: TargetDtype | None = None) -> LoadedTarget:
+    """The frozen target, on the GPU if there is one. Without a `dtype` it is in float32 on a CPU, as in the engine."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_target(name, Signal(), device)
+    model, tokenizer = load_target(name, Signal(), device, dtype)
     folder = model_folder(name)
     return LoadedTarget(name=name, folder=folder, fingerprint=fingerprint(folder), model=model, tokenizer=tokenizer)
 
@@ -259,10 +261,20 @@ def load_prompts(cfg: Config, tokenizer: Any, day: datetime.date | None) -> list
 
 
 def measure_in_engine(
-    cfg: Config, target: LoadedTarget, drafts: Sequence[NamedDraft], prompts: Sequence[Prompt], protocol: Protocol
+    cfg: Config,
+    target: LoadedTarget,
+    drafts: Sequence[NamedDraft],
+    prompts: Sequence[Prompt],
+    protocol: Protocol,
+    kept: Path,
 ) -> dict[tuple[str, float, int], list[AcceptanceCounts]]:
-    """The engine's counts of every prompt, by draft, temperature and number of draft tokens."""
-    options = EngineOptions(concurrency=cfg.concurrency, args=cfg.engine_args, env=sampling_environment(os.environ))
+    """The engine's counts of every prompt, by draft, temperature and number of draft tokens; kept in `kept`."""
+    options = EngineOptions(
+        concurrency=cfg.concurrency,
+        dtype=cfg.target_dtype,
+        args=cfg.engine_args,
+        env=sampling_environment(os.environ),
+    )
     found: dict[tuple[str, float, int], list[AcceptanceCounts]] = {}
     for draft in drafts:
         numbers = [k for k in cfg.engine_tokens or protocol.num_speculative_tokens if draft.serves(k)]
@@ -270,7 +282,7 @@ def measure_in_engine(
             numbers = numbers[-1:]
         for k in numbers:
             if draft.speculative:
-                counted = serve_and_count(target, draft, k, prompts, protocol, options, cfg.output / "kept")
+                counted = serve_and_count(target, draft, k, prompts, protocol, options, kept)
                 found |= {(draft.name, t, k): c for t, c in zip(protocol.temperatures, counted, strict=True)}
     return found
 
@@ -280,7 +292,8 @@ def settings(cfg: Config, sampling: Sampling) -> dict[str, Any]:
     shown = ("data", "split", "domain_column", "held_out", "max_prompt_tokens", "max_tokens", "draft_sample_method")
     filters = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
     left_out = {"penalties_left_out": penalties} if (penalties := list_penalties(cfg.target)) else {}
-    return {name: getattr(cfg, name) for name in shown} | filters | left_out | {"ngram": asdict(cfg.ngram)}
+    dtype = {"target_dtype": cfg.target_dtype} if cfg.target_dtype else {}
+    return {name: getattr(cfg, name) for name in shown} | dtype | filters | left_out | {"ngram": asdict(cfg.ngram)}
 
 
 def write_run(cfg: Config, duration_s: float) -> None:

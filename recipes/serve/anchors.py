@@ -20,7 +20,7 @@ import torch
 from redraft.distill.data.conversations import load_conversations
 from redraft.distill.data.rendering import choose_day
 from redraft.distill.data.samples import build_samples
-from redraft.distill.inputs import Signal, load_target
+from redraft.distill.inputs import Signal, TargetDtype, load_target
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.heads.files.artifact import fingerprint, write_whole
 from redraft.heads.files.folder import model_folder
@@ -33,6 +33,8 @@ from redraft.recipes.cli import run_recipe
 class Config:
     target: str
     """Folder or hub name of the served model."""
+    target_dtype: TargetDtype | None = None
+    """Type in which the target computes. By default float32 on a CPU, and as stored on a GPU."""
     data: str
     """Text the draft must not forget: a hub name, a .jsonl or .parquet file, a folder of text, or `stdlib`. Answers
     written by the target are best (redraft regenerate)."""
@@ -62,7 +64,7 @@ def main(cfg: Config) -> None:
     if cfg.output.exists() and not cfg.overwrite:
         raise FileExistsError(f"{cfg.output} already exists: choose another --output, or pass --overwrite")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_target(cfg.target, Signal(), device)
+    model, tokenizer = load_target(cfg.target, Signal(), device, cfg.target_dtype)
     conversations = load_conversations(cfg.data, split=cfg.split)[: cfg.num_conversations]
     day = choose_day(cfg.date)
     samples, stats = build_samples(conversations, tokenizer, max_length=cfg.max_length, day=day)

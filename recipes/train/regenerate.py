@@ -36,7 +36,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 @dataclass(frozen=True, kw_only=True)
 class Config:
     source: str
-    """Conversations to answer: a hub name, a .jsonl or .parquet file, or `stdlib`. The answers in them are dropped."""
+    """Conversations to answer: a hub name, a .jsonl or .parquet file, `stdlib`, or `stdlib-functions` (functions to
+    complete). The answers in them are dropped."""
     output: Path
     """JSONL file to write, one line per finished conversation. Existing lines are kept."""
     split: str = "train"

@@ -44,6 +44,8 @@ def test_a_70b_target_is_refused_on_80_gb_with_its_bytes(tmp_path: Path, monkeyp
         ValueError, match=r"takes 141\.1 GB in every process, and the draft 22\.4 GB .* 85\.5 GB of cuda:0"
     ):
         require_room(str(tmp_path), Signal(), accelerator, head)
+    with pytest.raises(ValueError, match=r"takes 282\.2 GB in every process"):
+        require_room(str(tmp_path), Signal(), accelerator, head, "float32")
     served = Signal(kind="endpoint", url=("http://t1:8001",))
     require_room(str(tmp_path), served, accelerator, head)  # 4.2 + 22.4 GB
     accelerator.is_local_main_process = False

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from redraft.distill.data.conversations import read_conversation, split_held_out
-from redraft.distill.inputs import Data, load_data
+from redraft.distill.inputs import Data, Signal, load_data, load_target
 from redraft.distill.train.loop import LoadedData, Loop
 from redraft.heads.files.checkpoint import load_tokenizer
 
@@ -93,3 +94,9 @@ def test_texts_that_are_not_read_are_told(
     assert capsys.readouterr().out.startswith(
         f"{tmp_path}: 9 text files beside the data files are not read\ntraining: "
     )
+
+
+def test_a_target_computes_in_the_type_asked_for(random_target: Path) -> None:
+    cpu = torch.device("cpu")
+    assert load_target(str(random_target), Signal(), cpu)[0].dtype == torch.float32
+    assert load_target(str(random_target), Signal(), cpu, "bfloat16")[0].dtype == torch.bfloat16

@@ -14,6 +14,7 @@ from redraft.distill.data.conversations import (
     remove_overlap,
     split_held_out,
 )
+from redraft.distill.data.corpus import MAX_DOCSTRING_CHARS, completion_question, function_questions
 from redraft.distill.data.messages import conversation_hash, read_message
 
 QUESTION_AND_ANSWER = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "<think>hm</think>so"}]
@@ -353,3 +354,31 @@ def test_the_split_of_the_standard_library_is_that_of_the_small_target(
     _, held_out = split_held_out(conversations, 0.2)
     by_whole = [c for c in conversations if int(conversation_hash(c["messages"])[:16], 16) < 0.2 * 2**64]
     assert held_out == by_whole != []
+
+
+def test_functions_of_the_library_become_questions(tmp_path: Path) -> None:
+    source = (
+        'def double(x, by=2):\n    """Twice.\n\n    And more.\n    """\n    return x * by\n\n'
+        "def bare(x):\n    return x\n\n"
+        'class A:\n    def only(self):\n        """A docstring and no body."""\n'
+    )
+    (tmp_path / "one.py").write_text(source)
+    (tmp_path / "two.py").write_text(source)  # the same question again
+    (question,) = function_questions(tmp_path)
+    assert question["messages"] == [
+        {
+            "role": "user",
+            "content": "Complete this Python function:\n\n```python\ndef double(x, by=2):\n"
+            '    """Twice.\n\n    And more.\n    """\n```',
+        }
+    ]
+
+
+def test_the_first_functions_are_a_draw_from_all_modules(tmp_path: Path) -> None:
+    for module in ("a", "b"):
+        body = "".join(f'def {module}{i}():\n    """Text."""\n    pass\n' for i in range(20))
+        (tmp_path / f"{module}.py").write_text(body)
+    texts = [str(question["messages"][0]["content"]) for question in function_questions(tmp_path)]  # type: ignore[index]
+    assert 0 < sum("def a" in text for text in texts[:20]) < 20
+    long = completion_question("def f():", "line\n" * 400)
+    assert MAX_DOCSTRING_CHARS - 10 < long.count("line") * 5 <= MAX_DOCSTRING_CHARS
