@@ -15,7 +15,7 @@ endif
 # OpenMP threads that spin while they wait make training ten times slower beside a busy neighbour (recipes/cli/run.py).
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help env lock demo demo-heads demo-online demo-domains soak faketime test test-all test-floors browser broker \
+.PHONY: help env lock demo demo-tiny demo-heads demo-online demo-domains soak faketime test test-all test-floors browser broker \
 	check check-deps \
 	format bench bench-decisions clean
 
@@ -42,7 +42,9 @@ lock:  ## write requirements/*.txt again from pyproject.toml; UPGRADE=1: with th
 	test -x $(BIN)/uv || { $(PYTHON) -m venv .venv && $(BIN)/pip install --quiet uv; }
 	UPGRADE=$(UPGRADE) bash requirements/lock.sh
 
-demo: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write outputs/demo/report.html
+demo: demo-tiny  ## the same
+
+demo-tiny: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write outputs/demo-tiny/report.html
 	$(BIN)/python recipes/distill_llama3b.py --preset demo --overwrite
 
 demo-heads: $(STAMP)  ## train every family of heads, serve each in a real vLLM, write outputs/demo-heads/report.html
