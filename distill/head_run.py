@@ -36,7 +36,8 @@ from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, tra
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.run import Run
 from redraft.distill.train.step import Distillation, Optim
-from redraft.eval.forecast.greedy import Forecast
+from redraft.eval.forecast.calibration import Calibration
+from redraft.eval.forecast.greedy import Forecast, SignalFunction
 from redraft.heads.catalog import find_family, require_head
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.files.artifact import publish
@@ -116,6 +117,7 @@ class HeadRun:
             require_head(cfg.start_from, name, model_folder(cfg.target))
         self.cfg, self.family, self.started = cfg, find_family(name), time.perf_counter()
         self.forecasts: dict[Path, Forecast] = {}
+        self.calibrations: dict[Path, Calibration] = {}
         self.accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb)
         if convert is None:  # a converted target is one of the right layout, and its head has yet to be sized
             vocabulary = getattr(cfg, "draft_vocab_size", 0)
@@ -171,10 +173,12 @@ class HeadRun:
     def forecast(self, head: Any) -> Forecast | None:
         """Expected acceptance of the head in the engine's dtype, on the main process; None on the others. The head
         itself stays as it is."""
-        if not self.accelerator.is_main_process:
-            return None
+        return self.forecaster.forecast(*self._in_engine(head)) if self.accelerator.is_main_process else None
+
+    def _in_engine(self, head: Any) -> tuple[Any, SignalFunction]:
+        """A copy of the head in the engine's dtype, and its signal."""
         signal = live_signal(self.cfg.signal, self.model, head.aux_layer_ids)
-        return self.forecaster.forecast(self._copy(head).to(self.target.head_VD.dtype), signal)
+        return self._copy(head).to(self.target.head_VD.dtype), signal
 
     def _copy(self, head: Any) -> Any:
         shared = (self.target.embed_VD, self.target.head_VD)  # gigabytes, which a head reads and never changes
@@ -207,15 +211,29 @@ class HeadRun:
     def publish(self, write: Callable[[Path], None], name: str = "draft") -> Path:
         """Publish the files written by `write(folder)`, with provenance and forecast, as the folder `name` of the run.
 
-        The main process writes, the others wait for it.
+        The main process writes, the others wait for it. A head's estimates of its acceptance are corrected first.
         """
+
+        def write_corrected(partial: Path) -> None:
+            write(partial)
+            found = (
+                self.forecaster.calibrate(*self._in_engine(self.load(partial)))
+                if self.family.estimates_acceptance
+                else None
+            )
+            if found is not None:
+                correction = found.correction
+                self.family.draft_class().correct_estimates(partial, correction.scale, correction.shift)
+                self.calibrations[self.run.folder / name] = found
 
         def forecast(partial: Path) -> Forecast:
             after = self.forecast(self.load(partial))
             assert after is not None, "the main process"
             return after
 
-        folder, after = publish_draft(self.cfg.prove, self.run, self.data, self.cfg.target, write, forecast, name)
+        folder, after = publish_draft(
+            self.cfg.prove, self.run, self.data, self.cfg.target, write_corrected, forecast, name
+        )
         if after is not None:
             self.forecasts[folder] = after
         return folder
@@ -245,6 +263,7 @@ class HeadRun:
                 engine=engine,
                 cost=cost,
                 started=self.started,
+                calibration=self.calibrations.get(draft),
             )
             print(f"draft: {draft}\nreport: {page}")
         leave(self.accelerator)

@@ -25,10 +25,12 @@ from redraft.distill.train.run import Run
 from redraft.eval.engine.lossless import Lossless, compare_lossless
 from redraft.eval.engine.measure import Measurement, measure
 from redraft.eval.engine.server import VllmServer, vllm_server
+from redraft.eval.forecast.calibration import Calibration, calibrate
 from redraft.eval.forecast.greedy import (
     Continuation,
     Forecast,
     SignalFunction,
+    collect_outcomes,
     cut_continuation,
     forecast,
     greedy_continuations,
@@ -135,14 +137,19 @@ class Forecaster:
 
     def forecast(self, draft: nn.Module, signal: SignalFunction | None = None) -> Forecast:
         """The draft's forecast; `signal` replaces the usual one for a draft with further inputs from the target."""
+        return forecast(*self._settle(draft, signal))
+
+    def calibrate(self, draft: nn.Module, signal: SignalFunction | None = None) -> Calibration | None:
+        """The correction of the estimates that the draft makes of its acceptance, fitted on every other prompt and
+        measured on the rest; None if it makes none. `signal` as in `forecast`."""
+        return calibrate(collect_outcomes(*self._settle(draft, signal)))
+
+    def _settle(
+        self, draft: nn.Module, signal: SignalFunction | None
+    ) -> tuple[Draft, SignalFunction, Sequence[Continuation], int, torch.device]:
         draft.to(self.device).eval()
-        return forecast(
-            cast(Draft, draft),
-            signal or self.signal,
-            self.continuations,
-            self.cfg.num_speculative_tokens,
-            self.device,
-        )
+        number = self.cfg.num_speculative_tokens
+        return cast(Draft, draft), signal or self.signal, self.continuations, number, self.device
 
 
 def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
@@ -341,6 +348,7 @@ def report(
     engine: EngineProof | None,
     cost: TrainingCost,
     started: float,
+    calibration: Calibration | None = None,
 ) -> Path:
     """Write report.json and report.html into the run's folder, and return the path of report.html."""
     sections: dict[str, Any] = {
@@ -357,4 +365,6 @@ def report(
     if engine:
         section = engine_section(engine.with_draft, engine.lossless, after, engine.speed)
         sections["engine"] = {**section, "decoder": engine.decoder}
+    if calibration:
+        sections["calibration"] = calibration.to_json()
     return write_report(run.folder, sections)

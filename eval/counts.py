@@ -134,8 +134,25 @@ def expected_blocks(
     counts in full: rows must be right for tokens beyond the end too, and there must be `num_output_tokens - 1`.
     """
     assert len(accept_TK) >= num_output_tokens - 1, "a row for every output token but the last"
-    num_rows, k = max(num_output_tokens - 1, 0), accept_TK.shape[1]
-    reach_TK = np.cumprod(accept_TK[:num_rows], axis=1)
+    num_rows = max(num_output_tokens - 1, 0)
+    begins_T, reach_TK = walk_blocks(accept_TK[:num_rows])
+    num_steps = float(begins_T.sum())
+    accepted_per_position = tuple((begins_T @ reach_TK).tolist())
+    return ExpectedCounts(
+        num_steps=num_steps,
+        num_drafts=num_steps if drafted_T is None else float(begins_T @ drafted_T[:num_rows]),
+        num_accepted=sum(accepted_per_position),
+        accepted_per_position=accepted_per_position,
+    )
+
+
+def walk_blocks(accept_TK: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(chance that a block begins after output token t [T], that such a block accepts at least j + 1 tokens [T, K]).
+
+    `accept_TK` is that of `expected_blocks`, without rows at which no block begins.
+    """
+    num_rows, k = accept_TK.shape
+    reach_TK = np.cumprod(accept_TK, axis=1, dtype=np.float64)
     # Given the text, blocks are a Markov chain: one that begins at t accepts exactly n tokens with probability
     # ends[t, n] = reach[t, n] - reach[t, n + 1] (reach = 1 for n = 0), and the next one begins at t + n + 1.
     edges = np.concatenate([np.ones((num_rows, 1)), reach_TK, np.zeros((num_rows, 1))], axis=1)
@@ -145,15 +162,7 @@ def expected_blocks(
     for row in range(num_rows):
         # The prefill gives token 0, so the first block begins at row 0. Rows only feed later rows: one sweep is enough.
         begins_T[row + 1 : row + k + 2] += begins_T[row] * ends_TN[row]
-    begins_T = begins_T[:num_rows]
-    num_steps = float(begins_T.sum())
-    accepted_per_position = tuple((begins_T @ reach_TK).tolist())
-    return ExpectedCounts(
-        num_steps=num_steps,
-        num_drafts=num_steps if drafted_T is None else float(begins_T @ drafted_T[:num_rows]),
-        num_accepted=sum(accepted_per_position),
-        accepted_per_position=accepted_per_position,
-    )
+    return begins_T[:num_rows], reach_TK
 
 
 def simulate_blocks(match_TK: ArrayLike, num_output_tokens: int) -> AcceptanceCounts:

@@ -95,6 +95,8 @@ class Family:
     """vLLM can draw draft tokens from q. If false, it always takes the most probable one."""
     learns_online: bool = False
     """`redraft learner` trains it from records."""
+    estimates_acceptance: bool = False
+    """A head may estimate the acceptance of its tokens. `correct_estimates` of its class corrects an export's."""
     trains_lm_head: bool = False
     """Training changes `lm_head.weight`. While it still equals the target's, vLLM shares the target's."""
     is_in_target: bool = False
@@ -192,6 +194,7 @@ FAMILIES: tuple[Family, ...] = (
         layers_key="eagle_aux_hidden_state_layer_ids",
         is_parallel=True,
         varies_tokens=False,
+        learns_online=True,
         trains_lm_head=True,
         parity="prefix_and_masks",
         checks="redraft.heads.doctor.peagle:CHECKS",
@@ -233,6 +236,8 @@ FAMILIES: tuple[Family, ...] = (
         fixed_tokens=FixedTokens(("block_size",), unused=1, used_if="sample_from_anchor"),
         varies_tokens=False,
         can_sample=True,
+        learns_online=True,
+        estimates_acceptance=True,
         parity="block",
         checks="redraft.heads.doctor.dspark:CHECKS",
     ),

@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from redraft.heads.draft import Batch, Bias, Drafted, DraftStep, draw
 from redraft.heads.families import dflash
 from redraft.heads.families.dflash import DFlash, load_head, read_options
+from redraft.heads.files.folder import WEIGHTS
 from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.precision import autocast_kind
 from redraft.heads.nn.vocabulary import over_target_vocabulary
@@ -137,6 +139,15 @@ class DSpark(DFlash):
             "enable_confidence_head": self.config.confidence_head,
             "confidence_head_with_markov": self.config.confidence_head,
         }
+
+    @staticmethod
+    def correct_estimates(folder: Path, scale: float, shift: float) -> None:
+        """Change the logit z of the estimate to scale * z + shift in an exported folder. All else stays as it is."""
+        tensors = load_file(folder / WEIGHTS)
+        weight, bias = (tensors[f"{CONFIDENCE_HEAD}proj.{name}"] for name in ("weight", "bias"))
+        weight *= scale
+        bias.mul_(scale).add_(shift)
+        save_file(tensors, folder / WEIGHTS, {"format": "pt"})
 
     @staticmethod
     def load(folder: Path, target: Target) -> DSpark:

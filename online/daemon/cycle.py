@@ -261,8 +261,9 @@ class Cycle:
         return await self._end_training()
 
     async def _end_training(self) -> Move:
+        self.judge.draft_as(await ask_drafting(self.servers))
         try:
-            name = await self._until_written(lambda: self.in_thread(self.trainer.checkpoint))
+            name = await self._until_written(lambda: self.in_thread(self.trainer.checkpoint, self.judge.calibrate))
         except NotFiniteError:
             return await self._discard("the weights are not finite")
         return Move(Event.TRAINED, name, f"{self.trainer.progress.records} records")
@@ -437,6 +438,7 @@ class Cycle:
                 "verdict": self.state.reason,
                 "judging": asdict(self.judge.judging),
                 "gate": asdict(self.cfg.gate),
+                "calibration": self.trainer.read_calibration(self._candidate()),
             },
         )
 
@@ -576,9 +578,11 @@ class Cycle:
             }
             for name, gain in verdict.domains.items()
         }
+        calibration = self.trainer.read_calibration(candidate) or {}
         self.journal.write(
             "gate", verdict=verdict.decision.value, candidate=candidate, incumbent=self.current, domains=domains,
-            reason=verdict.reason, **numbers,
+            reason=verdict.reason, calibration_error_before=calibration.get("error_before"),
+            calibration_error_after=calibration.get("error_after"), **numbers,
         )  # fmt: skip
 
 

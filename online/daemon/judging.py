@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.forecast.calibration import Outcomes, calibrate
 from redraft.heads.files.artifact import verify
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry
@@ -21,7 +23,14 @@ from redraft.online.learning.candidate import Candidate
 from redraft.online.learning.config import Judging
 from redraft.online.learning.gate import Verdict, find_loss, judge
 from redraft.online.learning.intake import count_acceptance
-from redraft.online.learning.scoring import Request, RequestScore, list_rows, pair_scores, score_requests
+from redraft.online.learning.scoring import (
+    Request,
+    RequestScore,
+    collect_outcomes,
+    list_rows,
+    pair_scores,
+    score_requests,
+)
 from redraft.online.learning.staleness import Row
 
 RECENT_S = 86400.0
@@ -44,6 +53,28 @@ class Judge:
         seqs = self._select_requests()
         ours, theirs = (self._score(folder, seqs) for folder in (draft, self.registry.path(incumbent)))
         return judge(*pair_scores(ours, theirs, self.buffer.refresh_names()), self.cfg.gate, look)
+
+    def calibrate(self, draft: Path) -> dict[str, Any] | None:
+        """Correct the estimates that the draft in a folder makes of its acceptance, by the held-out requests.
+
+        Acceptance does not depend on them, so the same requests may judge the draft. Returns the correction and its
+        effect, as in `eval.forecast.calibration`; None if the draft makes no estimates or there are too few requests.
+        """
+        if not self.candidate.family.estimates_acceptance:
+            return None
+        head, settings = self._load(draft), self._settings()
+        by_request: dict[Request, list[Outcomes]] = {}
+        for record in (stored.record for stored in self.buffer.read(self._select_requests())):
+            outcomes = collect_outcomes(head, record, **settings)
+            if outcomes is not None:
+                by_request.setdefault((record.server_id, record.request_id), []).append(outcomes)
+        if len(by_request) < self.cfg.gate.min_requests:
+            return None
+        found = calibrate([Outcomes.join(parts) for parts in by_request.values()])
+        if found is None:
+            return None
+        self.candidate.family.draft_class().correct_estimates(draft, found.correction.scale, found.correction.shift)
+        return found.to_json()
 
     def score_since(self, version: str, after: int) -> tuple[int, list[Row]]:
         """(newest record, a row per request) of a version on the held-out records after sequence number `after`.
@@ -105,15 +136,21 @@ class Judge:
         )
 
     def _score(self, folder: Path, seqs: Sequence[int]) -> dict[Request, RequestScore]:
+        records = (stored.record for stored in self.buffer.read(seqs))
+        return score_requests(self._load(folder), records, **self._settings())
+
+    def _load(self, folder: Path) -> Any:
         draft = self.candidate.load(folder)
-        return score_requests(
-            (draft.float() if self.candidate.accelerator.device.type == "cpu" else draft).eval(),
-            (stored.record for stored in self.buffer.read(seqs)),
-            num_speculative_tokens=self.judging.num_speculative_tokens,
-            method=self.judging.draft_sample_method,
-            sequence_length=self.cfg.training.sequence_length,
-            reads=self.candidate.family.reads,
-        )
+        return (draft.float() if self.candidate.accelerator.device.type == "cpu" else draft).eval()
+
+    def _settings(self) -> dict[str, Any]:
+        """How the servers draft, for `scoring`."""
+        return {
+            "num_speculative_tokens": self.judging.num_speculative_tokens,
+            "method": self.judging.draft_sample_method,
+            "sequence_length": self.cfg.training.sequence_length,
+            "reads": self.candidate.family.reads,
+        }
 
 
 def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging, str]:

@@ -1,15 +1,18 @@
-"""DFlash's fused buffers: copies of weights that vLLM builds when the model is loaded, and reads instead of them.
+"""Copies of weights that vLLM makes when a draft is loaded, and reads instead of them. A swap must fill them again.
 
-A block drafter computes the context keys of all layers in one product. The product reads `_fused_kv_weight`, which
-holds the key and value projections of all layers, and `_k_norm_weights`. A swap must fill both, in place: captured
-CUDA graphs hold their addresses. The values come from the checkpoint, because the CPU build packs linear weights away.
+DFlash's fused buffers. A block drafter computes the context keys of all layers in one product. The product reads
+`_fused_kv_weight`, which holds the key and value projections of all layers, and `_k_norm_weights`. Both are filled in
+place: captured CUDA graphs hold their addresses. The values come from the checkpoint: the CPU build packs weights away.
+
+P-EAGLE's mask. The proposer holds the feature of every masked row, `fc(mask_hidden)`. `mask_hidden` itself is a buffer,
+which vLLM's reload leaves at its old value.
 
 I = layers, G = key heads of this rank, E = head size, D = hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,6 +60,16 @@ def refill(fused: Any, tensors: Mapping[str, Tensor], rank: int, num_ranks: int)
     # in vLLM 0.32 an alias of the norm's weight, which the load has written already
     if fused._hidden_norm_weight.data_ptr() != fused.hidden_norm.weight.data_ptr():
         _write(fused._hidden_norm_weight, tensors["hidden_norm.weight"], "_hidden_norm_weight")
+
+
+def refill_mask(proposer: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Compute the feature of masked rows from a checkpoint's tensors, if the runner's proposer holds one."""
+    feature_D = getattr(proposer, "parallel_drafting_hidden_state_tensor", None)
+    if feature_D is None:
+        return
+    draft = proposer.model
+    draft.mask_hidden.copy_(next(tensor for name, tensor in tensors if "mask_hidden" in name).view(1, -1))
+    feature_D.copy_(draft.combine_hidden_states(draft.mask_hidden.view(-1)))
 
 
 def _take_heads(weight: Tensor, num_heads: int, head_dim: int, rank: int, num_ranks: int) -> Tensor:

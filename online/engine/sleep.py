@@ -43,7 +43,7 @@ def _has_draft(worker: Any) -> bool:
 
 def _load_again(worker: Any) -> None:
     """Load the last good draft from its folder. Nothing is served meanwhile, so this may wait for the storage."""
-    state, runner = worker.redraft, worker.model_runner
+    state = worker.redraft
     folder, method = state.draft_folder, worker.vllm_config.speculative_config.method
     try:
         if method in UNSUPPORTED_METHODS:
@@ -53,7 +53,7 @@ def _load_again(worker: Any) -> None:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{folder} has no weights")
-        load_draft(runner.get_draft_model(), runner.get_model(), files, worker.vllm_config, worker.device)
+        load_draft(worker, files)
     except Exception:  # the target can serve without a good draft, and the status tells
         logger.exception("redraft: the draft of %s could not be loaded after sleep", folder)
     else:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from redraft.heads.files.artifact import VOLATILE_CONFIG_KEYS, safetensors_header
-from redraft.online.engine.fused import find_fused, refill, without_build
+from redraft.online.engine.fused import find_fused, refill, refill_mask, without_build
 
 CHECKSUM_CHUNK = 1 << 22
 """Elements summed at a time; the temporaries take 64 MB."""
@@ -70,10 +70,8 @@ def require_same_shared(current: Path, candidate: Path, files: Sequence[Path], s
         )
 
 
-def load_draft(
-    draft: nn.Module, target: nn.Module, files: Sequence[Path], vllm_config: Any, device: torch.device
-) -> None:
-    """Load the weights in `files` into the draft, between two engine steps.
+def load_draft(worker: Any, files: Sequence[Path]) -> None:
+    """Load the weights in `files` into the worker's draft, between two engine steps.
 
     Whatever happens, the target stays as it was, and the draft can still run and be loaded again. After an exception
     the draft's values are undefined until a load succeeds.
@@ -82,27 +80,29 @@ def load_draft(
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    model: Any = draft
-    draft_config = vllm_config.speculative_config.draft_model_config
+    runner = worker.model_runner
+    draft = runner.get_draft_model()
+    draft_config = worker.vllm_config.speculative_config.draft_model_config
     fused = find_fused(draft)
     with (
-        set_current_vllm_config(vllm_config),
+        set_current_vllm_config(worker.vllm_config),
         torch.inference_mode(False),  # a tensor made in inference mode could not be written in place later
         torch.no_grad(),
-        torch.device(device),
-        without_shared_modules(draft, target) as shared,
+        torch.device(worker.device),
+        without_shared_modules(draft, runner.get_model()) as shared,
         without_build(fused),
     ):
         # vLLM repacks weights (for the CPU, for quantization) and frees the tensors load_weights writes to.
         initialize_layerwise_reload(draft)
         try:
-            model.load_weights(_read_tensors(files, shared))
+            draft.load_weights(_read_tensors(files, shared))
         finally:
             # Also after an error: until this call the layers are meta tensors, and the next step would end the engine.
             finalize_layerwise_reload(draft, draft_config)
         if fused is not None:
             tensors = dict(_read_tensors(files, shared))
             refill(fused, tensors, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+        refill_mask(getattr(runner, "drafter", None), _read_tensors(files, shared))
 
 
 def shared_modules(draft: nn.Module, target: nn.Module) -> set[str]:

@@ -253,7 +253,7 @@ def _load(worker: Any, staging: Staging) -> dict[str, Any]:
     began_s = time.perf_counter()
     state.is_draft_intact = False
     try:
-        load_draft(runner.get_draft_model(), runner.get_model(), staging.files, worker.vllm_config, worker.device)
+        load_draft(worker, staging.files)
     except Exception as error:
         logger.exception("loading the draft of %s failed", staging.folder)
         return {"ok": False, "touched": True, "error": f"{type(error).__name__}: {error}"}

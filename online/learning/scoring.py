@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.eval.counts import AcceptanceCounts, expected_blocks
+from redraft.eval.forecast.calibration import Outcomes
 from redraft.eval.forecast.rows import ROWS_A_CHUNK, step_rates, take_draft_steps, target_rows
 from redraft.heads.catalog import Reads
 from redraft.heads.draft import Draft, DraftStep, TargetSignal
@@ -48,13 +49,21 @@ def score(
     """
     scored = []
     for record in records:
-        text = training_sequences(penalise(record), branches=False)[0]
+        batch = _make_batch(record, sequence_length, reads)
         rows_R, accepted_JR = np.zeros(0, np.int64), np.zeros((num_speculative_tokens, 0))
-        if len(text.rows_R):
-            (batch,) = make_batches([text], num_batches=1, sequence_length=sequence_length, seed=0, reads=reads)
+        if batch is not None:
             rows_R, accepted_JR = score_rows(draft, batch, record.sampling, method, num_speculative_tokens)
         scored.append(walk_stretches(rows_R, accepted_JR))
     return scored
+
+
+def _make_batch(record: Record, sequence_length: int, reads: Reads) -> RecordedBatch | None:
+    """The record's text, with its penalties applied to the target's distributions; None if it has no rows."""
+    text = training_sequences(penalise(record), branches=False)[0]
+    if not len(text.rows_R):
+        return None
+    (batch,) = make_batches([text], num_batches=1, sequence_length=sequence_length, seed=0, reads=reads)
+    return batch
 
 
 Request = tuple[str, str]
@@ -121,11 +130,48 @@ def score_rows(
     accepted. An autoregressive draft has the same probability for every j.
     """
     steps = take_draft_steps(draft, batch, batch.signal, num_speculative_tokens)
-    by_step = [_alpha_by_row(step, batch.signal, sampling, method) for step in steps]
+    rows_R, accepted_JR = _rate_rows(steps, batch.signal, sampling, method)
+    return rows_R, np.broadcast_to(accepted_JR, (num_speculative_tokens, len(rows_R)))
+
+
+@torch.no_grad()
+def collect_outcomes(
+    draft: Draft,
+    record: Record,
+    *,
+    num_speculative_tokens: int,
+    method: Method,
+    sequence_length: int,
+    reads: Reads = "nothing",
+) -> Outcomes | None:
+    """The draft's estimates of its acceptance over a record, beside the expected acceptance.
+
+    None if it makes no estimates, or the record has no rows.
+    """
+    batch = _make_batch(record, sequence_length, reads)
+    if batch is None:
+        return None
+    steps = take_draft_steps(draft, batch, batch.signal, num_speculative_tokens)
+    if steps[0].confidence_BT is None:
+        return None
+    rows_R, accepted_JR = _rate_rows(steps, batch.signal, record.sampling, method)
+    logit_JR = np.zeros(accepted_JR.shape)
+    for logit_R, step in zip(logit_JR, steps, strict=True):
+        assert step.confidence_BT is not None
+        # a row before the text's first has no block, and its token is never reached
+        logit_R[:] = step.confidence_BT.flatten().double().cpu().numpy()[np.maximum(rows_R - step.shift, 0)]
+    tables = zip(_list_blocks(rows_R, logit_JR), _list_blocks(rows_R, accepted_JR), strict=True)
+    return Outcomes.join([Outcomes.from_blocks(*table) for table in tables])
+
+
+def _rate_rows(
+    steps: Sequence[DraftStep], signal: TargetSignal, sampling: Sampling, method: Method
+) -> tuple[NDArray[np.int64], Array]:
+    """`score_rows` of these steps, with a row of the table for each."""
+    by_step = [_alpha_by_row(step, signal, sampling, method) for step in steps]
     rows_R = np.array(sorted(by_step[0]), np.int64)
     # 0 if a later step has no such row, because no block reaches there
-    accepted_JR = np.array([[accepted.get(row, 0.0) for row in rows_R.tolist()] for accepted in by_step])
-    return rows_R, np.broadcast_to(accepted_JR, (num_speculative_tokens, len(rows_R)))
+    return rows_R, np.array([[accepted.get(row, 0.0) for row in rows_R.tolist()] for accepted in by_step])
 
 
 def _alpha_by_row(step: DraftStep, signal: TargetSignal, sampling: Sampling, method: Method) -> dict[int, float]:
@@ -149,16 +195,18 @@ def walk_stretches(rows_R: NDArray[np.int64], accepted_JR: Array) -> AcceptanceC
 
     A block that would reach beyond a stretch is left out, because the target was not recorded there.
     """
-    stretches = np.split(accepted_JR, np.flatnonzero(np.diff(rows_R) != 1) + 1, axis=1)
-    walked = np.array([_walk_stretch(stretch) for stretch in stretches])
-    drafts, accepted = walked.sum(0).tolist()
-    return AcceptanceCounts(num_drafts=drafts, num_accepted=accepted)
+    # one more token, because `expected_blocks` counts the prefill's, after which the first block begins
+    walked = [expected_blocks(accept_TK, len(accept_TK) + 1) for accept_TK in _list_blocks(rows_R, accepted_JR)]
+    return AcceptanceCounts(
+        num_drafts=sum(counts.num_steps for counts in walked),
+        num_accepted=sum(counts.num_accepted for counts in walked),
+    )
 
 
-def _walk_stretch(accepted_JR: Array) -> tuple[float, float]:
-    """(drafts, accepted tokens) of one stretch. Token j of a block that begins at row r is in row r + j."""
-    num_blocks = max(0, accepted_JR.shape[1] - len(accepted_JR) + 1)
-    accept_TK = np.stack([row_R[j : j + num_blocks] for j, row_R in enumerate(accepted_JR)], axis=1)
-    # one more, because `expected_blocks` counts the prefill's token, after which the first block begins
-    counts = expected_blocks(accept_TK, num_blocks + 1)
-    return counts.num_steps, counts.num_accepted
+def _list_blocks(rows_R: NDArray[np.int64], values_JR: Array) -> list[Array]:
+    """The values of every stretch by block, [T, K]. Token j of a block that begins at row r is in row r + j."""
+    tables = []
+    for stretch_JR in np.split(values_JR, np.flatnonzero(np.diff(rows_R) != 1) + 1, axis=1):
+        num_blocks = max(0, stretch_JR.shape[1] - len(stretch_JR) + 1)
+        tables.append(np.stack([row_R[j : j + num_blocks] for j, row_R in enumerate(stretch_JR)], axis=1))
+    return tables

@@ -1,6 +1,7 @@
 """Swap drafts in a real vLLM inside this process, which allows failures to be injected, and print every result.
 
-    python run_swaps.py '{"target": folder, "draft": folder, "method": "eagle3", "swaps": [["load", folder], ...]}'
+    python run_swaps.py '{"target": folder, "draft": folder, "method": "eagle3", "speculative": {...},
+                          "swaps": [["load", folder], ...]}'
 
 Swaps:
     load FOLDER         swap
@@ -73,9 +74,7 @@ def fail(worker: Any, folder: str) -> dict[str, Any]:
 
 
 def forget(worker: Any, folder: str) -> None:
-    runner = worker.model_runner
-    files = [Path(folder) / "model.safetensors"]
-    load_draft(runner.get_draft_model(), runner.get_model(), files, worker.vllm_config, worker.device)
+    load_draft(worker, [Path(folder) / "model.safetensors"])
 
 
 def damage(worker: Any, folder: str) -> None:
@@ -123,7 +122,8 @@ def main(spec: dict[str, Any]) -> None:
         max_num_seqs=2,
         disable_log_stats=False,
         enable_prefix_caching=False,
-        speculative_config={"model": spec["draft"], "method": spec["method"], "num_speculative_tokens": 3},
+        speculative_config={"model": spec["draft"], "method": spec["method"], "num_speculative_tokens": 3}
+        | spec.get("speculative", {}),
     )
     total = 0
 

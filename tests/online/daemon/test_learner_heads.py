@@ -18,45 +18,52 @@ import torch
 from fake_fleet import TOKEN
 from learner_world import QUICK, World, make_records, ship, until
 from real_server import running_server
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from redraft.distill.data.packing import collate
 from redraft.distill.data.samples import Sample
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.prompts import Prompt
-from redraft.heads.draft import TargetSignal, final_hidden
-from redraft.heads.families import dflash, eagle1, eagle3
+from redraft.heads.catalog import find_family
+from redraft.heads.draft import Batch, TargetSignal, final_hidden
+from redraft.heads.families import eagle3
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.target import Target
+from redraft.online.daemon.judging import Judge
 from redraft.online.daemon.learner import provide_first_version
 from redraft.online.engine.request_log import States, join_states
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.learning.anchors import write_anchors
 from redraft.online.learning.buffer import Buffer, BufferConfig
-from redraft.online.learning.candidate import read_hidden_shape
+from redraft.online.learning.candidate import Candidate, read_hidden_shape
 from redraft.online.learning.config import DraftConfig
 from redraft.online.learning.replay import make_batches
-from redraft.online.learning.scoring import score
+from redraft.online.learning.scoring import collect_outcomes, score
 from redraft.online.records.record import Record, decode_record, encode_record, read_frames, training_sequences
 from redraft.online.records.spool import spool_files
 from redraft.recipes.demo.fleet import Traffic
 
-LAYERS = {"eagle3": (0, 1, 2), "dflash": (1, 2), "eagle1": ()}
+LAYERS = {"eagle3": (0, 1, 2), "peagle": (0, 1, 2), "dflash": (1, 2), "dspark": (1, 2), "eagle1": ()}
+OPTIONS = {
+    "eagle1": {"num_steps": 3},
+    "eagle3": {"num_steps": 3},
+    "peagle": {"num_layers": 2, "num_steps": 3},
+    "dflash": {"num_layers": 1, "block_size": 4},
+    "dspark": {"num_layers": 1, "block_size": 3, "markov_rank": 8},
+}
 
 
 def make_head(name, target, folder, seed=0):
     """An exported head with random weights."""
     torch.manual_seed(seed)
-    borrowed = Target.from_folder(target)
-    if name == "eagle3":
-        head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=LAYERS[name], num_steps=3), borrowed)
+    family = find_family(name)
+    layers = {"aux_layer_ids": LAYERS[name]} if LAYERS[name] else {}
+    head = family.draft_class()(family.config_class()(**OPTIONS[name], **layers), Target.from_folder(target))
+    if family.trains_lm_head:
         head.lm_head.weight.data += 0.01 * torch.randn_like(head.lm_head.weight)  # its own, as in a trained head
-    elif name == "dflash":
-        head = dflash.DFlash(dflash.Config(aux_layer_ids=LAYERS[name], num_layers=1, block_size=4), borrowed)
-    else:
-        head = eagle1.Eagle1(eagle1.Config(num_steps=3), borrowed)
     head.export(folder)
     return folder
 
@@ -149,19 +156,18 @@ def test_the_exported_head_says_what_it_reads(random_target, tmp_path):
     assert read_hidden_shape("eagle3", make_head("eagle3", random_target, tmp_path / "3")) == (3, 64)
     assert read_hidden_shape("eagle1", make_head("eagle1", random_target, tmp_path / "1")) == (1, 64)
     assert read_hidden_shape("standalone", tmp_path) is None
-    with pytest.raises(ValueError, match="only dflash, eagle1, eagle3, standalone do"):
+    with pytest.raises(ValueError, match="only dflash, dspark, eagle1, eagle3, peagle, standalone do"):
         read_hidden_shape("medusa", tmp_path)
 
 
 # --- judging
 
 
-@pytest.mark.parametrize("name", ["eagle1", "eagle3", "dflash"])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_the_expected_counts_are_those_of_the_reference_decoder(random_target, tmp_path, name):
     """Block by block, the head proposes from the states an engine would give it, and the target's text decides."""
     borrowed = Target.from_folder(random_target)
-    module = {"eagle1": eagle1.Eagle1, "eagle3": eagle3.Eagle3, "dflash": dflash.DFlash}[name]
-    head = module.load(make_head(name, random_target, tmp_path / "head", seed=3), borrowed).eval()
+    head = find_family(name).load(make_head(name, random_target, tmp_path / "head", seed=3), lambda: borrowed).eval()
     if name == "eagle3":  # a useless head would accept nothing, and prove nothing
         model = LlamaForCausalLM.from_pretrained(random_target)
         head.init_from_layer(model.base_model.layers[-1], model.base_model.norm)
@@ -169,26 +175,86 @@ def test_the_expected_counts_are_those_of_the_reference_decoder(random_target, t
     reads = "layers" if LAYERS[name] else "last"
     scored = score(head, records, num_speculative_tokens=2, method="greedy", sequence_length=64, reads=reads)
     for record, found in zip(records, scored, strict=True):
-        ids = [*record.context_ids.tolist(), *record.output_ids.tolist()]
-        states_TLD = floats(record.hidden_words)[None]
-        drafts = accepted = 0
-        # Row r predicts token r + 1; the last row would need the last token's states.
-        row, last = record.num_prompt_tokens - 1, len(ids) - 2
-        while row + 1 <= last:
-            prefix = ids[: row + 1]
-            aux_BTLD = states_TLD[:, :row]
-            signal = TargetSignal(
-                distribution=None,
-                aux_BTLD=aux_BTLD if reads == "layers" else None,
-                hidden_BTD=aux_BTLD[:, :, 0] if reads == "last" else None,
-            )
-            proposed = [token for token, _ in head.propose(prefix, signal, 2)]
-            matches = [a == b for a, b in zip(proposed, ids[row + 1 :], strict=False)]
-            number = 2 if all(matches) else matches.index(False)
-            drafts, accepted, row = drafts + 1, accepted + number, row + number + 1
-        assert (found.num_drafts, found.num_accepted) == (drafts, accepted)
+        numbers = [number for _, _, number in verify_blocks(head, record, reads)]
+        assert (found.num_drafts, found.num_accepted) == (len(numbers), sum(numbers))
     if name == "eagle3":
         assert sum(one.num_accepted for one in scored) > 0
+
+
+def verify_blocks(head, record, reads):
+    """(prefix, draft tokens, how many of them are the text's) of every block of two tokens."""
+    ids = [*record.context_ids.tolist(), *record.output_ids.tolist()]
+    states_TLD = floats(record.hidden_words)[None]
+    # Row r predicts token r + 1; the last row would need the last token's states.
+    row, last = record.num_prompt_tokens - 1, len(ids) - 2
+    while row + 1 <= last:
+        prefix = ids[: row + 1]
+        aux_BTLD = states_TLD[:, :row]
+        signal = TargetSignal(
+            distribution=None,
+            aux_BTLD=aux_BTLD if reads == "layers" else None,
+            hidden_BTD=aux_BTLD[:, :, 0] if reads == "last" else None,
+        )
+        proposed = [token for token, _ in head.propose(prefix, signal, 2)]
+        matches = [a == b for a, b in zip(proposed, ids[row + 1 :], strict=False)]
+        number = 2 if all(matches) else matches.index(False)
+        yield prefix, proposed, number
+        row += number + 1
+
+
+def test_estimates_are_judged_at_the_tokens_that_an_engine_reaches(random_target, tmp_path):
+    """By the outcomes of blocks that the head drafts and the text verifies, one after the other."""
+    borrowed = Target.from_folder(random_target)
+    head = find_family("dspark").load(make_head("dspark", random_target, tmp_path / "head"), lambda: borrowed).eval()
+    with torch.no_grad():  # so that a first token is often right
+        model = LlamaForCausalLM.from_pretrained(random_target)
+        head.init_from_layers(list(model.base_model.layers[-1:]), model.base_model.norm)
+        head.confidence_head.proj.weight.normal_()
+    settings = {"num_speculative_tokens": 2, "method": "greedy", "sequence_length": 64, "reads": "layers"}
+    num_accepted = 0
+    for record in [with_states(r, random_target, "dspark") for r in make_records(random_target, 12)]:
+        wanted = {0: [], 1: []}
+        for prefix, proposed, number in verify_blocks(head, record, "layers"):
+            batch = Batch.padded([[*prefix, *proposed]])
+            states_BTLD = torch.zeros(1, len(prefix) + 2, *record.hidden_shape)
+            states_BTLD[0, : len(prefix) - 1] = floats(record.hidden_words)[: len(prefix) - 1]
+            with torch.no_grad():
+                steps = head.draft_steps(batch, TargetSignal(distribution=None, aux_BTLD=states_BTLD), 2)
+            for k, step in enumerate(steps[: number + 1]):
+                wanted[k].append((float(step.confidence_BT[0, len(prefix) - 2]), float(k < number)))
+        found = collect_outcomes(head, record, **settings)
+        for k in (0, 1):
+            here = found.at(k)
+            reached = here.weight_N > 0
+            assert set(here.weight_N) <= {0.0, 1.0}
+            told = np.stack([here.logit_N[reached], here.accepted_N[reached]], axis=1)
+            np.testing.assert_allclose(told, np.array(wanted[k]).reshape(-1, 2), atol=1e-4)
+            num_accepted += sum(accepted for _, accepted in wanted[k])
+    assert num_accepted > 0
+
+
+def test_the_estimates_of_a_draft_are_corrected_by_the_held_out_requests(random_target, tmp_path):
+    """The same correction twice changes nothing the second time, up to the noise between the halves."""
+    world = World.make(tmp_path, random_target, make_head("dspark", random_target, tmp_path / "head"), servers=0)
+    cfg = world.config(buffer=BufferConfig(held_out_fraction=0.99))
+    target = fingerprint(random_target)
+    frames = b"".join(encode_record(with_states(r, random_target, "dspark")) for r in make_records(random_target, 40))
+    before = load_file(world.draft / "model.safetensors")
+    with Buffer(cfg.buffer_config, target, (2, 64)) as buffer:
+        buffer.append(read_frames(frames), 0.0)
+        judge = Judge(cfg, world.registry, buffer, Candidate(cfg.training, "dspark", random_target))
+        told, again = judge.calibrate(world.draft), judge.calibrate(world.draft)
+        few = replace(cfg, gate=replace(cfg.gate, min_requests=41))
+        assert Judge(few, world.registry, buffer, judge.candidate).calibrate(world.draft) is None
+        plain = Judge(cfg, world.registry, buffer, Candidate(cfg.training, "dflash", random_target))
+        assert plain.calibrate(make_head("dflash", random_target, tmp_path / "dflash")) is None
+    assert told["error_after"] < 0.5 * told["error_before"], "a random head knows nothing of its acceptance"
+    assert again["error_before"] == pytest.approx(told["error_after"], abs=1e-6)
+    after = load_file(world.draft / "model.safetensors")
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        "confidence_head.proj.weight",
+        "confidence_head.proj.bias",
+    }
 
 
 # --- the learner
@@ -232,6 +298,27 @@ def test_a_better_head_is_trained_from_records_proven_and_swapped_in(world, reco
     assert json.loads((version / "config.json").read_text()) == json.loads((world.draft / "config.json").read_text())
 
 
+@pytest.mark.slow
+def test_a_head_of_a_block_is_trained_and_served_with_corrected_estimates(random_target, tmp_path, monkeypatch):
+    monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
+    world = World.make(tmp_path, random_target, make_head("dspark", random_target, tmp_path / "head"))
+    settings = replace(world.config().training, lr=3e-3, patience=50)
+    draft = DraftConfig(family="dspark", initial=world.draft)
+
+    async def main():
+        cfg = {"draft": draft, "training": settings, "gate": replace(world.config().gate, min_gain=0.005)}
+        async with world.fleet(), world.learner(**cfg) as task:
+            ship(world.spool, [with_states(r, random_target, "dspark") for r in make_records(random_target, 400)])
+            await until(lambda: world.registry.current() not in (None, "v000001"), task)
+
+    asyncio.run(main())
+    promoted = [entry for entry in world.entries("gate") if entry.verdict == "promote"][-1]
+    told = json.loads((world.registry.path(world.registry.current()) / "evaluation.json").read_text())["calibration"]
+    assert promoted.calibration_error_before == told["error_before"] > told["error_after"]
+    assert promoted.calibration_error_after == told["error_after"] < 0.1
+    assert [row["num_tokens"] > 0 for row in told["by_position"]] == [True] * 3
+
+
 def test_records_without_states_are_told_and_a_head_of_another_family_is_refused(world, random_target, tmp_path):
     async def script(task):
         ship(world.spool, make_records(random_target, 5))
@@ -270,7 +357,7 @@ def test_anchors_without_states_are_refused(world, random_target, tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    "name", ["eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle1", "dflash"))]
+    "name", ["eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle1", "dflash", "peagle"))]
 )
 def test_what_is_captured_is_what_the_head_reads_in_serving(random_target, tmp_path, name):
     """Over prompts of one step and of several, cached or not, of requests running side by side."""
@@ -280,7 +367,8 @@ def test_what_is_captured_is_what_the_head_reads_in_serving(random_target, tmp_p
     spec = {
         "target": str(random_target),
         "draft": str(draft),
-        "method": {"eagle3": "eagle3", "eagle1": "eagle", "dflash": "dflash"}[name],
+        "method": find_family(name).method,
+        "speculative": find_family(name).speculative,
         "spool": str(tmp_path / "spool"),
         "rounds": [{"prompts": [long, short, other]}, {"prompts": [long]}],
     }

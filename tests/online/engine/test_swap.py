@@ -24,7 +24,7 @@ from redraft.distill.loss.divergences import Divergence
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.step import distill_loss
 from redraft.heads.draft import Batch
-from redraft.heads.families import dflash
+from redraft.heads.families import dflash, peagle
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.target import Target
@@ -300,8 +300,8 @@ def test_the_status_names_draft_target_and_engine(server, random_target):
     assert status["vllm_version"].startswith("0.")
 
 
-def run_swaps(target, draft, method, swaps, runner="v1"):
-    spec = {"target": str(target), "draft": str(draft), "method": method, "swaps": swaps}
+def run_swaps(target, draft, method, swaps, runner="v1", **speculative):
+    spec = {"target": str(target), "draft": str(draft), "method": method, "speculative": speculative, "swaps": swaps}
     script = Path(__file__).parents[2] / "helpers/run_swaps.py"
     command, environment = [sys.executable, script, json.dumps(spec)], model_runners.environment(runner)
     result = subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment)
@@ -398,7 +398,7 @@ def learn_by_heart(head, model, folder):
     with torch.no_grad():
         text = model.generate(prompt, max_new_tokens=60, min_new_tokens=60, do_sample=False)[0].tolist()
     batch = Batch.padded([text])
-    signal = InProcessTarget(model, head.config.aux_layer_ids)(batch)
+    signal = InProcessTarget(model, head.aux_layer_ids)(batch)
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(80):
         optimizer.zero_grad()
@@ -420,12 +420,16 @@ def learned_eagles(random_target, tmp_path):
 
 
 @pytest.fixture
-def dflashes(random_target, tmp_path):
-    """A random DFlash head, and one that knows the answer of `run_swaps` by heart."""
+def parallel_drafts(random_target, tmp_path, request):
+    """A random head of the family asked for, and one that knows the answer of `run_swaps` by heart."""
     model = LlamaForCausalLM.from_pretrained(random_target).eval()
-    options = dflash.Config(aux_layer_ids=(1, 2), num_layers=2, block_size=4)
     torch.manual_seed(0)
-    head = dflash.DFlash(options, Target.from_model(model))
+    if request.param == "dflash":
+        options = dflash.Config(aux_layer_ids=(1, 2), num_layers=2, block_size=4)
+        head = dflash.DFlash(options, Target.from_model(model))
+    else:
+        options = peagle.Config(aux_layer_ids=(1, 2), num_layers=2, num_steps=3, keep_ratio=1.0, own_head=False)
+        head = peagle.PEagle(options, Target.from_model(model))
     for name, parameter in head.named_parameters():
         if "norm" in name:  # a norm of ones in every layer would hide that a row is taken for another
             parameter.data += 0.2 * torch.randn_like(parameter)
@@ -436,11 +440,19 @@ def dflashes(random_target, tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_block_drafter_reads_the_context_by_the_new_weights(random_target, dflashes):
-    random, learned = dflashes
+@pytest.mark.parametrize(
+    ("parallel_drafts", "speculative"),
+    [("dflash", {}), ("peagle", {"parallel_drafting": True})],
+    indirect=["parallel_drafts"],
+    ids=["dflash", "peagle"],
+)
+def test_a_parallel_drafter_reads_nothing_of_the_old_weights(random_target, parallel_drafts, speculative):
+    """vLLM keeps copies of some weights: DFlash's fused projections, the feature of P-EAGLE's masks."""
+    random, learned = parallel_drafts
+    method = "eagle3" if speculative else "dflash"
     swaps = [["load", str(learned)], ["load", str(random)]]
-    start, swapped, back = run_swaps(random_target, random, "dflash", swaps)
-    (fresh,) = run_swaps(random_target, learned, "dflash", [])
+    start, swapped, back = run_swaps(random_target, random, method, swaps, **speculative)
+    (fresh,) = run_swaps(random_target, learned, method, [], **speculative)
     assert swapped["result"]["ok"], swapped["result"]
     assert swapped["result"]["checksum_before"] == swapped["result"]["checksum_after"]
     assert start["output"] == swapped["output"] == fresh["output"] == back["output"]
