@@ -34,13 +34,18 @@ class Sizes:
     heads: int
     key_heads: int
     steps: int
+    """Draft tokens."""
+    layers: int = 1
+    """Layers of the draft."""
+    anchors: int = 0
+    """Blocks of each row of the batch, for drafts that train blocks."""
 
     def config(self, family: type, **options: Any) -> Any:
         return family(
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
-            num_hidden_layers=1,
+            num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.key_heads,
             head_dim=self.hidden // self.heads,
@@ -74,7 +79,6 @@ class Peer:
 
 
 def speculators_eagle3(sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False) -> Run:
-    from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
     layer = sizes.config(LlamaConfig, attn_implementation="sdpa")
@@ -84,29 +88,79 @@ def speculators_eagle3(sizes: Sizes, dtype: torch.dtype, device: str, *, is_comp
         eagle_aux_hidden_state_layer_ids=[2, 4, 5],
     )
     model = _initialised(Eagle3DraftModel(config), dtype, device)
+    options = {"ttt_steps": sizes.steps, "ttt_step_loss_decay": 0.8}
+    return _speculators(model, sizes, dtype, device, is_compiled=is_compiled, **options)
+
+
+def speculators_dflash(sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False) -> Run:
+    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+
+    config = DFlashSpeculatorConfig(**_block_options(sizes, sizes.steps + 1))
+    model = _initialised(DFlashDraftModel(config), dtype, device)
+    anchors = sizes.batch * sizes.anchors
+    return _speculators(model, sizes, dtype, device, is_compiled=is_compiled, max_anchors=anchors)
+
+
+def speculators_dspark(sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False) -> Run:
+    from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+
+    config = DSparkSpeculatorConfig(**_block_options(sizes, sizes.steps))
+    model = _initialised(DSparkDraftModel(config), dtype, device)
+    ((overlap, _),) = _losses("tv", device, is_compiled=is_compiled).values()
+    options = {"max_anchors": sizes.batch * sizes.anchors, "tv_loss_fn": overlap}
+    return _speculators(model, sizes, dtype, device, is_compiled=is_compiled, **options)
+
+
+def _block_options(sizes: Sizes, block_size: int) -> dict[str, Any]:
+    return {
+        "transformer_layer_config": sizes.config(Qwen3Config, attn_implementation="sdpa"),
+        "draft_vocab_size": sizes.vocabulary,
+        "block_size": block_size,
+        "aux_hidden_state_layer_ids": [2, 4, 5],
+        "mask_token_id": sizes.vocabulary - 1,
+    }
+
+
+def speculators_peagle(sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False) -> Run:
+    from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
+
+    config = PEagleSpeculatorConfig(
+        transformer_layer_config=sizes.config(LlamaConfig, attn_implementation="sdpa"),
+        draft_vocab_size=sizes.vocabulary,
+        eagle_aux_hidden_state_layer_ids=[2, 4, 5],
+        mask_token_id=sizes.vocabulary - 1,
+    )
+    model = _initialised(PEagleDraftModel(config), dtype, device)
+    return _speculators(model, sizes, dtype, device, is_compiled=is_compiled, num_depths=sizes.steps)
+
+
+def _speculators(
+    model: Any, sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool, **options: Any
+) -> Run:
+    """A training step of a model of speculators, by KL, on random features and with the target's parts frozen."""
     for frozen in ("embed_tokens", "lm_head", "verifier_lm_head", "verifier_norm"):
         model.get_submodule(frozen).requires_grad_(False)
     ids, documents = _packed(sizes, device)
-    features = torch.randn(1, ids.numel(), 3 * sizes.hidden).to(device, dtype)
-    hidden = torch.randn(1, ids.numel(), sizes.hidden).to(device, dtype)
-    losses = resolve_loss_config("kl_div", "eager" if device == "cpu" else "fused")  # fused needs Triton
-    if is_compiled:
-        losses = {name: (torch.compile(function), weight) for name, (function, weight) in losses.items()}
+    given = {
+        "hidden_states": torch.randn(1, ids.numel(), 3 * sizes.hidden).to(device, dtype),
+        "verifier_last_hidden_states": torch.randn(1, ids.numel(), sizes.hidden).to(device, dtype),
+        "input_ids": ids,
+        "document_ids": documents,
+        "loss_mask": torch.ones_like(ids, dtype=torch.bool),
+        "loss_config": _losses("kl_div", device, is_compiled=is_compiled),
+    }
+    return _training(model, lambda: model(**given, **options)[1])
 
-    def loss() -> Tensor:
-        value: Tensor = model(
-            features,
-            ids,
-            document_ids=documents,
-            loss_mask=torch.ones_like(ids, dtype=torch.bool),
-            verifier_last_hidden_states=hidden,
-            ttt_steps=sizes.steps,
-            ttt_step_loss_decay=0.8,
-            loss_config=losses,
-        )[1]
-        return value
 
-    return _training(model, loss)
+def _losses(name: str, device: str, *, is_compiled: bool) -> dict[str, tuple[Callable[..., Tensor], float]]:
+    """The losses of speculators, with weights, by name."""
+    from speculators.losses import resolve_loss_config
+
+    losses = resolve_loss_config(name, "eager" if device == "cpu" else "fused")  # fused needs Triton
+    return {
+        name: (torch.compile(function) if is_compiled else function, weight)
+        for name, (function, weight) in losses.items()
+    }
 
 
 def speculators_mtp(sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False) -> Run:
@@ -218,21 +272,31 @@ def _training(model: nn.Module, loss: Callable[[], Tensor]) -> Run:
 
 
 CONDITIONS = "tokens/s on 2 cores with AMX, 2026-11"
-PEERS: dict[str, dict[str, Peer]] = {
-    "EAGLE-3": {
+ON_EPYC = "tokens per CPU-second on one EPYC core, 2026-11"
+
+
+def _of_speculators(build: Callable[..., Run], recorded: str, recorded_compiled: str) -> dict[str, Peer]:
+    """A model of speculators by KL, as it ships and with its losses compiled."""
+    return {
         "speculators": Peer(
             package="speculators",
             description="speculators' model, KL",
-            recorded=f"speculators 0.9: 216 {CONDITIONS}",
-            build=speculators_eagle3,
+            recorded=f"speculators 0.9: {recorded}",
+            build=build,
         ),
         "speculators, compiled": Peer(
             package="speculators",
-            description="the same with its KL compiled",
-            recorded="speculators 0.9, its KL compiled: 213 tokens per CPU-second on one EPYC core, 2026-11",
-            build=functools.partial(speculators_eagle3, is_compiled=True),
+            description="the same with its losses compiled",
+            recorded=f"speculators 0.9, its losses compiled: {recorded_compiled}",
+            build=functools.partial(build, is_compiled=True),
             is_compiled=True,
         ),
+    }
+
+
+PEERS: dict[str, dict[str, Peer]] = {
+    "EAGLE-3": {
+        **_of_speculators(speculators_eagle3, f"216 {CONDITIONS}", f"213 {ON_EPYC}"),
         "ModelOpt": Peer(
             package="modelopt",
             description="ModelOpt's model, cross-entropy on the target's probabilities, compiled",
@@ -240,6 +304,9 @@ PEERS: dict[str, dict[str, Peer]] = {
             build=modelopt_eagle3,
         ),
     },
+    "DFlash": _of_speculators(speculators_dflash, "not measured", "not measured"),
+    "DSpark": _of_speculators(speculators_dspark, "not measured", "not measured"),
+    "P-EAGLE": _of_speculators(speculators_peagle, "not measured", "not measured"),
     "Medusa": {
         "ModelOpt": Peer(
             package="modelopt",

@@ -82,7 +82,10 @@ def test_a_case_is_measured_in_speed_and_memory_against_each_side() -> None:
     assert "BELOW TARGET (at most 0.05)" in table
 
 
-@pytest.mark.parametrize("family", ["EAGLE-3", pytest.param("MTP", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family",
+    ["EAGLE-3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("MTP", "DFlash", "DSpark", "P-EAGLE"))],
+)
 def test_a_compiled_peer_trains_like_the_one_that_ships(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not PEERS[family]["speculators, compiled"].can_run:
         pytest.skip("speculators or a compiler is not installed here")
@@ -129,7 +132,7 @@ def test_the_memory_of_a_side_that_compiles_is_not_shown() -> None:
 
 def test_every_case_has_a_name_of_its_own_and_names_what_is_not_installed() -> None:
     names = [case.name for section in bench_training.SECTIONS for case in section()]
-    assert len(set(names)) == len(names) == 4 + len(bench_losses.kl_step_cases()) + 6
+    assert len(set(names)) == len(names) == 4 + len(bench_losses.kl_step_cases()) + 12
     for case in head_cases():
         for name, peer in bench_heads.PEERS[case.name.split(",")[0]].items():
             assert (name in case.against) == peer.can_run
