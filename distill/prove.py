@@ -24,7 +24,7 @@ from redraft.distill.train.loop import LoadedData, TrainingCost
 from redraft.distill.train.run import Run
 from redraft.eval.engine.lossless import Lossless, compare_lossless
 from redraft.eval.engine.measure import Measurement, measure
-from redraft.eval.engine.server import VllmServer, vllm_server
+from redraft.eval.engine.server import VllmServer, read_runner, vllm_server
 from redraft.eval.forecast.calibration import Calibration, calibrate
 from redraft.eval.forecast.greedy import (
     Continuation,
@@ -46,6 +46,7 @@ from redraft.eval.report.page import (
     offline_section,
     write_report,
 )
+from redraft.heads.catalog import Decoder
 from redraft.heads.draft import Draft
 from redraft.heads.files.artifact import fingerprint, publish
 from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
@@ -222,6 +223,8 @@ class EngineProof:
     speed: Speed | None = None
     decoder: str = "a real vLLM"
     """Name of the decoder in the report's text."""
+    runner: Decoder
+    """vLLM's model runner that served the draft, or our decoder."""
 
 
 def leave_gpu(*models: nn.Module) -> None:
@@ -295,6 +298,7 @@ def prove_in_engine(
         without_draft=without_draft,
         lossless=compare_lossless(with_draft, without_draft, make_logits(target)),
         speed=speed,
+        runner=read_runner(folder / "vllm-with-draft.log"),
     )
 
 
@@ -320,6 +324,7 @@ def prove_by_reference(cfg: Prove, model: Any, head: Any, continuations: Sequenc
         without_draft=without_draft,
         lossless=compare_lossless(with_draft, without_draft),
         decoder="the reference decoder (vLLM has no proposer for this head)",
+        runner="reference",
     )
 
 
@@ -364,7 +369,7 @@ def report(
     }
     if engine:
         section = engine_section(engine.with_draft, engine.lossless, after, engine.speed)
-        sections["engine"] = {**section, "decoder": engine.decoder}
+        sections["engine"] = {**section, "decoder": engine.decoder, "runner": engine.runner}
     if calibration:
         sections["calibration"] = calibration.to_json()
     return write_report(run.folder, sections)

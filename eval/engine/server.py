@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -130,6 +130,11 @@ def require_runner(
     else:
         return
     raise ValueError(f"only vLLM's V2 model runner serves {family.title}, and {reason}{way_out}")
+
+
+def read_runner(log: Path) -> Literal["v1", "v2"]:
+    """The model runner of a server, by its log: vLLM names only V2."""
+    return "v2" if "Using V2 Model Runner" in log.read_text(errors="replace") else "v1"
 
 
 def engine_is_cpu() -> bool:

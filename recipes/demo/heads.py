@@ -45,11 +45,14 @@ class Head:
     note: str = ""
 
 
-HeadName = Literal["eagle3", "peagle", "dflash", "eagle1", "mtp", "medusa", "mlp_speculator"]
+HeadName = Literal["eagle3", "peagle", "dflash", "dspark", "eagle1", "mtp", "medusa", "mlp_speculator"]
 HEADS: dict[HeadName, Head] = {
     "eagle3": Head("eagle3_llama8b"),
     "peagle": Head("peagle_llama8b"),
     "dflash": Head("dflash_llama8b"),
+    "dspark": Head(
+        "dspark_llama8b", "only vLLM's V2 model runner serves it, which needs a GPU here, so its tau is the forecast"
+    ),
     "eagle1": Head("eagle1_llama8b"),
     "mtp": Head("mtp_qwen3_next", "one MTP layer in the target's weights in the MiMo layout"),
     "medusa": Head("medusa_llama8b"),
@@ -58,6 +61,12 @@ HEADS: dict[HeadName, Head] = {
         "vLLM has no proposer for it, so the reference decoder stands in for the engine",
     ),
 }
+FROM_ENGINE = (
+    "tau", "forecast_error", "lossless", "decoder", "runner", "num_prompts", "speed", "drafts_by_prompt",
+    "accepted_by_prompt",
+)  # fmt: skip
+"""Numbers of a report that only an engine gives."""
+
 UNTIMED = ("--prove.speed-rounds", "0")
 
 DIVERGENCES = ("forward_kl", "total_variation", "lk_hybrid", "cross_entropy")
@@ -92,6 +101,8 @@ def draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
 def main(cfg: Config) -> None:
     for name in cfg.divergences:
         Divergence(name=name)  # report an unknown name now, not after the other runs
+    if all(find_family(name).decoders == ("v2",) for name in cfg.heads):
+        raise ValueError(f"the engine here serves none of {', '.join(cfg.heads)}: add a head to compare with")
     # 1. a quarter of the standard library's conversations, more than a demo reads
     conversations = cfg.output / "conversations.jsonl"
     if not conversations.is_file():
@@ -126,7 +137,12 @@ def main(cfg: Config) -> None:
             "target": reports[cfg.heads[0]]["target"],
             "command": shlex.join(sys.argv),
             "families": {
-                name: {**extract_entry(reports[name]), "title": find_family(name).title, "note": HEADS[name].note}
+                name: {
+                    **(entry := extract_entry(reports[name])),
+                    "runner": entry["runner"] or find_family(name).decoders[0],
+                    "title": find_family(name).title,
+                    "note": HEADS[name].note,
+                }
                 for name in cfg.heads
             },
             "ablation": compare_with_best(ablation, seed_taus) if ablation else {},
@@ -189,23 +205,20 @@ def compare_with_best(entries: Mapping[str, Mapping[str, Any]], seed_taus: Seque
 
 
 def extract_entry(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of one head's report for the comparison."""
-    offline, engine, train = report["offline"], report["engine"], report["train"]
+    """The numbers of one head's report for the comparison. Those of the engine are None if none could serve it."""
+    offline, train = report["offline"], report["train"]
+    forecast = {"acceptance_per_position": offline["forecast_per_position"], "ties": []}
+    engine = report.get("engine", dict.fromkeys(FROM_ENGINE) | forecast)
     return {
         "alpha_greedy_before": offline["alpha_greedy_before"],
         "alpha_greedy_after": offline["alpha_greedy_after"],
         "tau_before": offline["tau_before"],
         "tau_forecast": offline["tau_forecast"],
         "tau_engine": engine["tau"],
-        "forecast_error": engine["forecast_error"],
+        **{name: engine[name] for name in FROM_ENGINE if name != "tau"},
         "acceptance_per_position": engine["acceptance_per_position"],
-        "lossless": engine["lossless"],
         "ties": len(engine["ties"]),
-        "decoder": engine["decoder"],
-        "num_prompts": engine["num_prompts"],
-        "speed": engine["speed"],
-        "drafts_by_prompt": engine["drafts_by_prompt"],
-        "accepted_by_prompt": engine["accepted_by_prompt"],
+        "calibration": report.get("calibration"),
         "train_tokens_per_s": train["tokens_per_s"],
         "peak_rss_mib": train["peak_rss_mib"],
         "duration_s": report["duration_s"],

@@ -13,7 +13,7 @@ from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, bars_with_forec
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
     """Specifications by element id on the page."""
-    families = sorted(report["families"].values(), key=lambda entry: -entry["tau_engine"])
+    families = sorted(report["families"].values(), key=lambda entry: -(entry["tau_engine"] or entry["tau_forecast"]))
     ablation = [{**entry, "title": title_divergence(name, entry)} for name, entry in report["ablation"].items()]
     charts = {
         "tau": _tau(families),
@@ -33,7 +33,8 @@ def title_divergence(name: str, entry: Mapping[str, Any]) -> str:
 def _tau(entries: Rows) -> alt.LayerChart:
     rows = []
     for entry in entries:
-        rows.append({"label": entry["title"], "value": entry["tau_engine"], "series": "engine"})
+        if entry["tau_engine"] is not None:
+            rows.append({"label": entry["title"], "value": entry["tau_engine"], "series": "engine"})
         rows.append({"label": entry["title"], "value": entry["tau_forecast"], "series": "forecast"})
     x = alt.X("label:N", title=None, sort=None, axis=alt.Axis(labelAngle=-30))
     return bars_with_forecast(rows, x, "tokens per target step")

@@ -11,7 +11,14 @@ import pytest
 from chromium import browser, open_in_chromium
 
 from redraft.eval.report.page import write_page
-from redraft.recipes.demo.heads import TEMPLATE, compare_with_best, draw_charts
+from redraft.recipes.demo.heads import (
+    TEMPLATE,
+    Config,
+    compare_with_best,
+    draw_charts,
+    extract_entry,
+    main,
+)
 
 TITLES = {"eagle3": "EAGLE-3", "medusa": "Medusa", "mlp_speculator": "MLPSpeculator"}
 
@@ -23,6 +30,7 @@ def make_entry(tau: float, **changes: Any) -> dict[str, Any]:
     return {
         "title": "EAGLE-3",
         "note": "",
+        "runner": "v1",
         "alpha_greedy_before": 0.1,
         "alpha_greedy_after": 0.4,
         "tau_forecast": tau * 1.01,
@@ -73,6 +81,25 @@ def test_the_page_begins_with_the_best_head_and_the_worst_forecast(tmp_path: Pat
     assert heading == "MLPSpeculator emits 1.70 tokens per target step; no forecast was off by more than 1.0%."
     assert "Every output is the target's own, token for token." in html
     assert json.loads((tmp_path / "report.json").read_text())["families"]["eagle3"]["tau_engine"] == 1.5
+
+
+def test_a_head_that_nothing_here_serves_is_told_by_the_forecast(tmp_path: Path) -> None:
+    offline = {"alpha_greedy_before": 0.1, "alpha_greedy_after": 0.4, "tau_before": 1.0, "tau_forecast": 1.9}
+    offline["forecast_per_position"] = [0.6, 0.3]
+    alone = {"offline": offline, "train": {"tokens_per_s": 9.0, "peak_rss_mib": 1.0}, "duration_s": 5.0}
+    report = make_heads_report()
+    report["families"]["dspark"] = {**extract_entry(alone), "runner": "v2", "title": "DSpark", "note": ""}
+    html = write(tmp_path, report).read_text()
+    assert "MLPSpeculator emits <em>1.70 tokens</em>" in html, "the best one is one that was served"
+    assert re.search(r"DSpark</th><td>v2</td><td>0.100 → 0.400</td><td>1.900</td><td>not served</td>", html)
+    assert "Every output is the target's own, token for token." in html
+    entry = json.loads((tmp_path / "report.json").read_text())["families"]["dspark"]
+    assert (entry["tau_engine"], entry["lossless"], entry["acceptance_per_position"]) == (None, None, [0.6, 0.3])
+
+
+def test_heads_that_nothing_here_serves_are_refused_alone() -> None:
+    with pytest.raises(ValueError, match="the engine here serves none of dspark"):
+        main(Config(heads=("dspark",)))
 
 
 def test_the_page_names_a_head_that_changed_the_output(tmp_path: Path) -> None:
