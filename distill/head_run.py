@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from redraft.distill.data.vocabulary import require_smaller
 from redraft.distill.fit import count_head, require_room
 from redraft.distill.inputs import Data, Signal, TargetDtype, live_signal, load_data, load_target, target_signal
 from redraft.distill.loss.divergences import Divergence
@@ -44,7 +45,7 @@ from redraft.heads.files.artifact import publish
 from redraft.heads.files.checkpoint import load_text_config
 from redraft.heads.files.folder import check_model_folder, model_folder
 from redraft.heads.nn.masks import choose_mask_token
-from redraft.heads.target import Target
+from redraft.heads.target import Target, aux_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,30 @@ class HeadConfig:
     """Precision of training; by default as `accelerate config` says. bf16 keeps the weights in float32."""
     wandb: str | None = None
     """Weights & Biases project to log to; by default none. Without a login the log is kept offline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(HeadConfig):
+    """Flags of the heads of several layers that draft all tokens in one pass."""
+
+    init: Literal["last_layers", "random"] = "last_layers"
+    """Initial weights of the head's layers: copies of the target's last layers, or random."""
+    draft_vocab_size: int = 32000
+    """Size of the head's vocabulary: the tokens most frequent as labels. A smaller vocabulary makes drafting faster; 0
+    keeps all of the target's."""
+    divergence: Divergence = field(default_factory=lambda: Divergence(name="lk_hybrid"))
+    optim: Optim = field(default_factory=lambda: Optim(lr=6e-4, max_grad_norm=0.5))
+    loop: Loop = field(default_factory=lambda: Loop(steps=20000, sequence_length=2048))
+
+    def check(self, head: Any, shape: Any) -> None:
+        """Raise ValueError if the options of the head do not fit a target of this config."""
+        aux_layers(head.aux_layer_ids, shape.num_hidden_layers)
+        require_smaller(self.draft_vocab_size, shape.vocab_size)
+        if self.init == "last_layers" and head.num_layers > shape.num_hidden_layers:
+            raise ValueError(
+                f"--head.num-layers {head.num_layers} is more than the target's {shape.num_hidden_layers}: "
+                "give fewer, or --init random"
+            )
 
 
 DEMO: dict[str, Any] = {
@@ -161,8 +186,10 @@ class HeadRun:
             raise ValueError("the target's layers stay on its server: begin at random with --init random")
         return layers, norm
 
-    def mask_token(self) -> int:
-        """A token for the slots to fill of a parallel drafter. Raises: as `choose_mask_token`."""
+    def mask_token(self, given: int | None) -> int:
+        """The token for the slots to fill of a parallel drafter, unless it is given. Raises: as `choose_mask_token`."""
+        if given is not None:
+            return given
         return choose_mask_token(len(self.target.embed_VD), len(self.tokenizer), self.tokenizer.pad_token_id)
 
     @functools.cached_property
@@ -211,7 +238,7 @@ class HeadRun:
     def publish(self, write: Callable[[Path], None], name: str = "draft") -> Path:
         """Publish the files written by `write(folder)`, with provenance and forecast, as the folder `name` of the run.
 
-        The main process writes, the others wait for it. A head's estimates of its acceptance are corrected first.
+        The main process writes, the others wait for it. A head's estimates of acceptance are corrected first.
         """
 
         def write_corrected(partial: Path) -> None:

@@ -141,7 +141,7 @@ class Forecaster:
         return forecast(*self._settle(draft, signal))
 
     def calibrate(self, draft: nn.Module, signal: SignalFunction | None = None) -> Calibration | None:
-        """The correction of the estimates that the draft makes of its acceptance, fitted on every other prompt and
+        """The correction of the estimates of acceptance by the draft, fitted on every other prompt and
         measured on the rest; None if it makes none. `signal` as in `forecast`."""
         return calibrate(collect_outcomes(*self._settle(draft, signal)))
 

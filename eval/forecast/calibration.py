@@ -1,4 +1,4 @@
-"""The calibration of a draft's estimates of its acceptance: measured, and corrected by two numbers.
+"""The calibration of a draft's estimates of acceptance: measured, and corrected by two numbers.
 
 A confidence head gives a logit z for every draft token. An engine takes sigmoid(z) for the chance that the token is
 accepted, if all before it were, and verifies fewer tokens where the product of these chances is low. Estimates are

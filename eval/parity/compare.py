@@ -12,7 +12,7 @@ B = batch, T = tokens, N = rows of a pass, D = hidden, W = draft vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,10 +173,7 @@ def _trained(
     target = None if signal is None else signal(batch)
     steps = draft.draft_steps(batch, target, len(drafted))
     feature_BTD = None if target is None else draft.feature(target)
-    if parity == "block":
-        passes, rows = _block(steps, batch, len(drafted), draft.config.first_slot)
-    else:
-        passes, rows = EXPECT[parity](steps, batch, feature_BTD, len(drafted))
+    passes, rows = EXPECT[parity](draft, steps, batch, feature_BTD, len(drafted))
     logits = [step.logits(torch.tensor([row], device=device), torch.float32)[0].cpu() for step, row in rows]
     ids_W = steps[0].draft_ids_W
     return Trained(
@@ -193,7 +190,7 @@ Expected = tuple[list[Pass], list[tuple[DraftStep, int]]]
 """The passes, and the draft step and the row with the logits of every drafted token."""
 
 
-def _recurrent(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
+def _recurrent(_: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
     """EAGLE and MTP: the prefix with tokens shifted by one, then one row per further token."""
     assert feature_BTD is not None
     ids_T, num_rows = batch.input_ids_BT[0].cpu(), batch.input_ids_BT.shape[1] - num_drafted - 1
@@ -216,7 +213,7 @@ def _recurrent(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None,
     return [first, *later], [(step, num_rows - 1) for step in steps[:num_drafted]]
 
 
-def _parallel(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
+def _parallel(_: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
     """Medusa: every head reads the target's last hidden state; each head counts as a pass."""
     assert feature_BTD is not None
     row = batch.input_ids_BT.shape[1] - num_drafted - 2
@@ -226,21 +223,23 @@ def _parallel(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, 
     return passes, [(step, row) for step in steps[:num_drafted]]
 
 
-def _block(steps: list[DraftStep], batch: Batch, num_drafted: int, first_slot: int) -> Expected:
-    """DFlash, DSpark: the anchor and the masks in one pass; the slots from `first_slot` propose.
+def _block(draft: Any, steps: list[DraftStep], batch: Batch, _: Tensor | None, num_drafted: int) -> Expected:
+    """DFlash, DSpark: the anchor and the masks in one pass; the slots from the first one that proposes.
 
     The features went into the cache before, and are not seen here.
     """
     row = batch.input_ids_BT.shape[1] - num_drafted - 2
     last = [step.hidden_BTD[0, row] for step in steps[:num_drafted]]
-    at_N = row + 1 + first_slot + torch.arange(num_drafted)
+    at_N = row + 1 + draft.config.first_slot + torch.arange(num_drafted)
     slots = Pass(ids_N=None, positions_N=at_N, feature_ND=None, hidden_ND=torch.stack(last).cpu())
     return [slots], [(step, row) for step in steps[:num_drafted]]
 
 
-def _prefix_and_masks(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
+def _prefix_and_masks(
+    draft: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int
+) -> Expected:
     """P-EAGLE: the prefix as in EAGLE, and the masks, which count as a second pass here."""
-    (first, *_), rows = _recurrent(steps, batch, feature_BTD, num_drafted)
+    (first, *_), rows = _recurrent(draft, steps, batch, feature_BTD, num_drafted)
     masks_at = first.positions_N[-1] + torch.arange(1, num_drafted)
     hidden = [step.hidden_BTD[0, row] for step, row in rows[1:]]
     if not hidden:
@@ -249,7 +248,9 @@ def _prefix_and_masks(steps: list[DraftStep], batch: Batch, feature_BTD: Tensor 
     return [first, masks], rows
 
 
-def _autoregressive(steps: list[DraftStep], batch: Batch, _: Tensor | None, num_drafted: int) -> Expected:
+def _autoregressive(
+    draft: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int
+) -> Expected:
     """A standalone draft: the whole prefix, then every drafted token."""
     ids_T, hidden_TD = batch.input_ids_BT[0].cpu(), steps[0].hidden_BTD[0]
     length = len(ids_T) - num_drafted
@@ -261,13 +262,15 @@ def _autoregressive(steps: list[DraftStep], batch: Batch, _: Tensor | None, num_
     return passes, [(steps[0], length - 1 + k) for k in range(num_drafted)]
 
 
-EXPECT = {
+EXPECT: dict[Parity, Callable[[Any, list[DraftStep], Batch, Tensor | None, int], Expected]] = {
     "recurrent": _recurrent,
     "parallel": _parallel,
     "autoregressive": _autoregressive,
+    "block": _block,
     "prefix_and_masks": _prefix_and_masks,
 }
-"""The passes expected of an engine, by `Family.parity`. Those of a block depend on the draft too: `_block`."""
+"""The passes expected of an engine, by `Family.parity`, from the draft, its steps, the batch, the target's feature and
+the number of draft tokens."""
 
 
 def _served(block: Block, parity: Parity, draft: Any, trained: Sequence[Pass]) -> list[Pass]:

@@ -129,9 +129,7 @@ class _BlockAttention(torch.autograd.Function):
         grad_wide = torch.unflatten(grad.to(wide), 3, (-1, num_slots))
         delta = (grad_wide * torch.unflatten(out, 3, (-1, num_slots))).sum(-1, keepdim=True)
         grad_score = p * (grad_wide @ _by_block(bv, num_slots).to(wide).mT - delta) * scale
-        grad_q = grads_q.movedim(0, 2) + (grad_score @ _by_block(bk, num_slots).to(wide)).flatten(
-            3, 4
-        )
+        grad_q = grads_q.movedim(0, 2) + (grad_score @ _by_block(bk, num_slots).to(wide)).flatten(3, 4)
         wide_q = torch.unflatten(q_BGRNE.to(wide), 3, (-1, num_slots))
         grad_bk, grad_bv = ((x.mT @ y).sum(2).flatten(2, 3) for x, y in ((grad_score, wide_q), (p, grad_wide)))
         found = (grad_q.flatten(1, 2), grads_ck.sum(0), grads_cv.sum(0), grad_bk, grad_bv)

@@ -55,7 +55,7 @@ class Judge:
         return judge(*pair_scores(ours, theirs, self.buffer.refresh_names()), self.cfg.gate, look)
 
     def calibrate(self, draft: Path) -> dict[str, Any] | None:
-        """Correct the estimates that the draft in a folder makes of its acceptance, by the held-out requests.
+        """Correct the estimates of acceptance by the draft in a folder, by the held-out requests.
 
         Acceptance does not depend on them, so the same requests may judge the draft. Returns the correction and its
         effect, as in `eval.forecast.calibration`; None if the draft makes no estimates or there are too few requests.

@@ -144,7 +144,7 @@ def collect_outcomes(
     sequence_length: int,
     reads: Reads = "nothing",
 ) -> Outcomes | None:
-    """The draft's estimates of its acceptance over a record, beside the expected acceptance.
+    """The estimates of acceptance by the draft over a record, beside the expected acceptance.
 
     None if it makes no estimates, or the record has no rows.
     """

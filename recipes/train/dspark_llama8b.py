@@ -10,34 +10,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
-from redraft.distill.data.vocabulary import frequent_ids, require_smaller
-from redraft.distill.head_run import DEMO, HeadConfig, HeadRun, target_config
-from redraft.distill.loss.divergences import Divergence
-from redraft.distill.train.loop import Loop
-from redraft.distill.train.step import Optim
+from redraft.distill.data.vocabulary import frequent_ids
+from redraft.distill.head_run import DEMO, HeadRun, ParallelConfig, target_config
 from redraft.eval.engine.server import require_runner
 from redraft.heads.catalog import find_family
 from redraft.heads.families import dspark
 from redraft.heads.families.dflash import check_options
-from redraft.heads.target import aux_layers
 from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(HeadConfig):
+class Config(ParallelConfig):
     head: dspark.Config = field(default_factory=dspark.Config)
-    init: Literal["last_layers", "random"] = "last_layers"
-    """Initial weights of the head's layers: copies of the target's last layers, or random."""
-    draft_vocab_size: int = 32000
-    """Size of the head's vocabulary: the tokens most frequent as labels. A smaller vocabulary makes a
-    block faster; 0 keeps all of the target's."""
-    divergence: Divergence = field(default_factory=lambda: Divergence(name="lk_hybrid"))
-    optim: Optim = field(default_factory=lambda: Optim(lr=6e-4, max_grad_norm=0.5))
-    loop: Loop = field(default_factory=lambda: Loop(steps=20000, sequence_length=2048))
     output: Path = Path("outputs/dspark-llama8b")
     """Folder of the run. It receives the config, metrics, checkpoints, the exported draft and the report."""
 
@@ -58,14 +45,8 @@ def main(cfg: Config) -> None:
     if cfg.prove.engine:
         require_runner(speculative, way_out=", or leave the engine out with --prove.no-engine")
     shape = target_config(cfg.target)
-    aux_layers(cfg.head.aux_layer_ids, shape.num_hidden_layers)
+    cfg.check(cfg.head, shape)
     check_options(cfg.head, shape.vocab_size)
-    require_smaller(cfg.draft_vocab_size, shape.vocab_size)
-    if cfg.init == "last_layers" and cfg.head.num_layers > shape.num_hidden_layers:
-        raise ValueError(
-            f"--head.num-layers {cfg.head.num_layers} is more than the target's {shape.num_hidden_layers}: "
-            "give fewer, or --init random"
-        )
 
     # 2. The target, the data, and the folder of the run.
     run = HeadRun(cfg, "dspark", cfg.head.num_tokens)
@@ -75,7 +56,7 @@ def main(cfg: Config) -> None:
     if cfg.start_from:
         head = run.load(cfg.start_from)
     else:
-        mask = run.mask_token() if cfg.head.mask_token_id is None else cfg.head.mask_token_id
+        mask = run.mask_token(cfg.head.mask_token_id)
         head = dspark.DSpark(replace(cfg.head, mask_token_id=mask), run.target, draft_ids_W)
         if cfg.init == "last_layers":
             head.init_from_layers(*run.last_layers(cfg.head.num_layers))
