@@ -151,6 +151,17 @@ class Family:
         draft = self.draft_class().load(folder, target())
         return draft if dtype is None else draft.to(dtype)
 
+    def extract(self, target: Path, folder: Path) -> None:
+        """Write the draft that lies in a target's weights into a folder of its own, in the target's type.
+
+        Raises:
+            ValueError: the target holds no such draft, or in another layout.
+        """
+        from redraft.heads.target import Target  # here, because it imports torch
+
+        borrowed = Target.from_folder(target)
+        self.load(target, lambda: borrowed).export(folder, borrowed.config.dtype)
+
     def read_layers(self, config: Mapping[str, Any]) -> list[int]:
         """The target layers read by an export with this config.json, from `layers_key`."""
         *sections, last = self.layers_key.split(".")
@@ -178,6 +189,7 @@ FAMILIES: tuple[Family, ...] = (
         tensors=r"(model\.mtp_layers\.|mtp\.).*|.*\.eh_proj\.weight",
         reads="last",
         can_sample=True,
+        learns_online=True,
         is_in_target=True,
         parity="recurrent",
         checks="redraft.heads.doctor.mtp:CHECKS",

@@ -35,7 +35,7 @@ class Batch:
     document_BT: Tensor
     """int64, index of the token's document within the row, ascending from 0; -1 on padding."""
     position_ids_BT: Tensor
-    """int64, from 0 in every document."""
+    """int64, consecutive in every document: from 0, or later if the beginning was cut off."""
 
     @staticmethod
     def packed(

@@ -14,12 +14,13 @@ from typing import Any
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.forecast.calibration import Outcomes, calibrate
+from redraft.heads.draft import Draft
 from redraft.heads.files.artifact import verify
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import Drafting, is_alarming
 from redraft.online.learning.buffer import Buffer, Stored
-from redraft.online.learning.candidate import Candidate
+from redraft.online.learning.candidate import Candidate, choose_reads
 from redraft.online.learning.config import Judging
 from redraft.online.learning.gate import Verdict, find_loss, judge
 from redraft.online.learning.intake import count_acceptance
@@ -62,7 +63,8 @@ class Judge:
         """
         if not self.candidate.family.estimates_acceptance:
             return None
-        head, settings = self._load(draft), self._settings()
+        head = self._load(draft)
+        settings = self._settings(head)
         by_request: dict[Request, list[Outcomes]] = {}
         for record in (stored.record for stored in self.buffer.read(self._select_requests())):
             outcomes = collect_outcomes(head, record, **settings)
@@ -137,19 +139,20 @@ class Judge:
 
     def _score(self, folder: Path, seqs: Sequence[int]) -> dict[Request, RequestScore]:
         records = (stored.record for stored in self.buffer.read(seqs))
-        return score_requests(self._load(folder), records, **self._settings())
+        draft = self._load(folder)
+        return score_requests(draft, records, **self._settings(draft))
 
     def _load(self, folder: Path) -> Any:
         draft = self.candidate.load(folder)
         return (draft.float() if self.candidate.accelerator.device.type == "cpu" else draft).eval()
 
-    def _settings(self) -> dict[str, Any]:
-        """How the servers draft, for `scoring`."""
+    def _settings(self, draft: Draft) -> dict[str, Any]:
+        """How the servers draft, and what the draft reads, for `scoring`."""
         return {
             "num_speculative_tokens": self.judging.num_speculative_tokens,
             "method": self.judging.draft_sample_method,
             "sequence_length": self.cfg.training.sequence_length,
-            "reads": self.candidate.family.reads,
+            "reads": choose_reads(self.candidate.family, draft),
         }
 
 

@@ -151,9 +151,10 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target_fingerp
         if cfg.draft.initial is None:
             raise ValueError(f"{registry.folder} has no version yet: set draft.initial to the draft that is served now")
         initial = cfg.draft.initial
-        _require_fitting(initial, cfg)
+        if not _is_in_target(initial, cfg):
+            _require_fitting(initial, cfg)
         registry.publish(
-            lambda partial: copy_model(initial, partial),
+            lambda partial: _copy_draft(initial, partial, cfg),
             target_fingerprint=target_fingerprint,
             provenance={"copied_from": initial},
             evaluation={},
@@ -167,6 +168,18 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target_fingerp
             f"{current} of {registry.folder} was trained for target {trained_for[:12]}, {cfg.target} is "
             f"{target_fingerprint[:12]}: give each target its own registry and learner folder"
         )
+
+
+def _is_in_target(draft: Path, cfg: LearnerConfig) -> bool:
+    """Whether the draft is the part of the target's weights that the family trains."""
+    return find_family(cfg.draft.family).is_in_target and draft.resolve() == cfg.target.resolve()
+
+
+def _copy_draft(draft: Path, folder: Path, cfg: LearnerConfig) -> None:
+    if _is_in_target(draft, cfg):
+        find_family(cfg.draft.family).extract(draft, folder)
+    else:
+        copy_model(draft, folder)
 
 
 def _require_fitting(draft: Path, cfg: LearnerConfig) -> None:

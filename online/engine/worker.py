@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from redraft.heads.catalog import find_method
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.folder import model_folder
 from redraft.online.engine.capture import Capture
@@ -134,6 +135,13 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
         state.draft_version = folder.name
         with suppress(OSError):
             state.manifest_sha256 = hash_manifest(folder)
+    family = find_method(speculative.method)
+    is_target = folder == model_folder(worker.vllm_config.model_config.model).resolve()
+    if family is not None and family.is_in_target and is_target:
+        raise ValueError(
+            f"the {family.title} layer is served from the target's folder: start the server with --registry, where a "
+            "learner has put the layer in a folder of its own"
+        )
 
 
 def _start_capture(worker: Any, config: CaptureConfig) -> None:

@@ -25,8 +25,8 @@ from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation, Optim, StepStats, fits_ranks
-from redraft.heads.catalog import Family, find_family, list_learning
-from redraft.heads.draft import TargetSignal
+from redraft.heads.catalog import Family, Reads, find_family, list_learning
+from redraft.heads.draft import Draft, TargetSignal
 from redraft.heads.files.folder import read_config
 from redraft.heads.target import Target
 from redraft.online.learning.config import Training
@@ -53,6 +53,11 @@ def read_hidden_shape(name: str, folder: Path) -> tuple[int, int] | None:
     config = read_config(folder)
     size = config.get("transformer_layer_config", config)["hidden_size"]
     return len(family.read_layers(config)) if family.reads == "layers" else 1, size
+
+
+def choose_reads(family: Family, draft: Draft) -> Reads:
+    """The place of recorded states in a signal: `Family.reads`, but the layers' if this draft reads one of those."""
+    return "layers" if draft.aux_layer_ids else family.reads
 
 
 def _find_learning(name: str) -> Family:
@@ -134,7 +139,7 @@ class Candidate:
     def step(self, records: Sequence[Record], seed: int) -> StepStats:
         """One optimizer step on the records, which the ranks share among them."""
         rng = np.random.default_rng(seed)
-        reads = self.family.reads
+        reads = choose_reads(self.family, self.distillation.draft)
         # Records hold hidden states of the text only, not of rejected branches.
         branches = self.cfg.branches_per_record if reads == "nothing" else 0
         texts = select_texts(records, branches_per_record=branches, rng=rng)

@@ -10,11 +10,11 @@ from typing import Literal
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
     family: str = "standalone"
-    """Family of the draft: standalone, eagle1, eagle3, peagle, dflash or dspark. A head learns from the target's hidden
-    states, so for all but a standalone draft the servers must run with --capture.hidden-states."""
+    """Family of the draft: standalone, eagle1, eagle3, peagle, mtp, dflash or dspark. A head learns from the target's
+    hidden states, so for all but a standalone draft the servers must run with --capture.hidden-states."""
     initial: Path | None = None
     """Folder of the draft to start from. It becomes version v000001, and is needed only while the registry is
-    empty."""
+    empty. For an MTP layer in the target's weights, the target's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

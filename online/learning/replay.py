@@ -109,6 +109,7 @@ def _with_rows(text: TrainingSequence, kept_R: NDArray[np.bool_], begin: int) ->
     return replace(
         text,
         input_ids_T=text.input_ids_T[begin:],
+        position=text.position + begin,
         rows_R=text.rows_R[kept_R] - begin,
         topk_ids_RK=text.topk_ids_RK[kept_R],
         topk_log_probs_RK=text.topk_log_probs_RK[kept_R],
@@ -139,6 +140,7 @@ def _add_states(signal: TargetSignal, states_BTLD: Tensor, reads: Reads) -> Targ
 
 def _make_batch(rows: Sequence[Sequence[TrainingSequence]], width: int, top_k: int) -> RecordedBatch:
     batch = Batch.packed([[_document(text) for text in row] for row in rows], width=width, pad_id=FILLER)
+    _shift_positions(batch.position_ids_BT, rows)
     # Empty arrays first: a batch of padding has nothing to concatenate otherwise.
     rows_N = [np.empty(0, np.int64)]
     ids_NK, log_probs_NK = [np.empty((0, top_k), np.int32)], [np.empty((0, top_k), np.float32)]
@@ -151,6 +153,16 @@ def _make_batch(rows: Sequence[Sequence[TrainingSequence]], width: int, top_k: i
             start += len(text.input_ids_T)
     known = (torch.from_numpy(np.concatenate(parts)) for parts in (rows_N, ids_NK, log_probs_NK))
     return RecordedBatch(**vars(batch), signal=recorded(batch, *known))
+
+
+def _shift_positions(position_ids_BT: Tensor, rows: Sequence[Sequence[TrainingSequence]]) -> None:
+    """Give every token its position in serving: a text that was cut does not begin at 0, and some heads treat 0 alone
+    differently."""
+    for b, row in enumerate(rows):
+        start = 0
+        for text in row:
+            position_ids_BT[b, start : start + len(text.input_ids_T)] += text.position
+            start += len(text.input_ids_T)
 
 
 def _document(text: TrainingSequence) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:

@@ -141,7 +141,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Index of the first token with hidden states; from there on there is no gap. Tokens before it were read from the
     prefix cache, or shipped with an earlier segment."""
     hidden_shape: tuple[int, int] = (0, 0)
-    """L and D of the states the served draft reads: streams after layers for EAGLE-3, else the last, normed state."""
+    """L and D of the states the served draft reads: streams after layers for EAGLE-3, else the last, normed state, or
+    for the MTP layers of some targets the one before the norm."""
     hidden: bytes = b""
     """bfloat16 [H, L, D]; empty if none were captured."""
 
@@ -394,6 +395,8 @@ class TrainingSequence:
     draft_ids_R: NDArray[np.int32]
     accepted_R: NDArray[np.bool_]
     is_branch: bool
+    position: int = 0
+    """Position of the first token; not 0 for the rest of a text whose beginning was cut off."""
     hidden_begin: int = 0
     hidden_HLD: NDArray[np.uint16] = field(default_factory=lambda: NO_HIDDEN)
     """bfloat16 states of the tokens from `hidden_begin` on; a branch has none."""

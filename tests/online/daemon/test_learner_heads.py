@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,17 +20,20 @@ from fake_fleet import TOKEN
 from learner_world import QUICK, World, make_records, ship, until
 from real_server import running_server
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from redraft.distill.data.packing import collate
 from redraft.distill.data.samples import Sample
 from redraft.distill.signal.sources import InProcessTarget
+from redraft.eval.forecast.rows import take_draft_steps
 from redraft.eval.prompts import Prompt
 from redraft.heads.catalog import find_family
 from redraft.heads.draft import Batch, TargetSignal, final_hidden
-from redraft.heads.families import eagle3
+from redraft.heads.families import eagle3, mtp
+from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.nn.attention import KeyCache
 from redraft.heads.target import Target
 from redraft.online.daemon.judging import Judge
 from redraft.online.daemon.learner import provide_first_version
@@ -38,7 +42,7 @@ from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.learning.anchors import write_anchors
 from redraft.online.learning.buffer import Buffer, BufferConfig
-from redraft.online.learning.candidate import Candidate, read_hidden_shape
+from redraft.online.learning.candidate import Candidate, choose_reads, read_hidden_shape
 from redraft.online.learning.config import DraftConfig
 from redraft.online.learning.replay import make_batches
 from redraft.online.learning.scoring import collect_outcomes, score
@@ -46,22 +50,30 @@ from redraft.online.records.record import Record, decode_record, encode_record, 
 from redraft.online.records.spool import spool_files
 from redraft.recipes.demo.fleet import Traffic
 
-LAYERS = {"eagle3": (0, 1, 2), "peagle": (0, 1, 2), "dflash": (1, 2), "dspark": (1, 2), "eagle1": ()}
+LAYERS = {"eagle3": (0, 1, 2), "peagle": (0, 1, 2), "dflash": (1, 2), "dspark": (1, 2), "eagle1": (), "mtp": (2,)}
 OPTIONS = {
     "eagle1": {"num_steps": 3},
-    "eagle3": {"num_steps": 3},
-    "peagle": {"num_layers": 2, "num_steps": 3},
-    "dflash": {"num_layers": 1, "block_size": 4},
-    "dspark": {"num_layers": 1, "block_size": 3, "markov_rank": 8},
+    "eagle3": {"num_steps": 3, "aux_layer_ids": LAYERS["eagle3"]},
+    "mtp": {"num_steps": 3},
+    "peagle": {"num_layers": 2, "num_steps": 3, "aux_layer_ids": LAYERS["peagle"]},
+    "dflash": {"num_layers": 1, "block_size": 4, "aux_layer_ids": LAYERS["dflash"]},
+    "dspark": {"num_layers": 1, "block_size": 3, "markov_rank": 8, "aux_layer_ids": LAYERS["dspark"]},
 }
+
+
+@pytest.fixture(scope="module")
+def targets(random_target, tmp_path_factory):
+    """The target of each family: the same model, with room for an MTP layer if the family is MTP."""
+    mimo = tmp_path_factory.mktemp("mimo") / "target"
+    as_mimo(random_target, mimo)
+    return {**dict.fromkeys(LAYERS, random_target), "mtp": mimo}
 
 
 def make_head(name, target, folder, seed=0):
     """An exported head with random weights."""
     torch.manual_seed(seed)
     family = find_family(name)
-    layers = {"aux_layer_ids": LAYERS[name]} if LAYERS[name] else {}
-    head = family.draft_class()(family.config_class()(**OPTIONS[name], **layers), Target.from_folder(target))
+    head = family.draft_class()(family.config_class()(**OPTIONS[name]), Target.from_folder(target))
     if family.trains_lm_head:
         head.lm_head.weight.data += 0.01 * torch.randn_like(head.lm_head.weight)  # its own, as in a trained head
     head.export(folder)
@@ -70,7 +82,7 @@ def make_head(name, target, folder, seed=0):
 
 def states_of(target, ids, name):
     """The states the head reads of the target, float32 [T, L, D], by Hugging Face's forward pass."""
-    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     sample = Sample(input_ids=np.array(ids, np.int32), loss_mask=np.ones(len(ids), bool), conversation="", domain="")
     signal = InProcessTarget(model, LAYERS[name])(collate([[sample]], len(ids), 0))
     return signal.aux_BTLD[0] if LAYERS[name] else final_hidden(signal)[0][:, None]
@@ -135,6 +147,8 @@ def test_every_token_of_a_batch_has_its_own_states_and_only_rows_with_states_cou
                     found += 1
                     assert torch.equal(states_BTLD[b, at : at + len(ids) - 1].float(), floats(record.hidden_words))
                     assert not states_BTLD[b, at + len(ids) - 1].any(), "the last token was never read"
+                    positions = batch.position_ids_BT[b, at : at + len(ids)].tolist()
+                    assert positions == list(range(begin, begin + len(ids)))
                     labels = batch.loss_mask_BT[b, at : at + len(ids)].nonzero().flatten().tolist()
                     assert labels == list(range(max(8 - begin, 1), len(ids)))
     assert found == 2
@@ -152,33 +166,86 @@ def test_a_record_that_the_head_cannot_read_is_counted_and_not_kept(random_targe
         assert [stored.record for stored in buffer.fresh(0, 9)] == [good]
 
 
-def test_the_exported_head_says_what_it_reads(random_target, tmp_path):
+def test_the_exported_head_says_what_it_reads(random_target, targets, tmp_path):
     assert read_hidden_shape("eagle3", make_head("eagle3", random_target, tmp_path / "3")) == (3, 64)
     assert read_hidden_shape("eagle1", make_head("eagle1", random_target, tmp_path / "1")) == (1, 64)
+    assert read_hidden_shape("mtp", make_head("mtp", targets["mtp"], tmp_path / "mtp")) == (1, 64)
     assert read_hidden_shape("standalone", tmp_path) is None
-    with pytest.raises(ValueError, match="only dflash, dspark, eagle1, eagle3, peagle, standalone do"):
+    with pytest.raises(ValueError, match="only dflash, dspark, eagle1, eagle3, mtp, peagle, standalone do"):
         read_hidden_shape("medusa", tmp_path)
+
+
+@pytest.mark.parametrize("begin", [0, 3])
+def test_an_mtp_layer_learns_from_the_rows_that_an_engine_gives_it(random_target, targets, tmp_path, begin):
+    """Row t: the token after t, the state of t before the final norm, position t. Only position 0 has no embedding.
+
+    A record of a cached prompt begins later, and so do the positions.
+    """
+    (record,) = make_records(random_target, 1)
+    record = with_states(record, targets["mtp"], "mtp", begin)
+    head = mtp.Mtp.load(make_head("mtp", targets["mtp"], tmp_path / "head"), Target.from_folder(targets["mtp"])).eval()
+    reads = choose_reads(find_family("mtp"), head)
+    (batch,) = make_batches(training_sequences(record), num_batches=1, sequence_length=64, seed=0, reads=reads)
+    (found, *_) = head.draft_steps(batch, batch.signal)
+    ids = torch.from_numpy(np.concatenate([record.context_ids, record.output_ids])).long()[None]
+    states_BTD = states_of(targets["mtp"], ids[0].tolist(), "mtp")[None, begin:-1, 0].bfloat16().float()
+    positions_BT = torch.arange(begin, ids.shape[1] - 1)[None]
+    expected_BTD, _ = head.step(ids[:, begin + 1 :], states_BTD, positions_BT, KeyCache())
+    torch.testing.assert_close(found.hidden_BTD[:, : positions_BT.shape[1]], expected_BTD, atol=1e-5, rtol=1e-5)
+    labels = (found.mask_BT[0].nonzero().flatten() + begin + found.shift).tolist()
+    assert labels == list(range(max(7, begin + 1), ids.shape[1] - 1)), "rows of the target that count"
+
+
+def test_the_layer_in_a_targets_weights_becomes_the_first_version(targets, tmp_path):
+    mimo = targets["mtp"]
+    layer = mtp.Mtp.load(make_head("mtp", mimo, tmp_path / "head", seed=5), Target.from_folder(mimo))
+    stitch(mimo, layer.checkpoint_tensors(), tmp_path / "target", {})
+    config = World.make(tmp_path, tmp_path / "target", tmp_path / "target", servers=0).config()
+    config = replace(config, draft=DraftConfig(family="mtp", initial=tmp_path / "target"))
+    registry = Registry(tmp_path / "registry")
+    provide_first_version(config, registry, fingerprint(config.target))
+    version = registry.path("v000001")
+    assert sorted(path.name for path in version.glob("*.safetensors")) == ["model.safetensors"]
+    assert load_file(version / "model.safetensors").keys() == layer.checkpoint_tensors().keys()
+    for name, tensor in load_file(version / "model.safetensors").items():
+        assert torch.equal(tensor, layer.checkpoint_tensors()[name])
+    with pytest.raises(ValueError, match="holds no MTP layer"):
+        find_family("mtp").extract(mimo, tmp_path / "none")
 
 
 # --- judging
 
 
+def teach(head, records, reads):
+    """Learn some of the tokens by heart: a useless head would accept nothing, and prove nothing."""
+    texts = [training_sequences(record)[0] for record in records]
+    (batch,) = make_batches(texts, num_batches=1, sequence_length=64, seed=0, reads=reads)
+    optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
+    for _ in range(12):
+        loss = 0.0
+        for step in head.draft_steps(batch, batch.signal):
+            rows_N = step.mask_BT.flatten().nonzero().squeeze(-1)
+            labels_N = batch.input_ids_BT.flatten()[rows_N + 1 + step.shift]
+            loss = loss + torch.nn.functional.cross_entropy(step.logits(rows_N), labels_N)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_expected_counts_are_those_of_the_reference_decoder(random_target, tmp_path, name):
+def test_the_expected_counts_are_those_of_the_reference_decoder(random_target, targets, tmp_path, name):
     """Block by block, the head proposes from the states an engine would give it, and the target's text decides."""
-    borrowed = Target.from_folder(random_target)
-    head = find_family(name).load(make_head(name, random_target, tmp_path / "head", seed=3), lambda: borrowed).eval()
-    if name == "eagle3":  # a useless head would accept nothing, and prove nothing
-        model = LlamaForCausalLM.from_pretrained(random_target)
-        head.init_from_layer(model.base_model.layers[-1], model.base_model.norm)
+    family = find_family(name)
+    borrowed = Target.from_folder(targets[name])
+    head = family.load(make_head(name, targets[name], tmp_path / "head", seed=3), lambda: borrowed).eval()
     records = [with_states(r, random_target, name) for r in make_records(random_target, 6)]
-    reads = "layers" if LAYERS[name] else "last"
+    reads = choose_reads(family, head)
+    teach(head, records, reads)
     scored = score(head, records, num_speculative_tokens=2, method="greedy", sequence_length=64, reads=reads)
     for record, found in zip(records, scored, strict=True):
         numbers = [number for _, _, number in verify_blocks(head, record, reads)]
         assert (found.num_drafts, found.num_accepted) == (len(numbers), sum(numbers))
-    if name == "eagle3":
-        assert sum(one.num_accepted for one in scored) > 0
+    assert sum(one.num_accepted for one in scored) > 0
 
 
 def verify_blocks(head, record, reads):
@@ -357,71 +424,134 @@ def test_anchors_without_states_are_refused(world, random_target, tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    "name", ["eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle1", "dflash", "peagle"))]
+    "name", ["eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle1", "mtp", "dflash", "peagle"))]
 )
-def test_what_is_captured_is_what_the_head_reads_in_serving(random_target, tmp_path, name):
-    """Over prompts of one step and of several, cached or not, of requests running side by side."""
+def test_what_is_captured_is_what_the_head_reads_in_serving(targets, tmp_path, name):
+    """Over prompts of one step and of several, cached or not, of requests running side by side, greedy or sampled."""
+    family, target = find_family(name), targets[name]
     rng = np.random.default_rng(0)
     long, short, other = (rng.integers(8, 500, count).tolist() for count in (150, 20, 33))
-    draft = make_head(name, random_target, tmp_path / "head")
+    draft = make_head(name, target, tmp_path / "head")
+    sampled = [{"temperature": 1.0, "seed": i, "max_tokens": 48} for i in range(2)]
     spec = {
-        "target": str(random_target),
+        "target": str(target),
         "draft": str(draft),
-        "method": find_family(name).method,
-        "speculative": find_family(name).speculative,
+        "method": family.method,
+        "speculative": family.speculative | ({"draft_sample_method": "probabilistic"} if family.can_sample else {}),
         "spool": str(tmp_path / "spool"),
-        "rounds": [{"prompts": [long, short, other]}, {"prompts": [long]}],
+        "rounds": [
+            {"prompts": [long, short, other]},
+            {"prompts": [long]},
+            {"prompts": [short[:9], other[:7]], "sampling": sampled},
+        ],
     }
     script = Path(__file__).parents[2] / "helpers/run_capture.py"
     done = subprocess.run([sys.executable, script, json.dumps(spec)], capture_output=True, text=True, timeout=800)
     answers = next((line for line in done.stdout.splitlines() if line.startswith("REPORT")), None)
     assert answers, done.stderr[-3000:]
     rounds = json.loads(answers.removeprefix("REPORT"))["answers"]
-    first, second = [[tokens for (tokens,) in answered] for answered in rounds]
+    first, second, third = [[tokens for (tokens,) in answered] for answered in rounds]
     frames = [frame for path in spool_files(tmp_path / "spool") for frame in read_frames(path.read_bytes())]
     records = [record for _, record in frames]
     assert all(isinstance(record, Record) for record in records)
     texts = [long + first[0], short + first[1], other + first[2], long + second[0]]
+    texts += [short[:9] + third[0], other[:7] + third[1]]
     found = [np.concatenate([record.context_ids, record.output_ids]).tolist() for record in records]
     assert sorted(found) == sorted(texts)
     for record, text in zip(records, found, strict=True):
-        expected_TLD = states_of(random_target, text, name)
+        expected_TLD = states_of(target, text, name)
         states_HLD = floats(record.hidden_words)
         begin, end = record.hidden_begin, record.hidden_begin + len(states_HLD)
         assert end >= len(text) - 1, "the newest tokens are there"
         torch.testing.assert_close(states_HLD, expected_TLD[begin:end], atol=0.03, rtol=0.01)
     begins = sorted(record.hidden_begin for record in records)
-    assert begins[:3] == [0, 0, 0]
-    assert begins[3] > 0, "the second time the prompt was cached"
+    assert begins[:5] == [0] * 5
+    assert begins[5] > 0, "the second time the prompt was cached"
+    head = family.load(draft, lambda: Target.from_folder(target)).eval()
+    compared = records if family.can_sample else []
+    differences = [one for record in compared for one in compare_drafts(head, choose_reads(family, head), record)]
+    assert len(differences) > 30 or not family.can_sample
+    assert max(map(abs, differences), default=0) < 0.05  # the states are rounded to bfloat16
+
+
+@torch.no_grad()
+def compare_drafts(head, reads, record):
+    """Log-probabilities of sampled draft tokens in the engine, less those that training gives them.
+
+    Only of tokens after accepted ones: the text of the record shows what the head read.
+    """
+    if not record.sampling.temperature:
+        return []
+    (batch,) = make_batches(
+        training_sequences(record, branches=False), num_batches=1, sequence_length=256, seed=0, reads=reads
+    )
+    steps = take_draft_steps(head, batch, batch.signal, 3)
+    found, number = [], 0
+    for position, branch, token, prob in zip(
+        record.positions, record.branches, record.draft_ids, record.draft_probs, strict=True
+    ):
+        if token >= 0 and branch == 0:
+            row = torch.tensor([position - 1 - steps[number].shift - record.hidden_begin])
+            logits_V = steps[number].logits(row)[0]
+            found.append(math.log(prob) - float(logits_V.log_softmax(-1)[token]))
+        number = number + 1 if token >= 0 else 0
+    return found
 
 
 @pytest.fixture
-def tiny_world(tiny_target, tmp_path, monkeypatch):
-    """A target with words to predict, and a head initialised from its last layer."""
+def make_tiny_world(tiny_target, tmp_path, monkeypatch):
+    """Makes a target with words to predict, and a head initialised from its last layer, which is the first version."""
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
-    model = LlamaForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-    head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=(2, 4, 7), num_steps=3, own_head=False), Target.from_model(model))
-    head.init_from_layer(model.base_model.layers[-1], model.base_model.norm)
-    head.export(tmp_path / "head")
-    world = World.make(tmp_path, tiny_target, tmp_path / "head", servers=0)
-    provide_first_version(world.config(draft=DraftConfig(family="eagle3", initial=world.draft)), world.registry,
-                          fingerprint(tiny_target))  # fmt: skip
-    return world
+
+    def make(name):
+        target, draft = tiny_target, tmp_path / "head"
+        if name == "mtp":
+            target = draft = tmp_path / "target"
+            as_mimo(tiny_target, tmp_path / "mimo")
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "mimo" if name == "mtp" else target, dtype=torch.float32
+        )
+        borrowed = Target.from_model(model)
+        head = {
+            "eagle3": lambda: eagle3.Eagle3(
+                eagle3.Config(aux_layer_ids=(2, 4, 7), num_steps=3, own_head=False), borrowed
+            ),
+            "mtp": lambda: mtp.Mtp(mtp.Config(num_steps=3), borrowed),
+        }[name]()
+        head.init_from_layer(model.base_model.layers[-1], model.base_model.norm)
+        if name == "mtp":
+            stitch(tmp_path / "mimo", head.checkpoint_tensors(), target, {})
+        else:
+            head.export(draft)
+        world = World.make(tmp_path, target, draft, servers=0)
+        settings = world.config(draft=DraftConfig(family=name, initial=draft))
+        provide_first_version(settings, world.registry, fingerprint(target))
+        return world
+
+    return make
+
+
+def accepted(server, prompts):
+    """The texts, and the mean number of accepted draft tokens per step, of these prompts."""
+    answers = [server.complete(prompt.token_ids, max_tokens=48) for prompt in prompts]
+    lengths = [answer["metrics"]["speculative_decoding"]["mean_acceptance_length"] for answer in answers]
+    return [answer["choices"][0]["token_ids"] for answer in answers], sum(lengths) / len(lengths) - 1
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_real_server_ends_with_a_head_that_was_trained_on_its_own_traffic(tiny_world, tmp_path):
-    world = tiny_world
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+def test_a_real_server_ends_with_a_head_that_was_trained_on_its_own_traffic(make_tiny_world, name, tmp_path):
+    world = make_tiny_world(name)
     ids = load_tokenizer(world.target)(Path(ast.__file__).read_text())["input_ids"]
     prompts = [Prompt(token_ids=ids[begin : begin + 24], domain="code") for begin in range(0, len(ids) - 24, 24)]
 
     async def main():
-        options = ["--method", "eagle3", "--capture.hidden-states"]
+        options = ["--method", name, "--capture.hidden-states"]
         with running_server(world.target, world.registry.folder, tmp_path, options) as server:
             clients = Traffic([server.url], {"code": prompts}, clients=4, max_tokens=48, pause_s=0.05)
             cfg = {
-                "draft": DraftConfig(family="eagle3", initial=world.draft),
+                "draft": DraftConfig(family=name, initial=world.draft),
                 "fleet": FleetConfig(servers=(server.url,), poll_s=0.5),
                 "training": replace(world.config().training, sequence_length=128, patience=50),
                 "rollout": replace(QUICK, min_drafts=200, window_timeout_s=60, swap_timeout_s=10),
@@ -432,6 +562,13 @@ def test_a_real_server_ends_with_a_head_that_was_trained_on_its_own_traffic(tiny
             assert (status["draft_version"], status["target_intact"]) == (world.registry.current(), True)
             assert clients.answers
             assert clients.failures == []
+            texts, trained = accepted(server, prompts[:12])
+            server.swap("v000001")
+            texts_before, before = accepted(server, prompts[:12])
+            assert texts == texts_before
+            assert before < trained
+            server.swap(world.registry.current())
+            assert accepted(server, prompts[:12]) == (texts, trained)
 
     asyncio.run(main())
     # On a busy machine a few segments arrive without a usable state. They are refused and counted.

@@ -205,3 +205,16 @@ def test_reads_that_hang_are_bounded_and_forgotten_when_they_end(worker, tmp_pat
         time.sleep(0.01)
     assert plugin_worker.redraft_stage(worker, None) == {"ok": True}
     plugin_worker.redraft_discard(worker)
+
+
+def test_a_layer_that_is_served_from_the_targets_folder_cannot_be_swapped(worker, folders):
+    target, alone = map(str, folders)
+    worker.vllm_config.model_config = SimpleNamespace(model=target)
+    speculative = worker.vllm_config.speculative_config
+    speculative.draft_model_config = SimpleNamespace(model=target)
+    plugin_worker._identify_draft(worker, None)  # a standalone draft may be the target itself
+    speculative.method = "mtp"
+    with pytest.raises(ValueError, match="the MTP layer is served from the target's folder: start the server with"):
+        plugin_worker._identify_draft(worker, None)
+    speculative.draft_model_config = SimpleNamespace(model=alone)
+    plugin_worker._identify_draft(worker, None)
