@@ -27,16 +27,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from redraft.online.engine.config import CaptureConfig
-from redraft.online.engine.reduction import ReducedSteps, ScratchMemory, reduce_steps
+from redraft.online.engine.reduction import ReducedSteps, ScratchMemory, encode_float8, reduce_steps
 from redraft.online.engine.request_log import RequestLog, States, VerifiedStep
 from redraft.online.engine.steps import EngineStep, StepPart, StepQueue
 from redraft.online.records.outlet import open_outlet
 from redraft.online.records.record import Frame, encode_frame
 
 logger = logging.getLogger("vllm.redraft")
-
-SEGMENT_ROWS = 512
-"""A long answer is shipped in segments of about this many rows: the learner need not wait for the end."""
 
 SHIP_BYTES = 4 << 20
 SHIP_INTERVAL_S = 1.0
@@ -165,18 +162,28 @@ class Capture:
                 )
             # States after a rejected draft token belong to a discarded text.
             num_true = max(0, part.num_read - part.num_drafts + len(sampled) - 1)
-            states = [] if states_HLD is None else _read_bits(part.begin, states_HLD[:num_true])
+            states = [] if states_HLD is None else self._read_states(part.begin, states_HLD[:num_true])
             self._append(part, step.draft_version, sampled, verified, states)
 
     def _append_states(self, part: StepPart, states_HLD: Tensor | None) -> None:
         log = self._open_log(part)
         if not log.is_closed:
-            log.add_states(_read_bits(part.begin, states_HLD))
+            log.add_states(self._read_states(part.begin, states_HLD))
+
+    def _read_states(self, begin: int, states_HLD: Tensor | None) -> list[States]:
+        """The bfloat16 states in the configured format; an empty list if there is no token."""
+        if states_HLD is None or not len(states_HLD):
+            return []
+        if self.config.hidden_format == "float8":
+            return [States(begin, encode_float8(states_HLD).cpu().numpy())]
+        words_HLD = states_HLD.cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
+        return [States(begin, words_HLD)]
 
     def _open_log(self, part: StepPart) -> RequestLog:
         log = self._logs.get(part.request.request_id)
         if log is None:
-            log = self._logs[part.request.request_id] = RequestLog(info=part.request)
+            log = RequestLog(info=part.request, max_bytes=self.config.record_bytes)
+            self._logs[part.request.request_id] = log
         return log
 
     def _append(
@@ -202,7 +209,7 @@ class Capture:
         if log.is_complete:
             self._emit(log)
             log.is_closed = True
-        elif log.num_rows >= SEGMENT_ROWS:
+        elif log.is_full:
             self._emit(log)
 
     def _close_all(self, steps: list[EngineStep]) -> None:
@@ -244,14 +251,6 @@ class Capture:
 def _read_draft_probs(part: StepPart, draft_probs: NDArray[np.float32]) -> NDArray[np.float32]:
     """The draft's probabilities; 1 at temperature 0, where it proposes its best token and vLLM keeps logits instead."""
     return np.ones_like(draft_probs) if part.request.sampling.temperature < GREEDY_TEMPERATURE else draft_probs
-
-
-def _read_bits(begin: int, states_HLD: Tensor | None) -> list[States]:
-    """Bits of bfloat16 states; an empty list if there is no token."""
-    if states_HLD is None or not len(states_HLD):
-        return []
-    words_HLD = states_HLD.cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
-    return [States(begin, words_HLD)]
 
 
 def _leave_engine_cores() -> None:

@@ -6,12 +6,20 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast, get_args
 
 from redraft.online.records.nats_config import Nats
 from redraft.online.records.outlet import Recording
+from redraft.online.records.states import HiddenFormat
 from redraft.online.tokens import read_token
 
 PLUGIN_NAME = "redraft"
+
+LOG_RECORD_BYTES = 15 << 19
+"""7.5 MiB: NATS takes messages of up to 8 MiB."""
+
+SPOOL_RECORD_BYTES = 32 << 20
+"""A spool takes longer records, in which a head has more tokens to attend to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +33,14 @@ class CaptureConfig(Recording):
     hidden_states: bool = False
     """Also record the hidden states of the target; a draft head such as EAGLE learns from them. Size per token: 2 bytes
     times the hidden size times the number of layers read. Lower --capture.fraction to record less."""
+    hidden_format: HiddenFormat = "bfloat16"
+    """Format of the recorded hidden states. With float8 they take half of the space; a learner of an earlier release
+    cannot read them."""
+
+    @property
+    def record_bytes(self) -> int:
+        """Size limit of a record, in bytes."""
+        return LOG_RECORD_BYTES if self.ingest else SPOOL_RECORD_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +97,16 @@ def _read_capture(environment: Mapping[str, str]) -> CaptureConfig | None:
         top_k=int(environment.get("REDRAFT_CAPTURE_TOP_K", CaptureConfig.top_k)),
         spool_bytes=int(environment.get("REDRAFT_CAPTURE_SPOOL_BYTES", CaptureConfig.spool_bytes)),
         hidden_states=environment.get("REDRAFT_CAPTURE_HIDDEN_STATES") == "1",
+        hidden_format=_read_format(environment),
     )
+
+
+def _read_format(environment: Mapping[str, str]) -> HiddenFormat:
+    name = environment.get("REDRAFT_CAPTURE_HIDDEN_FORMAT", CaptureConfig.hidden_format)
+    for hidden_format in get_args(HiddenFormat):
+        if name == hidden_format:
+            return cast(HiddenFormat, hidden_format)
+    raise ValueError(f"REDRAFT_CAPTURE_HIDDEN_FORMAT is {name}: choose one of {', '.join(get_args(HiddenFormat))}")
 
 
 def _read_nats(environment: Mapping[str, str]) -> Nats:

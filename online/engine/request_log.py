@@ -15,13 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redraft.online.records.record import Record, Sampling
+from redraft.online.records.states import SCALE_BYTES
 
-MAX_HIDDEN_BYTES = 32 << 20
-"""Bound on the hidden states of one record, and roughly of a running request. For a longer text only the newest tokens
-keep their hidden states."""
+SEGMENT_ROWS = 512
+"""A long answer is shipped in segments of about this many rows: the learner need not wait for the end."""
+
+ROW_BYTES = 21
+"""Bytes of a row in a record without its top-k."""
 
 KEPT_STATES = 64
-"""A segment begins with this many hidden states of the previous one, for the first rows to attend to."""
+"""A segment begins with this many hidden states of the previous one, for the first rows to attend to; with fewer if
+they would be more than a quarter of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +65,8 @@ class States:
 
     begin: int
     """Index of the first token in prompt + output."""
-    words_HLD: NDArray[np.uint16]
-    """Bits of the bfloat16 values; numpy has no bfloat16."""
+    words_HLD: NDArray[np.uint16] | NDArray[np.uint8]
+    """Bits of the bfloat16 values, because numpy has no bfloat16; or bytes, if the states are in float8."""
 
     @property
     def end(self) -> int:
@@ -85,8 +89,8 @@ class States:
         return States(begin, self.words_HLD[begin - self.begin : max(end, begin) - self.begin])
 
 
-def join_states(chunks: Sequence[States], end: int) -> States | None:
-    """The last gapless run of tokens before `end`. If chunks overlap, the later one wins."""
+def join_states(chunks: Sequence[States], end: int, num_bytes: int) -> States | None:
+    """The last gapless run of tokens before `end` that fits into `num_bytes`. If chunks overlap, the later one wins."""
     kept: list[States] = []
     for chunk in chunks:
         while kept and kept[-1].end > chunk.begin:
@@ -98,7 +102,8 @@ def join_states(chunks: Sequence[States], end: int) -> States | None:
     if not kept:
         return None
     whole = States(kept[0].begin, np.concatenate([chunk.words_HLD for chunk in kept])).within(0, end)
-    return whole.newest(MAX_HIDDEN_BYTES) if len(whole.words_HLD) else None
+    fitting = whole.newest(num_bytes)
+    return fitting if len(fitting.words_HLD) else None
 
 
 class VerifiedStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -121,13 +126,17 @@ class RequestLog:
     """State of one running request, from which the next segment is cut."""
 
     info: RequestInfo
+    max_bytes: int
+    """Size limit of a record. For a longer text only the newest tokens keep their hidden states."""
     output: list[int] = field(default_factory=list)
     verified: list[VerifiedStep] = field(default_factory=list)
     states: list[States] = field(default_factory=list)
     draft_version: str = ""
     sequence: int = 0
     num_shipped: int = 0
-    """Output tokens already shipped in earlier segments."""
+    """Output tokens before the next segment."""
+    num_sent: int = 0
+    """Tokens of prompt and output that earlier records brought."""
     is_complete: bool = False
     """The request has ended."""
     is_closed: bool = False
@@ -135,6 +144,8 @@ class RequestLog:
     num_rows: int = 0
     """Rows in `verified`, including any forgotten after a preemption."""
     _num_state_bytes: int = 0
+    _num_new_bytes: int = 0
+    """Bytes of the states since the segment's first row."""
 
     def append(self, start: int, sampled: list[int], verified: VerifiedStep | None) -> bool:
         """Take one step. Returns False if earlier steps are missing, because the text is then unknown."""
@@ -157,24 +168,40 @@ class RequestLog:
     def add_states(self, states: Sequence[States]) -> None:
         """Take the next states, and drop the oldest ones that no record could hold any more."""
         for chunk in states:
-            self.states.append(chunk.newest(MAX_HIDDEN_BYTES))
+            self.states.append(chunk.newest(self.max_bytes))
             self._num_state_bytes += self.states[-1].num_bytes
-            while self._num_state_bytes - self.states[0].num_bytes >= MAX_HIDDEN_BYTES:
+            self._num_new_bytes += self.states[-1].num_bytes if self.verified else 0
+            while self._num_state_bytes - self.states[0].num_bytes >= self.max_bytes:
                 self._num_state_bytes -= self.states.pop(0).num_bytes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a record is due: it has many rows, or no room for more states if a quarter is for those before."""
+        return self.num_rows >= SEGMENT_ROWS or 4 * self._num_new_bytes >= 3 * self._state_budget()
+
+    def _state_budget(self) -> int:
+        """Bytes for hidden states in the next record. A quarter of it in any case: a long text can be compressed."""
+        text = 4 * (len(self.info.prompt_ids) + len(self.output) - self.num_sent)
+        return max(self.max_bytes // 4, self.max_bytes - text - self.num_rows * self._row_bytes())
+
+    def _row_bytes(self) -> int:
+        return ROW_BYTES + 8 * self.verified[-1].rows.topk_ids_RK.shape[1] if self.verified else 0
 
     def cut_segment(self, server_id: str, fingerprint: str) -> Record | None:
         """The record of everything since the last segment, or None if there is no row yet. Starts the next segment."""
         columns = self._collect_columns()
-        states = join_states(self.states, len(self.info.prompt_ids) + len(self.output))
-        context, output = self.output[: self.num_shipped], self.output[self.num_shipped :]
+        states = join_states(self.states, len(self.info.prompt_ids) + len(self.output), self._state_budget())
+        context = self.info.prompt_ids + self.output[: self.num_shipped]
+        output = self.output[self.num_shipped :]
         self.num_shipped = len(self.output)
         self.verified, self.num_rows = [], 0
         if not columns:
             return None
         self.sequence += 1
-        self.states, self._num_state_bytes = [], 0
+        num_left_out, self.num_sent = self.num_sent, len(context) + len(output)
+        self.states, self._num_state_bytes, self._num_new_bytes = [], 0, 0
         if states is not None:
-            self.add_states([states.newest(KEPT_STATES * states.words_HLD[0].nbytes)])
+            self.add_states([states.newest(min(KEPT_STATES * states.words_HLD[0].nbytes, self.max_bytes // 4))])
         return Record(
             server_id=server_id,
             request_id=self.info.request_id,
@@ -187,7 +214,8 @@ class RequestLog:
             sampling=self.info.sampling,
             num_prompt_tokens=len(self.info.prompt_ids),
             top_k=columns["row_topk_ids"].shape[1],
-            context=_pack_ids(self.info.prompt_ids + context),
+            context=_pack_ids(context[num_left_out:]),
+            context_begin=num_left_out,
             output=_pack_ids(output),
             **_encode_arrays(columns, states),
         )
@@ -199,7 +227,7 @@ class RequestLog:
         self.verified = [step for step in self.verified if step.end <= first_lost]
         self.states = [states.within(0, first_lost) for states in self.states if states.begin < first_lost]
         self._num_state_bytes = sum(states.num_bytes for states in self.states)
-        self.num_shipped = min(self.num_shipped, begin)
+        self.num_shipped, self.num_sent = min(self.num_shipped, begin), min(self.num_sent, first_lost)
         self.is_complete = False
 
     def _collect_columns(self) -> dict[str, NDArray[Any]]:
@@ -242,8 +270,15 @@ def _encode_arrays(columns: dict[str, NDArray[Any]], states: States | None) -> d
     """The record's array fields, as bytes."""
     fields: dict[str, Any] = {name: np.ascontiguousarray(column).tobytes() for name, column in columns.items()}
     if states is not None:
-        shape = states.words_HLD.shape[1:]
-        fields |= {"hidden_begin": states.begin, "hidden_shape": shape, "hidden": states.words_HLD.tobytes()}
+        num_states, size = states.words_HLD.shape[1:]
+        if states.words_HLD.dtype == np.uint8:
+            size -= SCALE_BYTES
+            fields["hidden_format"] = "float8"
+        fields |= {
+            "hidden_begin": states.begin,
+            "hidden_shape": (num_states, size),
+            "hidden": states.words_HLD.tobytes(),
+        }
     return fields
 
 

@@ -57,9 +57,12 @@ from redraft.online.learning.penalties import is_undecided
 from redraft.online.learning.prompt_key import PromptKey
 from redraft.online.learning.quarantine import Quarantine, overwrite
 from redraft.online.records.origin import list_stored_names
-from redraft.online.records.record import CorruptRecordError, Record, decode_record
+from redraft.online.records.record import CorruptRecordError, Record, decode_record, encode_record, join_text
 
 T = TypeVar("T")
+
+Frames = Iterable[tuple[bytes, Record | CorruptRecordError]]
+"""Frames with the decoded record, as `read_frames` yields them."""
 
 NUM_FILES = 16
 """Number of files of a full buffer. Unlinking the oldest forgets about a sixteenth, in bytes or in age."""
@@ -69,7 +72,7 @@ MAX_LATER_RECORDS = 1 << 24
 
 CLOCK_SLACK_S = 3600.0
 """Records of a forgotten tenant are not stored if they were made until this many seconds after the deletion: a server's
-clock may be ahead, and an answer that had begun before brings its prompt again with every segment."""
+clock may be ahead, and an answer that had begun before goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +141,9 @@ class BufferStatus:
     oldest_s: float | None
     """Arrival of the oldest record, seconds since the epoch."""
     counts: dict[str, int]
-    """Records since this process began, by fate: stored, duplicate, foreign, stateless, other_domain, forgotten,
-    corrupt_on_disk, expired, evicted, deleted, or the reason of a `CorruptRecordError`: corrupt, oversized, ... Plus
-    the number of damaged_files."""
+    """Records since this process began, by fate: stored, duplicate, foreign, stateless, textless, other_domain,
+    forgotten, corrupt_on_disk, expired, evicted, deleted, or the reason of a `CorruptRecordError`: corrupt, oversized,
+    ... Plus the number of damaged_files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,19 +226,20 @@ class Buffer:
                 file.close()
             self._opened.close()
 
-    def append(self, frames: Iterable[tuple[bytes, Record | CorruptRecordError]], now_s: float) -> Counter[str]:
+    def append(self, frames: Frames, now_s: float) -> Counter[str]:
         """Store `frames`, as `read_frames` yields them; returns the number by fate.
 
         The fates are stored, duplicate, foreign (stored aside), stateless (without the hidden states the draft reads),
-        other_domain, forgotten (of a deleted tenant), unknown_penalty (held out, but a penalty of its request cannot be
-        applied, so it cannot judge), and the reason of each error. On return the records are on the
-        disk and the sender may forget them. A bad frame is not stored: nobody knows whose text it holds, so it could
-        never be deleted by tenant. An example of it goes to the quarantine.
+        textless (a later segment whose text before it was lost), other_domain, forgotten (of a deleted tenant),
+        unknown_penalty (held out, but a penalty of its request cannot be applied, so it cannot judge), and the reason
+        of each error. On return the records are on the disk and the sender may forget them. A bad frame is not stored:
+        nobody knows whose text it holds, so it could never be deleted by tenant. An example of it goes to the
+        quarantine.
 
         Raises:
             BufferFullError: if the disk is full. Nothing was stored then.
         """
-        frames = list(frames)
+        frames = list(self._join_texts(frames))
         ids = [record.record_id for _, record in frames if isinstance(record, Record)]
         with self._lock:
             self.expire(now_s)
@@ -254,6 +258,8 @@ class Buffer:
                     counts["forgotten"] += 1
                 elif self.domain not in ("", record.domain):
                     counts["other_domain"] += 1
+                elif record.context_begin:
+                    counts["textless"] += 1
                 elif self._is_stateless(record):
                     counts["stateless"] += 1
                 elif (row := self._row(record, now_s)).held_out and is_undecided(record):
@@ -437,7 +443,33 @@ class Buffer:
             return True
         # A row is predicted from the state of the token before it: without that state nothing can be learned.
         read_R = record.positions - record.branches - 1 - record.hidden_begin
-        return not ((read_R >= 0) & (read_R < len(record.hidden_words))).any()
+        return not ((read_R >= 0) & (read_R < record.num_hidden)).any()
+
+    def _join_texts(self, frames: Frames) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
+        """The frames, with a self-contained record in place of each that continues one of these, or a stored one."""
+        texts: dict[str, bytes] = {}
+        for frame, record in frames:
+            if isinstance(record, Record) and record.context_begin:
+                text = texts.pop(record.previous_id, None) or self._find_text(record.previous_id)
+                if text is not None:
+                    try:
+                        record = join_text(record, text)
+                        frame = encode_record(record)
+                    except CorruptRecordError as error:
+                        record = error
+            if isinstance(record, Record) and not record.context_begin:
+                texts[record.record_id] = record.context + record.output
+            yield frame, record
+
+    def _find_text(self, record_id: str) -> bytes | None:
+        """The text of a stored record, int32; None if there is no such record."""
+        with self._lock:
+            for file in list(self._files):
+                seq = self._unless_damaged(file, partial(file.find_seq, record_id), None)
+                stored = None if seq is None else self._read_one(seq)
+                if stored is not None:
+                    return stored.record.context + stored.record.output
+        return None
 
     def _find_known(self, record_ids: list[str]) -> set[str]:
         """The subset of stored ids."""

@@ -166,6 +166,11 @@ class BufferFile:
         found = self.connection.execute(f"SELECT record_id FROM records WHERE record_id IN ({marks})", record_ids)
         return {record_id for (record_id,) in found}
 
+    def find_seq(self, record_id: str) -> int | None:
+        """The number of the record with this id; None if it is not in this file."""
+        found = self.connection.execute("SELECT seq FROM records WHERE record_id = ?", (record_id,)).fetchone()
+        return None if found is None else int(found[0])
+
     def holds(self, seq: int) -> bool:
         seqs = self.index()["seq"]
         at = int(np.searchsorted(seqs, seq))

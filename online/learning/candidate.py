@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -139,7 +139,7 @@ class Candidate:
     def step(self, records: Sequence[Record], seed: int) -> StepStats:
         """One optimizer step on the records, which the ranks share among them."""
         rng = np.random.default_rng(seed)
-        reads = choose_reads(self.family, self.distillation.draft)
+        reads = choose_reads(self.family, cast(Draft, self.distillation.draft))
         # Records hold hidden states of the text only, not of rejected branches.
         branches = self.cfg.branches_per_record if reads == "nothing" else 0
         texts = select_texts(records, branches_per_record=branches, rng=rng)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import BinaryIO
 import numpy as np
 
 from redraft.eval.counts import AcceptanceCounts
-from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.buffer import Buffer, Frames
 from redraft.online.learning.evidence import OTHER
 from redraft.online.learning.quarantine import overwrite
 from redraft.online.records.checks import Fault
@@ -35,10 +35,6 @@ from redraft.online.records.spool import ABANDONED_S, list_abandoned, open_file,
 
 BATCH_RECORDS, BATCH_BYTES = 1024, 64 << 20
 """Bounds of one transaction: records, and bytes of their frames and arrays. What a batch holds is in memory at once."""
-
-Frames = Iterable[tuple[bytes, Record | CorruptRecordError]]
-"""Frames with the decoded record, as `read_frames` yields them."""
-
 
 Sums = dict[tuple[str, str], AcceptanceCounts]
 """Acceptance of the servers' drafts by (domain, draft version)."""

@@ -62,6 +62,7 @@ DROP_REASONS = (
         "oversized",
         "spool_unreadable",
         "stateless",
+        "textless",
     ),
     *CAPTURE_DROP_REASONS.values(),
 )

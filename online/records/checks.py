@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from redraft.online.records.origin import MAX_LABEL_CHARS
+from redraft.online.records.states import state_bytes
 
 if TYPE_CHECKING:
     from redraft.online.records.record import Record, Sampling
@@ -115,10 +116,12 @@ def _find_wrong_length(record: Record) -> str:
 def _find_wrong_text(record: Record) -> str:
     if len(record.context) % 4 or len(record.output) % 4:
         return "inconsistent record: a text that is not whole int32"
-    tokens = len(record.context) // 4
+    if not 0 <= record.context_begin < 1 << 31:
+        return f"inconsistent record: a context from token {record.context_begin} on"
+    tokens = record.context_begin + len(record.context) // 4
     if not 0 <= record.num_prompt_tokens <= tokens:
         return f"inconsistent record: a prompt of {record.num_prompt_tokens} tokens in a context of {tokens}"
-    if not 0 <= record.sequence < 1 << 31:
+    if not (1 if record.context_begin else 0) <= record.sequence < 1 << 31:
         return f"inconsistent record: segment number {record.sequence}"
     if not math.isfinite(record.time_s):
         return "inconsistent record: time_s is not finite"
@@ -126,19 +129,19 @@ def _find_wrong_text(record: Record) -> str:
 
 
 def _find_wrong_states(record: Record) -> str:
-    tokens = (len(record.context) + len(record.output)) // 4
+    tokens = record.num_tokens
     num_states, size = record.hidden_shape
     if not (0 <= num_states <= MAX_STATE_SIZE and 0 <= size <= MAX_STATE_SIZE and 0 <= record.hidden_begin <= tokens):
         return "inconsistent record: hidden states of an impossible shape"
-    num_hidden, rest = divmod(len(record.hidden), max(1, 2 * num_states * size))
-    if record.hidden and (min(num_states, size) < 1 or rest or record.hidden_begin > tokens - num_hidden):
+    rest = len(record.hidden) % max(1, num_states * state_bytes(record.hidden_format, size))
+    if record.hidden and (min(num_states, size) < 1 or rest or record.hidden_begin > tokens - record.num_hidden):
         return "inconsistent record: the hidden states do not fit the tokens"
     return ""
 
 
 def _find_wrong_row(record: Record) -> str:
     """A row outside the text, or one whose branch does not hang on draft tokens before it."""
-    tokens, rows = (len(record.context) + len(record.output)) // 4, len(record.positions)
+    tokens, rows = record.num_tokens, len(record.positions)
     hanging_R = record.branches
     follows_R = np.concatenate([[0], hanging_R[:-1] + 1])[:rows]
     is_next_R = (np.diff(record.positions) == 1) & (record.draft_ids[:-1] != -1)

@@ -6,7 +6,8 @@ L = hidden states of one token, D = size of each.
 A row is one distribution of the target: the prediction of the token at `positions[r]`, an index into context + output.
 A verification step of k draft tokens gives k + 1 rows: one per draft token, and one for the bonus token (draft -1).
 Rows after a rejection follow discarded draft tokens. They are just as true, but for another text.
-A record is self-contained: a later segment of a long answer carries all the text before it.
+The text travels once: a later segment of a long answer brings what is new, and the receiver puts it behind the text of
+the segment before. Then the record is self-contained.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from numpy.typing import DTypeLike, NDArray
 
 from redraft.eval.engine import sampling
 from redraft.online.records.checks import find_fault
+from redraft.online.records.states import HiddenFormat, decode_float8, state_bytes
 
-MAGIC = b"RDR1"
-"""First bytes of every frame; the digit is the version of the layout."""
+MAGIC, MAGIC_2 = b"RDR1", b"RDR2"
+"""First bytes of every frame; the digit is the version of the layout. Of version 2 are records that a release which
+knows only 1 would misread: those that continue the segment before, and states in another format than bfloat16."""
 
 MAX_RECORD_BYTES = 64 << 20
 """Largest decompressed record; a damaged or hostile frame must not fill the memory."""
@@ -53,10 +56,10 @@ NO_HIDDEN = np.empty((0, 0, 0), np.uint16)
 
 _HEADER = struct.Struct("<4sII")
 
-_LATER_MAGIC = re.compile(rb"RDR[2-9]")
+_LATER_MAGIC = re.compile(rb"RDR[3-9]")
 _HEADER_START = re.compile(rb"RDR[1-9]...[\x00-\x04]", re.DOTALL)
 """Magic and length. The last byte of the length is at most 4, because no frame is longer than about 64 MiB."""
-_FRAME_START = re.compile(_HEADER_START.pattern + rb"|RDR[2-9]", re.DOTALL)
+_FRAME_START = re.compile(_HEADER_START.pattern + rb"|RDR[3-9]", re.DOTALL)
 """A place where a frame may begin. A later layout may have another header."""
 
 
@@ -118,7 +121,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Length of the prompt, with which the context begins; the same in every segment of a request."""
     top_k: int
     context: bytes
-    """int32 [C], all tokens before the segment's output."""
+    """int32 [C], all tokens before the segment's output, from `context_begin` on."""
     output: bytes
     """int32 [N]."""
     row_positions: bytes
@@ -137,14 +140,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """float32 [R, K], natural logarithms under the full softmax at temperature 1."""
     row_log_sum_exp: bytes
     """float32 [R], log-sum-exp of the logits: logit = log-probability + this. NaN if the server does not report it."""
+    context_begin: int = 0
+    """Number of tokens that are left out of `context`: the segment before brought them. See `join_text`."""
     hidden_begin: int = 0
     """Index of the first token with hidden states; from there on there is no gap. Tokens before it were read from the
     prefix cache, or shipped with an earlier segment."""
     hidden_shape: tuple[int, int] = (0, 0)
     """L and D of the states the served draft reads: streams after layers for EAGLE-3, else the last, normed state, or
     for the MTP layers of some targets the one before the norm."""
+    hidden_format: HiddenFormat = "bfloat16"
     hidden: bytes = b""
-    """bfloat16 [H, L, D]; empty if none were captured."""
+    """[H, L, D] in this format; empty if none were captured."""
 
     @property
     def num_bytes(self) -> int:
@@ -154,8 +160,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def record_id(self) -> str:
         """32 hex digits, a hash of server, request and sequence number: a record delivered twice has the same id."""
-        name = msgspec.msgpack.encode((self.server_id, self.request_id, self.sequence))
-        return hashlib.sha256(name).hexdigest()[:32]
+        return _make_id(self.server_id, self.request_id, self.sequence)
+
+    @property
+    def previous_id(self) -> str:
+        """`record_id` of the segment before."""
+        return _make_id(self.server_id, self.request_id, self.sequence - 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the whole text, with the tokens that are left out."""
+        return self.context_begin + (len(self.context) + len(self.output)) // 4
 
     @property
     def context_ids(self) -> NDArray[np.int32]:
@@ -198,15 +213,47 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return _array(self.row_log_sum_exp, np.float32)
 
     @property
+    def num_hidden(self) -> int:
+        """H, the number of tokens with hidden states."""
+        num_states, size = self.hidden_shape
+        return len(self.hidden) // max(1, num_states * state_bytes(self.hidden_format, size))
+
+    @property
     def hidden_words(self) -> NDArray[np.uint16]:
-        """Bits of the hidden states, [H, L, D]; numpy has no bfloat16."""
-        return _array(self.hidden, np.uint16).reshape(-1, *self.hidden_shape) if self.hidden else NO_HIDDEN
+        """Hidden states as bits of bfloat16 numbers, [H, L, D]; numpy has no bfloat16."""
+        if not self.hidden:
+            return NO_HIDDEN
+        if self.hidden_format == "float8":
+            num_states, size = self.hidden_shape
+            return decode_float8(_array(self.hidden, np.uint8).reshape(-1, num_states, state_bytes("float8", size)))
+        return _array(self.hidden, np.uint16).reshape(-1, *self.hidden_shape)
+
+
+def join_text(record: Record, text: bytes) -> Record:
+    """The self-contained record of a later segment, given the text of the segment before, int32.
+
+    Raises:
+        CorruptRecordError: if that text ends too early, or the record would be too large.
+    """
+    if len(text) < 4 * record.context_begin:
+        raise CorruptRecordError(
+            f"a segment continues a text of {record.context_begin} tokens, not of {len(text) // 4}"
+        )
+    whole = text[: 4 * record.context_begin] + record.context
+    if len(whole) + record.num_bytes > MAX_RECORD_BYTES:
+        raise CorruptRecordError(f"oversized record: a text of {len(whole) // 4} tokens", "oversized")
+    return msgspec.structs.replace(record, context=whole, context_begin=0)
+
+
+def _make_id(server_id: str, request_id: str, sequence: int) -> str:
+    return hashlib.sha256(msgspec.msgpack.encode((server_id, request_id, sequence))).hexdigest()[:32]
 
 
 def encode_record(record: Record) -> bytes:
     """One frame: magic, length and CRC-32 of the payload, payload = zstd(msgpack)."""
     payload = zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(record))
-    return _HEADER.pack(MAGIC, len(payload), zlib.crc32(payload)) + payload
+    magic = MAGIC_2 if record.context_begin or record.hidden_format != "bfloat16" else MAGIC
+    return _HEADER.pack(magic, len(payload), zlib.crc32(payload)) + payload
 
 
 class Frame(bytes):
@@ -239,7 +286,7 @@ def _unframe(frame: bytes) -> bytes:
         LaterLayoutError, CorruptRecordError: as `decode_record` does.
     """
     if len(frame) < _HEADER.size or not _HEADER_START.match(frame):
-        raise _name_defect(frame, f"not a record of version {MAGIC.decode()}: it starts with {frame[:4]!r}")
+        raise _name_defect(frame, f"not a record of version 1 or 2: it starts with {frame[:4]!r}")
     _, length, crc = _HEADER.unpack_from(frame)
     payload = frame[_HEADER.size :]
     if len(payload) != length:
@@ -255,7 +302,7 @@ def _name_defect(frame: bytes, sentence: str) -> CorruptRecordError:
 
 
 def _later(magic: bytes) -> LaterLayoutError:
-    return LaterLayoutError(f"a record of layout {magic.decode()}: this release reads {MAGIC.decode()}")
+    return LaterLayoutError(f"a record of layout {magic.decode()}: this release reads up to {MAGIC_2.decode()}")
 
 
 def is_later_layout(frame: bytes) -> bool:
@@ -265,7 +312,7 @@ def is_later_layout(frame: bytes) -> bool:
 
 def _decode_payload(magic: bytes, payload: bytes) -> Record:
     """Raises: LaterLayoutError or CorruptRecordError, and nothing else, whatever the bytes are."""
-    if magic != MAGIC:
+    if magic not in (MAGIC, MAGIC_2):
         raise _later(magic)
     try:
         record = msgspec.msgpack.decode(_decompress(payload), type=Record)

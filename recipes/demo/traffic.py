@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from redraft.online.engine.config import LOG_RECORD_BYTES
 from redraft.online.engine.request_log import RequestInfo, RequestLog, Rows, VerifiedStep
 from redraft.online.records.record import Record, Sampling
 
@@ -51,7 +52,7 @@ def make_record(number: int, traffic: Traffic) -> Record:
     """
     rng = np.random.default_rng(number)
     prompt = _ids(rng, traffic, traffic.prompt_tokens)
-    log = RequestLog(info=_info(f"cmpl-{number:08d}", prompt, traffic))
+    log = RequestLog(info=_info(f"cmpl-{number:08d}", prompt, traffic), max_bytes=LOG_RECORD_BYTES)
     log.append(len(prompt), [int(_ids(rng, traffic, 1)[0])], None)  # sampled from the prompt, before the first draft
     while not log.is_complete:
         start = len(prompt) + len(log.output)

@@ -112,6 +112,7 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
             "REDRAFT_CAPTURE_TOP_K": str(capture.top_k),
             "REDRAFT_CAPTURE_SPOOL_BYTES": str(capture.spool_bytes),
             "REDRAFT_CAPTURE_HIDDEN_STATES": "1" if capture.hidden_states else "0",
+            "REDRAFT_CAPTURE_HIDDEN_FORMAT": capture.hidden_format,
         }
     return {name: value for name, value in variables.items() if value is not None}
 

@@ -71,7 +71,7 @@ def pack(fields: Any) -> bytes:
 
 def make_later(number: int) -> bytes:
     """A frame of the next layout."""
-    return frame_around(zstandard.compress(msgspec.msgpack.encode({"request": f"cmpl-{number}"})), b"RDR2")
+    return frame_around(zstandard.compress(msgspec.msgpack.encode({"request": f"cmpl-{number}"})), b"RDR3")
 
 
 def make_bomb(number: int = 0) -> bytes:
@@ -99,7 +99,21 @@ def make_invalid_utf8() -> bytes:
 
 NUMBERS = (-1, 0, 1, 2, 2**31 - 1, -(2**31), 2**31, 2**62, 2**63 - 1, -(2**63), 2**64 - 1, 0.5)
 FLOATS = (0.0, -0.0, 1e-40, 1e-300, 2.0, 2.1, -1.0, 1e300, float("nan"), float("inf"), float("-inf"))
-STRINGS = ("", "a b", "a\nb", "\0", "x" * 300, "x" * 5000, "Zürich", "\u2028", "\U0001f600" * 64, "-", "../..", "NaN")
+STRINGS = (
+    "",
+    "a b",
+    "a\nb",
+    "\0",
+    "x" * 300,
+    "x" * 5000,
+    "Zürich",
+    "\u2028",
+    "\U0001f600" * 64,
+    "-",
+    "../..",
+    "NaN",
+    "float8",
+)
 
 
 def fuzz(rng: random.Random, number: int, target: str = TARGET) -> bytes:
@@ -146,16 +160,16 @@ def _mutate_array(rng: random.Random, name: str, data: bytes) -> bytes:
     if rng.random() < 0.2:
         return data * rng.choice((0, 2)) if rng.random() < 0.5 else data[: rng.randrange(len(data) + 1)]
     if name in ("row_draft_probs", "row_topk_log_probs", "row_log_sum_exp"):
-        values = np.frombuffer(data, "<f4").copy()
+        values = np.frombuffer(data[: len(data) // 4 * 4], "<f4").copy()  # it may have been cut off before
         values[_some(rng, values)] = rng.choice((*FLOATS[:-4], -3e38, 3e38, 1e-3, -1e4, *FLOATS[-3:]))
         return values.tobytes()
     if name == "hidden":
-        words = np.frombuffer(data, "<u2").copy()
+        words = np.frombuffer(data[: len(data) // 2 * 2], "<u2").copy()
         words[_some(rng, words)] = rng.choice((0x7F80, 0xFF80, 0x7FC0, 0x7F7F, 1, 0x3F80))
         return words.tobytes()
     if name == "row_accepted":
         return rng.randbytes(len(data))
-    ids = np.frombuffer(data, "<i4").copy()
+    ids = np.frombuffer(data[: len(data) // 4 * 4], "<i4").copy()
     ids[_some(rng, ids)] = rng.choice((-2, -1, 0, 1, 5, 9, 10, 511, 512, 2**31 - 1, -(2**31)))
     return ids.tobytes()
 

@@ -123,11 +123,11 @@ def test_states_are_joined_without_a_gap_and_the_later_of_two_counts():
     def shown(states):
         return states and (states.begin, states.words_HLD.flatten().tolist())
 
-    assert shown(join_states([chunk(0, 1, 2), chunk(2, 3)], 9)) == (0, [1, 2, 3])
-    assert shown(join_states([chunk(0, 1, 2), chunk(3, 4)], 9)) == (3, [4]), "a step between them was lost"
-    assert shown(join_states([chunk(0, 1, 2, 3), chunk(1, 7)], 9)) == (0, [1, 7]), "read again after a preemption"
-    assert shown(join_states([chunk(0, 1, 2, 3)], 2)) == (0, [1, 2])
-    assert join_states([chunk(4, 1)], 4) is join_states([], 9) is None
+    assert shown(join_states([chunk(0, 1, 2), chunk(2, 3)], 9, 99)) == (0, [1, 2, 3])
+    assert shown(join_states([chunk(0, 1, 2), chunk(3, 4)], 9, 99)) == (3, [4]), "a step between them was lost"
+    assert shown(join_states([chunk(0, 1, 2, 3), chunk(1, 7)], 9, 99)) == (0, [1, 7]), "read again after a preemption"
+    assert shown(join_states([chunk(0, 1, 2, 3)], 2, 99)) == (0, [1, 2])
+    assert join_states([chunk(4, 1)], 4, 99) is join_states([], 9, 99) is None
 
 
 @pytest.mark.parametrize("reads", ["layers", "last"])

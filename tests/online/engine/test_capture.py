@@ -13,20 +13,22 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from redraft.online.engine import request_log
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig
 from redraft.online.engine.feed import _copy_rows
 from redraft.online.engine.reduction import ScratchMemory, find_largest, reduce_logits
-from redraft.online.engine.request_log import RequestInfo, RequestLog, Rows, States, VerifiedStep
+from redraft.online.engine.request_log import KEPT_STATES, RequestInfo, RequestLog, Rows, States, VerifiedStep
 from redraft.online.engine.runner_v1 import install_capture
 from redraft.online.engine.steps import REDUCED_BYTES, EngineStep, StepPart, StepQueue
 from redraft.online.learning.penalties import penalise
+from redraft.online.records.publisher import HEADER_BYTES
 from redraft.online.records.record import (
     Record,
     Sampling,
     decode_record,
+    encode_frame,
     encode_record,
+    join_text,
     read_frames,
     training_sequences,
 )
@@ -44,6 +46,10 @@ def make_info(**changes):
         "stop_ids": frozenset(),
     }
     return RequestInfo(**(fields | changes))
+
+
+def make_log(info, max_bytes=1 << 20):
+    return RequestLog(info=info, max_bytes=max_bytes)
 
 
 def make_verified(start, drafts, num_accepted):
@@ -84,7 +90,7 @@ def make_step(info, start, *, sampled, drafts, version="v000001", logits_RV=None
 
 
 def test_a_rejection_leaves_rows_that_hang_on_the_rejected_tokens():
-    log = RequestLog(info=make_info())
+    log = make_log(make_info())
     log.append(3, [7], None)  # the prompt's own step
     assert log.append(4, [8, 9], make_verified(4, [8, 50, 51], 1))
     record = segment(log)
@@ -100,8 +106,8 @@ def test_a_rejection_leaves_rows_that_hang_on_the_rejected_tokens():
     np.testing.assert_array_equal(text.rows_R, [3, 4])
 
 
-def test_the_next_segment_carries_the_text_before_it():
-    log = RequestLog(info=make_info())
+def test_the_text_of_a_request_is_sent_once():
+    log = make_log(make_info())
     log.append(3, [7], None)
     log.append(4, [8, 9], make_verified(4, [8], 1))
     first = segment(log)
@@ -109,15 +115,25 @@ def test_the_next_segment_carries_the_text_before_it():
     log.append(6, [10], make_verified(6, [60], 0))
     second = segment(log)
     assert (first.sequence, second.sequence) == (0, 1)
-    np.testing.assert_array_equal(second.context_ids, [1, 2, 3, 7, 8, 9])
+    assert (second.context_begin, len(second.context_ids), second.num_prompt_tokens) == (6, 0, 3)
     np.testing.assert_array_equal(second.output_ids, [10])
-    assert second.num_prompt_tokens == 3
-    assert first.record_id != second.record_id
+    assert first.record_id == second.previous_id != second.record_id
+    assert (encode_record(first)[:4], encode_record(second)[:4]) == (b"RDR1", b"RDR2")
+    whole = join_text(second, first.context + first.output)
+    np.testing.assert_array_equal(whole.context_ids, [1, 2, 3, 7, 8, 9])
+    assert encode_record(whole)[:4] == b"RDR1", "an earlier release can read it"
+    log.append(5, [20], make_verified(5, [60], 0))  # preempted: tokens 9 and 10 never counted, and 9 was sent
+    third = segment(log)
+    assert (third.context_begin, third.previous_id) == (5, second.record_id)
+    whole = join_text(third, whole.context + whole.output)
+    np.testing.assert_array_equal(np.concatenate([whole.context_ids, whole.output_ids]), [1, 2, 3, 7, 8, 20])
+    with pytest.raises(ValueError, match="continues a text of 5 tokens, not of 4"):
+        join_text(third, whole.context[:16])
 
 
 @pytest.mark.parametrize("change", [{"max_tokens": 2}, {"stop_ids": frozenset({8})}], ids=["length", "stop"])
 def test_the_record_ends_where_the_scheduler_cuts(change):
-    log = RequestLog(info=make_info(**change))
+    log = make_log(make_info(**change))
     log.append(3, [7], None)
     log.append(4, [8, 9, 10], make_verified(4, [8, 9, 50], 2))
     assert log.is_complete
@@ -127,7 +143,7 @@ def test_the_record_ends_where_the_scheduler_cuts(change):
 
 
 def test_tokens_that_the_scheduler_threw_away_are_forgotten_with_their_rows():
-    log = RequestLog(info=make_info())
+    log = make_log(make_info())
     log.append(3, [7], None)
     log.append(4, [8, 9], make_verified(4, [8], 1))
     log.append(6, [10, 11], make_verified(6, [10], 1))
@@ -139,7 +155,7 @@ def test_tokens_that_the_scheduler_threw_away_are_forgotten_with_their_rows():
 
 
 def test_a_lost_step_is_noticed():
-    log = RequestLog(info=make_info())
+    log = make_log(make_info())
     log.append(3, [7], None)
     assert not log.append(5, [9], make_verified(5, [50], 0))
 
@@ -242,7 +258,7 @@ def test_steps_become_records_of_one_draft_version_each(tmp_path):
     capture, records = run_capture(tmp_path, steps)
     assert [record.draft_version for record in records] == ["v000001", "v000002"]
     assert [record.sequence for record in records] == [0, 1]
-    np.testing.assert_array_equal(records[1].context_ids, [1, 2, 3, 7, 8, 9])
+    assert (records[1].context_begin, len(records[1].context_ids)) == (6, 0)
     wanted = steps[1].logits_RV.double().log_softmax(-1).topk(K)
     np.testing.assert_allclose(records[0].topk_log_probs, wanted.values, atol=1e-5)
     assert capture.status()["records"] == 2
@@ -350,22 +366,54 @@ def test_few_rows_of_many_are_copied_and_found_again():
     assert [part.first_row for part in moved if part.num_drafts] == [0, 3]
 
 
-def test_of_a_long_text_no_more_hidden_states_are_kept_than_a_record_holds(monkeypatch):
-    monkeypatch.setattr(request_log, "MAX_HIDDEN_BYTES", 100 * 2 * 8)
-    log = RequestLog(info=make_info(prompt_ids=[1] * 1000))
+def test_of_a_long_text_no_more_hidden_states_are_kept_than_a_record_holds():
+    log = make_log(make_info(prompt_ids=[1] * 1000), max_bytes=100 * 2 * 8 + 4 * 1001 + 53)  # states, text, a row
     states_HLD = np.arange(1001 * 8, dtype=np.uint16).reshape(-1, 2, 4)
-    for begin in range(0, 1000, 250):  # a prompt, read in chunks larger than the kept states
-        log.add_states([States(begin, states_HLD[begin : begin + 250])])
+    for begin in range(0, 1000, 500):  # a prompt, read in chunks larger than the kept states
+        log.add_states([States(begin, states_HLD[begin : begin + 500])])
         assert sum(states.words_HLD.base is None for states in log.states) == len(log.states), "no view of a whole step"
     for begin in range(960, 1000, 7):
         log.add_states([States(begin, states_HLD[begin : begin + 7].copy())])  # and read once more
-    assert sum(states.num_bytes for states in log.states) <= 2 * 100 * 2 * 8
+    assert sum(states.num_bytes for states in log.states) <= 2 * log.max_bytes
     log.append(1000, [5], make_verified(1000, [], 0))
     log.add_states([States(1000, states_HLD[1000:].copy())])
     record = segment(log)
     assert (record.hidden_begin, len(record.hidden_words)) == (901, 100)
     np.testing.assert_array_equal(record.hidden_words, states_HLD[901:])
-    assert sum(states.num_bytes for states in log.states) == request_log.KEPT_STATES * 2 * 8
+    assert sum(states.num_bytes for states in log.states) == KEPT_STATES * 2 * 8
+
+
+@pytest.mark.parametrize("hidden_format", ["bfloat16", "float8"])
+def test_records_of_the_largest_heads_fit_a_message_of_the_log_and_lose_no_row(hidden_format):
+    """A target of 8,192 numbers, of which a head reads three layers; NATS takes 8 MiB with the headers."""
+    config = CaptureConfig(ingest="nats://127.0.0.1:4222", hidden_states=True, hidden_format=hidden_format)
+    state_bytes = 8192 + 4 if hidden_format == "float8" else 2 * 8192
+    rng = np.random.default_rng(0)
+
+    def make_states(begin, count):
+        words = np.frombuffer(rng.bytes(3 * state_bytes * count), np.uint8)  # cannot be compressed
+        return [States(begin, (words if hidden_format == "float8" else words.view(np.uint16)).reshape(count, 3, -1))]
+
+    log = make_log(make_info(prompt_ids=list(range(1024)), max_tokens=1000), config.record_bytes)
+    log.add_states(make_states(1024 - 384, 384))
+    log.append(1024, [7], None)
+    records = []
+    for start in range(1025, 1025 + 400, 2):  # two tokens a step, one of them drafted
+        assert log.append(start, [8, 9], make_verified(start, [8], 1))
+        log.add_states(make_states(start - 1, 2))
+        if log.is_full:
+            records.append(log.cut_segment("boot", "target"))
+    records.append(log.cut_segment("boot", "target"))
+    sizes = [len(encode_frame(record)) for record in records]
+    assert max(sizes) + HEADER_BYTES < 8 << 20
+    assert min(sizes[:-1]) > 7 << 20, "no more records than needed"
+    for record in records:
+        # EAGLE-3's first step predicts the token of a row from the state two tokens before
+        assert record.hidden_shape == (3, 8192)
+        assert (record.positions - 2 >= record.hidden_begin).all()
+        assert record.hidden_begin + record.num_hidden >= record.positions.max()
+    found = np.concatenate([record.positions for record in records])
+    np.testing.assert_array_equal(np.unique(found), np.arange(1025, 1425))
 
 
 def test_a_dropped_step_ends_the_record_before_it(tmp_path):
@@ -420,7 +468,7 @@ def write_until_killed(folder, number):
 
 
 def segment_of_one():
-    log = RequestLog(info=make_info())
+    log = make_log(make_info())
     log.append(3, [7], None)
     log.append(4, [8], make_verified(4, [50], 0))
     return log.cut_segment("boot", "target")

@@ -69,6 +69,14 @@ def numbers_of(records):
     return [int(getattr(stored, "record", stored).request_id.removeprefix("cmpl-")) for stored in records]
 
 
+def make_segment(sequence, tokens, context_begin=0, **changes):
+    """A segment of request 1 that samples `tokens`; the text before it is i32(7, 1) and the numbers from 100 on."""
+    begin = 2 if not sequence else context_begin
+    rows = {"row_positions": i32(begin), "output": i32(*tokens), "sequence": sequence, "context_begin": context_begin}
+    context = b"" if sequence else i32(7, 1)
+    return make_record(1, drafted=1, context=context, **rows, **changes)
+
+
 def fill(buffer, count, now_s=0.0, **changes):
     buffer.append(frames_of(*(make_record(number, **changes) for number in range(count))), now_s)
 
@@ -479,3 +487,43 @@ def test_the_control_plane_imports_no_torch():
         f"import sys\nfor m in {modules.split()}: __import__('redraft.online.' + m)\nassert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).returncode == 0
+
+
+# --- segments
+
+
+def texts_of(buffer):
+    return [[*one.record.context_ids, *one.record.output_ids] for one in buffer.fresh(0, 99)]
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_later_segment_is_stored_with_the_text_of_those_before(tmp_path, is_restarted):
+    first, second = make_segment(0, [100, 101]), make_segment(1, [102], 4)
+    third = make_segment(2, [103, 104], 5, tenant="other")
+    after_preemption = make_segment(3, [200], 6)  # token 104 was thrown away, and sampled anew
+    with open_buffer(tmp_path) as buffer:
+        assert buffer.append(frames_of(first, second), 0.0) == {"stored": 2}
+        if not is_restarted:
+            assert buffer.append(frames_of(third, second, after_preemption), 0.0) == {"stored": 2, "duplicate": 1}
+    with open_buffer(tmp_path) as buffer:
+        if is_restarted:
+            assert buffer.append(frames_of(third, second, after_preemption), 0.0) == {"stored": 2, "duplicate": 1}
+        text = [7, 1, 100, 101]
+        assert texts_of(buffer) == [text, [*text, 102], [*text, 102, 103, 104], [*text, 102, 103, 200]]
+        assert [one.record.context_begin for one in buffer.fresh(0, 99)] == [0] * 4
+        assert len(set(buffer._training()["prompt"].tolist())) == 1, "one prompt, held out or not"
+
+
+def test_a_segment_whose_text_was_lost_is_counted_and_not_stored():
+    first, second, third = make_segment(0, [100, 101]), make_segment(1, [102], 4), make_segment(2, [103], 5)
+    with open_buffer(None) as buffer:
+        assert buffer.append(frames_of(second, third), 0.0) == {"textless": 2}
+        assert buffer.append(frames_of(first), 0.0) == {"stored": 1}
+        assert buffer.append(frames_of(third), 0.0) == {"textless": 1}, "the second is not there"
+        assert buffer.append(frames_of(second, third), 0.0) == {"stored": 2}, "sent again"
+        assert texts_of(buffer)[-1] == [7, 1, 100, 101, 102, 103]
+        wrong = make_segment(3, [104], 99)
+        assert buffer.append(frames_of(wrong), 0.0) == {"corrupt": 1}
+        buffer.delete_tenant("acme", 0.0)
+        later = make_segment(4, [104], 6, time_s=CLOCK_SLACK_S + 1)
+        assert buffer.append(frames_of(later, make_segment(4, [104], 6)), 0.0) == {"textless": 1, "forgotten": 1}

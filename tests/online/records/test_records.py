@@ -5,10 +5,12 @@ import zlib
 import msgspec
 import numpy as np
 import pytest
+import torch
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from redraft.online.engine.reduction import encode_float8
 from redraft.online.records.record import (
     MAGIC,
     MAX_RECORD_BYTES,
@@ -17,9 +19,11 @@ from redraft.online.records.record import (
     Sampling,
     decode_record,
     encode_record,
+    join_text,
     read_frames,
     training_sequences,
 )
+from redraft.online.records.states import SCALE_BYTES, decode_float8
 
 
 def i32(*values):
@@ -194,3 +198,61 @@ def test_branches_of_consecutive_steps_are_kept_apart():
     np.testing.assert_array_equal(second.input_ids_T, [10, 11, 12, 20, 80, 81])
     np.testing.assert_array_equal(second.rows_R, [4, 5])
     assert [s.is_branch for s in training_sequences(record, branches=False)] == [False]
+
+
+# --- states in float8, and texts that travel once
+
+
+def test_float8_is_that_of_torch_and_no_state_is_farther_off_than_a_sixteenth():
+    codes = np.arange(256, dtype=np.uint8)
+    one = np.frombuffer(np.float32(1).tobytes(), np.uint8)
+    found = decode_float8(np.concatenate([codes, one])[None, None]).flatten()
+    expected = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().bfloat16()
+    expected[expected.isnan()] = torch.nan
+    np.testing.assert_array_equal(found, expected.view(torch.int16).numpy().view(np.uint16))
+    generator = torch.Generator().manual_seed(0)
+    states_HLD = (torch.randn(50, 3, 64, generator=generator) * 10.0 ** torch.arange(-2, 1)[:, None]).bfloat16()
+    states_HLD[:, :, 5] *= 30  # channels that stand out, as in large models
+    states_HLD[7] = 0
+    codes_HLX = encode_float8(states_HLD)
+    assert (codes_HLX.shape, codes_HLX.dtype) == ((50, 3, 64 + SCALE_BYTES), torch.uint8)
+    again = torch.from_numpy(decode_float8(codes_HLX.numpy()).view(np.int16)).view(torch.bfloat16)
+    codes, scale = codes_HLX[..., :64].view(torch.float8_e4m3fn), codes_HLX[..., 64:].contiguous().view(torch.float32)
+    assert torch.equal(again, (codes.float() * scale).bfloat16())
+    largest = states_HLD.float().abs().amax(-1, keepdim=True)
+    error = (again.float() - states_HLD.float()).abs()
+    assert (error <= states_HLD.float().abs() / 15 + largest / 2**17).all()
+    assert torch.equal(again[7], states_HLD[7])
+
+
+def test_states_in_float8_survive_the_wire_and_what_is_not_finite_does_not():
+    states_HLD = torch.randn(5, 2, 8)
+    fields = {"hidden_begin": 1, "hidden_shape": (2, 8), "hidden_format": "float8"}
+    record = make_record(**fields, hidden=encode_float8(states_HLD).numpy().tobytes())
+    frame = encode_record(record)
+    assert frame[:4] == b"RDR2"
+    again = decode_record(frame)
+    assert (again, again.num_hidden, again.hidden_words.shape) == (record, 5, (5, 2, 8))
+    with pytest.raises(CorruptRecordError, match="hidden states"):
+        decode_record(encode_record(msgspec.structs.replace(record, hidden=record.hidden[:-1])))
+    for place, byte in ((3, 0x7F), (8 + 2, 0x80), (8 + 3, 0x7F)):  # a code of NaN; an infinite scale, byte by byte
+        hidden = bytearray(record.hidden)
+        hidden[place] = byte
+        if place > 8:
+            hidden[8:12] = np.float32(np.inf).tobytes()
+        with pytest.raises(CorruptRecordError, match="not finite"):
+            decode_record(encode_record(msgspec.structs.replace(record, hidden=bytes(hidden))))
+
+
+def test_a_text_that_travels_once_is_checked_as_a_whole_one():
+    whole = make_record(sequence=1)
+    record = msgspec.structs.replace(whole, context=i32(12), context_begin=2)
+    assert decode_record(encode_record(record)) == record
+    assert join_text(record, i32(10, 11)) == whole
+    assert join_text(record, i32(10, 11, 99)) == whole, "the rest of that text was thrown away"
+    for change in ({"sequence": 0}, {"context_begin": -1}, {"num_prompt_tokens": 4}, {"context_begin": 2**31}):
+        with pytest.raises(CorruptRecordError, match="inconsistent"):
+            decode_record(encode_record(msgspec.structs.replace(record, **change)))
+    with pytest.raises(CorruptRecordError, match="oversized") as error:
+        join_text(msgspec.structs.replace(record, context_begin=MAX_RECORD_BYTES // 4), bytes(MAX_RECORD_BYTES))
+    assert error.value.reason == "oversized"

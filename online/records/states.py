@@ -1,0 +1,55 @@
+"""Hidden states in a record: bfloat16, or 8-bit floats with a scale for each state.
+
+    bfloat16   D numbers of two bytes
+    float8     D codes of a byte (e4m3fn, arXiv 2209.05433), then a scale as float32, the factor of all D
+
+numpy has neither type: bfloat16 is handled as its bits, in uint16. H = tokens, L = states of one token, D = size of
+each.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+HiddenFormat = Literal["bfloat16", "float8"]
+
+SCALE_BYTES = 4
+
+NAN = 0x7FC0
+"""Bits of a NaN in bfloat16."""
+
+FLOAT8_MAX = 448.0
+"""The largest number of e4m3fn; the scale maps the largest of a state to it."""
+
+
+def state_bytes(hidden_format: HiddenFormat, size: int) -> int:
+    """Bytes of one state of `size` numbers."""
+    return size + SCALE_BYTES if hidden_format == "float8" else 2 * size
+
+
+def decode_float8(codes_HLX: NDArray[np.uint8]) -> NDArray[np.uint16]:
+    """Bits of the nearest bfloat16 numbers, [H, L, D], of states of D codes and a scale each."""
+    scale_HL1 = np.ascontiguousarray(codes_HLX[..., -SCALE_BYTES:]).view("<f4")
+    values_HLD = _VALUES[codes_HLX[..., :-SCALE_BYTES]]
+    with np.errstate(over="ignore", invalid="ignore"):  # of a made-up record; what is not finite is refused later
+        values_HLD *= scale_HL1
+        bits_HLD = values_HLD.view(np.uint32)
+        # to the nearest, and of two equally near to the even one
+        words_HLD = ((bits_HLD + 0x7FFF + ((bits_HLD >> 16) & 1)) >> 16).astype(np.uint16)
+    words_HLD[np.isnan(values_HLD)] = NAN  # the addition may have made a number of it
+    return words_HLD
+
+
+def _list_values() -> NDArray[np.float32]:
+    """The number of each of the 256 codes: sign, 4 bits of exponent with bias 7, 3 of fraction; no infinity."""
+    code = np.arange(256)
+    exponent, fraction = (code >> 3) & 15, code & 7
+    size = np.where(exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0 ** (exponent - 7))
+    size[(code & 127) == 127] = np.nan
+    return np.where(code >= 128, -size, size).astype(np.float32)
+
+
+_VALUES = _list_values()
