@@ -10,6 +10,7 @@ is done by Python, which lets the engine's thread run meanwhile. A page fault on
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
@@ -62,7 +63,8 @@ class Staging:
         try:
             self._stage()
         except (DamagedError, OSError) as error:
-            self.is_damaged, self.error = True, str(error)
+            is_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
+            self.is_damaged, self.error = not is_memory, str(error)
         except ValueError as error:
             self.error = str(error)
         except Exception as error:  # e.g. no memory; the thread's end must be told in any case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -99,6 +100,19 @@ def test_damage_is_told_and_holds_no_memory(folders, damage, told):
     assert staging.is_damaged
     assert told in staging.error
     assert staging.files == []
+    assert count_files() == before
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "Cannot allocate memory"), MemoryError("no memory")])
+def test_too_little_memory_is_told_and_is_no_damage(folders, monkeypatch, error):
+    def refuse(*args):
+        raise error
+
+    current, folder = folders
+    before = count_files()
+    monkeypatch.setattr("redraft.online.engine.staging.mmap.mmap", refuse)
+    staging = stage(folder, current)
+    assert (staging.is_damaged, "memory" in staging.error, staging.files) == (False, True, [])
     assert count_files() == before
 
 
