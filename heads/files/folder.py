@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG} is corrupt ({error}): export the head again") from error
     return config
+
+
+def find_quantization(config: Mapping[str, Any]) -> str | None:
+    """The quantization of the weights beside this config.json, as its tool calls it; None if they are plain."""
+    section = config.get("quantization_config") or config.get("compression_config")
+    return None if not section else section.get("quant_method") or section.get("quant_algo") or "packed"
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from redraft.heads.files.folder import find_quantization
+
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
@@ -144,7 +146,6 @@ def find_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> str 
             config_text = f'"method": "{kind.method}"'
             serves = f"vLLM serves it with {config_text}" if kind.method else "vLLM has no method to serve it"
             return f"{kind.name}: {serves}; redraft can neither train nor forecast nor check it"
-    if (quantized := config.get("quantization_config")) is not None and "d2t" in names:
-        method = quantized.get("quant_method") or quantized.get("quant_algo") or "packed"
+    if (method := find_quantization(config)) and "d2t" in names:
         return f"a quantized head ({method}): vLLM serves it; give redraft the weights from before quantization"
     return None

@@ -48,15 +48,24 @@ def write_head(
     (folder / CONFIG).write_text(json.dumps({**config, **named_dtype}, indent=2) + "\n")
 
 
+def _is_packed(tensor: Tensor, mine: Tensor) -> bool:
+    """Whether a tensor holds codes in the place of numbers."""
+    return mine.is_floating_point() and (tensor.element_size() == 1 or not tensor.is_floating_point())
+
+
 def load_into(module: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
     """Copy `tensors` into the parameters of the same names.
 
     Engines silently load a head with a missing tensor; here it is an error.
 
     Raises:
-        ValueError: a tensor is missing, unknown or of another shape; the message names the first.
+        ValueError: a tensor is missing, unknown, quantised or of another shape; the message names the first.
     """
     mine = module.state_dict()
+    if packed := sorted(name for name, tensor in tensors.items() if name in mine and _is_packed(tensor, mine[name])):
+        raise ValueError(
+            f"{source} holds quantised weights, such as {packed[0]}: give the weights from before quantization"
+        )
     if missing := sorted(mine.keys() - tensors.keys()):
         raise ValueError(f"{source} lacks {len(missing)} tensors of its head, the first is {missing[0]}")
     if unknown := sorted(tensors.keys() - mine.keys()):

@@ -38,6 +38,8 @@ from redraft.heads.catalog import find_family, require_head
 from redraft.heads.doctor.shared import require_own_head
 from redraft.heads.files.artifact import PROVENANCE, fingerprint, is_full
 from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.files.folder import find_quantization
+from redraft.heads.files.folder import read_config as read_model_config
 from redraft.heads.files.lock import own
 from redraft.heads.files.tokenizers import check_same_tokenizer
 from redraft.online.daemon import control
@@ -184,6 +186,12 @@ def _copy_draft(draft: Path, folder: Path, cfg: LearnerConfig) -> None:
 
 def _require_fitting(draft: Path, cfg: LearnerConfig) -> None:
     family = find_family(cfg.draft.family)
+    # the layer in a quantised target may be plain: whether it is, its tensors tell when they are read
+    if not family.is_in_target and (method := find_quantization(read_model_config(draft))):
+        raise ValueError(
+            f"{draft} is quantised ({method}), and training needs the weights from before: set draft.initial to those, "
+            "and serve with --draft-quantization, so that vLLM quantises every version when it is loaded"
+        )
     if family.is_head:
         require_head(draft, family.name, cfg.target)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from redraft.heads.files.artifact import VOLATILE_CONFIG_KEYS, safetensors_header
+from redraft.heads.files.folder import find_quantization
 from redraft.online.engine.fused import find_fused, refill, refill_mask, without_build
 
 CHECKSUM_CHUNK = 1 << 22
@@ -32,7 +33,9 @@ def require_same_layout(current: Path, candidate: Path) -> None:
 
     Raises: ValueError naming the difference.
     """
-    changed = _find_differences(_read_settings(candidate), _read_settings(current))
+    settings, wanted_settings = _read_settings(candidate), _read_settings(current)
+    require_same_quantization(candidate.name, settings, wanted_settings)
+    changed = _find_differences(settings, wanted_settings)
     if changed:
         raise ValueError(f"{candidate.name} differs from the loaded draft in config.json: {', '.join(changed)}")
     shapes, wanted_shapes = _read_shapes(candidate), _read_shapes(current)
@@ -42,6 +45,22 @@ def require_same_layout(current: Path, candidate: Path) -> None:
         raise ValueError(
             f"{candidate.name} differs from the loaded draft in {len(different)} tensors: "
             f"{name} is {shapes.get(name, 'absent')} instead of {wanted_shapes.get(name, 'absent')}"
+        )
+
+
+def require_same_quantization(version: str, settings: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the config.json of a version quantises as that of the loaded draft.
+
+    vLLM makes the layers of a quantised draft when it starts, and these cannot take other weights.
+
+    Raises: ValueError with the cure.
+    """
+    found, served = find_quantization(settings), find_quantization(wanted)
+    if found != served:
+        raise ValueError(
+            f"{version} is {found or 'not quantised'}, the loaded draft is {served or 'not quantised'}: quantise "
+            f"{version} like that one and publish it again, or restart the server with {version}. A draft that vLLM "
+            "quantises itself (--draft-quantization) is replaced by plain weights"
         )
 
 

@@ -52,6 +52,9 @@ class Config:
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     """How draft tokens are chosen. With `greedy` the acceptance is p(argmax q); with `probabilistic` it is
     sum min(p, q), which is higher at temperatures above 0."""
+    draft_quantization: str | None = None
+    """Quantisation of the draft when it is loaded, as vLLM calls it (`fp8`); of every version that is swapped in, too.
+    The registry holds plain weights."""
     adaptive_verification: bool = False
     """Verify fewer draft tokens where the draft is unsure, the more so the busier the server is. Only for a DSpark head
     with a confidence head; nothing is captured then."""
@@ -83,6 +86,8 @@ def server_command(cfg: Config) -> list[str]:
         "num_speculative_tokens": cfg.num_speculative_tokens,
         "draft_sample_method": cfg.draft_sample_method,
     }
+    if cfg.draft_quantization:
+        speculative["quantization"] = cfg.draft_quantization
     require_runner(speculative)
     if cfg.adaptive_verification:
         _require_confidence(draft)

@@ -213,6 +213,21 @@ def test_the_layer_in_a_targets_weights_becomes_the_first_version(targets, tmp_p
         find_family("mtp").extract(mimo, tmp_path / "none")
 
 
+def test_quantised_weights_are_refused_with_the_cure(random_target, targets, tmp_path):
+    mimo, eagle = targets["mtp"], make_head("eagle1", random_target, tmp_path / "eagle1")
+    layer = mtp.Mtp.load(make_head("mtp", mimo, tmp_path / "head"), Target.from_folder(mimo))
+    packed = {n: t.to(torch.float8_e4m3fn) if t.ndim > 1 else t for n, t in layer.checkpoint_tensors().items()}
+    stitch(mimo, packed, tmp_path / "target", {})
+    with pytest.raises(ValueError, match=r"quantised weights, such as block\..*: give the weights from before quanti"):
+        find_family("mtp").extract(tmp_path / "target", tmp_path / "alone")
+    config = json.loads((eagle / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (eagle / "config.json").write_text(json.dumps(config))
+    settings = World.make(tmp_path, random_target, eagle, servers=0).config()
+    settings = replace(settings, draft=DraftConfig(family="eagle1", initial=eagle))
+    with pytest.raises(ValueError, match=r"eagle1 is quantised \(fp8\).*: set draft.initial to those"):
+        provide_first_version(settings, Registry(tmp_path / "registry"), fingerprint(random_target))
+
+
 # --- judging
 
 

@@ -111,6 +111,18 @@ def test_a_changed_setting_is_told(registry, tmp_path):
         require_same_layout(start, tmp_path)
 
 
+@pytest.mark.parametrize("is_served", [True, False])
+def test_a_draft_that_is_not_quantised_as_the_served_one_is_refused_with_the_cure(registry, tmp_path, is_served):
+    (start,) = registry.glob("v000001")
+    config = json.loads((start / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    current, candidate = (tmp_path, start) if is_served else (start, tmp_path)
+    found, served = ("not quantised", "fp8") if is_served else ("fp8", "not quantised")
+    told = f"{candidate.name} is {found}, the loaded draft is {served}: quantise {candidate.name} like that one"
+    with pytest.raises(ValueError, match=told):
+        require_same_layout(current, candidate)
+
+
 def make_request(host, token):
     headers = [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
     return Request({"type": "http", "client": (host, 1), "headers": headers})

@@ -86,6 +86,11 @@ def test_adaptive_verification_is_asked_only_of_a_draft_with_a_confidence_head(t
         assert "enable_adaptive_verification" not in plain[plain.index("--speculative-config") + 1]
 
 
+def test_vllm_is_told_to_quantise_the_draft():
+    command = server_command(parse("target", "--draft", "some/draft", "--draft-quantization", "fp8"))
+    assert json.loads(command[command.index("--speculative-config") + 1])["quantization"] == "fp8"
+
+
 def test_a_registry_alone_serves_its_current_version(tmp_path):
     with pytest.raises(FileNotFoundError, match="no current version"):
         server_command(parse("target", "--registry", str(tmp_path)))
