@@ -170,7 +170,7 @@ def wait(worker):
 
 def test_only_a_draft_that_is_whole_in_memory_is_loaded(worker, folders, monkeypatch):
     loaded = []
-    monkeypatch.setattr(plugin_worker, "load_draft", lambda draft, target, files, *rest: loaded.append(files))
+    monkeypatch.setattr(plugin_worker, "load_draft", lambda worker, files: loaded.append(files))
     folder = folders[1]
     assert "was not read into memory" in plugin_worker.redraft_load(worker, str(folder))["error"]
     assert plugin_worker.redraft_stage(worker, str(folder)) == {"ok": True}
