@@ -91,6 +91,9 @@ class Family:
     """vLLM must be told to draft all tokens in one pass: `parallel_drafting` beside the method."""
     varies_tokens: bool = True
     """The number of draft tokens may change from step to step. If false, vLLM exits when it does."""
+    chooses_locally: bool = False
+    """vLLM can choose the draft's most probable token among the draft's own vocabulary (`use_local_argmax_reduction`),
+    instead of copying the draft's logits into a row of the target's vocabulary first."""
     can_sample: bool = False
     """vLLM can draw draft tokens from q. If false, it always takes the most probable one."""
     learns_online: bool = False
@@ -116,6 +119,11 @@ class Family:
         """The keys of vLLM's --speculative-config that choose the proposer; empty without a method."""
         chosen = {} if self.method is None else {"method": self.method}
         return {**chosen, "parallel_drafting": True} if self.is_parallel else chosen
+
+    @property
+    def takes_ngrams(self) -> bool:
+        """A server can look n-grams up first, and ask this draft where none matches (`eval.engine.ngrams_first`)."""
+        return self.is_head and self.varies_tokens and "v1" in self.decoders
 
     @property
     def algorithm(self) -> str | None:
@@ -227,6 +235,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         reads="layers",
         layers_key="eagle_aux_hidden_state_layer_ids",
+        chooses_locally=True,
         can_sample=True,
         learns_online=True,
         trains_lm_head=True,

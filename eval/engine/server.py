@@ -18,6 +18,7 @@ import httpx
 
 from redraft.eval.engine import wait as engine_wait
 from redraft.eval.engine.command import vllm_command
+from redraft.eval.engine.ngrams_first import is_mixed, mix_env, vllm_part
 from redraft.eval.engine.process import free_port, process_group
 from redraft.heads.catalog import find_method
 from redraft.heads.progress import Progress
@@ -80,7 +81,7 @@ def vllm_server(
     if on_cpu:
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(kv_cache_bytes), ONE_SPEED]
     if speculative_config is not None:
-        arguments += ["--speculative-config", json.dumps(speculative_config)]
+        arguments += ["--speculative-config", json.dumps(vllm_keys(speculative_config))]
         arguments += ["--per-request-spec-decode-metrics", "detailed"]
     env = {"VLLM_NO_USAGE_STATS": "1", engine_wait.ENABLED: "1", **lookup_env(speculative_config), **(extra_env or {})}
     if cpu_cores:
@@ -96,6 +97,20 @@ def vllm_server(
         yield server
 
 
+def vllm_keys(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The --speculative-config for vLLM: without the keys that it does not know, and with a faster choice of tokens.
+
+    A greedy head with a smaller vocabulary chooses there. By default vLLM copies the logits into a row of the
+    target's vocabulary first: the same token, 0.24 ms later instead of 0.04 ms with 8,192 of 49,152 tokens on a CPU.
+    """
+    config = vllm_part(speculative_config)
+    family = find_method(config.get("method"))
+    is_greedy = config.get("draft_sample_method", "greedy") == "greedy"
+    if family is not None and family.chooses_locally and is_greedy and not config.get("parallel_drafting"):
+        config.setdefault("use_local_argmax_reduction", True)
+    return config
+
+
 def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
     """The same configuration, with a draft without memory of other requests.
 
@@ -107,12 +122,14 @@ def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lookup_env(speculative_config: Mapping[str, Any] | None) -> dict[str, str]:
-    """Environment variables with which vLLM looks up n-grams as the forecast does.
+    """Environment variables with which vLLM looks up n-grams as the forecast does, alone or before a head.
 
     vLLM's second model runner takes the last occurrence instead of the first, and drafts even if there is none.
     """
-    is_lookup = (speculative_config or {}).get("method") == "ngram"
-    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if is_lookup else {}
+    config = speculative_config or {}
+    if config.get("method") != "ngram" and not is_mixed(config):
+        return {}
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0", **(mix_env(config) if is_mixed(config) else {})}
 
 
 def require_runner(

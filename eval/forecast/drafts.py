@@ -3,6 +3,7 @@
 draft              forecast                                     vLLM's method
 folder, hub name   the draft's steps                            the family's (`heads.catalog`), if there is one
 `ngram`            the same lookup (`eval.forecast.ngram`)      ngram
+`ngram+FOLDER`     the lookup, and the draft where none matches the draft's (`eval.engine.ngrams_first`)
 `suffix`           none                                         suffix
 """
 
@@ -10,14 +11,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from redraft.eval.forecast.ngram import Ngram
+from redraft.eval.engine.ngrams_first import HeadLimits, mix
+from redraft.eval.forecast.ngram import Mix, Ngram
 from redraft.eval.forecast.teacher_forced import Forecastable
 from redraft.heads.catalog import Family, list_lookups
 from redraft.heads.doctor.pair import Pair
@@ -40,7 +42,7 @@ class NamedDraft:
 
     name: str
     source: str
-    """Folder, hub name, `ngram` or `suffix`."""
+    """Folder, hub name, `ngram`, `suffix` or a mix such as `ngram+FOLDER`."""
     family: str
     fingerprint: str
     forecast: Forecastable | None
@@ -86,6 +88,8 @@ def _split_name(text: str) -> tuple[str, str]:
     # a folder may have an = in its name
     if separator and not Path(text).exists():
         return name, source
+    if mixed := Mix.parse(text):
+        return str(replace(mixed, head=_split_name(mixed.head)[0])), text
     path = Path(text)
     return (path.resolve().parent.name if path.name == "draft" else path.name or path.resolve().name), text
 
@@ -103,6 +107,8 @@ def _load(name: str, source: str, target: LoadedTarget, ngram: Ngram, sampling: 
         return _make_ngram(name, ngram)
     if source == "suffix":
         return _make_suffix(name)
+    if mixed := Mix.parse(source):
+        return _make_mix(name, mixed, _load(name, mixed.head, target, ngram, sampling), ngram)
     folder = draft_folder(source, list_lookups())
     pair = Pair.read(target.folder, folder)
     family = pair.family
@@ -120,8 +126,12 @@ def _load(name: str, source: str, target: LoadedTarget, ngram: Ngram, sampling: 
     )
 
 
+def _identify(ngram: Ngram) -> str:
+    return f"ngram-{ngram.min}-{ngram.max}"
+
+
 def _make_ngram(name: str, ngram: Ngram) -> NamedDraft:
-    identity = f"ngram-{ngram.min}-{ngram.max}"
+    identity = _identify(ngram)
     return NamedDraft(
         name=name,
         source="ngram",
@@ -129,6 +139,22 @@ def _make_ngram(name: str, ngram: Ngram) -> NamedDraft:
         fingerprint=identity,
         forecast=Forecastable(fingerprint=identity, steps=ngram),
         speculative=ngram.speculative_config,
+    )
+
+
+def _make_mix(name: str, mixed: Mix, head: NamedDraft, ngram: Ngram) -> NamedDraft:
+    """N-grams first, then the head. Raises ValueError if n-grams do not go before this draft."""
+    speculative = mix(ngram.speculative_config, head.speculative or {}, HeadLimits(tokens=mixed.head_tokens))
+    assert head.forecast is not None, "a head has one"
+    identity = f"{_identify(ngram)}+{head.fingerprint}:{mixed.head_tokens}"
+    return replace(
+        head,
+        name=name,
+        source=str(mixed),
+        family=str(Mix(head=head.family)),
+        fingerprint=identity,
+        forecast=replace(head.forecast, fingerprint=identity, first=ngram, head_tokens=mixed.head_tokens),
+        speculative=speculative,
     )
 
 

@@ -6,6 +6,7 @@ its earliest occurrence. K = num_speculative_tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,25 @@ class Ngram:
     def speculative_config(self) -> dict[str, Any]:
         """vLLM's speculative config, without num_speculative_tokens."""
         return {"method": "ngram", "prompt_lookup_min": self.min, "prompt_lookup_max": self.max}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """The name of a draft with n-grams before it: `ngram+HEAD`, or `ngram+HEAD:TOKENS` to limit the head."""
+
+    head: str
+    """Folder, hub name or family of the head."""
+    head_tokens: int | None = None
+    """Most tokens of the head in a step; None for as many as n-grams may have."""
+
+    def __str__(self) -> str:
+        return f"ngram+{self.head}" if self.head_tokens is None else f"ngram+{self.head}:{self.head_tokens}"
+
+    @staticmethod
+    def parse(name: str) -> Mix | None:
+        """The inverse of `str`; None for the name of another draft."""
+        found = re.fullmatch(r"ngram\+(.+?)(?::(\d+))?", name)
+        return Mix(head=found[1], head_tokens=int(found[2]) if found[2] else None) if found else None
 
 
 def propose_ngrams(

@@ -39,6 +39,10 @@ class Forecastable:
     """Identifies the draft in cached results, e.g. the fingerprint of a folder."""
     steps: Callable[[Batch, TargetSignal, int], list[DraftStep]] | Ngram
     """The draft steps for a number of draft tokens."""
+    first: Ngram | None = None
+    """N-grams that are looked up first. Where one matches, the block is the tokens looked up, not the steps'."""
+    head_tokens: int | None = None
+    """With n-grams first: most tokens of a block by the steps; None for as many as n-grams may have."""
     is_autoregressive: bool = False
     is_block: bool = False
     """The number of draft tokens changes all of them, so each number takes a pass."""
@@ -204,7 +208,10 @@ def evaluate_batch(
         # at temperature 0 the two ways to draft are the same
         draft = drafts[name] if temperature > 0 else replace(drafts[name], can_sample=False)
         limited = _limit_to_pass(draft, protocol, most)
-        rows = _by_prompt(draft, steps, [next(verified) for _ in steps], texts, limited)
+        rates = [next(verified) for _ in steps]
+        if draft.first is not None:
+            rates = _mix(steps[:most], rates)
+        rows = _by_prompt(draft, steps, rates, texts, limited)
         for result, row in zip(results, rows, strict=True):
             result[name] = _add_counts(result.get(name), row)
     return results
@@ -253,10 +260,45 @@ def _select_layers(signal: TargetSignal, union: Sequence[int], draft: Forecastab
 def _propose(
     draft: Forecastable, batch: Batch, signal: TargetSignal, texts: Sequence[Continuation], most_tokens: int
 ) -> list[Proposals]:
-    """The proposals for `most_tokens`: one step of an autoregressive draft, K steps of others, K looked-up tokens."""
+    """The proposals for `most_tokens`: one step of an autoregressive draft, K steps of others, K looked-up tokens.
+
+    With n-grams first: the K looked-up tokens, and then the steps that the head may take.
+    """
     if isinstance(draft.steps, Ngram):
         return list(_looked_up(draft.steps, texts, most_tokens).to(batch.input_ids_BT.device))
+    if draft.first is not None:
+        alone = replace(draft, first=None, head_tokens=None)
+        most_by_head = most_tokens if draft.head_tokens is None else min(draft.head_tokens, most_tokens)
+        return [
+            *_propose(replace(alone, steps=draft.first), batch, signal, texts, most_tokens),
+            *(_propose(alone, batch, signal, texts, most_by_head) if most_by_head else ()),
+        ]
     return list(draft.steps(batch, signal, most_tokens)[: 1 if draft.is_autoregressive else most_tokens])
+
+
+def _mix(looked_up: Sequence[Proposals], verified: Sequence[VerifiedLabels]) -> list[VerifiedLabels]:
+    """Rates of the K tokens of a block, which is looked up if any token is found for the beginning, and drafted if not.
+
+    `verified` has the rates of the K tokens looked up, and then those of at most K steps.
+    """
+    by_lookup, by_head = verified[: len(looked_up)], verified[len(looked_up) :]
+    matched_N = _is_found(looked_up[0])
+    mixed = []
+    for j, found in enumerate(by_lookup):
+        # token j of a block stands j labels after the first; no block begins before a text
+        matches_N = matched_N.roll(j)
+        rates = {
+            name: torch.where(matches_N, rate_N, getattr(by_head[j], name) if j < len(by_head) else 0.0)
+            for name, rate_N in vars(found).items()
+        }
+        mixed.append(VerifiedLabels(**rates))
+    return mixed
+
+
+def _is_found(proposed: Proposals) -> Tensor:
+    """True for a label at which a lookup found a token, bool [N]."""
+    assert isinstance(proposed, Tensor), "a lookup"
+    return (proposed != NOTHING).cpu()
 
 
 def _looked_up(ngram: Ngram, texts: Sequence[Continuation], most_tokens: int) -> Tensor:
@@ -281,9 +323,10 @@ def _by_prompt(
     texts: Sequence[Continuation],
     protocol: Protocol,
 ) -> list[PromptRows]:
-    first, rates = proposed[0], verified[0]
+    rates = verified[0]
     # a model always drafts; a lookup may find nothing, and an engine then counts no draft
-    drafted_N = first.cpu() != NOTHING if isinstance(first, Tensor) else torch.ones_like(rates.alpha_N)
+    is_lookup = all(isinstance(each, Tensor) for each in proposed)
+    drafted_N = _is_found(proposed[0]) if is_lookup else torch.ones_like(rates.alpha_N)
     columns = {"alpha": rates.alpha_N, "alpha_greedy": rates.alpha_greedy_N, "drafted": drafted_N}
     accept_greedy_SN = torch.stack([each.accept_greedy_N for each in verified])
     accept_sampled_SN = torch.stack([each.accept_sampled_N for each in verified])

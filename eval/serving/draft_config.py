@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from redraft.eval.engine.ngrams_first import HeadLimits, mix
 from redraft.eval.engine.server import require_runner
 from redraft.eval.forecast.drafts import SampleMethod, draft_folder
-from redraft.eval.forecast.ngram import Ngram
+from redraft.eval.forecast.ngram import Mix, Ngram
 from redraft.heads.catalog import FAMILIES, Family, detect_family_by_tensors, find_method
 from redraft.heads.doctor.checks import first_cure
 from redraft.heads.files.folder import tensor_files
@@ -20,12 +21,15 @@ def list_without_model() -> list[str]:
 def draft_config(draft: str, sample_method: SampleMethod = "greedy") -> dict[str, Any]:
     """vLLM's --speculative-config of a draft, without the number of tokens. A hub name is downloaded.
 
-    Drafts that cannot be sampled are greedy whatever `sample_method` says.
+    Drafts that cannot be sampled are greedy whatever `sample_method` says. `ngram+DRAFT` looks n-grams up first.
 
     Raises:
         FileNotFoundError: there is no such draft.
         ValueError: vLLM cannot serve it next to a target.
     """
+    if mixed := Mix.parse(draft):
+        head = draft_config(mixed.head, sample_method)
+        return mix(Ngram().speculative_config, head, HeadLimits(tokens=mixed.head_tokens))
     if draft == "ngram":
         return Ngram().speculative_config
     if draft in list_without_model():
@@ -50,4 +54,6 @@ def _sampled(family: Family | None, sample_method: SampleMethod) -> dict[str, st
 
 def cure(target: str, draft: str, num_speculative_tokens: int) -> str:
     """The doctor's first finding in a refused draft, with the cure; empty if there is none."""
-    return "" if draft in list_without_model() else first_cure(target, draft, num_speculative_tokens)
+    mixed = Mix.parse(draft)
+    folder = mixed.head if mixed else draft
+    return "" if folder in list_without_model() else first_cure(target, folder, num_speculative_tokens)

@@ -16,10 +16,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from redraft.eval.engine.sampling import GREEDY, Sampling
+from redraft.eval.engine.server import vllm_keys
+from redraft.eval.forecast.ngram import Mix
 from redraft.eval.report.page import TEMPLATES, write_page
 from redraft.eval.serving.cost import advise
 from redraft.eval.serving.sweep import QUESTIONS, fit_step_costs, pool_acceptance
@@ -59,12 +62,14 @@ def _summarise_draft(name: str, config: Mapping[str, Any], tables: Mapping[str, 
         "acceptance_per_position": rates,
         "costs": costs.to_json() if costs else None,
         "advice": advice.to_json() if advice else None,
-        "speculative_config": advice.speculative_config(config) if advice else None,
+        "speculative_config": advice.speculative_config(vllm_keys(config)) if advice else None,
     }
 
 
 def shorten_name(draft: str) -> str:
     """A draft's name in tables: the last part of the path or hub name, or the one before it if the last is `draft`."""
+    if mixed := Mix.parse(draft):
+        return str(replace(mixed, head=shorten_name(mixed.head)))
     path = Path(draft)
     return path.parent.name if path.name == "draft" and path.parent.name else path.name or draft
 
@@ -105,6 +110,32 @@ def find_best_row(report: Mapping[str, Any]) -> Row | None:
     return max(rows, key=lambda row: row["speedup"], default=None)
 
 
+def find_fastest(report: Mapping[str, Any]) -> dict[int, Row | None]:
+    """The row with the highest speed-up at every measured concurrency; None where no draft is shown to be faster.
+
+    Empty if the benchmark did not vary the concurrency.
+    """
+    rows = [row for row in report["tables"].get(GRID, ()) if row["concurrency"] and not row["quantization"]]
+    found: dict[int, Row | None] = dict.fromkeys(sorted({row["concurrency"] for row in rows}))
+    for row in rows:
+        best = found[row["concurrency"]]
+        if _is_faster(row) and (best is None or row["speedup"] > best["speedup"]):
+            found[row["concurrency"]] = row
+    return found
+
+
+def _is_faster(row: Row) -> bool:
+    """Whether output with this draft is faster than without, by the whole interval if there is one."""
+    if not row["draft"] or row["speedup"] is None:
+        return False
+    return bool((row.get("speedup_interval") or [row["speedup"]])[0] > 1)
+
+
+def _first_draft_rows(report: Mapping[str, Any]) -> list[Row]:
+    """The rows by draft tokens and concurrency of the first draft, and those without one."""
+    return [row for row in report["tables"][GRID] if row["draft"] in (None, report["settings"]["draft"])]
+
+
 def write_serving(folder: Path, report: Mapping[str, Any]) -> Path:
     """Write serving.json, serving.md and serving.html into `folder`.
 
@@ -115,7 +146,7 @@ def write_serving(folder: Path, report: Mapping[str, Any]) -> Path:
         "header": HEADER,
         "speedup_column": HEADER.index("speed-up"),
         "format_row": format_row,
-        "grid": build_grid(report["tables"][GRID]) if GRID in report["tables"] else None,
+        "grid": build_grid(_first_draft_rows(report)) if GRID in report["tables"] else None,
         "shorten_name": shorten_name,
         "best": find_best_row(report),
         "describe_speedup": describe_speedup,
@@ -136,7 +167,8 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     """The answer, a table for every question, and the expected speed-ups of every draft."""
     lines = [f"# Serving {report['target']}", "", *compose_answer(report), ""]
     for question, rows in report["tables"].items():
-        header, body = build_grid(rows) if question == GRID else (HEADER, [format_row(row) for row in rows])
+        is_grid = question == GRID
+        header, body = build_grid(_first_draft_rows(report)) if is_grid else (HEADER, [format_row(row) for row in rows])
         lines += [f"## {QUESTIONS[question]}", "", *_markdown_table(header, body), ""]
     for name, draft in report["drafts"].items():
         if draft["advice"]:

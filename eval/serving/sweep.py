@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.engine.sampling import Sampling
+from redraft.eval.forecast.ngram import Mix
 from redraft.eval.intervals import paired_ratio_interval
 from redraft.eval.serving.cost import StepCosts
 from redraft.eval.serving.load import Load, LoadResult, median_run
@@ -118,7 +119,8 @@ def plan(sweep: Sweep) -> dict[str, list[Cell]]:
         lengths = [sweep.load(input_tokens=length) for length in sorted(sweep.input_tokens)]
     questions = {
         "draft": _cross([ALONE, *drafts, *ideal[1:]], [base]),
-        "tokens": _cross([ALONE, *by_k], [sweep.load(concurrency=c) for c in sorted(sweep.concurrency)]),
+        # the other drafts with the first number of tokens: costs at every batch size, to choose between drafts
+        "tokens": _cross([ALONE, *by_k, *drafts[1:]], [sweep.load(concurrency=c) for c in sorted(sweep.concurrency)]),
         "request_rate": _cross([ALONE, variant], rates),
         "input_tokens": _cross([ALONE, *ideal], lengths) if len(lengths) > 1 else [],
         "data": _cross([ALONE, variant], [sweep.load(data=data) for data in sweep.data]) if sweep.data[1:] else [],
@@ -147,7 +149,9 @@ class Results:
         self.folder, self._served = folder / "cells", dict(served)
 
     def path(self, cell: Cell, repeat: int) -> Path:
-        files = [fingerprint_path(name) for name in (cell.variant.draft, cell.load.file) if name]
+        mixed = Mix.parse(cell.variant.draft or "")
+        read = (mixed.head if mixed else cell.variant.draft, cell.load.file)
+        files = [fingerprint_path(name) for name in read if name]
         named = {"cell": asdict(cell), "served": self._served, "files": files, "repeat": repeat}
         return self.folder / f"{hash_key(named)[:16]}.json"
 

@@ -20,14 +20,23 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.counts import cumulative, tau
-from redraft.eval.engine.server import lookup_env
+from redraft.eval.engine.ngrams_first import is_mixed
+from redraft.eval.engine.server import lookup_env, vllm_keys
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.serving.acceptance_source import Acceptance, read_acceptance, read_sample_method_advice
 from redraft.eval.serving.cost import Advice, StepCosts, advise, has_fixed_tokens
-from redraft.eval.serving.report import build_speedup_grid, read_served_sampling, read_serving, shorten_name
+from redraft.eval.serving.report import (
+    build_speedup_grid,
+    describe_speedup,
+    find_fastest,
+    read_served_sampling,
+    read_serving,
+    shorten_name,
+)
 from redraft.eval.serving.workload import Exchange, Lookup, look_up
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.progress import Progress
+from redraft.online.engine.config import PLUGIN_NAME
 from redraft.recipes.cli import run_recipe
 
 LOOKUP = "ngram"
@@ -38,7 +47,8 @@ class Config:
     serving: Path = Path("outputs/bench-serving/serving.json")
     """The serving.json of a `redraft bench`, with the step times."""
     draft: str | None = None
-    """Draft of the benchmark to advise on. By default the first one, measured by draft tokens and concurrency."""
+    """Draft of the benchmark to advise on. By default the fastest one at --batch-size, or at the nearest number of
+    requests that was measured; with --acceptance, the first one."""
     acceptance: Path | None = None
     """The report.json of `redraft eval` or of a training run, to replace the benchmark's acceptance."""
     acceptance_draft: str | None = None
@@ -74,32 +84,53 @@ def main(cfg: Config) -> None:
     if cfg.batch_size is not None and cfg.batch_size < 1:
         raise ValueError(f"--batch-size is {cfg.batch_size}: a step has at least 1 request")
     report = read_serving(cfg.serving)
-    name, costs = measured_costs(report, cfg.draft, cfg.serving)
     batch_size = cfg.batch_size or int(report["settings"]["concurrency"])
+    fastest = find_fastest(report)
+    draft = cfg.draft or (None if cfg.acceptance else choose_draft(fastest, batch_size))
+    name, costs = measured_costs(report, draft, cfg.serving)
     acceptance = choose_acceptance(cfg, report, name)
     rates = acceptance.per_position
     advice = advise(rates, costs)
-    print(*format_advice(cfg, name, advice, acceptance, report), sep="\n")
+    print(*format_fastest(fastest), *format_advice(cfg, name, advice, acceptance, report), sep="\n")
     if cfg.acceptance is not None:
         temperature = acceptance.sampling.temperature
         for sentence in read_sample_method_advice(cfg.acceptance, cfg.acceptance_draft, temperature):
             print(f"\n{sentence}")
     result: dict[str, Any] = {"draft": name, "advice": advice.to_json(), "batch_size": batch_size}
+    result["fastest"] = {str(b): row and row["draft"] for b, row in fastest.items()}
     if cfg.data is not None:
         from redraft.distill.data.rendering import choose_day
 
         day = choose_day(cfg.date)
         lookup = look_up(read_exchanges(cfg, report["target"], day), Ngram(), len(rates))
-        kinds = [
-            Kind(name=shorten_name(name), advice=advice, cost=costs.draft_cost(batch_size)),
-            ngram_kind(costs, lookup),
-        ]
+        measured = Kind(name=shorten_name(name), advice=advice, cost=costs.draft_cost(batch_size))
+        kinds = [*([] if name == LOOKUP else [measured]), ngram_kind(costs, lookup)]
         needed = find_head_alpha(costs, kinds, batch_size, len(rates), count_layers(cfg.target or report["target"]))
         print("", *format_kinds(kinds, lookup, needed, batch_size), *format_measurements(report), sep="\n")
         suits = choose_kind(kinds, batch_size)
         result |= {"ngram_overlap": lookup.overlap, "suits": suits, "date": day.isoformat()}
     if cfg.output is not None:
         write_whole(cfg.output, json.dumps(result, indent=2, sort_keys=True) + "\n")
+
+
+def choose_draft(fastest: Mapping[int, Mapping[str, Any] | None], batch_size: int) -> str | None:
+    """The fastest draft at the measured number of requests nearest to `batch_size`; None if there is none."""
+    nearest = min(fastest, key=lambda b: abs(b - batch_size), default=None)
+    row = None if nearest is None else fastest[nearest]
+    return None if row is None else str(row["draft"])
+
+
+def format_fastest(fastest: Mapping[int, Mapping[str, Any] | None]) -> Iterator[str]:
+    """The fastest measured draft at every number of requests, a line each."""
+    for concurrency, row in fastest.items():
+        requests = f"{concurrency} request{'s' if concurrency > 1 else ''}"
+        if row is None:
+            yield f"measured fastest at {requests}: no draft"
+            continue
+        draft, k = shorten_name(row["draft"]), row["num_speculative_tokens"]
+        yield f"measured fastest at {requests}: {draft} with k = {k}, {describe_speedup(row)}"
+    if fastest:
+        yield ""
 
 
 def measured_costs(report: Mapping[str, Any], draft: str | None, path: Path) -> tuple[str, StepCosts]:
@@ -113,7 +144,7 @@ def measured_costs(report: Mapping[str, Any], draft: str | None, path: Path) -> 
         raise ValueError(f"{path} has no draft {draft!r}: choose one of {', '.join(drafts)}")
     name = draft or report["settings"]["draft"]
     if drafts[name]["costs"] is None:
-        raise ValueError(f"{path} has no step costs of {name}: run `redraft bench` with it as the first --draft")
+        raise ValueError(f"{path} has no step costs of {name}: run `redraft bench` with it again")
     return name, StepCosts.from_json(drafts[name]["costs"])
 
 
@@ -164,8 +195,9 @@ def format_advice(
         if has_fixed_tokens(config) and len(advice.schedule) > 1:
             k = pasted["num_speculative_tokens"]
             yield f"vLLM takes one number for {config['method']}: {k} is the best on average over these batch sizes"
-        variables = "".join(f"{name}={value} " for name, value in lookup_env(config).items())
-        yield f"\n{variables}--speculative-config {shlex.quote(json.dumps(pasted))}"
+        variables = {**lookup_env(config), **({"VLLM_PLUGINS": PLUGIN_NAME} if is_mixed(config) else {})}
+        shown = "".join(f"{name}={value} " for name, value in variables.items())
+        yield f"\n{shown}--speculative-config {shlex.quote(json.dumps(vllm_keys(pasted)))}"
 
 
 def read_exchanges(cfg: Config, served_target: str, day: datetime.date) -> Iterator[Exchange]:

@@ -19,7 +19,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from redraft.eval.engine.command import vllm_command
-from redraft.eval.engine.server import engine_is_cpu, require_runner
+from redraft.eval.engine.ngrams_first import HeadLimits, mix
+from redraft.eval.engine.server import engine_is_cpu, lookup_env, require_runner, vllm_keys
+from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.catalog import Method, find_family, list_methods
 from redraft.heads.doctor.method import lacks_confidence
 from redraft.heads.files.folder import is_hub_name, tensor_files
@@ -55,6 +57,13 @@ class Config:
     draft_quantization: str | None = None
     """Quantisation of the draft when it is loaded, as vLLM calls it (`fp8`); of every version that is swapped in, too.
     The registry holds plain weights."""
+    ngrams: bool = False
+    """Look the last 2 to 4 tokens up in the text first, and ask the draft only if they did not occur before. For
+    EAGLE-1, EAGLE-3 and MTP, with greedy drafts; vLLM then takes the V1 model runner."""
+    head_tokens: int | None = None
+    """With --ngrams: most tokens that the draft itself proposes per step. By default --num-speculative-tokens."""
+    head_requests: int | None = None
+    """With --ngrams: if more requests than this are answered at once, only tokens looked up are proposed."""
     adaptive_verification: bool = False
     """Verify fewer draft tokens where the draft is unsure, the more so the busier the server is. Only for a DSpark head
     with a confidence head; nothing is captured then."""
@@ -69,7 +78,7 @@ def main(cfg: Config) -> None:
     environment = os.environ | plugin_environment(cfg, os.environ)
     read_config(environment)  # report a wrong setting now, not after vLLM has loaded for minutes
     command = server_command(cfg)
-    os.execve(command[0], command, environment)
+    os.execve(command[0], command, environment | lookup_env(speculative_config(cfg)))
 
 
 def server_command(cfg: Config) -> list[str]:
@@ -79,8 +88,14 @@ def server_command(cfg: Config) -> list[str]:
         ValueError: if neither a draft nor a registry is given, or vLLM would not serve the draft so.
         FileNotFoundError: if the registry has no current version.
     """
+    arguments = ["--speculative-config", json.dumps(vllm_keys(speculative_config(cfg))), *cfg.vllm_args]
+    return vllm_command(cfg.target, arguments)
+
+
+def speculative_config(cfg: Config) -> dict[str, Any]:
+    """The draft and how it is served. Raises ValueError, FileNotFoundError as `server_command`."""
     draft = _draft(cfg)
-    speculative = {
+    speculative: dict[str, Any] = {
         "model": draft,
         **({"method": cfg.method} if cfg.method else _choose_proposer(draft)),
         "num_speculative_tokens": cfg.num_speculative_tokens,
@@ -92,7 +107,12 @@ def server_command(cfg: Config) -> list[str]:
     if cfg.adaptive_verification:
         _require_confidence(draft)
         speculative["enable_adaptive_verification"] = True
-    return vllm_command(cfg.target, ["--speculative-config", json.dumps(speculative), *cfg.vllm_args])
+    limits = HeadLimits(tokens=cfg.head_tokens, requests=cfg.head_requests)
+    if cfg.ngrams:
+        return mix(Ngram().speculative_config, speculative, limits)
+    if limits != HeadLimits():
+        raise ValueError("--head-tokens and --head-requests limit the draft where --ngrams come first: add --ngrams")
+    return speculative
 
 
 def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str, str]:

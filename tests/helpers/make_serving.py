@@ -73,7 +73,8 @@ def serve(cell: Cell) -> LoadResult:
     )
 
 
-def make_serving_report(sweep: Sweep | None = None, **changes: Any) -> dict[str, Any]:
+def make_serving_report(sweep: Sweep | None = None, mixed: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """The content of a serving.json; `mixed` are further drafts by name, with the configuration."""
     questions = plan(sweep or make_sweep())
     measured = {cell: serve(cell) for cells in questions.values() for cell in cells if not cell.variant.quantization}
     facts: dict[str, Any] = {
@@ -99,6 +100,7 @@ def make_serving_report(sweep: Sweep | None = None, **changes: Any) -> dict[str,
     configs = {
         "runs/good/draft": {"method": "draft_model", "model": "runs/good/draft"},
         "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+        **(mixed or {}),
     }
     ratios = {cell: result.tokens_per_s / serve(cell.alone()).tokens_per_s for cell, result in measured.items()}
     intervals = {cell: (0.9 * ratio, 1.1 * ratio) for cell, ratio in ratios.items() if cell.variant.draft}

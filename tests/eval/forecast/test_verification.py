@@ -24,9 +24,9 @@ from redraft.eval.counts import ExpectedCounts, cumulative, expected_blocks, sim
 from redraft.eval.counts import tau as tau_of
 from redraft.eval.engine.sampling import Sampling
 from redraft.eval.forecast.greedy import Continuation
-from redraft.eval.forecast.ngram import Ngram
+from redraft.eval.forecast.ngram import Ngram, propose_ngrams
 from redraft.eval.forecast.sampled import sampled_probabilities
-from redraft.eval.forecast.sampler import sample
+from redraft.eval.forecast.sampler import Propose, sample
 from redraft.eval.forecast.teacher_forced import Forecastable, PromptRows, Protocol, evaluate_batch
 from redraft.eval.prompts import Prompt
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal, draw, label_rows
@@ -130,6 +130,52 @@ def test_the_reference_sampler_counts_what_is_forecast_over_200_seeds(kind: str,
         errors.append([counted.num_drafts - told.num_steps, *(mine - its for mine, its in pairs)])
     for column in zip(*errors, strict=True):
         assert within_three_standard_errors(column)
+
+
+SEEN = Ngram(min=2, max=3)
+"""Of the five tokens of a text here, two in a row have often occurred before."""
+
+
+def mix_in(draft: Forecastable, head_tokens: int | None) -> Forecastable:
+    return replace(draft, first=SEEN, head_tokens=head_tokens)
+
+
+def ngrams_before(propose: Propose, head_tokens: int) -> Propose:
+    """What was looked up; `head_tokens` of `propose` where nothing was."""
+
+    def mixed(
+        prefix: Sequence[int], num_tokens: int, temperature: float, generator: torch.Generator | None
+    ) -> list[tuple[int, Tensor]]:
+        (found,) = propose_ngrams(prefix, len(prefix), 1, SEEN, num_tokens)
+        one_hot = torch.eye(VOCAB)
+        return [(token, one_hot[token]) for token in found] or propose(prefix, head_tokens, temperature, generator)
+
+    return mixed
+
+
+@pytest.mark.parametrize("head_tokens", [0, 1, 2, K])
+def test_ngrams_before_heads_are_counted_block_by_block(head_tokens: int) -> None:
+    taken: set[tuple[float, ...]] = set()
+    for seed in range(20):
+        target_SV, tables = make_table(seed), [make_table(seed) + make_table(500 + 10 * seed + i) for i in range(K)]
+        text = write_text(target_SV, 1.0, torch.Generator().manual_seed(seed))
+        # a model that says this text by heart; the last block may end one token behind it
+        by_heart = torch.eye(VOCAB)[torch.tensor([*text.output_ids, *text.beyond_ids, 0])] * 9
+        _, counted = sample(
+            lambda tokens, rows=by_heart: rows[len(tokens) - len(PROMPT)],
+            ngrams_before(propose_by_heads(tables), head_tokens),
+            PROMPT,
+            num_speculative_tokens=K,
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+            greedy_draft=True,
+        )
+        told = forecast_of(mix_in(make_heads(tables, is_sampled=False), head_tokens), target_SV, text, 0.0).counts[K]
+        assert told.num_steps == pytest.approx(counted.num_drafts)
+        assert told.accepted_per_position == pytest.approx(counted.accepted_per_position)
+        assert told.num_drafts == pytest.approx(told.num_steps) or head_tokens == 0
+        taken.add(counted.accepted_per_position)
+    assert len(taken) > 10, "the texts differ"
 
 
 @pytest.mark.parametrize("filters", [Sampling(top_p=0.7), Sampling(top_k=2), Sampling(top_p=0.8, top_k=3, min_p=0.1)])

@@ -15,7 +15,7 @@ from make_serving import ACCEPTED, make_load_result, make_serving_report, make_s
 
 from redraft.eval.serving import report as serving_report
 from redraft.eval.serving.cost import StepCosts, advise
-from redraft.eval.serving.report import compose_answer, describe_speedup, read_serving, write_serving
+from redraft.eval.serving.report import compose_answer, describe_speedup, read_serving, shorten_name, write_serving
 from redraft.eval.serving.sweep import ALONE, Cell, Results, Variant, build_row, fit_step_costs, group_by_variant, plan
 from redraft.heads.files.kept import fingerprint_path
 
@@ -54,6 +54,17 @@ def test_an_engine_that_can_accept_everything_measures_the_ideal() -> None:
     cells = plan(make_sweep(engine_has_ideal=True))["tokens"]
     assert sum(cell.variant.is_ideal for cell in cells) == 9
     assert not any(cell.variant.is_ideal for cell in plan(make_sweep())["tokens"])
+
+
+def test_a_head_behind_ngrams_is_measured_again_when_it_changes(tmp_path: Path) -> None:
+    head = tmp_path / "run" / "draft"
+    head.mkdir(parents=True)
+    cell = Cell(variant=Variant(draft=f"ngram+{head}:2", num_speculative_tokens=3), load=make_sweep().load())
+    before = Results(tmp_path, {}).path(cell, 0)
+    assert Results(tmp_path, {}).path(cell, 0) == before
+    (head / "model.safetensors").write_text("another")
+    assert Results(tmp_path, {}).path(cell, 0) != before
+    assert shorten_name(f"ngram+{head}:2") == "ngram+run:2"
 
 
 def test_every_server_starts_once() -> None:
@@ -154,7 +165,8 @@ def test_costs_and_acceptance_are_recovered_from_the_table() -> None:
     assert draft["acceptance_per_position"] == pytest.approx(ACCEPTED)
     assert draft["advice"]["sentence"] == advise(ACCEPTANCE := draft["acceptance_per_position"], costs).sentence
     assert draft["speculative_config"] == advise(ACCEPTANCE, costs).speculative_config(draft["config"])
-    assert report["drafts"]["ngram"]["costs"] is None, "measured at one concurrency and one k only"
+    ngram = StepCosts.from_json(report["drafts"]["ngram"]["costs"])
+    assert ngram.step_s(4, 3) == pytest.approx(step_s(4, 3)), "with the first number of tokens, at every concurrency"
 
 
 def test_the_report_follows_its_schema(tmp_path: Path) -> None:

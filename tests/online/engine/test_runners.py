@@ -13,6 +13,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from redraft.eval.engine.ngrams_first import HeadLimits, mix
+from redraft.eval.engine.server import lookup_env, vllm_keys
+from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.target import Target
 from redraft.online.engine import runner_v2
@@ -72,10 +75,10 @@ def test_batches_that_v2_arranges_on_the_device_are_not_recorded(part):
 # --- the engine
 
 
-def run_capture(runner, spool, schedules_ahead=False, **spec):
+def run_capture(runner, spool, schedules_ahead=False, more_env=None, **spec):
     """Answers, status and records of a real engine with this runner."""
     script = Path(__file__).parents[2] / "helpers/run_capture.py"
-    environment = model_runners.environment(runner, schedules_ahead=schedules_ahead)
+    environment = model_runners.environment(runner, schedules_ahead=schedules_ahead) | (more_env or {})
     command = [sys.executable, script, json.dumps(spec | {"spool": str(spool)})]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     line = next((line for line in done.stdout.splitlines() if line.startswith("REPORT")), None)
@@ -216,3 +219,26 @@ def test_sampled_drafts_are_recorded_with_their_probability(runner, random_targe
         assert drafted.sum() > 8
         temperatures.append(temperature)
     assert sorted(temperatures) == pytest.approx([0, 0.7, 0.7])
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_ngrams_before_a_head_change_no_answer_and_no_text_of_a_record(drafts, tmp_path):
+    target, head = drafts["eagle3"]
+    alone = {"model": str(head), "method": "eagle3"}
+    mixed = mix(Ngram(min=1, max=3).speculative_config, alone, HeadLimits())
+    spec = {"target": str(target), "draft": str(head), "method": "eagle3"}
+    spec["rounds"] = [{"prompts": PLAIN} | case for case in CASES.values()]
+    runs = [
+        run_capture("v1", tmp_path / name, speculative=vllm_keys(config), more_env=lookup_env(config), **spec)
+        for name, config in (("alone", alone), ("mixed", mixed))
+    ]
+    assert runs[0][0] == runs[1][0]
+    texts, accepted = [], []
+    for _, _, records in runs:
+        records = by_request(records)
+        texts.append([(r.request_id, training_sequences(r)[0].input_ids_T.tolist()) for r in records])
+        assert all(record.hidden for record in records)
+        accepted.append(sum(int(record.accepted.sum()) for record in records))
+    assert texts[0] == texts[1]
+    assert accepted[1] > accepted[0] + 20, "a random head is hardly ever right, and these texts repeat themselves"

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from make_serving import ACCEPTED, SAMPLING, make_serving_report, make_sweep, step_s
 
+from redraft.eval.engine.ngrams_first import HeadLimits, mix
+from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.serving.cost import StepCosts, advise
 from redraft.eval.serving.report import write_serving
 from redraft.eval.serving.workload import Lookup
@@ -44,6 +46,31 @@ def test_it_prints_table_sentence_and_what_to_paste(serving: Path, capsys: pytes
     flag, pasted = shlex.split(shown.splitlines()[-1])
     assert flag == "--speculative-config"
     assert json.loads(pasted) == advice.speculative_config({"method": "draft_model", "model": "runs/good/draft"})
+
+
+def test_the_draft_that_was_measured_fastest_is_advised_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head, mixed = "runs/good/draft", "ngram+runs/good/draft:2"
+    speeds = {(head, 1): 1.3, (mixed, 1): 1.5, (head, 4): 1.1, (mixed, 4): 1.2, (head, 16): 0.9, (mixed, 16): 1.05}
+    config = mix(Ngram().speculative_config, {"method": "eagle3", "model": head}, HeadLimits(tokens=2))
+    report = make_serving_report(make_sweep(drafts=(head, mixed)), {mixed: config})
+    for row in report["tables"]["tokens"]:
+        if row["draft"]:
+            row["speedup"] = speeds[row["draft"], row["concurrency"]] - 0.01 * abs(row["num_speculative_tokens"] - 3)
+            row["speedup_interval"] = [row["speedup"] - 0.08, row["speedup"] + 0.08]
+    write_serving(tmp_path, report)
+    main(Config(serving=tmp_path / "serving.json", output=tmp_path / "advice.json"))
+    shown = capsys.readouterr().out
+    assert "at 1 request: ngram+good:2 with k = 3, 1.50x as fast (95% interval 1.42x to 1.58x)" in shown
+    assert "measured fastest at 16 requests: no draft" in shown, "1.05x is not shown to be above 1"
+    written = json.loads((tmp_path / "advice.json").read_text())
+    assert (written["draft"], written["fastest"]) == (mixed, {"1": mixed, "4": mixed, "16": None})
+    *variables, _, pasted = shlex.split(shown.splitlines()[-1])
+    told = {"VLLM_USE_V2_MODEL_RUNNER": "0", "REDRAFT_NGRAM_MIN": "2", "REDRAFT_NGRAM_MAX": "4"}
+    told |= {"REDRAFT_HEAD_TOKENS": "2", "VLLM_PLUGINS": "redraft"}
+    assert dict(variable.split("=") for variable in variables) == told
+    assert json.loads(pasted)["disable_padded_drafter_batch"] is True
+    main(Config(serving=tmp_path / "serving.json", draft=head, output=tmp_path / "advice.json"))
+    assert json.loads((tmp_path / "advice.json").read_text())["draft"] == head
 
 
 def test_another_reports_acceptance_takes_the_place_of_the_benchmarks(
@@ -139,7 +166,6 @@ def test_a_head_has_to_be_as_right_as_its_price_asks() -> None:
         (["--serving", "nowhere.json"], "nowhere.json does not exist: `redraft bench` measures one"),
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--draft", "other"], "has no draft 'other': choose one of ngram, runs/good/draft"),
-        (["--draft", "ngram"], "no step costs of ngram: run `redraft bench` with it as the first --draft"),
         (["--temperature", "0"], "and the served requests are sampled at temperature 0: measure"),
         (["--acceptance", "pyproject.toml"], "pyproject.toml is not a report"),
     ],

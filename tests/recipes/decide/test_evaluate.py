@@ -315,6 +315,26 @@ def test_the_real_engine_looks_up_what_the_forecast_does(run: Run, tiny_target: 
     assert entry["engine"]["tau"] == pytest.approx(entry["forecast"]["tau_per_draft"], abs=1e-6)
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_real_engine_asks_the_head_where_no_ngram_matches(run: Run, tiny_target: Path, tmp_path: Path) -> None:
+    """The head's keys are whole: were a step with n-grams not read by it, later tokens would be others."""
+    head = tiny_target.parent / "tiny-eagle3"
+    flags = ("--target", str(tiny_target), "--data", "stdlib", "--held-out", "0.05", "--concurrency", "1")
+    flags += ("--draft", f"ngram+{head}", "--draft", f"ngram+{head}:1")
+    assert run(*flags, "--num-speculative-tokens", "4", "--max-tokens", "96", "--num-prompts", "8") == 0
+    report = report_of(tmp_path / "out")
+    names = ("ngram+tiny-eagle3", "ngram+tiny-eagle3:1")
+    mixed, limited = (row_of(report, name)["by_num_speculative_tokens"][0] for name in names)
+    for entry in (mixed, limited):
+        assert entry["engine"]["num_drafts"] > 100
+        assert entry["engine"]["tau"] == pytest.approx(entry["forecast"]["tau"]["value"], abs=1e-6)
+        told = [rate["value"] for rate in entry["forecast"]["acceptance_per_position"]]
+        assert entry["engine"]["acceptance_per_position"] == pytest.approx(told, abs=1e-6)
+    assert mixed["engine"]["tau"] > limited["engine"]["tau"]
+    assert limited["engine"]["acceptance_per_position"][3] > 0, "only n-grams have four tokens here"
+
+
 def test_prompts_keep_their_date_on_another_day_and_beside_a_baseline(small_tokenizer: Any, tmp_path: Path) -> None:
     cfg = Config(output=tmp_path)
     assert choose_day(cfg, small_tokenizer, None) is None

@@ -167,6 +167,11 @@ def test_a_draft_is_served_by_what_its_tensors_say(served_pair: tuple[Path, Path
     sampled = {"method": "draft_model", "model": draft, "draft_sample_method": "probabilistic"}
     assert draft_config(draft, "probabilistic") == sampled
     assert draft_config("ngram", "probabilistic") == draft_config("ngram"), "what is looked up is never sampled"
+    mixed = {**draft_config("mtp"), **draft_config("ngram"), "method": "mtp", "disable_padded_drafter_batch": True}
+    assert draft_config("ngram+mtp") == mixed
+    assert draft_config("ngram+mtp:2") == {**mixed, "head_tokens": 2}
+    with pytest.raises(ValueError, match="n-grams go before MTP, EAGLE-3, EAGLE-1, not before a draft"):
+        draft_config(f"ngram+{draft}")
     with pytest.raises(FileNotFoundError, match="there is no draft /nowhere"):
         draft_config("/nowhere")
 

@@ -7,8 +7,9 @@ import torch
 import tyro
 from safetensors.torch import save_file
 
+from redraft.eval.engine.server import lookup_env
 from redraft.online.engine.config import is_enabled, read_config
-from redraft.recipes.serve.serve import Config, plugin_environment, server_command
+from redraft.recipes.serve.serve import Config, plugin_environment, server_command, speculative_config
 
 
 def parse(*arguments):
@@ -89,6 +90,24 @@ def test_adaptive_verification_is_asked_only_of_a_draft_with_a_confidence_head(t
 def test_vllm_is_told_to_quantise_the_draft():
     command = server_command(parse("target", "--draft", "some/draft", "--draft-quantization", "fp8"))
     assert json.loads(command[command.index("--speculative-config") + 1])["quantization"] == "fp8"
+
+
+def test_ngrams_go_before_a_head(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    flags = ("target", "--draft", str(tmp_path), "--num-speculative-tokens", "4")
+    mixed = parse(*flags, "--ngrams", "--head-tokens", "2", "--head-requests", "6")
+    command = server_command(mixed)
+    speculative = json.loads(command[command.index("--speculative-config") + 1])
+    assert (speculative["method"], speculative["num_speculative_tokens"]) == ("eagle3", 4)
+    assert not {"prompt_lookup_max", "head_tokens"} & speculative.keys(), "vLLM would refuse them, or set them to 0"
+    told = {"NGRAM_MIN": "2", "NGRAM_MAX": "4", "HEAD_TOKENS": "2", "HEAD_REQUESTS": "6"}
+    environment = {f"REDRAFT_{name}": value for name, value in told.items()}
+    assert lookup_env(speculative_config(mixed)) == {"VLLM_USE_V2_MODEL_RUNNER": "0", **environment}
+    with pytest.raises(ValueError, match="--head-tokens and --head-requests limit the draft where --ngrams come first"):
+        server_command(parse(*flags, "--head-tokens", "2"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ValueError, match="not before a draft of vLLM's method draft_model"):
+        server_command(parse(*flags, "--ngrams"))
 
 
 def test_a_registry_alone_serves_its_current_version(tmp_path):

@@ -1,0 +1,155 @@
+"""N-grams first, and a head where none matches: a proposer for vLLM's V1 model runner.
+
+vLLM has no method for both, and `custom_class` gets no hidden states. So this runs before the head's own
+proposer, in every step:
+
+    look n-grams up ─┬─► all requests match: the head reads the step's tokens and drafts nothing
+                     └─► some do not: the head drafts for all, and what was looked up replaces that
+
+The head reads every accepted token either way, so no keys are missing.
+
+B = requests of a step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from redraft.heads.catalog import FAMILIES, find_method
+
+LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
+"""Keys of a speculative config for the lengths of n-grams. Beside a head vLLM sets them to 0."""
+
+VARIABLES = {
+    **dict(zip(LOOKUP, ("REDRAFT_NGRAM_MIN", "REDRAFT_NGRAM_MAX"), strict=True)),
+    "head_tokens": "REDRAFT_HEAD_TOKENS",
+    "head_requests": "REDRAFT_HEAD_REQUESTS",
+}
+"""Keys of a mixed config, and the environment variables by which they reach the engine, past vLLM."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadLimits:
+    """Limits on what the head drafts. Verifying a token costs the same whoever drafts it; the head must also compute it
+    and may be right less often."""
+
+    tokens: int | None = None
+    """Most tokens a step; None for as many as n-grams may have."""
+    requests: int | None = None
+    """Most requests in a step. In a larger step only n-grams draft. None for any number."""
+
+    def choose(self, num_tokens: int, num_requests: int) -> int:
+        """Tokens for the head to draft in a step whose requests may have `num_tokens` each."""
+        if self.requests is not None and num_requests > self.requests:
+            return 0
+        return num_tokens if self.tokens is None else min(num_tokens, self.tokens)
+
+
+def mix(lookup: Mapping[str, Any], head: Mapping[str, Any], limits: HeadLimits) -> dict[str, Any]:
+    """The speculative config of a head with n-grams before it; `lookup` and `head` are those of either alone.
+
+    Raises:
+        ValueError: n-grams do not go before this draft.
+    """
+    family = None if head.get("parallel_drafting") else find_method(head.get("method"))
+    if family is None or not family.takes_ngrams:
+        titles = ", ".join(family.title for family in FAMILIES if family.takes_ngrams)
+        raise ValueError(f"n-grams go before {titles}, not before a draft of vLLM's method {head.get('method')}")
+    if head.get("draft_sample_method") == "probabilistic":
+        raise ValueError("n-grams go before greedy drafts only: leave out --draft-sample-method probabilistic")
+    limited = {f"head_{name}": value for name, value in vars(limits).items() if value is not None}
+    return {**head, **{key: lookup[key] for key in LOOKUP}, "disable_padded_drafter_batch": True, **limited}
+
+
+def is_mixed(config: Mapping[str, Any]) -> bool:
+    """Whether a speculative config has a head and n-grams before it."""
+    return bool(config.get(LOOKUP[1])) and config.get("method") not in ("ngram", "ngram_gpu")
+
+
+def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A speculative config without what reaches the engine past vLLM."""
+    return {key: value for key, value in config.items() if not is_mixed(config) or key not in VARIABLES}
+
+
+def mix_env(config: Mapping[str, Any]) -> dict[str, str]:
+    """The rest of a mixed config, as environment variables."""
+    return {name: str(config[key]) for key, name in VARIABLES.items() if key in config}
+
+
+def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
+    """The inverse of `mix_env`; empty if no n-grams go first.
+
+    Raises:
+        ValueError: a variable is not a number.
+    """
+    found = {key: environment[name] for key, name in VARIABLES.items() if name in environment}
+    for key, value in found.items():
+        if not value.isdecimal():
+            raise ValueError(f"{VARIABLES[key]}={value} is not a number of at least 0")
+    return {key: int(value) for key, value in found.items()} if LOOKUP[1] in found else {}
+
+
+def patch_ngrams_first() -> None:
+    """Let workers look n-grams up before a head if the environment says so. Safe to call again."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    initialize = WorkerWrapperBase.initialize_from_config
+
+    # vLLM calls this on every worker, after the target and the draft are loaded
+    def initialize_and_install(self: Any, kv_cache_configs: list[Any]) -> None:
+        initialize(self, kv_cache_configs)
+        install(self.worker.model_runner)
+
+    WorkerWrapperBase.initialize_from_config = initialize_and_install
+
+
+def install(runner: Any) -> None:
+    """Look n-grams up first from now on, if the environment says so.
+
+    Raises:
+        ValueError: this model runner or draft cannot do it. vLLM does not start then.
+    """
+    wanted = read_mix()
+    if not wanted or isinstance(getattr(runner, "redraft_ngrams", None), NgramsFirst):
+        return
+    if not hasattr(runner, "drafter"):
+        raise ValueError("only vLLM's V1 model runner looks n-grams up before a head: set VLLM_USE_V2_MODEL_RUNNER=0")
+    speculative = runner.vllm_config.speculative_config
+    mix(wanted, vars(speculative), HeadLimits())
+    if not speculative.disable_padded_drafter_batch:
+        raise ValueError('n-grams before a head need "disable_padded_drafter_batch": true in the speculative config')
+    limits = HeadLimits(tokens=wanted.get("head_tokens"), requests=wanted.get("head_requests"))
+    # vLLM's lookup reads the lengths from here; nothing else does beside a head
+    speculative.prompt_lookup_min, speculative.prompt_lookup_max = (wanted[key] for key in LOOKUP)
+    runner.redraft_ngrams = NgramsFirst(runner, limits)
+    runner.propose_draft_token_ids = runner.redraft_ngrams.propose
+
+
+class NgramsFirst:
+    """The proposer of one runner, in front of the head's."""
+
+    def __init__(self, runner: Any, limits: HeadLimits) -> None:
+        from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+        self.runner, self.limits = runner, limits
+        self.ngrams = NgramProposer(runner.vllm_config)
+        self.propose_by_head = runner.propose_draft_token_ids
+
+    def propose(self, scheduled: Any, sampled: list[list[int]], *rest: Any) -> list[list[int]]:
+        """At most the scheduled number of draft tokens for each request, [B] lists.
+
+        `sampled` has the step's new tokens of each request, none of one whose prompt is not read whole.
+        """
+        most = scheduled.num_spec_tokens_to_schedule
+        batch = self.runner.input_batch
+        found = self.ngrams.propose(most, sampled, batch.num_tokens_no_spec, batch.token_ids_cpu)
+        is_wanted = any(tokens and not match for tokens, match in zip(sampled, found, strict=True))
+        by_head = self.limits.choose(most, len(sampled)) if is_wanted else 0
+        # with 0 tokens vLLM's proposer still reads the step, for the keys
+        drafted = self.propose_by_head(replace(scheduled, num_spec_tokens_to_schedule=by_head), sampled, *rest).tolist()
+        return [
+            match or (draft if tokens else []) for tokens, match, draft in zip(sampled, found, drafted, strict=True)
+        ]

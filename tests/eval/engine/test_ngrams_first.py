@@ -1,0 +1,81 @@
+"""N-grams before a head: the config, the limits, and what is refused. `test_evaluate` has a real engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from redraft.eval.engine.ngrams_first import HeadLimits, install, is_mixed, mix, read_mix
+from redraft.eval.engine.server import lookup_env, vllm_keys
+from redraft.eval.forecast.ngram import Ngram
+
+LOOKUP = Ngram(min=2, max=3).speculative_config
+EAGLE3 = {"method": "eagle3", "model": "head"}
+
+
+def test_a_mix_reaches_vllm_as_the_head_and_the_plugin_by_the_environment() -> None:
+    config = mix(LOOKUP, EAGLE3, HeadLimits(tokens=2, requests=4))
+    told = {"disable_padded_drafter_batch": True, "use_local_argmax_reduction": True}
+    assert vllm_keys(config) == {**EAGLE3, **told}
+    assert vllm_keys(LOOKUP) == LOOKUP
+    environment = lookup_env(config)
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    told = {"prompt_lookup_min": 2, "prompt_lookup_max": 3, "head_tokens": 2, "head_requests": 4}
+    assert read_mix(environment) == told
+    assert is_mixed(config)
+    assert not is_mixed(LOOKUP)
+    assert not is_mixed(EAGLE3)
+    assert (lookup_env(EAGLE3), read_mix(lookup_env(LOOKUP))) == ({}, {})
+    with pytest.raises(ValueError, match="REDRAFT_HEAD_TOKENS=two is not a number"):
+        read_mix({**environment, "REDRAFT_HEAD_TOKENS": "two"})
+
+
+def test_only_a_greedy_head_with_its_own_vocabulary_chooses_there() -> None:
+    assert vllm_keys(EAGLE3) == {**EAGLE3, "use_local_argmax_reduction": True}
+    for config in ({"method": "eagle"}, LOOKUP, {**EAGLE3, "draft_sample_method": "probabilistic"}):
+        assert vllm_keys(config) == config
+    assert vllm_keys({**EAGLE3, "use_local_argmax_reduction": False})["use_local_argmax_reduction"] is False
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ({"method": "medusa"}, "go before MTP, EAGLE-3, EAGLE-1, not before a draft of vLLM's method medusa"),
+        ({"method": "draft_model"}, "not before a draft of vLLM's method draft_model"),
+        ({"method": "eagle3", "parallel_drafting": True}, "not before a draft of vLLM's method eagle3"),
+        ({"method": "eagle3", "draft_sample_method": "probabilistic"}, "greedy drafts only"),
+    ],
+)
+def test_a_draft_that_takes_no_ngrams_is_refused_in_a_line(head: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        mix(LOOKUP, head, HeadLimits())
+
+
+def test_the_head_drafts_within_its_limits() -> None:
+    limits = HeadLimits(tokens=2, requests=4)
+    assert [limits.choose(4, requests) for requests in (1, 4, 5)] == [2, 2, 0]
+    assert limits.choose(1, 1) == 1, "vLLM's number for the batch size is a limit too"
+    assert HeadLimits().choose(4, 100) == 4
+
+
+def make_runner(**changes: Any) -> Any:
+    config = {**EAGLE3, "disable_padded_drafter_batch": True, "draft_sample_method": "greedy"} | changes
+    return SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=SimpleNamespace(**config)), drafter=None)
+
+
+def test_a_runner_that_cannot_look_up_first_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = make_runner()
+    install(alone)
+    assert not hasattr(alone, "propose_draft_token_ids"), "without the variables a head is left alone"
+    for name, value in lookup_env(mix(LOOKUP, EAGLE3, HeadLimits())).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match='need "disable_padded_drafter_batch": true'):
+        install(make_runner(disable_padded_drafter_batch=False))
+    with pytest.raises(ValueError, match="not before a draft of vLLM's method medusa"):
+        install(make_runner(method="medusa"))
+    v2 = make_runner()
+    del v2.drafter
+    with pytest.raises(ValueError, match="only vLLM's V1 model runner looks n-grams up before a head"):
+        install(v2)
