@@ -29,14 +29,22 @@ LONGEST = ("recipes/test_distill.py", "train/test_ranks.py", "train/test_killed_
 """Files of tests that take half a minute or more without an engine: `make test` begins with them."""
 
 
-def starts_engine(path: str) -> bool:
-    """Whether a file has tests that use a real vLLM."""
-    return "pytest.mark.vllm" in read_text(path)
-
-
 @functools.cache
-def read_text(path: str) -> str:
-    return (Path(__file__).parents[1] / path).read_text()
+def list_engine_tests(path: str) -> frozenset[str]:
+    """Names of a file's tests that use a real vLLM: `pytest.mark.vllm` decorates them, or is the whole file's."""
+    nodes = ast.parse((Path(__file__).parents[1] / path).read_text()).body
+    is_whole = any(isinstance(node, ast.Assign) and "pytest.mark.vllm" in ast.unparse(node) for node in nodes)
+    return frozenset(
+        node.name
+        for node in nodes
+        if isinstance(node, ast.FunctionDef)
+        and (is_whole or any("pytest.mark.vllm" in ast.unparse(decorator) for decorator in node.decorator_list))
+    )
+
+
+def uses_engine(nodeid: str) -> bool:
+    path, _, test = nodeid.partition("::")
+    return test.partition("[")[0] in list_engine_tests(path)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,17 +54,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def rank(item: pytest.Item) -> int:
         path = item.nodeid.split("::")[0]
-        return 0 if starts_engine(path) else 1 if path.endswith(LONGEST) else 2
+        return 0 if uses_engine(item.nodeid) else 1 if path.endswith(LONGEST) else 2
 
     items.sort(key=rank)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run the files that use an engine on one worker, one after the other, and each other file on any worker.
+    """Run the tests that use an engine on one worker, one after the other, and the others file by file on any worker.
 
-    A CPU build of vLLM binds its threads to core 0, so that two engines would share one core; and the tests of these
-    files share engines by session fixtures, of which each worker has its own.
+    A CPU build of vLLM binds its threads to core 0, so that two engines would share one core; and these tests share
+    engines by session fixtures, of which each worker has its own.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -64,8 +72,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class OneEngineAtATime(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.split("::")[0]
-            return "engine" if starts_engine(path) else path
+            return "engine" if uses_engine(nodeid) else nodeid.split("::")[0]
 
     return OneEngineAtATime(config, log)
 

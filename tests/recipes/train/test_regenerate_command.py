@@ -68,6 +68,7 @@ def test_a_target_and_a_url_are_one_too_many(source: Path, tmp_path: Path) -> No
         main(Config(source=str(source), output=tmp_path / "x.jsonl", target="t", url="http://127.0.0.1:1"))
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_real_engine_answers(source: Path, served_pair: tuple[Path, Path], tmp_path: Path) -> None:
     sampling, output = Sampling(temperature=0.0, max_tokens=8), tmp_path / "answers.jsonl"
