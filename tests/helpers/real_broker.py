@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import time
@@ -11,11 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-
 from redraft.eval.engine.process import free_port
-
-EXECUTABLE = shutil.which("nats-server") or shutil.which("nats-server", path="/usr/sbin:/usr/local/sbin")
+from redraft.recipes.bench.broker import find_broker
 
 
 @dataclass
@@ -38,7 +34,7 @@ class Broker:
         config, log = self.folder.parent / f"{self.folder.name}.conf", self.folder.parent / f"{self.folder.name}.log"
         config.write_text(self._move_here() if self.shipped else self._configure())
         with log.open("a") as output:
-            self.process = subprocess.Popen([str(EXECUTABLE), "-c", str(config)], stdout=output, stderr=output)
+            self.process = subprocess.Popen([find_broker(), "-c", str(config)], stdout=output, stderr=output)
         deadline_s = time.monotonic() + 30
         while not is_listening(self.port):
             assert self.process.poll() is None, log.read_text()[-2000:]
@@ -72,8 +68,6 @@ class Broker:
 
 @contextmanager
 def running_broker(folder: Path, settings: str = "", *, shipped: str = "") -> Iterator[Broker]:
-    if EXECUTABLE is None:
-        pytest.skip("no nats-server here (Debian: apt-get install nats-server)")
     broker = Broker(folder, settings, shipped)
     broker.start()
     try:

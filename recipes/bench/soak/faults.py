@@ -14,6 +14,7 @@ tear      a file is torn or a stray one appears while its process is down
 from __future__ import annotations
 
 import asyncio
+import datetime
 import os
 import random
 import shutil
@@ -77,15 +78,16 @@ class Injected:
     """One injected fault and its end."""
 
     fault: Fault
-    began_s: float
-    ended_s: float
+    began: datetime.datetime
+    seconds: float
+    """From the injection until its target was well again."""
     problem: str = ""
     """The reason why it was not survived; empty if it was."""
 
 
 async def inject(world: World, fault: Fault) -> Injected:
     """Inject the fault, and wait until its target is well again."""
-    began_s = time.monotonic()
+    began, began_s = datetime.datetime.now(datetime.UTC), time.monotonic()
     problem = ""
     try:
         await fault.act(world, fault.target)
@@ -94,7 +96,7 @@ async def inject(world: World, fault: Fault) -> Injected:
         problem = "; ".join(str(error) for error in errors.exceptions)
     except* Exception as errors:  # the soak goes on, and does not pass
         problem = "; ".join(f"it could not be injected: {error!r}" for error in errors.exceptions)
-    return Injected(fault=fault, began_s=began_s, ended_s=time.monotonic(), problem=problem)
+    return Injected(fault=fault, began=began, seconds=time.monotonic() - began_s, problem=problem)
 
 
 # ------------------------------------------------------------------------------------------------------- being well

@@ -29,6 +29,8 @@ FLAT_SHARE, FLAT_BYTES, FLAT_DESCRIPTORS = 0.1, 96 << 20, 64
 @dataclass(frozen=True, kw_only=True)
 class FaultSeen:
     name: str
+    at: str = ""
+    """Time of the injection, UTC, to find it in the logs."""
     problem: str = ""
     """The reason why it was not survived; empty if it was."""
     seconds: float = 0.0
@@ -131,6 +133,7 @@ def judge(seen: Seen) -> dict[str, Any]:
             "injected": len(seen.faults),
             "survived": len(survived),
             "by_name": _count_by_name(seen.faults),
+            "in_order": [asdict(fault) for fault in seen.faults],
         },
         "records": {
             "acked": sum(len(way.acked) for way in seen.records.values()),

@@ -16,6 +16,7 @@ import asyncio
 import queue
 import random
 import secrets
+import shutil
 import sqlite3
 import threading
 import time
@@ -98,11 +99,14 @@ def main(cfg: Config) -> None:
         stage = set_stage(cfg.output.absolute(), cfg.target, day, opened)
         seen = asyncio.run(play(cfg, stage, random.Random(seed)))
         report |= judge(seen)
+        if report["failures"]:
+            keep_evidence(stage, cfg.output / "evidence")
     report["duration_s"] = round(time.monotonic() - began_s, 1)
     write_results(cfg.output / "report.json", report)
     print(write_table(report))
     print(f"report: {cfg.output / 'report.json'}")
     if report["failures"]:
+        print(f"the buffers and the broker's files: {cfg.output / 'evidence'}")
         raise SystemExit(1)
 
 
@@ -124,7 +128,7 @@ async def play(cfg: Config, stage: Stage, rng: random.Random) -> Seen:
     acked = {"log": set(witness.acked), "spool": shipper.shipped}
     return Seen(
         num_planned=cfg.faults,
-        faults=[see_fault(one) for one in injected],
+        faults=[see_fault(one) for one in sorted(injected, key=lambda one: one.began)],
         records={
             way: see_records(stage.learners[name], acked[way])
             for way, name in (("log", "learner"), ("spool", "spool-learner"))
@@ -283,8 +287,14 @@ async def read_version(stage: Stage, server: str) -> str:
         return ""
 
 
+def keep_evidence(stage: Stage, folder: Path) -> None:
+    """Copy what lies on the disks: the buffers and the broker's files. The disks go with the soak."""
+    for name, disk in stage.disks.items():
+        shutil.copytree(disk.folder, folder / name, dirs_exist_ok=True)
+
+
 def see_fault(one: Injected) -> FaultSeen:
-    return FaultSeen(name=one.fault.name, problem=one.problem, seconds=one.ended_s - one.began_s)
+    return FaultSeen(name=one.fault.name, at=f"{one.began:%H:%M:%S}", problem=one.problem, seconds=one.seconds)
 
 
 def see_lives(process: Supervised) -> list[LifeSeen]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -32,6 +31,7 @@ from redraft.online.daemon.learner import provide_first_version
 from redraft.online.fleet.registry import Registry
 from redraft.online.records.nats_config import Nats
 from redraft.online.tokens import read_token, write_token
+from redraft.recipes.bench.broker import find_broker
 from redraft.recipes.bench.soak.disks import Disk, mounted
 from redraft.recipes.bench.soak.supervisor import Supervised
 from redraft.recipes.demo.fleet import fastest_precision
@@ -131,10 +131,7 @@ class Stage:
         Raises:
             FileNotFoundError: if it is not installed.
         """
-        found = shutil.which("nats-server", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
-        if found is None:
-            raise FileNotFoundError("nats-server is not installed (Debian: apt-get install nats-server)")
-        return [found, "-c", str(self.folder / "nats.conf")]
+        return [find_broker(), "-c", str(self.folder / "nats.conf")]
 
     def _build(self, name: str, *command: str) -> Supervised:
         environment = {"OMP_NUM_THREADS": "1", **self._shift_clock(name)}

