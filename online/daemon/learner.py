@@ -402,8 +402,9 @@ class Learner:
     def _journal_buffer(self) -> None:
         while self.buffer.damage:
             self.journal.write("fault", what="buffer_damaged", reason=self.buffer.damage.pop(0))
-        while self._stream is not None and self._stream.damage:
-            self._fault("log_not_erased", "delete", self._stream.damage.pop(0))
+        while self._stream is not None and self._stream.faults:
+            name, reason = self._stream.faults.pop(0)
+            self._fault(name, "log", reason)
         status, now_s = self.buffer.status(), time.time()
         untrained = self.buffer.fresh(self.cycle.trainer.progress.through, 1)
         self.journal.write(

@@ -66,6 +66,9 @@ NO_MESSAGE = 10037
 OVERLAPPING = (10099, 10100)
 """NATS's error codes for a work queue in which another consumer takes the same subjects."""
 
+SAFE_BROKER = (2, 14)
+"""Oldest release of NATS that lost no acknowledged message in trials of full disks and kills; 2.12 lost some."""
+
 ACK_PREFIX = "$JS.ACK."
 
 REQUEST_OVER = ("404", "408", "409")
@@ -82,8 +85,8 @@ class StreamSource:
         self._pull: Pull | None = None
         self._is_refused = False
         """Whether the broker does not overwrite messages. Asked once per connection, because a refusal costs time."""
-        self.damage: list[str] = []
-        """Sentences on text that could not be overwritten. Whoever reports them may empty the list."""
+        self.faults: list[tuple[str, str]] = []
+        """Name and reason of each fault of the broker. Whoever reports them may empty the list."""
 
     async def take(self, *, keep_later: bool = True) -> Taken:
         """Move the arrived records into the buffer. Empty if none arrived for a moment.
@@ -158,7 +161,8 @@ class StreamSource:
                     await asyncio.gather(*(self._erase(message) for message in messages))
             except BrokerError as error:
                 self._is_refused = True
-                self.damage.append(f"text stays in the broker's files: {error}; the learner needs $JS.API.STREAM.>")
+                reason = f"text stays in the broker's files: {error}; the learner needs $JS.API.STREAM.>"
+                self.faults.append(("log_not_erased", reason))
         await _answer(messages, "ack")
 
     async def _erase(self, message: Any) -> None:
@@ -177,6 +181,14 @@ class StreamSource:
 
     async def _open(self) -> Pull:
         self._client, self._is_refused = await connect(self.ingest, self.config, "learner"), False
+        version = self._client.connected_server_version
+        if (version.major, version.minor) < SAFE_BROKER:
+            reason = (
+                f"NATS {version.major}.{version.minor} may lose records that it acknowledged when its disk fills up"
+            )
+            self.faults.append(
+                ("log_may_lose_records", f"{reason}: install {'.'.join(map(str, SAFE_BROKER))} or later")
+            )
         await provide_stream(self._client.jetstream(), self.config, self.limits, self.buffer.domain)
         pull = Pull(self._client, self.config.stream, name_consumer(self.buffer.domain))
         await pull.open()

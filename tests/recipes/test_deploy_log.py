@@ -117,7 +117,7 @@ def test_records_go_from_the_servers_to_the_learner_and_the_probe_passes(log: Br
             await publish(log, 20)
             assert await take_all(source) == 20
             assert await source.erase_unread(["acme"]) == 0
-            assert source.damage == [], "the learner's key may overwrite"
+            assert source.faults == [], "the learner's key may overwrite"
             await source.close()
         assert await count_stored(log) == 0
 

@@ -323,10 +323,21 @@ async def test_a_record_that_was_taken_leaves_no_byte_on_the_brokers_disk(broker
         assert await take_all(source, 60) == {"stored": 60}
         await source.take()
         state = await stream_state(broker, nats_config)
-        assert (state.messages, source.damage) == (3, [])
+        assert (state.messages, source.faults) == (3, [])
         assert count_on_disk(broker, nats_config, parts) == 0
         assert count_on_disk(broker, nats_config, [encode_record(record)[100:200] for record in unread]) == 3
         await source.close()
+
+
+@in_event_loop
+async def test_a_release_of_nats_that_loses_records_is_told(broker, nats_config, buffer, monkeypatch):
+    monkeypatch.setattr("redraft.online.learning.stream.SAFE_BROKER", (99, 1))
+    source = make_source(broker, nats_config, buffer)
+    await source.take()
+    ((name, reason),) = source.faults
+    assert name == "log_may_lose_records"
+    assert reason.endswith("install 99.1 or later")
+    await source.close()
 
 
 @in_event_loop
@@ -343,11 +354,12 @@ async def test_a_broker_that_refuses_to_overwrite_costs_no_record_and_is_told(br
     await source.take()
     await publish(broker, nats_config, *(make_record(number) for number in range(3)))
     assert await take_all(source, 3) == {"stored": 3}
-    (sentence,) = source.damage
-    assert "text stays in the broker's files" in sentence
+    ((name, reason),) = source.faults
+    assert name == "log_not_erased"
+    assert "text stays in the broker's files" in reason
     await publish(broker, nats_config, make_record(9))
     assert await take_all(source, 1) == {"stored": 1}
-    assert len(source.damage) == 1, "once for a connection: every refusal may cost the whole deadline"
+    assert len(source.faults) == 1, "once for a connection: every refusal may cost the whole deadline"
     await source.take()
     assert (await stream_state(broker, nats_config)).messages == 0
     await source.close()
