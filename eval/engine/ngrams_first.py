@@ -70,7 +70,7 @@ def is_mixed(config: Mapping[str, Any]) -> bool:
 
 
 def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A speculative config without what reaches the engine past vLLM."""
+    """A speculative config without the settings that reach the engine past vLLM."""
     return {key: value for key, value in config.items() if not is_mixed(config) or key not in VARIABLES}
 
 

@@ -137,7 +137,7 @@ class Trainer:
     def checkpoint(self, calibrate: Callable[[Path], dict[str, Any] | None] = lambda _: None) -> str:
         """Write and commit a checkpoint; returns the name.
 
-        `calibrate` may correct the estimates of the draft to serve, given the folder, and describes what it did.
+        `calibrate` may correct the estimates of the draft to serve, given the folder, and describes the correction.
 
         Raises:
             NotFiniteError: if the weights hold a NaN or an infinity.

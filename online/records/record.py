@@ -6,7 +6,7 @@ L = hidden states of one token, D = size of each.
 A row is one distribution of the target: the prediction of the token at `positions[r]`, an index into context + output.
 A verification step of k draft tokens gives k + 1 rows: one per draft token, and one for the bonus token (draft -1).
 Rows after a rejection follow discarded draft tokens. They are just as true, but for another text.
-The text travels once: a later segment of a long answer brings what is new, and the receiver puts it behind the text of
+The text travels once: a later segment of a long answer brings the new part, and the receiver puts it behind the text of
 the segment before. Then the record is self-contained.
 """
 

@@ -34,7 +34,7 @@ def decode_float8(codes_HLX: NDArray[np.uint8]) -> NDArray[np.uint16]:
     """Bits of the nearest bfloat16 numbers, [H, L, D], of states of D codes and a scale each."""
     scale_HL1 = np.ascontiguousarray(codes_HLX[..., -SCALE_BYTES:]).view("<f4")
     values_HLD = _VALUES[codes_HLX[..., :-SCALE_BYTES]]
-    with np.errstate(over="ignore", invalid="ignore"):  # of a made-up record; what is not finite is refused later
+    with np.errstate(over="ignore", invalid="ignore"):  # of a made-up record; infinite values are refused later
         values_HLD *= scale_HL1
         bits_HLD = values_HLD.view(np.uint32)
         # to the nearest, and of two equally near to the even one

@@ -288,7 +288,7 @@ async def read_version(stage: Stage, server: str) -> str:
 
 
 def keep_evidence(stage: Stage, folder: Path) -> None:
-    """Copy what lies on the disks: the buffers and the broker's files. The disks go with the soak."""
+    """Copy the contents of the disks: the buffers and the broker's files. The disks go with the soak."""
     for name, disk in stage.disks.items():
         shutil.copytree(disk.folder, folder / name, dirs_exist_ok=True)
 

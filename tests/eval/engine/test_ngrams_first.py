@@ -1,4 +1,4 @@
-"""N-grams before a head: the config, the limits, and what is refused. `test_evaluate` has a real engine."""
+"""N-grams before a head: the config, the limits, and refusals. `test_evaluate` has a real engine."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def mix_in(draft: Forecastable, head_tokens: int | None) -> Forecastable:
 
 
 def ngrams_before(propose: Propose, head_tokens: int) -> Propose:
-    """What was looked up; `head_tokens` of `propose` where nothing was."""
+    """The tokens looked up; `head_tokens` of `propose` if there are none."""
 
     def mixed(
         prefix: Sequence[int], num_tokens: int, temperature: float, generator: torch.Generator | None
