@@ -63,7 +63,7 @@ BY_HAND = {
 
 PERMISSIVE = re.compile(r"(MIT|Apache-2\.0|BSD|0BSD|ISC|PSF|Unlicense|CC0|Zlib|HPND|BSL-1|AFL|CNRI|Python-2)")
 
-HEAD = """# Licences of what redraft installs
+HEAD = """# Licences of the packages that redraft installs
 Written by `python requirements/licences.py --write` from lock files and metadata, and compared by `make check-deps`.
 **Bold**: named in pyproject.toml; all others come with these. redraft itself is Apache-2.0. Licences to look
 at come first.
