@@ -154,7 +154,7 @@ class HeadRun:
             self.target_name, cfg.signal, self.accelerator.device, cfg.target_dtype
         )
         self.target = Target.from_model(self.model)
-        self.data = load_data(cfg.data, cfg.target, self.tokenizer, cfg.loop, self.run.date)
+        self.data = load_data(cfg.data, cfg.target, self.tokenizer, cfg.loop, self.run)
         torch.manual_seed(cfg.loop.seed)
 
     def _convert_target(self, convert: Callable[[Path, Path], None]) -> Path:

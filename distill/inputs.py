@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,10 +12,18 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 
-from redraft.distill.data.conversations import Conversation, load_conversations, remove_overlap, split_held_out
+from redraft.distill.data.conversations import (
+    Conversation,
+    identify_conversations,
+    load_conversations,
+    remove_overlap,
+    split_held_out,
+)
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.rendering import choose_day
-from redraft.distill.data.samples import Sample, SampleStats, build_samples, data_hash, held_out_prompts
+from redraft.distill.data.samples import Sample, SampleStats, data_hash, held_out_prompts, stream_samples
+from redraft.distill.data.tokens import Content as TokenContent
+from redraft.distill.data.tokens import Origin, describe_tokenizer, keep_tokens, read_tokens
 from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, HiddenDtype, HiddenStates, TopK
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
@@ -23,6 +32,7 @@ from redraft.distill.signal.features_store import DEFAULT_STORAGE
 from redraft.distill.signal.shards import Content, is_complete, write_cache
 from redraft.distill.signal.sources import EndpointTarget, InProcessTarget
 from redraft.distill.train.loop import LoadedData, Loop
+from redraft.distill.train.run import TOKENS, Run
 from redraft.eval.forecast.greedy import SignalFunction
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_tokenizer
@@ -54,6 +64,9 @@ class Data:
     date: str | None = None
     """Date, as YYYY-MM-DD, for chat templates that write today's, such as Llama 3.2's. By default the day on which the
     run began. Runs that share a cache of the target need the same."""
+    cache: Path | None = None
+    """Folder of the tokenised data, for several runs to share; by default inside --output. Data, template, tokenizer or
+    date that change are noticed, and tokenised again."""
     strict: bool = False
     """End the run at the first row that cannot be used, instead of skipping such rows with a count for each reason."""
 
@@ -122,13 +135,46 @@ def load_target(target: str, signal: Signal, device: torch.device, dtype: Target
     return load_causal_lm(target, chosen).to(device).requires_grad_(False).eval(), tokenizer
 
 
-def load_data(data: Data, target: str, tokenizer: Any, loop: Loop, started: datetime.date) -> LoadedData:
+def load_data(data: Data, target: str, tokenizer: Any, loop: Loop, run: Run) -> LoadedData:
     """Training and held-out rows of `loop.sequence_length` tokens, held-out prompts, and the target's end tokens.
 
-    `started` is the first day of the run, for a template that writes today's date.
+    The main process tokenises, once; all processes map the result, also when the run is resumed.
 
     Raises: ValueError if the source is empty or nothing in it can be trained on.
     """
+    day = choose_day(data.date, DATE_FLAG) if data.date else run.date
+    root = data.cache or run.folder / TOKENS
+
+    def keep() -> Path:
+        origin = _describe_origin(data, tokenizer, loop, day)
+        make = functools.partial(_tokenise, data, tokenizer, loop.sequence_length, day)
+        return keep_tokens(root, origin, make, shared=data.cache is not None)
+
+    tokens = read_tokens(run.on_main(keep))
+    if run.accelerator.is_main_process:
+        print("\n".join(tokens.said))
+    return LoadedData(
+        train=_packed(tokens.train, tokenizer, loop),
+        held_out=_packed(tokens.held_out, tokenizer, loop),
+        prompts=tokens.prompts,
+        stats=tokens.stats,
+        hash=tokens.hash,
+        end_ids=end_ids(target, tokenizer),
+        date=day,
+    )
+
+
+def _describe_origin(data: Data, tokenizer: Any, loop: Loop, day: datetime.date) -> Origin:
+    settings = {name: getattr(data, name) for name in ("held_out", "num_prompts", "max_prompt_tokens", "strict")}
+    return {
+        "the data": [data.source, *identify_conversations(data.source, data.split)],
+        "the settings": {**settings, "sequence_length": loop.sequence_length},
+        **describe_tokenizer(tokenizer, day.isoformat()),
+    }
+
+
+def _tokenise(data: Data, tokenizer: Any, max_length: int, day: datetime.date) -> TokenContent:
+    """The tokens of both parts, made while they are read."""
     conversations = load_conversations(data.source, split=data.split, strict=data.strict)
     train, held_out = split_held_out(conversations, data.held_out)
     train, overlap = remove_overlap(train, held_out)
@@ -137,41 +183,34 @@ def load_data(data: Data, target: str, tokenizer: Any, loop: Loop, started: date
             f"{data.source}: {len(train)} conversations to train on and {len(held_out)} held out; "
             "give more data or change --data.held-out"
         )
-    day = choose_day(data.date, DATE_FLAG) if data.date else started
-    length = loop.sequence_length
-    train_samples, stats = build_samples(train, tokenizer, max_length=length, day=day)
-    held_out_samples, held_out_stats = _build_held_out(held_out, tokenizer, length, day)
-    prompts = held_out_prompts(
-        held_out, tokenizer, num_prompts=data.num_prompts, max_length=data.max_prompt_tokens, day=day
-    )
-    print(f"training: {stats}\nheld out: {held_out_stats}\nduplicates: {overlap}")
-    return LoadedData(
-        train=_packed(train_samples, tokenizer, loop),
-        held_out=_packed(held_out_samples, tokenizer, loop),
-        prompts=prompts,
+    stats, held_out_stats = SampleStats(), SampleStats()
+    return TokenContent(
+        train=stream_samples(train, tokenizer, stats, max_length=max_length, day=day),
+        held_out=_stream_held_out(held_out, tokenizer, held_out_stats, max_length, day),
+        prompts=lambda: held_out_prompts(
+            held_out, tokenizer, num_prompts=data.num_prompts, max_length=data.max_prompt_tokens, day=day
+        ),
         stats=stats,
-        hash=data_hash(train_samples),
-        end_ids=end_ids(target, tokenizer),
-        date=day,
+        say=lambda: [f"training: {stats}", f"held out: {held_out_stats}", f"duplicates: {overlap}"],
     )
 
 
-def _build_held_out(
-    conversations: Sequence[Conversation], tokenizer: Any, max_length: int, day: datetime.date
-) -> tuple[list[Sample], SampleStats]:
-    """`build_samples` of the held-out part.
+def _stream_held_out(
+    conversations: Sequence[Conversation], tokenizer: Any, stats: SampleStats, max_length: int, day: datetime.date
+) -> Iterator[Sample]:
+    """`stream_samples` of the held-out part.
 
     Raises:
         ValueError: if nothing of it can be used.
     """
     try:
-        return build_samples(conversations, tokenizer, max_length=max_length, day=day, progress=False)
+        yield from stream_samples(conversations, tokenizer, stats, max_length=max_length, day=day, progress=False)
     except ValueError as error:
         reason = str(error).removeprefix("nothing to train on: ")
         raise ValueError(f"nothing held out to evaluate on: {reason}") from error
 
 
-def _packed(samples: list[Sample], tokenizer: Any, loop: Loop) -> PackedDataset:
+def _packed(samples: Sequence[Sample], tokenizer: Any, loop: Loop) -> PackedDataset:
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return PackedDataset(samples, sequence_length=loop.sequence_length, pad_id=pad_id, seed=loop.seed)
 

@@ -83,7 +83,7 @@ def main(cfg: Config) -> None:
     print(f"draft: begins as {cfg.draft}")
 
     # 2. Data, and the source of the target's distribution on it.
-    data = load_data(cfg.data, cfg.target, tokenizer, cfg.loop, run.date)
+    data = load_data(cfg.data, cfg.target, tokenizer, cfg.loop, run)
     signal = target_signal(cfg.signal, target, cfg.target, data, run.folder, accelerator)
 
     # 3. Forecast of the untrained draft. Only the main process has a forecaster.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,16 @@ from redraft.distill.data.messages import (
     read_text,
     read_tools,
 )
-from redraft.distill.data.rows import TABLES, TEXTS, Row, UnusableRowError, find_files, open_plain, read_rows
+from redraft.distill.data.rows import (
+    TABLES,
+    TEXTS,
+    Row,
+    UnusableRowError,
+    find_files,
+    identify_source,
+    open_plain,
+    read_rows,
+)
 
 MIN_SHARED_CHARS = 80
 """An answer longer than this in two conversations is a copy, not chance."""
@@ -146,6 +156,14 @@ def load_conversations(
     if path.is_dir() and (texts := find_files(path, TEXTS)):
         print(f"{source}: {len(texts):,} text files beside the data files are not read")
     return _from_rows(read_rows(source, split), source, domain_column, strict)
+
+
+def identify_conversations(source: str, split: str) -> list[Any]:
+    """What tells the data of `source` from other data, without reading it. It can be written as JSON.
+
+    Raises: as `load_conversations`.
+    """
+    return ["stdlib", sys.version] if source == "stdlib" else identify_source(source, split)
 
 
 def _stdlib_conversation(row: dict[str, Any]) -> Conversation:

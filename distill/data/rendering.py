@@ -20,6 +20,7 @@ import jinja2
 
 from redraft.distill.data.conversations import Conversation
 from redraft.distill.data.messages import REASONING_FIELDS, Message, Tool
+from redraft.distill.data.pieces import PieceEncoder
 from redraft.heads.files.artifact import write_whole
 
 T = TypeVar("T")
@@ -125,6 +126,7 @@ class Renderer:
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         longest_first = sorted(special | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._encode = PieceEncoder(tokenizer)
 
     def __call__(self, messages: Sequence[Message], *, prompt: bool, tools: list[Tool] | None = None) -> str:
         """`messages` as text, followed by the generation prompt if they are a `prompt`.
@@ -147,7 +149,7 @@ class Renderer:
 
     def tokenise(self, texts: list[str]) -> list[list[int]]:
         """Ids of rendered texts. No special tokens are added, because a template writes them itself."""
-        return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        return self._encode(texts)
 
     def tokenise_turns(self, turns: list[Turn]) -> list[tuple[list[int], list[int]]]:
         """(prompt ids, answer ids) of each turn, the prompt tokenised by itself, as a server does.
@@ -156,10 +158,10 @@ class Renderer:
         (an answer that begins with a newline), the answer is tokenised by itself: a generated token cannot merge with
         the prompt.
         """
-        prompts = self.tokenise([turn.prompt for turn in turns])
-        wholes = self.tokenise([turn.prompt + turn.answer for turn in turns])
+        # In one call, because they share most of their pieces.
+        ids = self.tokenise([text for turn in turns for text in (turn.prompt, turn.prompt + turn.answer)])
         pairs = []
-        for turn, prompt, whole in zip(turns, prompts, wholes, strict=True):
+        for turn, prompt, whole in zip(turns, ids[::2], ids[1::2], strict=True):
             keeps_prompt = whole[: len(prompt)] == prompt
             answer = whole[len(prompt) :] if keeps_prompt else self.tokenise([turn.answer])[0]
             pairs.append((prompt, answer))
@@ -338,8 +340,11 @@ class _TurnWriter:
 
     def _continues(self, whole: str, *texts: str) -> bool:
         """Whether a rendering is the prompt and these texts after it, however reflowed."""
-        rest = _dense(whole.removeprefix(self.prompt))
-        return whole.startswith(self.prompt) and all(_dense(text) in rest for text in texts)
+        if not whole.startswith(self.prompt):
+            return False
+        rest = whole.removeprefix(self.prompt)
+        reflowed = [text for text in texts if text not in rest]
+        return not reflowed or all(_dense(text) in _dense(rest) for text in reflowed)
 
     def _as_after_question(self, message: Message) -> Turn:
         """The turn with the answer as it is written after a lone question.
@@ -422,4 +427,4 @@ def _strip_opening(prompt: str, content: str) -> str:
 
 def _dense(text: str) -> str:
     """`text` without whitespace: templates trim and reflow."""
-    return re.sub(r"\s+", "", text)
+    return "".join(text.split())

@@ -63,6 +63,27 @@ def read_rows(source: str, split: str) -> Iterator[Row]:
         yield from _file_rows(path)
 
 
+def identify_source(source: str, split: str) -> list[Any]:
+    """What tells a source from another, or from itself before it was changed: names, sizes and times of files.
+
+    Raises: as `read_rows`.
+    """
+    path = Path(source)
+    if path.is_dir():
+        files = find_files(path, (*TABLES, *TEXTS))
+        return [[file.relative_to(path).as_posix(), *_stamp(file)] for file in files]
+    if table_format(path) is None:
+        return [split, _load_hub(source, split)._fingerprint]
+    if not path.exists():
+        raise FileNotFoundError(f"{source}: no such file")
+    return _stamp(path)
+
+
+def _stamp(path: Path) -> list[Any]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
 def find_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     """The visible files with one of these suffixes anywhere under `folder`, compressed or not, sorted."""
     return sorted(
@@ -149,8 +170,12 @@ def _parquet_rows(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def _hub_rows(name: str, split: str) -> Iterable[dict[str, Any]]:
+    return map(_without_missing, _load_hub(name, split))
+
+
+def _load_hub(name: str, split: str) -> datasets.Dataset:
     try:
-        return map(_without_missing, datasets.load_dataset(name, split=split))
+        return datasets.load_dataset(name, split=split)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise ValueError(
             f"{name} is not a .jsonl, .json or .parquet file, not a folder, and cannot be loaded from the hub: "

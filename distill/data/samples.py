@@ -7,10 +7,11 @@ if the served prompt starts with exactly the tokens of this sample; otherwise a 
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from redraft.distill.data.conversations import Conversation, is_plain_text
 from redraft.distill.data.messages import conversation_hash
+from redraft.distill.data.processes import map_in_processes
 from redraft.distill.data.rendering import Renderer, Turn, count_unprompted
 from redraft.eval.prompts import Prompt
 from redraft.heads.progress import Progress
@@ -69,6 +71,18 @@ class SampleStats:
     refusal: str = ""
     """The template's first error message."""
 
+    def add(self, other: SampleStats) -> None:
+        """Count what `other` counted too."""
+        for name in COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.refused_answers += other.refused_answers
+        self.refusal = self.refusal or other.refusal
+
+    def add_sample(self, sample: Sample) -> None:
+        self.samples += 1
+        self.tokens += len(sample.input_ids)
+        self.labels += int(sample.loss_mask.sum())
+
     def add_refusal(self, error: jinja2.TemplateError) -> None:
         self.refused += 1
         self.refusal = self.refusal or str(error)
@@ -93,6 +107,9 @@ class SampleStats:
         return "; ".join([f"{size} ({self.labels:,} labels)", *self.losses()])
 
 
+COUNTS = [counted.name for counted in fields(SampleStats) if counted.type == "int"]
+
+
 def build_samples(
     conversations: Sequence[Conversation],
     tokenizer: Any,
@@ -112,22 +129,53 @@ def build_samples(
     Raises:
         ValueError: if nothing is left to train on, or if a chat template is needed and the tokenizer has none.
     """
+    stats = SampleStats()
+    stream = stream_samples(
+        conversations,
+        tokenizer,
+        stats,
+        max_length=max_length,
+        template_options=template_options,
+        day=day,
+        progress=progress,
+    )
+    samples = list(stream)
+    return samples, stats
+
+
+def stream_samples(
+    conversations: Sequence[Conversation],
+    tokenizer: Any,
+    stats: SampleStats,
+    *,
+    max_length: int,
+    template_options: dict[str, Any] | None = None,
+    day: datetime.date | None = None,
+    progress: bool = True,
+) -> Iterator[Sample]:
+    """`build_samples`, one sample after the other. Everything is counted in `stats`.
+
+    Raises:
+        ValueError: as `build_samples`, at the end.
+    """
     # By hash, so that the samples do not depend on the order of the rows in a file.
     ordered = sorted((conversation_hash(c["messages"]), i) for i, c in enumerate(conversations))
-    stats = SampleStats(conversations=len(conversations))
-    render = Renderer(tokenizer, template_options or {}, day)
-    samples: list[Sample] = []
+    chunks = [
+        [(key, conversations[i]) for key, i in ordered[start : start + CHUNK]]
+        for start in range(0, len(ordered), CHUNK)
+    ]
+    stats.conversations += len(conversations)
+    work = functools.partial(_chunk_samples, max_length=max_length)
+    make = functools.partial(Renderer, tokenizer, template_options or {}, day)
     with Progress(total=len(ordered), desc="tokenising", unit="conv", disable=not progress) as bar:
-        for start in range(0, len(ordered), CHUNK):
-            chunk = [(key, conversations[i]) for key, i in ordered[start : start + CHUNK]]
-            samples += _chunk_samples(chunk, render, max_length, stats)
+        for chunk, (samples, counted) in zip(chunks, map_in_processes(work, make, chunks), strict=True):
+            stats.add(counted)
+            for sample in samples:
+                stats.add_sample(sample)
+                yield sample
             bar.update(len(chunk))
-    if not samples:
+    if not stats.samples:
         raise ValueError(f"nothing to train on: {stats}")
-    stats.samples = len(samples)
-    stats.tokens = sum(len(sample.input_ids) for sample in samples)
-    stats.labels = sum(int(sample.loss_mask.sum()) for sample in samples)
-    return samples, stats
 
 
 def held_out_prompts(
@@ -199,8 +247,10 @@ def _prompt(
 
 
 def _chunk_samples(
-    chunk: list[tuple[str, Conversation]], render: Renderer, max_length: int, stats: SampleStats
-) -> Iterator[Sample]:
+    render: Renderer, chunk: list[tuple[str, Conversation]], max_length: int
+) -> tuple[list[Sample], SampleStats]:
+    """The samples of some conversations, and the counts that are not about samples."""
+    samples, stats = [], SampleStats()
     turns = [_turns(conversation, render, stats) for _, conversation in chunk]
     tokenised = iter(render.tokenise_turns([turn for some in turns for turn in some]))
     for (key, conversation), some in zip(chunk, turns, strict=True):
@@ -209,12 +259,10 @@ def _chunk_samples(
         else:
             documents = _documents([next(tokenised) for _ in some], max_length, stats)
         for input_ids, loss_mask in documents:
-            yield Sample(
-                input_ids=np.array(input_ids, np.int32),
-                loss_mask=np.array(loss_mask, np.bool_),
-                conversation=key,
-                domain=conversation["domain"],
-            )
+            ids, mask = np.array(input_ids, np.int32), np.array(loss_mask, np.bool_)
+            domain = conversation["domain"]
+            samples.append(Sample(input_ids=ids, loss_mask=mask, conversation=key, domain=domain))
+    return samples, stats
 
 
 def _turns(conversation: Conversation, render: Renderer, stats: SampleStats) -> list[Turn]:

@@ -6,6 +6,7 @@ V = target vocabulary, W = draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from redraft.distill.data.samples import Sample
+
+CHUNK = 1024
+"""Samples counted at once: for each alone, an array of the whole vocabulary would be made."""
 
 
 def require_smaller(size: int, vocab_size: int) -> None:
@@ -51,6 +55,8 @@ def measure_coverage(
 def _count_labels(samples: Iterable[Sample], vocab_size: int) -> NDArray[np.int64]:
     """How often each id is a label, [V]."""
     counts_V = np.zeros(vocab_size, np.int64)
-    for sample in samples:
-        np.add.at(counts_V, sample.input_ids[sample.loss_mask], 1)
+    remaining = iter(samples)
+    while some := list(islice(remaining, CHUNK)):
+        labels = np.concatenate([sample.input_ids[sample.loss_mask] for sample in some])
+        counts_V += np.bincount(labels, minlength=vocab_size)
     return counts_V

@@ -2,6 +2,7 @@
 
 outputs/NAME/
   run.json                  resolved config and the date of the start, written first
+  tokens/                   the tokenised data (`distill.data.tokens`)
   metrics.jsonl             one line per logged step
   checkpoints/step-000100/  published with a manifest; the newest two are kept
   best/                     with --loop.stop-by acceptance: the checkpoint of the best evaluation
@@ -16,7 +17,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -28,11 +29,23 @@ MAY_CHANGE = {"resume", "overwrite", "output", "wandb", "prove"}
 """Config keys that may differ when a run is resumed: they do not change the training."""
 
 
+TOKENS = "tokens"
+"""Folder of the tokenised data in a run."""
+
+T = TypeVar("T")
+
+
+def _check(folder: Path) -> None:
+    verify(folder)
+
+
 def _lasting(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config on which a resumed run must agree. The target's servers and their storage may move."""
+    """The part of a config on which a resumed run must agree. Servers, their storage and the data's cache may move."""
     kept = {key: value for key, value in config.items() if key not in MAY_CHANGE}
     if "signal" in kept:
         kept["signal"] = {**kept["signal"], "url": bool(kept["signal"]["url"]), "storage": None}
+    if isinstance(kept.get("data"), dict):
+        kept["data"] = {**kept["data"], "cache": None}
     return kept
 
 
@@ -57,7 +70,7 @@ class Run:
         """
         run = cls(folder, accelerator)
         run.config = json.loads(json.dumps(config, default=str))
-        run._on_main(lambda: run._claim(resume, overwrite))
+        run.on_main(lambda: run._claim(resume, overwrite))
         if not (folder / "run.json").exists():
             raise ValueError(f"{folder} is not seen by every machine of this launch: choose a shared one as --output")
         # Read by all ranks: midnight may pass between two of them. A run of an older redraft has no date.
@@ -72,24 +85,30 @@ class Run:
         run.folder.mkdir(exist_ok=True)
         return run
 
-    def _on_main(self, work: Callable[[], object]) -> None:
-        """Call `work` on the main process while the others wait. If it fails, all of them raise the error."""
-        wrong: list[str | None] = [None]  # a list, because broadcast_object_list fills it in place
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Call `work` on the main process while the others wait, and return its result on all.
+
+        Raises: on the main process, as `work`; on the others, a ValueError with the same message.
+        """
+        told: list[Any] = [None, None]  # error and result, in a list because broadcast_object_list fills it in place
         if self.accelerator.is_main_process:
             try:
-                work()
-            except (ValueError, OSError) as error:
-                wrong = [str(error)]
+                told[1] = work()
+            except Exception as error:
+                told[0] = str(error)
                 raise
             finally:
-                broadcast_object_list(wrong, from_process=0)
-        elif broadcast_object_list(wrong, from_process=0) and wrong[0] is not None:
-            raise ValueError(wrong[0])
+                broadcast_object_list(told, from_process=0)
+        elif broadcast_object_list(told, from_process=0) and told[0] is not None:
+            raise ValueError(told[0])
+        result: T = told[1]
+        return result
 
     def _claim(self, resume: bool, overwrite: bool) -> None:
         started = self.folder / "run.json"
-        # A run that failed on a wrong flag left only run.json: nothing is lost.
-        holds_work = self.folder.exists() and any(path != started for path in self.folder.iterdir())
+        # A run that failed on a wrong flag left run.json and perhaps tokens: nothing is lost.
+        early = {started.name, TOKENS}
+        holds_work = self.folder.exists() and any(path.name not in early for path in self.folder.iterdir())
         if holds_work and not (resume or overwrite):
             raise ValueError(
                 f"{self.folder} holds another run: continue it with --resume or replace it with --overwrite"
@@ -134,7 +153,7 @@ class Run:
 
         Raises: ValueError if it is missing, corrupt or truncated, naming the file.
         """
-        self._on_main(lambda: verify(self.folder / "best"))
+        self.on_main(lambda: _check(self.folder / "best"))
         read(self.folder / "best")
 
     def _publish(self, final: Path, step: int, write: Callable[[Path], None]) -> None:
@@ -162,7 +181,7 @@ class Run:
         checkpoints = self._checkpoints()
         step = 0
         if checkpoints:
-            self._on_main(lambda: verify(checkpoints[-1]))
+            self.on_main(lambda: _check(checkpoints[-1]))
             read(checkpoints[-1])
             step = int(checkpoints[-1].name.removeprefix("step-"))
         self._cut_metrics(step)

@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from redraft.distill.data.conversations import read_conversation, split_held_out
 from redraft.distill.inputs import Data, Signal, load_data, load_target
 from redraft.distill.train.loop import LoadedData, Loop
+from redraft.distill.train.run import Run
 from redraft.heads.files.checkpoint import load_tokenizer
 
 DAY = datetime.date(2024, 2, 29)
 
 
-def load(source: Path, target: Path, **changes: Any) -> LoadedData:
+def load(source: Path, target: Path, folder: Path, **changes: Any) -> LoadedData:
     data = Data(source=str(source), **{"held_out": 0.5, "num_prompts": 3, "max_prompt_tokens": 90, **changes})
-    return load_data(data, str(target), load_tokenizer(str(target)), Loop(sequence_length=96, batch_size=1), DAY)
+    run = Run(folder, Accelerator(cpu=True))
+    run.date = DAY
+    return load_data(data, str(target), load_tokenizer(str(target)), Loop(sequence_length=96, batch_size=1), run)
 
 
 def ask(content: str) -> dict[str, str]:
@@ -48,7 +52,7 @@ def test_every_row_is_used_or_counted_in_both_parts(
     rows += [{"prompt": f"who copied {i}", "completion": copied} for i in range(4)]
     rows += [{"text": f"plain text {i}"} for i in range(4)]
     path = write_rows(tmp_path / "chat.jsonl", rows, '{"prompt": "torn', '{"prompt": 5}', '{"title": "none"}')
-    data = load(path, random_target)
+    data = load(path, random_target, tmp_path / "run")
     assert capsys.readouterr().out.splitlines() == [
         f"{path}: 39 rows read, 36 used, 3 skipped: "
         "1 not JSON (first: line 37: Invalid control character at at character 16), "
@@ -75,25 +79,25 @@ def test_a_held_out_part_without_an_answer_is_named(random_target: Path, tmp_pat
     path = write_rows(tmp_path / "chat.jsonl", unanswered)
     said = f"nothing held out to evaluate on: {len(questions)} conversations: 0 samples"
     with pytest.raises(ValueError, match=said):
-        load(path, random_target)
+        load(path, random_target, tmp_path / "run")
 
 
 def test_texts_that_are_not_read_are_told(
     random_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
     for i in range(8):
-        (tmp_path / f"{i}.txt").write_text(f"plain text {i}")
-    (tmp_path / "blank.md").write_text("\n")
+        (folder / f"{i}.txt").write_text(f"plain text {i}")
+    (folder / "blank.md").write_text("\n")
     rows = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(8)]
     with pytest.raises(ValueError, match=r"none of . conversations has a prompt of at most 90 tokens; . plain texts"):
-        load(tmp_path, random_target)
+        load(folder, random_target, tmp_path / "run")
     said = capsys.readouterr().out
-    assert said == f"{tmp_path}: 9 rows read, 8 used, 1 skipped: 1 without text (first: blank.md)\n"
-    write_rows(tmp_path / "rows.jsonl", rows)
-    load(tmp_path, random_target)
-    assert capsys.readouterr().out.startswith(
-        f"{tmp_path}: 9 text files beside the data files are not read\ntraining: "
-    )
+    assert said == f"{folder}: 9 rows read, 8 used, 1 skipped: 1 without text (first: blank.md)\n"
+    write_rows(folder / "rows.jsonl", rows)
+    load(folder, random_target, tmp_path / "run")
+    assert capsys.readouterr().out.startswith(f"{folder}: 9 text files beside the data files are not read\ntraining: ")
 
 
 def test_a_target_computes_in_the_type_asked_for(random_target: Path) -> None:

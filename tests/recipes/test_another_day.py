@@ -90,7 +90,7 @@ class Training:
         run = Run.open(self.folder, {"data": self.source}, Accelerator(cpu=True), resume=resume, overwrite=False)
         tokenizer = load_tokenizer(str(self.target))
         data = Data(source=self.source, held_out=0.3, num_prompts=4)
-        return run, load_data(data, str(self.target), tokenizer, self.loop, run.date)
+        return run, load_data(data, str(self.target), tokenizer, self.loop, run)
 
     def read_cache(self, data: LoadedData) -> None:
         model = LlamaForCausalLM.from_pretrained(self.target)

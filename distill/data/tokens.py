@@ -1,0 +1,213 @@
+"""Tokenised data on disk: written once by the first process of a launch, and mapped by all, also when a run is resumed.
+
+tokens/3f2a.../                 the name is a hash of everything on which the tokens depend (`Origin`)
+  train.ids      int32          the tokens of all samples, end to end
+  train.labels   bool           whether each is a label
+  train.ends     int64          where each sample ends
+  train.keys     32 bytes       each sample's conversation, by hash
+  train.domains  int16          its domain, as a place in `about.json`
+  held-out.*                    the same
+  about.json                    origin, counts, held-out prompts
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import shutil
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from redraft.distill.data.rendering import writes_date
+from redraft.distill.data.samples import Sample, SampleStats, data_hash
+from redraft.eval.prompts import Prompt
+from redraft.heads.files.artifact import manifest, publish, require_sizes
+
+ABOUT = "about.json"
+PARTS = ("train", "held-out")
+
+Origin = dict[str, Any]
+"""Everything on which tokens depend, by the word for it in a message."""
+
+
+class MappedSamples(Sequence[Sample]):
+    """The samples of one part, read from disk when they are used. Every process of a machine shares the memory."""
+
+    def __init__(self, folder: Path, part: str, domains: Sequence[str]) -> None:
+        self._ids: NDArray[np.int32] = _map(folder / f"{part}.ids", np.int32)
+        self._labels: NDArray[np.bool_] = _map(folder / f"{part}.labels", np.bool_)
+        self._ends: NDArray[np.int64] = _map(folder / f"{part}.ends", np.int64)
+        self._keys: NDArray[np.uint8] = _map(folder / f"{part}.keys", np.uint8).reshape(-1, 32)
+        self._domains: NDArray[np.int16] = _map(folder / f"{part}.domains", np.int16)
+        self._names = domains
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample."""
+        lengths: list[int] = np.diff(self._ends, prepend=0).tolist()
+        return lengths
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        span = slice(int(self._ends[number - 1]) if number else 0, int(self._ends[number]))
+        # Copies, because torch warns of arrays that it cannot write to.
+        return Sample(
+            input_ids=self._ids[span].copy(),
+            loss_mask=self._labels[span].copy(),
+            conversation=self._keys[number].tobytes().hex(),
+            domain=self._names[self._domains[number]],
+        )
+
+
+def _map(path: Path, dtype: Any) -> NDArray[Any]:
+    return np.asarray(np.memmap(path, dtype, mode="r"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The data of a run, as written."""
+
+    train: Sequence[Sample]
+    held_out: Sequence[Sample]
+    prompts: list[Prompt]
+    stats: SampleStats
+    """Counts of the training part."""
+    said: list[str]
+    """Lines about both parts."""
+    hash: str
+    """`data_hash` of the training samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """The data of a run, to be written: the samples are made while they are written."""
+
+    train: Iterable[Sample]
+    held_out: Iterable[Sample]
+    prompts: Callable[[], list[Prompt]]
+    """Called after both parts are written."""
+    stats: SampleStats
+    say: Callable[[], list[str]]
+    """Called at the end."""
+
+
+def keep_tokens(root: Path, origin: Origin, make: Callable[[], Content], *, shared: bool) -> Path:
+    """The folder below `root` with the tokens of `origin`, which are made if they are not there or not complete.
+
+    A `root` that is not `shared` belongs to one run. Then tokens of another origin are removed, and a line tells why.
+    """
+    folder = root / hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
+    if _is_whole(folder):
+        return folder
+    others = [] if shared else [other for other in root.glob("*/") if other != folder and (other / ABOUT).is_file()]
+    for other in others:
+        before = json.loads((other / ABOUT).read_text())["origin"]
+        changed = [name for name in origin if before.get(name) != origin[name]]
+        print(f"the data is tokenised again, because this changed: {', '.join(changed)}")
+    publish(folder, lambda partial: _write(partial, origin, make()), {}, overwrite=folder.exists())
+    for other in others:
+        shutil.rmtree(other)
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        require_sizes(folder, manifest(folder))
+    except (FileNotFoundError, ValueError):
+        return False
+    return True
+
+
+def _write(folder: Path, origin: Origin, content: Content) -> None:
+    domains: dict[str, int] = {}
+    for part, samples in zip(PARTS, (content.train, content.held_out), strict=True):
+        _write_part(folder, part, samples, domains)
+    about = {
+        "origin": origin,
+        "domains": list(domains),
+        "prompts": [asdict(prompt) for prompt in content.prompts()],
+        "hash": data_hash(MappedSamples(folder, PARTS[0], list(domains))),
+        "stats": asdict(content.stats),
+        "said": content.say(),
+    }
+    (folder / ABOUT).write_text(json.dumps(about) + "\n")
+
+
+def _write_part(folder: Path, part: str, samples: Iterable[Sample], domains: dict[str, int]) -> None:
+    ends, keys, numbers, end = array("q"), bytearray(), array("h"), 0
+    with (folder / f"{part}.ids").open("wb") as ids, (folder / f"{part}.labels").open("wb") as labels:
+        for sample in samples:
+            ids.write(sample.input_ids.astype("<i4").tobytes())
+            labels.write(sample.loss_mask.tobytes())
+            end += len(sample.input_ids)
+            ends.append(end)
+            keys += bytes.fromhex(sample.conversation)
+            numbers.append(domains.setdefault(sample.domain, len(domains)))
+    for name, values in (("ends", ends), ("keys", keys), ("domains", numbers)):
+        (folder / f"{part}.{name}").write_bytes(bytes(values))
+
+
+def read_tokens(folder: Path) -> Tokens:
+    """The data in a folder of `keep_tokens`."""
+    about = json.loads((folder / ABOUT).read_text())
+    train, held_out = (MappedSamples(folder, part, about["domains"]) for part in PARTS)
+    stats = about["stats"]
+    return Tokens(
+        train=train,
+        held_out=held_out,
+        prompts=[Prompt(**prompt) for prompt in about["prompts"]],
+        stats=SampleStats(**{**stats, "refused_answers": Counter(stats["refused_answers"])}),
+        said=about["said"],
+        hash=about["hash"],
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- origin
+
+
+def describe_tokenizer(tokenizer: Any, day: str) -> Origin:
+    """The part of an origin about a tokenizer and the code around it. `day` counts if the template writes it."""
+    return {
+        "the chat template": _digest([json.dumps(tokenizer.chat_template)]),
+        "the tokenizer": _digest(_spelling(tokenizer)),
+        "the date": day if writes_date(tokenizer) else None,
+        "redraft": _digest(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))),
+        "the libraries": [
+            f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "tokenizers", "jinja2")
+        ],
+    }
+
+
+def _spelling(tokenizer: Any) -> Iterator[str]:
+    yield type(tokenizer).__name__
+    yield json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    if getattr(tokenizer, "is_fast", False):
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        # The settings of the call before this one.
+        yield json.dumps({key: value for key, value in backend.items() if key not in ("truncation", "padding")})
+    else:
+        yield json.dumps(tokenizer.get_vocab(), sort_keys=True)
+
+
+def _digest(parts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()
