@@ -159,7 +159,7 @@ def load_conversations(
 
 
 def identify_conversations(source: str, split: str) -> list[Any]:
-    """What tells the data of `source` from other data, without reading it. It can be written as JSON.
+    """The identity of the data of `source`, without reading it, as values for JSON.
 
     Raises: as `load_conversations`.
     """
