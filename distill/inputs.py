@@ -24,6 +24,7 @@ from redraft.distill.data.rendering import choose_day
 from redraft.distill.data.samples import Sample, SampleStats, data_hash, held_out_prompts, stream_samples
 from redraft.distill.data.tokens import Content as TokenContent
 from redraft.distill.data.tokens import Origin, describe_tokenizer, keep_tokens, read_tokens
+from redraft.distill.signal.ahead import OneAhead
 from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, HiddenDtype, HiddenStates, TopK
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
@@ -244,12 +245,16 @@ def target_signal(
     accelerator: Accelerator,
     aux_layers: Sequence[int] | None = None,
 ) -> SignalFunction:
-    """The source of the training signal: `live_signal`, or a cache, written here if it does not exist.
+    """The source of the training signal: `live_signal`, or a cache, written here if it does not exist. Servers and
+    caches work one batch ahead.
 
     Raises: ValueError if the config does not fit; OSError if the disk has no room for the cache.
     """
-    if signal.kind != "cache":
+    if not signal.url and signal.kind != "cache":
         return live_signal(signal, target, aux_layers)
+    device = accelerator.device
+    if signal.kind != "cache":
+        return OneAhead(live_signal(signal, target, aux_layers), device)
     samples = [*data.train.samples, *data.held_out.samples]
     cache, target_print = signal.cache or folder / "target-cache", fingerprint(model_folder(name))
     if accelerator.is_main_process and not is_complete(cache):
@@ -264,10 +269,11 @@ def target_signal(
             device=accelerator.device,
         )
     accelerator.wait_for_everyone()
+    identity = {"target": target_print, "data": data_hash(samples)}
     if aux_layers is None:
-        return CachedTarget(cache, target=target_print, data=data_hash(samples))
+        return OneAhead(CachedTarget(cache, **identity), device)
     head_VD = target.get_output_embeddings().weight.detach()
-    return CachedHiddenStates(cache, target=target_print, data=data_hash(samples), layers=aux_layers, head_VD=head_VD)
+    return OneAhead(CachedHiddenStates(cache, layers=aux_layers, head_VD=head_VD, **identity), device)
 
 
 def _content(signal: Signal, target: Any, aux_layers: Sequence[int] | None) -> Content:

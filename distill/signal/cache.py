@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from redraft.distill.data.samples import Sample
+from redraft.distill.signal.ahead import host_zeros
 from redraft.distill.signal.shards import Shards, keyed_rows
 from redraft.distill.signal.sources import recorded, top_k
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, final_hidden, label_rows
@@ -149,8 +150,9 @@ class CachedHiddenStates:
     def __call__(self, batch: Batch) -> TargetSignal:
         """Raises ValueError if a document of the batch was not cached or is corrupt."""
         shape, hidden_size = batch.input_ids_BT.shape, self.head_VD.shape[1]
-        hidden_BTD = torch.zeros(*shape, hidden_size, dtype=self.head_VD.dtype)
-        aux_BTLD = torch.zeros(*shape, len(self._places), hidden_size, dtype=self.head_VD.dtype)
+        dtype, device = self.head_VD.dtype, self.head_VD.device
+        hidden_BTD = host_zeros(*shape, hidden_size, dtype=dtype, device=device)
+        aux_BTLD = host_zeros(*shape, len(self._places), hidden_size, dtype=dtype, device=device)
         hidden_ND, aux_NLD = hidden_BTD.flatten(0, 1), aux_BTLD.flatten(0, 1)
         for key, rows_N in keyed_rows(batch, batch.document_BT >= 0):
             kept = self._shards.document(key)
@@ -159,10 +161,10 @@ class CachedHiddenStates:
             hidden_ND[rows].copy_(kept["hidden"])
             for own, place in enumerate(self._places):
                 aux_NLD[rows, own].copy_(kept["aux"][:, place])
-        device = self.head_VD.device
+        hidden_BTD = hidden_BTD.to(device, non_blocking=True)
         return TargetSignal(
-            distribution=ExactTarget(hidden_BTD=hidden_BTD.to(device), head_VD=self.head_VD),
-            aux_BTLD=aux_BTLD.to(device) if self._places else None,
+            distribution=ExactTarget(hidden_BTD=hidden_BTD, head_VD=self.head_VD),
+            aux_BTLD=aux_BTLD.to(device, non_blocking=True) if self._places else None,
         )
 
 

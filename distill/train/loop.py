@@ -180,12 +180,16 @@ def train(
         total=loop.steps,
         disable=not accelerator.is_main_process,
     )
+    upcoming: list[Batch] = []
     for step in bar:
         if _is_past_its_best(run.metrics, loop):  # also at once, if a run is resumed that had ended by this
             bar.close()
             break
-        batches = _batches(distillation, data, loop, step, writer)
-        stats = distillation.step(batches)
+        batches = upcoming or _batches(distillation, data, loop, step, writer)
+        # Text that the draft is yet to write depends on this step.
+        is_known = step + 1 < loop.steps and not is_on_policy(step + 1, loop.on_policy, loop.seed)
+        upcoming = _batches(distillation, data, loop, step + 1, writer) if is_known else []
+        stats = distillation.step(batches, *upcoming[:1])
         meter.add(stats)
         done = step + 1
         if loop.eval_every and (done % loop.eval_every == 0 or done == loop.steps):

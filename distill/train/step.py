@@ -20,6 +20,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.loss.fused import DraftRows, ExactRows, TopKRows, fused_linear_divergence
+from redraft.distill.signal.ahead import OneAhead
 from redraft.distill.train.ranks import describe_layout, fit_deepspeed, fit_fsdp, uses_deepspeed
 from redraft.distill.train.unpickle import without_code
 from redraft.eval.forecast.greedy import QuickMetrics, metric_sums, quick_metrics
@@ -221,8 +222,10 @@ class Distillation:
         state = self.accelerator.get_state_dict(self.module)
         return {name.removeprefix("draft."): tensor for name, tensor in (state or {}).items()}
 
-    def step(self, batches: Sequence[Batch]) -> StepStats:
+    def step(self, batches: Sequence[Batch], upcoming: Batch | None = None) -> StepStats:
         """Do one optimizer step over this rank's micro-batches. A non-finite loss or gradient skips it, and is counted.
+
+        `upcoming` is the first batch of the next step. A target that can work ahead gets its signal meanwhile.
 
         Raises: RuntimeError after MAX_SKIPPED_IN_A_ROW skipped steps, or if DeepSpeed cannot skip one.
         """
@@ -238,9 +241,12 @@ class Distillation:
         scale = self.accelerator.num_processes * len(batches) / max(1, stats.labels)
         sums, finite = None, True
         self.module.train()
-        for batch in batches:
+        for batch, following in zip(batches, [*batches[1:], upcoming], strict=True):
+            signal = self.target(batch)
+            if following is not None and isinstance(self.target, OneAhead):
+                self.target.start(following)
             with self.accelerator.accumulate(self.module):
-                loss, batch_sums_S3 = self.module(batch, self.target(batch), scale=scale)
+                loss, batch_sums_S3 = self.module(batch, signal, scale=scale)
                 finite = finite and self._all_finite(loss)
                 if finite:
                     self.accelerator.backward(loss)

@@ -1,0 +1,97 @@
+"""One batch ahead: a server or a disk works on the next batch's signal while the draft trains on this one.
+
+    training     | step 1           | step 2           | step 3
+    teacher   1  | 2                | 3                | 4          a step takes the time of the slower of the two
+
+On a GPU the states arrive in pinned memory, and are copied on a stream of their own while the step computes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from redraft.heads.draft import Batch, ExactTarget, TargetSignal
+
+
+def host_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor in host memory that `device` can copy without waiting: pinned, if it is a GPU."""
+    return torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+class OneAhead:
+    """A source of signals (`distill.signal.sources`) that can be asked for a batch before it is needed."""
+
+    def __init__(self, source: Callable[[Batch], TargetSignal], device: torch.device) -> None:
+        """Nothing else may call `source`. `device` is that of the batches."""
+        self._source = source
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._flight: _Flight | None = None
+
+    def start(self, batch: Batch) -> None:
+        """Let a thread get the signal of this batch. The one of an earlier batch that nobody fetched is dropped."""
+        if self._flight is not None:
+            self._flight.thread.join()
+        self._flight = _Flight(batch, lambda: self._get(batch))
+
+    def __call__(self, batch: Batch) -> TargetSignal:
+        """The signal of a batch: the one started with this very object, or else got now.
+
+        Raises: as the source.
+        """
+        flight = self._flight
+        if flight is not None:
+            flight.thread.join()  # a source is for one thread at a time
+        if flight is None or flight.batch is not batch:
+            signal = self._get(batch)
+        else:
+            self._flight = None
+            signal = flight.take()
+        if self._stream is not None:
+            self._hand_over(signal)
+        return signal
+
+    def _get(self, batch: Batch) -> TargetSignal:
+        with self._on_stream():
+            return self._source(batch)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+        else:  # device and stream are a thread's
+            with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+                yield
+                self._stream.synchronize()  # the thread waits for the copies, not the step
+
+    def _hand_over(self, signal: TargetSignal) -> None:
+        """Keep the memory of the tensors until the step's stream is done with them, too."""
+        known = signal.distribution
+        tensors = [known.hidden_BTD] if isinstance(known, ExactTarget) else [known.ids_BTK, known.log_probs_BTK]
+        for tensor in [*tensors, *([] if signal.aux_BTLD is None else [signal.aux_BTLD])]:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+class _Flight:
+    """A batch and the thread that gets its signal."""
+
+    def __init__(self, batch: Batch, get: Callable[[], TargetSignal]) -> None:
+        self.batch, self._get = batch, get
+        self._result: Future[TargetSignal] = Future()
+        # A daemon, so that a run that ends does not wait minutes for a dead server.
+        self.thread = threading.Thread(target=self._fly, name="one batch ahead", daemon=True)
+        self.thread.start()
+
+    def _fly(self) -> None:
+        try:
+            self._result.set_result(self._get())
+        except BaseException as error:
+            self._result.set_exception(error)
+
+    def take(self) -> TargetSignal:
+        return self._result.result()
