@@ -2,7 +2,8 @@
 
     every process, on the device    the target, or with servers only embeddings and head;  the draft: 4 bytes a weight,
                                     4 of gradient, 8 of optimizer state, as far as the ranks do not share them out
-    every machine, in host memory   the target once for each process on it: each reads it whole before it moves
+    every machine, in host memory   the target once for each process on it: each reads it whole before it moves;
+                                    with --signal.shard once, for the process that reads it
 
 Activations come on top: `redraft bench-training --count` counts them.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +43,9 @@ class Need:
 
     target: int
     draft: int
+    host: int | None = None
+    """Bytes that one process of a launch reads into host memory, if the target is shared out. Else every process reads
+    the target."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +76,18 @@ def require_room(
         ValueError: the target or the draft does not fit. The message has the bytes and the ways out.
     """
     try:
-        config, target_bytes = _size_target(target, signal, choose_dtype(dtype, accelerator.device))
+        config, sizes = _size_target(target, choose_dtype(dtype, accelerator.device))
         draft_weights = count_draft(config)
     except Exception:  # transformers raises a dozen types for a config; the loading that follows reports each in a line
         return
-    need = Need(target=target_bytes, draft=round(draft_weights * bytes_by_weight(accelerator)))
+    is_shared = signal.shard and accelerator.num_processes > 1
+    target_bytes = sizes.whole
+    if signal.url:
+        target_bytes = sizes.outside
+    elif is_shared:
+        target_bytes = sizes.share(accelerator.num_processes)
+    draft_bytes = round(draft_weights * bytes_by_weight(accelerator))
+    need = Need(target=target_bytes, draft=draft_bytes, host=sizes.whole if is_shared else None)
     try:
         check(target, need, read_room(accelerator), has_servers=bool(signal.url))
     except ValueError:
@@ -97,9 +109,16 @@ def check(name: str, need: Need, room: Room, *, has_servers: bool) -> None:
             f"{name} takes {_gb(need.target)} in every process, and the draft {_gb(need.draft)} (weights, gradients, "
             f"optimizer state): more than the {_gb(room.device_bytes)} of {room.device}; {ways}"
         )
+    held = "target and draft" if room.device_bytes is None else "the target, on the way to its GPU"
     on_host = room.processes * (both if room.device_bytes is None else need.target)
-    if on_host > room.host_bytes:
-        held = "target and draft" if room.device_bytes is None else "the target, on the way to its GPU"
+    if need.host is not None:  # one process reads the target and gives the others their part
+        on_host = need.host + (room.processes * both if room.device_bytes is None else 0)
+        if on_host > room.host_bytes:
+            raise ValueError(
+                f"{name}: one process reads all of it into this machine's memory, {_gb(on_host)} in all: more than its "
+                f"{_gb(room.host_bytes)}; {ways}"
+            )
+    elif on_host > room.host_bytes:
         raise ValueError(
             f"{name}: every process reads {held} into this machine's memory, {_gb(on_host)} in all for "
             f"{room.processes}: more than its {_gb(room.host_bytes)}; start fewer processes, or {ways}"
@@ -109,7 +128,8 @@ def check(name: str, need: Need, room: Room, *, has_servers: bool) -> None:
 def _ways_out(need: Need, *, has_servers: bool) -> str:
     if has_servers or need.draft > need.target:
         return "shard the draft: accelerate launch --config_file recipes/accelerate/fsdp2.yaml"
-    return (
+    share = "" if need.host is not None else "share it out over the processes: --signal.shard; or "
+    return share + (
         "let vLLM servers hold the target, on other GPUs: --signal.kind endpoint --signal.url URL, "
         "or --signal.kind cache --signal.url URL to read their answers from disk"
     )
@@ -122,8 +142,26 @@ def _gb(num_bytes: float) -> str:
 # -------------------------------------------------------------------------------------------------------------- sizes
 
 
-def _size_target(name: str, signal: Signal, dtype: torch.dtype | None) -> tuple[Any, int]:
-    """(text config, bytes in one process).
+@dataclass(frozen=True, kw_only=True)
+class TargetSizes:
+    """Bytes of a target's weights."""
+
+    outside: int
+    """Embeddings, final norm and head."""
+    layers: tuple[int, ...]
+    """Each layer."""
+
+    @property
+    def whole(self) -> int:
+        return self.outside + sum(self.layers)
+
+    def share(self, ranks: int) -> int:
+        """In each of `ranks` processes that share out the layers. A pass gathers one while the next arrives."""
+        return self.outside + -(-sum(self.layers) // ranks) + 2 * max(self.layers, default=0)
+
+
+def _size_target(name: str, dtype: torch.dtype | None) -> tuple[Any, TargetSizes]:
+    """(text config, bytes).
 
     Raises:
         ValueError: the weights are stored in fewer bits than the config's type.
@@ -134,8 +172,12 @@ def _size_target(name: str, signal: Signal, dtype: torch.dtype | None) -> tuple[
         raise ValueError(f"{name} is quantised")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
-    kept = (x for n, x in model.named_parameters() if not signal.url or ".layers." not in n)
-    return config.get_text_config(), sum(x.numel() * x.element_size() for x in kept)
+    outside, layers = 0, Counter[str]()
+    for full_name, weight in model.named_parameters():
+        size, (_, found, rest) = weight.numel() * weight.element_size(), full_name.partition(".layers.")
+        outside += 0 if found else size
+        layers[rest.partition(".")[0]] += size if found else 0
+    return config.get_text_config(), TargetSizes(outside=outside, layers=tuple(layers.values()))
 
 
 def count_head(family: str, options: Any, draft_vocab_size: int, target_config: Any) -> int:

@@ -20,7 +20,16 @@ from torch import nn
 
 from redraft.distill.data.vocabulary import require_smaller
 from redraft.distill.fit import count_head, require_room
-from redraft.distill.inputs import Data, Signal, TargetDtype, live_signal, load_data, load_target, target_signal
+from redraft.distill.inputs import (
+    Data,
+    Signal,
+    TargetDtype,
+    live_signal,
+    load_data,
+    load_target,
+    require_no_engine,
+    target_signal,
+)
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.prove import (
     EngineProof,
@@ -33,6 +42,7 @@ from redraft.distill.prove import (
     publish_draft,
     report,
 )
+from redraft.distill.signal.sharded import is_sharded, leading
 from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, train
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.run import Run
@@ -138,6 +148,9 @@ class HeadRun:
         check_num_tokens(cfg.prove.num_speculative_tokens, num_steps)
         if cfg.loop.on_policy and cfg.signal.kind != "model":
             raise ValueError("only a target in this process writes text to learn on: --signal.kind model")
+        if cfg.loop.on_policy and cfg.signal.shard:
+            raise ValueError("a target in shards writes no text: --loop.on-policy 0")
+        require_no_engine(cfg.signal, engine=cfg.prove.engine)
         if cfg.start_from is not None:
             require_head(cfg.start_from, name, model_folder(cfg.target))
         self.cfg, self.family, self.started = cfg, find_family(name), time.perf_counter()
@@ -182,8 +195,8 @@ class HeadRun:
         Raises: ValueError if the weights are on another machine.
         """
         layers, norm = list(self.model.base_model.layers[-count:]), self.model.base_model.norm
-        if next(layers[-1].parameters()).is_meta:
-            raise ValueError("the target's layers stay on its server: begin at random with --init random")
+        if is_sharded(self.model) or next(layers[-1].parameters()).is_meta:
+            raise ValueError("the target's layers are not in this process: begin at random with --init random")
         return layers, norm
 
     def mask_token(self, given: int | None) -> int:
@@ -200,7 +213,8 @@ class HeadRun:
     def forecast(self, head: Any) -> Forecast | None:
         """Expected acceptance of the head in the engine's dtype, on the main process; None on the others. The head
         itself stays as it is."""
-        return self.forecaster.forecast(*self._in_engine(head)) if self.accelerator.is_main_process else None
+        with leading(self.model) as leads:
+            return self.forecaster.forecast(*self._in_engine(head)) if leads else None
 
     def _in_engine(self, head: Any) -> tuple[Any, SignalFunction]:
         """A copy of the head in the engine's dtype, and its signal."""
@@ -259,7 +273,7 @@ class HeadRun:
             return after
 
         folder, after = publish_draft(
-            self.cfg.prove, self.run, self.data, self.cfg.target, write_corrected, forecast, name
+            self.cfg.prove, self.run, self.data, self.cfg.target, write_corrected, forecast, name, model=self.model
         )
         if after is not None:
             self.forecasts[folder] = after

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 
 from redraft.distill.data.conversations import (
     Conversation,
@@ -30,13 +30,14 @@ from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.features import EndpointHiddenStates, load_skeleton
 from redraft.distill.signal.features_store import DEFAULT_STORAGE
+from redraft.distill.signal.sharded import leading, load_sharded
 from redraft.distill.signal.shards import Content, is_complete, write_cache
 from redraft.distill.signal.sources import EndpointTarget, InProcessTarget
 from redraft.distill.train.loop import LoadedData, Loop
 from redraft.distill.train.run import TOKENS, Run
 from redraft.eval.forecast.greedy import SignalFunction
 from redraft.heads.files.artifact import fingerprint
-from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_tokenizer
+from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_text_config, load_tokenizer, refuse_quantised
 from redraft.heads.files.folder import model_folder
 
 DATE_FLAG = "--data.date"
@@ -92,6 +93,12 @@ class Signal:
     k: int = 32
     """Number of most probable tokens kept for each position, for a standalone draft with endpoint or cache. The rest of
     the probability becomes one bucket."""
+    shard: bool = False
+    """Share the layers of a target in these processes out over them (FSDP2), instead of a whole copy in each. Only the
+    first process reads the files. Needs --prove.no-engine."""
+    exact: bool = False
+    """For a standalone draft with endpoint or cache: read hidden states, as a head does, which give the exact
+    distribution. The servers are then those of `redraft serve-features`, and faster: without `prompt_logprobs`."""
     url: tuple[str, ...] = ()
     """Addresses of the target's vLLM servers, http://HOST:PORT. Each request goes to the least busy one, and a failed
     server is skipped until it is back. For a head, start them with `redraft serve-features`; for a standalone draft,
@@ -109,6 +116,10 @@ class Signal:
             raise ValueError(f"--signal.k is {self.k}: a row keeps at least 1 id")
         if self.kind == "endpoint" and not self.url:
             raise ValueError("--signal.kind endpoint needs --signal.url, the address of the target's vLLM server")
+        if self.shard and self.url:
+            raise ValueError("--signal.shard is for a target in these processes: with --signal.url servers hold it")
+        if self.kind == "model" and self.exact:
+            raise ValueError("--signal.exact is for servers and caches: a target in this process is always exact")
         if self.kind == "model" and self.url:
             raise ValueError("--signal.url is not read with --signal.kind model: choose endpoint or cache")
 
@@ -121,6 +132,15 @@ def choose_dtype(dtype: TargetDtype | None, device: torch.device) -> torch.dtype
     return torch.float32 if device.type == "cpu" else None
 
 
+SERVERS = "read it from vLLM servers (--signal.kind endpoint --signal.url URL)"
+
+
+def require_no_engine(signal: Signal, *, engine: bool) -> None:
+    """Raise ValueError if a target in shards is to be served: these processes hold its memory until they end."""
+    if signal.shard and engine:
+        raise ValueError("a target in shards leaves no room for an engine: add --prove.no-engine, and run redraft eval")
+
+
 def load_target(target: str, signal: Signal, device: torch.device, dtype: TargetDtype | None = None) -> tuple[Any, Any]:
     """The target, frozen, and its tokenizer.
 
@@ -130,9 +150,15 @@ def load_target(target: str, signal: Signal, device: torch.device, dtype: Target
     Raises: FileNotFoundError or ValueError, naming the missing or corrupt file.
     """
     tokenizer = load_tokenizer(target)
+    if not signal.url:
+        refuse_quantised(
+            load_text_config(target), f"{target} in the training process", f"{SERVERS}, which serve it as it is"
+        )
     chosen = choose_dtype(dtype, device)
     if signal.url:
         return load_skeleton(target, chosen, device), tokenizer
+    if signal.shard and PartialState().num_processes > 1:
+        return load_sharded(target, chosen, device), tokenizer
     return load_causal_lm(target, chosen).to(device).requires_grad_(False).eval(), tokenizer
 
 
@@ -229,9 +255,9 @@ def live_signal(
     if not signal.url:
         return InProcessTarget(target, aux_layers or ())
     servers = Endpoints([Endpoint(url, attempts=1) for url in signal.url])
-    if aux_layers is None:
+    if aux_layers is None and not signal.exact:
         return EndpointTarget(servers, k=signal.k)
-    states = EndpointHiddenStates(servers, target, aux_layers, signal.storage)
+    states = EndpointHiddenStates(servers, target, aux_layers or (), signal.storage)
     states.require_target()
     return states
 
@@ -252,22 +278,25 @@ def target_signal(
     """
     if not signal.url and signal.kind != "cache":
         return live_signal(signal, target, aux_layers)
+    if signal.exact:
+        aux_layers = aux_layers or ()
     device = accelerator.device
     if signal.kind != "cache":
         return OneAhead(live_signal(signal, target, aux_layers), device)
     samples = [*data.train.samples, *data.held_out.samples]
     cache, target_print = signal.cache or folder / "target-cache", fingerprint(model_folder(name))
-    if accelerator.is_main_process and not is_complete(cache):
-        write_cache(
-            samples,
-            live_signal(signal, target, aux_layers),
-            cache,
-            _content(signal, target, aux_layers),
-            target=target_print,
-            sequence_length=data.train.sequence_length,
-            batch_size=8,
-            device=accelerator.device,
-        )
+    with leading(target) as leads:
+        if leads and not is_complete(cache):
+            write_cache(
+                samples,
+                live_signal(signal, target, aux_layers),
+                cache,
+                _content(signal, target, aux_layers),
+                target=target_print,
+                sequence_length=data.train.sequence_length,
+                batch_size=8,
+                device=accelerator.device,
+            )
     accelerator.wait_for_everyone()
     identity = {"target": target_print, "data": data_hash(samples)}
     if aux_layers is None:

@@ -19,6 +19,7 @@ from torch import nn
 
 from redraft.distill.doctor.label_probe import label_probe
 from redraft.distill.inputs import TargetDtype
+from redraft.distill.signal.sharded import leading
 from redraft.distill.signal.sources import EndpointTarget
 from redraft.distill.train.loop import LoadedData, TrainingCost
 from redraft.distill.train.run import Run
@@ -175,11 +176,13 @@ def publish_draft(
     write: Callable[[Path], None],
     forecast: Callable[[Path], Forecast],
     name: str = "draft",
+    model: Any = None,
 ) -> tuple[Path, Forecast | None]:
     """Publish the files written by `write(folder)`, with provenance and forecast, as the folder `name` of the run.
 
     `forecast(folder)` makes the forecast of the files just written, on the held-out prompts. Serving is held to it.
-    The main process writes; the others wait for it, and get None for the forecast.
+    The main process writes; the others wait for it, and get None for the forecast. `model` is the target, which may be
+    shared out over them.
     """
     folder, after = run.folder / name, None
     if run.accelerator.is_main_process:
@@ -210,7 +213,9 @@ def publish_draft(
             )
             provenance["forecast"] = stored.to_json()
 
-        publish(folder, write_and_forecast, provenance, overwrite=True)
+    with leading(model) as leads:
+        if leads:
+            publish(folder, write_and_forecast, provenance, overwrite=True)
     run.accelerator.wait_for_everyone()
     return folder, after
 

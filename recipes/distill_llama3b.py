@@ -16,9 +16,19 @@ from typing import Literal
 import torch
 
 from redraft.distill.fit import count_standalone, require_room
-from redraft.distill.inputs import Data, Signal, TargetDtype, live_signal, load_data, load_target, target_signal
+from redraft.distill.inputs import (
+    Data,
+    Signal,
+    TargetDtype,
+    live_signal,
+    load_data,
+    load_target,
+    require_no_engine,
+    target_signal,
+)
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.prove import Forecaster, Prove, leave_gpu, prove_in_engine, publish_draft, report
+from redraft.distill.signal.sharded import leading
 from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, train
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.run import Run
@@ -74,6 +84,7 @@ PRESETS = {
 def main(cfg: Config) -> None:
     started = time.perf_counter()
     accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb)
+    require_no_engine(cfg.signal, engine=cfg.prove.engine)
     require_room(cfg.target, cfg.signal, accelerator, functools.partial(count_standalone, cfg.draft), cfg.target_dtype)
     run = Run.open(cfg.output, asdict(cfg), accelerator, resume=cfg.resume, overwrite=cfg.overwrite)
 
@@ -88,9 +99,10 @@ def main(cfg: Config) -> None:
 
     # 3. Forecast of the untrained draft. Only the main process has a forecaster.
     forecaster, before = None, None
-    if accelerator.is_main_process:
-        forecaster = Forecaster(cfg.prove, cfg.target, target, live_signal(cfg.signal, target), data, run)
-        before = forecaster.forecast(untrained)
+    with leading(target) as leads:
+        if leads:
+            forecaster = Forecaster(cfg.prove, cfg.target, target, live_signal(cfg.signal, target), data, run)
+            before = forecaster.forecast(untrained)
     leave_gpu(untrained)
 
     # 4. Optimizer, `prepare` and the loop; for the baseline first, if there is one.
@@ -106,11 +118,12 @@ def main(cfg: Config) -> None:
     ce_baseline = None
     if cfg.prove.ce_baseline:
         weights, _ = distil(Divergence(name="cross_entropy"), run.beside("ce-baseline"))
-        if forecaster:
-            draft = make_draft(cfg.draft, target, tokenizer, cfg.loop.seed)
-            draft.load_state_dict(weights)
-            ce_baseline = forecaster.forecast(draft)
-            leave_gpu(draft)
+        with leading(target):
+            if forecaster:
+                draft = make_draft(cfg.draft, target, tokenizer, cfg.loop.seed)
+                draft.load_state_dict(weights)
+                ce_baseline = forecaster.forecast(draft)
+                leave_gpu(draft)
     weights, cost = distil(cfg.divergence, run)
 
     # 5. The proof: publish the draft with its forecast, serve it in vLLM, report.
@@ -124,9 +137,10 @@ def main(cfg: Config) -> None:
         leave_gpu(published)
         return after
 
-    folder, after = publish_draft(cfg.prove, run, data, cfg.target, write, forecast)
+    folder, after = publish_draft(cfg.prove, run, data, cfg.target, write, forecast, model=target)
     if before and after:
-        leave_gpu(target)
+        if cfg.prove.engine:
+            leave_gpu(target)
         served = {"method": "draft_model", "model": str(folder.absolute())}
         engine = (
             prove_in_engine(cfg.prove, cfg.target, served, data.prompts, run.folder, dtype=cfg.target_dtype)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from redraft.heads.draft import Batch, Drafted, DraftStep, TargetSignal, attention_mask, draw, label_rows
@@ -209,7 +210,7 @@ def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> Standa
 def _make_initial(init: Init, target: Any, tokenizer: Any, seed: int) -> StandaloneDraft:
     torch.manual_seed(seed)
     vocab_size = target.config.vocab_size
-    if init.layers and any(parameter.is_meta for parameter in target.parameters()):
+    if init.layers and any(p.is_meta or isinstance(p, DTensor) for p in target.parameters()):
         raise ValueError(
             "a draft of the target's layers needs its weights, which the endpoint does not give: begin with "
             "draft.checkpoint or draft.num_layers, or read the target from its folder (--signal.kind model or cache)"

@@ -69,6 +69,16 @@ def load_text_config(name_or_path: str | Path) -> Any:
     return AutoConfig.from_pretrained(str(name_or_path)).get_text_config()
 
 
+def refuse_quantised(config: Any, name: str, cure: str) -> None:
+    """Raise ValueError, with a name and a cure, if a model's weights are stored in FP8, by AWQ, GPTQ or the like."""
+    if settings := getattr(config, "quantization_config", None):
+        read = settings.get if isinstance(settings, dict) else functools.partial(getattr, settings)
+        method = read("quant_method", None) or read("quant_algo", None) or "packed"
+        raise ValueError(
+            f"{name}: it is quantised ({getattr(method, 'value', method)}), which is not supported; {cure}"
+        )
+
+
 def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
     """Ids of the tokens at which an engine ends an answer, from the tokenizer and from generation_config.json."""
     path = model_folder(name_or_path) / "generation_config.json"

@@ -20,6 +20,7 @@ from redraft.distill.train.step import Optim
 from redraft.heads.families import mtp
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.families.mtp_layouts import detect_layout
+from redraft.heads.files.checkpoint import refuse_quantised
 from redraft.heads.files.folder import model_folder
 from redraft.recipes.cli import run_recipe
 
@@ -53,8 +54,11 @@ PRESETS = {
 
 def main(cfg: Config) -> None:
     # 1. The target, the data, and the folder of the run.
+    config = target_config(cfg.target)
+    # The layer would be stored beside scales that are not its scales.
+    refuse_quantised(config, f"an MTP layer for {cfg.target}", "give the folder of the weights before quantisation")
     if not cfg.as_mimo:
-        detect_layout(target_config(cfg.target))  # refuses a target without MTP layers, before any work
+        detect_layout(config)  # refuses a target without MTP layers, before any work
     run = HeadRun(cfg, "mtp", cfg.head.num_steps, convert=as_mimo if cfg.as_mimo else None)
     folder = model_folder(run.target_name)
 

@@ -53,6 +53,38 @@ def test_a_70b_target_is_refused_on_80_gb_with_its_bytes(tmp_path: Path, monkeyp
         require_room(str(tmp_path), Signal(), accelerator, head)
 
 
+def test_a_70b_target_in_shards_fits_eight_gpus_of_80_gb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """17.1 GB of layers and 4.2 of embeddings and head, and 3.4 for two gathered layers."""
+    LLAMA_70B.save_pretrained(tmp_path)
+    seen: list[Need] = []
+    monkeypatch.setattr(fit, "read_room", lambda _: H100)
+
+    def look(name: str, need: Need, room: Room, *, has_servers: bool) -> None:
+        seen.append(need)
+        check(name, need, room, has_servers=has_servers)
+
+    def draft(_: Any) -> int:
+        return 3_212_749_824  # Llama-3.2-3B
+
+    monkeypatch.setattr(fit, "check", look)
+    plugin = SimpleNamespace(zero_stage=2, offload_optimizer_device="none")
+    for accelerator in (
+        accelerator_of(DistributedType.MULTI_GPU),
+        accelerator_of(DistributedType.DEEPSPEED, deepspeed_plugin=plugin),
+    ):
+        require_room(str(tmp_path), Signal(shard=True), accelerator, draft)
+    assert [round(need.target / 1e9, 1) for need in seen] == [24.7, 24.7]
+    assert [round(need.draft / 1e9, 1) for need in seen] == [51.4, 17.7]
+    assert {round(need.host / 1e9, 1) for need in seen} == {141.1}
+    accelerator = accelerator_of(DistributedType.MULTI_GPU)
+    accelerator.num_processes = 1  # nobody to share with
+    with pytest.raises(ValueError, match=r"takes 141\.1 GB"):
+        require_room(str(tmp_path), Signal(shard=True), accelerator, draft)
+    monkeypatch.setattr(fit, "read_room", lambda _: replace(H100, host_bytes=140 * 10**9))
+    with pytest.raises(ValueError, match=r"one process reads all of it .* 141\.1 GB in all: more than its 140\.0 GB"):
+        require_room(str(tmp_path), Signal(shard=True), accelerator_of(DistributedType.MULTI_GPU), draft)
+
+
 def test_the_host_holds_the_target_once_for_each_process_of_the_machine() -> None:
     need = Need(target=16 * 10**9, draft=6 * 10**9)
     check("8B", need, replace(H100, host_bytes=129 * 10**9), has_servers=False)
@@ -68,8 +100,10 @@ def test_the_host_holds_the_target_once_for_each_process_of_the_machine() -> Non
 
 
 def test_the_way_out_is_the_one_that_helps() -> None:
-    with pytest.raises(ValueError, match=r"--signal\.kind endpoint"):
+    with pytest.raises(ValueError, match=r"--signal\.shard; or let .* --signal\.kind endpoint"):
         check("70B", Need(target=141 * 10**9, draft=10**9), H100, has_servers=False)
+    with pytest.raises(ValueError, match=r"cuda:0; let vLLM servers"):
+        check("700B", Need(target=200 * 10**9, draft=10**9, host=1), H100, has_servers=False)
     for need, has_servers in (
         (Need(target=4 * 10**9, draft=128 * 10**9), True),
         (Need(target=10, draft=10**11), False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from redraft.distill.inputs import Data, Signal, load_data, load_target
 from redraft.distill.train.loop import LoadedData, Loop
 from redraft.distill.train.run import Run
 from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.recipes.train import mtp_qwen3_next
 
 DAY = datetime.date(2024, 2, 29)
 
@@ -104,3 +106,20 @@ def test_a_target_computes_in_the_type_asked_for(random_target: Path) -> None:
     cpu = torch.device("cpu")
     assert load_target(str(random_target), Signal(), cpu)[0].dtype == torch.float32
     assert load_target(str(random_target), Signal(), cpu, "bfloat16")[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "modelopt"])
+def test_a_quantised_target_is_refused_with_the_cure(method: str, random_target: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(random_target, tmp_path / "target"))
+    config = json.loads((folder / "config.json").read_text())
+    key = "quant_algo" if method == "modelopt" else "quant_method"
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {key: method}}))
+    with pytest.raises(ValueError, match=rf"quantised \({method}\), .*--signal\.kind endpoint") as refused:
+        load_target(str(folder), Signal(), torch.device("cpu"))
+    assert "\n" not in str(refused.value)
+    served = Signal(kind="endpoint", url=("http://t1:8001",))
+    assert load_target(str(folder), served, torch.device("cpu"))[0].lm_head.weight.shape[1] == 64
+    cfg = mtp_qwen3_next.Config(target=str(folder), as_mimo=True, output=tmp_path / "run")
+    with pytest.raises(ValueError, match="give the folder of the weights before quantisation"):
+        mtp_qwen3_next.main(cfg)
+    assert not (tmp_path / "run").exists()

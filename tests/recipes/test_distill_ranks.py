@@ -88,3 +88,18 @@ def test_a_head_trained_in_shards_is_resumed_and_exported(
     alone = launch(None, recipe, random_target, data, tmp_path / "run", *flags, "--resume", "--loop.batch-size", "2")
     assert alone.returncode == 2
     assert "was written by 2 processes of " in alone.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["distill_llama3b.py", "train/medusa_llama8b.py"])
+def test_a_target_in_shards_is_forecast_as_a_whole_one(
+    recipe: str, random_target: Path, data: Path, tmp_path: Path
+) -> None:
+    flags = ["--optim.lr", "1e-3", "--prove.no-engine"]
+    if recipe.startswith("distill"):
+        flags += ["--draft.num-layers", "1", "--draft.hidden-size", "64"]
+    for config, more in ((None, []), ("ddp", ["--signal.shard"])):
+        done = launch(config, recipe, random_target, data, tmp_path / str(config), *flags, *more)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    one, two = (report(tmp_path / str(config))["offline"]["tau_forecast"] for config in (None, "ddp"))
+    assert two == pytest.approx(one, rel=1e-3)

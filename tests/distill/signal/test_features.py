@@ -39,7 +39,7 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import LoadedData
 from redraft.distill.train.step import distill_loss
 from redraft.eval.engine.server import VllmServer, vllm_server
-from redraft.heads.draft import Batch, ExactTarget, TargetSignal
+from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families import eagle3, medusa
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.target import Target
@@ -328,6 +328,29 @@ def test_a_fleet_sends_what_the_model_computes_and_lost_states_are_asked_for_aga
     for mine, its in zip(states(InProcessTarget(model, LAYERS)(batch), batch), states(streamed, batch), strict=True):
         torch.testing.assert_close(its, mine, atol=2e-4, rtol=1e-4)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_standalone_draft_learns_the_exact_distribution_from_servers_and_cache(
+    random_target: Path, tmp_path: Path
+) -> None:
+    samples, accelerator = make_samples(), Accelerator(cpu=True)
+    model, batch = load(random_target), make_batch(samples)
+    data, name = make_data(samples), str(random_target)
+    skeleton = load_skeleton(name, torch.float32, torch.device("cpu"))
+    with teaching(make_teacher(model, str(tmp_path))) as teacher:
+        served: dict[str, Any] = {"url": (teacher.url,), "storage": str(tmp_path), "exact": True}
+        live = target_signal(Signal(kind="endpoint", **served), skeleton, name, data, tmp_path, accelerator)(batch)
+        wanted = Signal(kind="cache", cache=tmp_path / "cache", cache_dtype="float32", **served)
+        cached = target_signal(wanted, skeleton, name, data, tmp_path, accelerator)(batch)
+    expected = InProcessTarget(model)(batch)
+    rows_BT = label_rows(batch, 0)
+    for signal in (live, cached):
+        assert isinstance(signal.distribution, ExactTarget)
+        assert signal.aux_BTLD is None
+        hidden, its = (s.distribution.hidden_BTD[rows_BT] for s in (expected, signal))
+        torch.testing.assert_close(its, hidden, atol=2e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="a target in this process is always exact"):
+        Signal(exact=True)
 
 
 def test_a_fleet_with_a_server_of_another_target_names_it(
