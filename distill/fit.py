@@ -111,11 +111,11 @@ def check(name: str, need: Need, room: Room, *, has_servers: bool) -> None:
         )
     held = "target and draft" if room.device_bytes is None else "the target, on the way to its GPU"
     on_host = room.processes * (both if room.device_bytes is None else need.target)
-    if need.host is not None:  # one process reads the target and gives the others their part
+    if need.host is not None:  # one process reads the target and gives the others a part
         on_host = need.host + (room.processes * both if room.device_bytes is None else 0)
         if on_host > room.host_bytes:
             raise ValueError(
-                f"{name}: one process reads all of it into this machine's memory, {_gb(on_host)} in all: more than its "
+                f"{name}: one process reads all of it into this machine's memory, {_gb(on_host)} in all: more than "
                 f"{_gb(room.host_bytes)}; {ways}"
             )
     elif on_host > room.host_bytes:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 PROBES = ("a", " a", "a ", "\n", "\n\n", "\n\n1", "  1", "  a", "É ", "a\n ", "'s", "{}", "")
-"""Texts whose ids depend on their neighbours, if anything in a tokenizer does."""
+"""Texts whose ids depend on the neighbours, if anything in a tokenizer does."""
 
 
 class PieceEncoder:

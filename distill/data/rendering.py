@@ -158,7 +158,7 @@ class Renderer:
         (an answer that begins with a newline), the answer is tokenised by itself: a generated token cannot merge with
         the prompt.
         """
-        # In one call, because they share most of their pieces.
+        # In one call, because they share most pieces.
         ids = self.tokenise([text for turn in turns for text in (turn.prompt, turn.prompt + turn.answer)])
         pairs = []
         for turn, prompt, whole in zip(turns, ids[::2], ids[1::2], strict=True):

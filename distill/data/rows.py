@@ -64,7 +64,7 @@ def read_rows(source: str, split: str) -> Iterator[Row]:
 
 
 def identify_source(source: str, split: str) -> list[Any]:
-    """The identity of a source: names, sizes and times of its files, or the fingerprint of a data set of the hub.
+    """The identity of a source: names, sizes and times of files, or the fingerprint of a data set of the hub.
 
     Raises: as `read_rows`.
     """

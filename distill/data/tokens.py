@@ -5,7 +5,7 @@ tokens/3f2a.../                 the name is a hash of everything on which the to
   train.labels   bool           whether each is a label
   train.ends     int64          where each sample ends
   train.keys     32 bytes       each sample's conversation, by hash
-  train.domains  int16          its domain, as a place in `about.json`
+  train.domains  int16          the domain, as a place in `about.json`
   held-out.*                    the same
   about.json                    origin, counts, held-out prompts
 """

@@ -3,7 +3,7 @@
     training     | step 1           | step 2           | step 3
     teacher   1  | 2                | 3                | 4          a step takes the time of the slower of the two
 
-On a GPU the states arrive in pinned memory, and are copied on a stream of their own while the step computes.
+On a GPU the states arrive in pinned memory, and are copied on another stream while the step computes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class OneAhead:
 
 
 class _Flight:
-    """A batch and the thread that gets its signal."""
+    """A batch and the thread that gets the signal."""
 
     def __init__(self, batch: Batch, get: Callable[[], TargetSignal]) -> None:
         self.batch, self._get = batch, get

@@ -1,4 +1,4 @@
-"""A target that no process holds whole: its layers are shared out over the ranks, and gathered one by one (FSDP2).
+"""A target that no process holds whole: the layers are shared out over the ranks, and gathered one by one (FSDP2).
 
     rank 0   reads the files, once         every rank  embeddings, final norm and head whole, 1/ranks of each layer
              └─ one tensor at a time ────►             a pass gathers a layer, computes, and lets go of it
@@ -57,7 +57,7 @@ def _tensors(model: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _fill(model: Any, whole: dict[str, Tensor] | None, device: torch.device) -> None:
-    """Give every rank its part of each tensor of rank 0."""
+    """Give every rank a part of each tensor of rank 0."""
     for name, place in _tensors(model).items():
         full = torch.empty(place.shape, dtype=place.dtype, device=device)
         if whole is not None:

@@ -40,7 +40,7 @@ def _check(folder: Path) -> None:
 
 
 def _lasting(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config on which a resumed run must agree. Servers, their storage and the data's cache may move."""
+    """The part of a config on which a resumed run must agree. Servers, storage and the data's cache may move."""
     kept = {key: value for key, value in config.items() if key not in MAY_CHANGE}
     if "signal" in kept:
         kept["signal"] = {**kept["signal"], "url": bool(kept["signal"]["url"]), "storage": None}
@@ -86,7 +86,7 @@ class Run:
         return run
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Call `work` on the main process while the others wait, and return its result on all.
+        """Call `work` on the main process while the others wait, and return the result on all.
 
         Raises: on the main process, as `work`; on the others, a ValueError with the same message.
         """

@@ -225,7 +225,7 @@ class Distillation:
     def step(self, batches: Sequence[Batch], upcoming: Batch | None = None) -> StepStats:
         """Do one optimizer step over this rank's micro-batches. A non-finite loss or gradient skips it, and is counted.
 
-        `upcoming` is the first batch of the next step. A target that can work ahead gets its signal meanwhile.
+        `upcoming` is the first batch of the next step. A target that can work ahead gets the signal meanwhile.
 
         Raises: RuntimeError after MAX_SKIPPED_IN_A_ROW skipped steps, or if DeepSpeed cannot skip one.
         """

@@ -55,7 +55,7 @@ PRESETS = {
 def main(cfg: Config) -> None:
     # 1. The target, the data, and the folder of the run.
     config = target_config(cfg.target)
-    # The layer would be stored beside scales that are not its scales.
+    # The layer would be stored beside scales of other weights.
     refuse_quantised(config, f"an MTP layer for {cfg.target}", "give the folder of the weights before quantisation")
     if not cfg.as_mimo:
         detect_layout(config)  # refuses a target without MTP layers, before any work

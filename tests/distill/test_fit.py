@@ -81,7 +81,7 @@ def test_a_70b_target_in_shards_fits_eight_gpus_of_80_gb(tmp_path: Path, monkeyp
     with pytest.raises(ValueError, match=r"takes 141\.1 GB"):
         require_room(str(tmp_path), Signal(shard=True), accelerator, draft)
     monkeypatch.setattr(fit, "read_room", lambda _: replace(H100, host_bytes=140 * 10**9))
-    with pytest.raises(ValueError, match=r"one process reads all of it .* 141\.1 GB in all: more than its 140\.0 GB"):
+    with pytest.raises(ValueError, match=r"one process reads all of it .* 141\.1 GB in all: more than 140\.0 GB"):
         require_room(str(tmp_path), Signal(shard=True), accelerator_of(DistributedType.MULTI_GPU), draft)
 
 
