@@ -5,10 +5,10 @@ D = hidden, E = rank of a bias, V = target vocabulary, W = draft vocabulary, K =
 (W, or K + a tail).
 
     for each chunk of target rows                    p_logits_CV = hidden @ head.T            one matmul
-        for each draft step with rows in it          z_MW        = hidden @ head.T            one matmul
+        for all draft steps with the same head       z_MW        = hidden @ head.T            one matmul
         for each block of target rows (cache-sized)  p, log p                                 once for all steps
             for each draft step                      z_MW       <- weight * dD/dz             closed form, float32
-        for each draft step                          d_hidden    = z_MW @ head                one matmul
+        for all draft steps with the same head       d_hidden    = z_MW @ head                one matmul
                                                      d_head     += z_MW.T @ hidden            one matmul, if trained
 
 A draft with a low-rank bias has a second product in the logits, and the same two matmuls for the gradients of that one.
@@ -403,7 +403,11 @@ def _split_into_parts(step: _Step, needed_N: Tensor, chunk_tokens: int) -> list[
 
 def _run_parts(request: _Request, chunk: _ExactTarget | _TopKTarget, parts: Sequence[_Part]) -> None:
     """Values and gradients of parts of different steps in one chunk."""
-    logits = [_logits(request.scratch, f"draft logits {index}", part) for index, part in enumerate(parts)]
+    sets = _group_by_heads(request.scratch, parts)
+    parts, logits = (
+        [part for each in sets for part in each.parts],
+        [z for each in sets for z in each.split(each.logits_MW)],
+    )
     # Blocks outside, steps inside: a block's p stays in cache while every step is compared with it.
     block_rows = _block_rows(max(chunk.width, *(z.shape[1] for z in logits)), logits[0].device)
     bounds = [part.bounds(block_rows, chunk.num_rows) for part in parts]
@@ -414,21 +418,51 @@ def _run_parts(request: _Request, chunk: _ExactTarget | _TopKTarget, parts: Sequ
             if here.start < here.stop:
                 _run_block(request, block, part, here, first, logits_MW[here])
     # Every row has passed through a block: `logits` now hold the gradient at the logits.
-    for part, dz_MW in zip(parts, logits, strict=True):
-        for each in part.step.factors:
-            if each.d_left is not None:
-                each.d_left.set_rows(part.rows_M, dz_MW @ each.head_WD)
-            if each.d_head is not None:
-                each.d_head.add_product(dz_MW.T, each.left_MD[part.rows_M])
+    for each in sets:
+        each.add_gradients()
 
 
-def _logits(scratch: _Scratch, name: str, part: _Part) -> Tensor:
-    """The draft's logits in the rows of a part, in the scratch memory of `name`."""
-    main, *others = part.step.factors
-    logits_MW = scratch.product(name, main.left_MD[part.rows_M], main.head_WD.T)
-    for each in others:
-        logits_MW.addmm_(each.left_MD[part.rows_M], each.head_WD.T)
-    return logits_MW
+@dataclass(frozen=True)
+class _Set:
+    """Parts of steps with the same heads. Their products are made at once: few rows at a time would be slow."""
+
+    parts: Sequence[_Part]
+    lefts: Sequence[Tensor]
+    """The left factors in the rows of all parts, one part below the other, for each head."""
+    logits_MW: Tensor
+    """In the same rows."""
+
+    def split(self, values_MX: Tensor) -> Sequence[Tensor]:
+        """The rows of every part: views."""
+        return torch.split(values_MX, [len(part.rows_M) for part in self.parts])
+
+    def add_gradients(self) -> None:
+        """Gradients of the factors, from those at the logits, which have taken the logits' place."""
+        for index, (left_MD, shared) in enumerate(zip(self.lefts, self.parts[0].step.factors, strict=True)):
+            d_lefts = [part.step.factors[index].d_left for part in self.parts]
+            if any(d_left is not None for d_left in d_lefts):
+                values = self.split(self.logits_MW @ shared.head_WD)
+                for part, d_left, value_MD in zip(self.parts, d_lefts, values, strict=True):
+                    if d_left is not None:
+                        d_left.set_rows(part.rows_M, value_MD)
+            if shared.d_head is not None:
+                shared.d_head.add_product(self.logits_MW.T, left_MD)
+
+
+def _group_by_heads(scratch: _Scratch, parts: Sequence[_Part]) -> list[_Set]:
+    """The parts by heads, with logits in the scratch memory."""
+    groups: dict[tuple[int, ...], list[_Part]] = {}
+    for part in parts:
+        groups.setdefault(tuple(id(each.head_WD) for each in part.step.factors), []).append(part)
+    sets = []
+    for number, group in enumerate(groups.values()):
+        heads = [each.head_WD for each in group[0].step.factors]
+        lefts = [torch.cat([part.step.factors[i].left_MD[part.rows_M] for part in group]) for i in range(len(heads))]
+        logits_MW = scratch.product(f"draft logits {number}", lefts[0], heads[0].T)
+        for left_MD, head_WD in zip(lefts[1:], heads[1:], strict=True):
+            logits_MW.addmm_(left_MD, head_WD.T)
+        sets.append(_Set(group, lefts, logits_MW))
+    return sets
 
 
 def _run_block(
