@@ -273,6 +273,7 @@ def _training(model: nn.Module, loss: Callable[[], Tensor]) -> Run:
 
 CONDITIONS = "tokens/s on 2 cores with AMX, 2026-11"
 ON_EPYC = "tokens per CPU-second on one EPYC core, 2026-11"
+ON_AMX = "tokens per CPU-second on one core with AMX, 2026-11"
 
 
 def _of_speculators(build: Callable[..., Run], recorded: str, recorded_compiled: str) -> dict[str, Peer]:
@@ -304,8 +305,8 @@ PEERS: dict[str, dict[str, Peer]] = {
             build=modelopt_eagle3,
         ),
     },
-    "DFlash": _of_speculators(speculators_dflash, "not measured", "not measured"),
-    "DSpark": _of_speculators(speculators_dspark, "not measured", "not measured"),
+    "DFlash": _of_speculators(speculators_dflash, f"127 {ON_AMX}", "not measured"),
+    "DSpark": _of_speculators(speculators_dspark, f"99 {ON_AMX}", "not measured"),
     "P-EAGLE": _of_speculators(speculators_peagle, "not measured", "not measured"),
     "Medusa": {
         "ModelOpt": Peer(
