@@ -75,6 +75,8 @@ class Family:
     """vLLM's name for it in --speculative-config; None if vLLM has no proposer."""
     decoders: tuple[Decoder, ...]
     """Decoders for serving."""
+    last_vllm: str = ""
+    """The last vLLM that serves it, e.g. "0.32"; empty for a family that the newest one serves."""
     tensors: str = ""
     """Pattern of a tensor name by which a checkpoint is recognised. The first matching row of the table wins."""
     architectures: tuple[str, ...] = ()
@@ -297,6 +299,7 @@ FAMILIES: tuple[Family, ...] = (
         draft="redraft.heads.families.medusa:Medusa",
         method="medusa",
         decoders=("v1", "reference"),
+        last_vllm="0.32",
         tensors=r"(medusa_heads\.)?(blocks\.0\..*|0\.0\.linear\..*)",
         architectures=("MedusaModel",),
         reads="last",

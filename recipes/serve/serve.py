@@ -22,7 +22,7 @@ from redraft.eval.engine.command import vllm_command
 from redraft.eval.engine.ngrams_first import HeadLimits, mix
 from redraft.eval.engine.server import engine_is_cpu, lookup_env, require_runner, vllm_keys
 from redraft.eval.forecast.ngram import Ngram
-from redraft.heads.catalog import Method, find_family, list_methods
+from redraft.heads.catalog import FAMILIES, Family, Method, find_family, list_methods
 from redraft.heads.doctor.method import lacks_confidence
 from redraft.heads.files.folder import is_hub_name, tensor_files
 from redraft.heads.files.folder import read_config as read_model_config
@@ -196,14 +196,21 @@ def _choose_proposer(draft: str) -> dict[str, Any]:
     if not path.is_file():  # a hub name: vLLM fetches it later
         return {"method": "draft_model"}
     config = json.loads(path.read_text())
-    if name := config.get("redraft", {}).get("family"):
-        proposer = find_family(name).speculative
-        if not proposer:
-            raise ValueError(f"vLLM has no proposer for {draft}, a draft of the family {name}")
-        return proposer
+    if family := _find_family(config):
+        if not family.speculative:
+            raise ValueError(f"vLLM has no proposer for {draft}, a draft of the family {family.name}")
+        return family.speculative
     names = " ".join([*config.get("architectures", []), config.get("model_type", "")]).lower()
     methods = sorted(list_methods(), key=len, reverse=True)  # longest first: eagle is a part of eagle3
     return {"method": next((method for method in methods if method in names), "draft_model")}
+
+
+def _find_family(config: Mapping[str, Any]) -> Family | None:
+    """The family that config.json names, as redraft or as an architecture of that family only."""
+    if name := config.get("redraft", {}).get("family"):
+        return find_family(name)
+    named = set(config.get("architectures") or ())
+    return next((family for family in FAMILIES if named.intersection(family.architectures)), None)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The command that starts vLLM with the plugin: what it would run."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -45,9 +46,23 @@ def test_the_method_follows_from_the_drafts_configuration(tmp_path, config, meth
 
 
 def test_a_draft_that_vllm_has_no_proposer_for_is_told_before_it_starts(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"redraft": {"family": "mlp_speculator"}}))
-    with pytest.raises(ValueError, match="a draft of the family mlp_speculator"):
+    for config in ({"redraft": {"family": "mlp_speculator"}}, {"architectures": ["MLPSpeculatorPreTrainedModel"]}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="a draft of the family mlp_speculator"):
+            server_command(parse("target", "--draft", str(tmp_path)))
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.33.1+cu130", "1.0"])
+def test_a_newer_vllm_that_no_longer_has_the_proposer_is_told_before_it_starts(tmp_path, monkeypatch, version):
+    versions = {"vllm": "0.32.4"}
+    monkeypatch.setattr("redraft.eval.engine.server._find_version", versions.get)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MedusaModel"]}))
+    assert "medusa" in str(server_command(parse("target", "--draft", str(tmp_path))))
+    versions["vllm"] = version
+    with pytest.raises(ValueError, match=f"^vLLM {re.escape(version)} no longer serves Medusa: install vLLM 0.32, or "):
         server_command(parse("target", "--draft", str(tmp_path)))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    assert "eagle3" in str(server_command(parse("target", "--draft", str(tmp_path))))
 
 
 def write_dspark(folder, **changed):

@@ -1,0 +1,308 @@
+"""Names, signatures and attributes of vLLM that redraft touches, compared with vLLM's source without importing it.
+
+    redraft's source ─► imports from vllm, attributes of the objects in OBJECTS ─┐
+    CALLABLES, TEXTS ─────────────────────────────────────────────────────────────┴─► is it in this vLLM's source?
+
+What is touched is read from redraft's source, so a new attribute in a hook is checked without a new line here. OBJECTS
+only says which of vLLM's classes an expression is.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from redraft.eval.engine import counters
+
+ROOT = Path(__file__).parents[2]
+
+V1_RUNNER = "v1.worker.gpu_model_runner:GPUModelRunner"
+V2_RUNNER = "v1.worker.gpu.model_runner:GPUModelRunner"
+WORKER = "v1.worker.gpu_worker:Worker"
+ENGINE = "v1.engine.async_llm:AsyncLLM"
+VLLM_CONFIG, SPECULATIVE = "config.vllm:VllmConfig", "config.speculative:SpeculativeConfig"
+NEW_REQUEST = "v1.core.sched.output:NewRequestData"
+
+OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "online/engine/runner_v1.py": {
+        "runner": (V1_RUNNER,),
+        "self.runner": (V1_RUNNER,),
+        "runner.input_batch": ("v1.worker.gpu_input_batch:InputBatch",),
+        "runner.query_start_loc": ("v1.utils:CpuGpuBuffer",),
+        "runner.discard_request_mask": ("v1.utils:CpuGpuBuffer",),
+        "metadata": ("v1.spec_decode.metadata:SpecDecodeMetadata",),
+        "output": ("v1.outputs:SamplerOutput",),
+    },
+    "online/engine/runner_v2.py": {
+        "runner": (V2_RUNNER,),
+        "self.runner": (V2_RUNNER,),
+        "runner.speculator": ("v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator",),
+        "self.runner.sampler": ("v1.worker.gpu.sample.sampler:Sampler",),
+        "self.runner.sampler.sampling_states": ("v1.worker.gpu.sample.states:SamplingStates",),
+        "self.runner.sampler.sampling_states.temperature": ("v1.worker.gpu.buffer_utils:UvaBackedTensor",),
+        "batch": ("v1.worker.gpu.input_batch:InputBatch",),
+        "output": ("v1.worker.gpu.sample.output:SamplerOutput",),
+        "scheduler_output": ("v1.core.sched.output:SchedulerOutput",),
+        "request": (NEW_REQUEST,),
+    },
+    "online/engine/feed.py": {
+        "request": ("v1.worker.gpu_input_batch:CachedRequestState", NEW_REQUEST),
+        "params": ("sampling_params:SamplingParams",),
+    },
+    "online/engine/runners.py": {"vllm_config": (VLLM_CONFIG,), "speculative": (SPECULATIVE,)},
+    "online/engine/swap.py": {"vllm_config": (VLLM_CONFIG,), "vllm_config.speculative_config": (SPECULATIVE,)},
+    "online/engine/sleep.py": {
+        "worker": (WORKER,),
+        "worker.model_runner": (V1_RUNNER, V2_RUNNER),
+        "runner": (V1_RUNNER, V2_RUNNER),
+        "worker.vllm_config": (VLLM_CONFIG,),
+        "worker.vllm_config.speculative_config": (SPECULATIVE,),
+    },
+    "online/engine/worker.py": {
+        "worker": (WORKER,),
+        "worker.model_runner": (V1_RUNNER, V2_RUNNER),
+        "runner": (V1_RUNNER, V2_RUNNER),
+        "worker.vllm_config": (VLLM_CONFIG,),
+        "worker.vllm_config.model_config": ("config.model:ModelConfig",),
+        "speculative": (SPECULATIVE,),
+        "WorkerWrapperBase": ("v1.worker.worker_base:WorkerWrapperBase",),
+    },
+    "online/engine/routes.py": {
+        "self.engine": (ENGINE,),
+        "engine_client": (ENGINE,),
+        "vllm_config": (VLLM_CONFIG,),
+        "vllm_config.model_config": ("config.model:ModelConfig",),
+        "parallel": ("config.parallel:ParallelConfig",),
+        "sampling_params": ("sampling_params:SamplingParams",),
+    },
+    "online/engine/domains.py": {
+        "Scheduler": ("v1.core.sched.scheduler:Scheduler",),
+        "scheduler": ("v1.core.sched.scheduler:Scheduler",),
+        "engine": ("v1.engine.core:EngineCore",),
+        "request": ("v1.request:Request",),
+    },
+    "online/engine/fused.py": {"fused": ("model_executor.models.qwen3_dflash:DFlashQwen3Model",)},
+}
+"""vLLM's classes of the expressions in our files. An attribute must exist in all classes of its expression."""
+
+CALLABLES = (
+    f"{V1_RUNNER}._sample",
+    f"{V1_RUNNER}._get_spec_decode_draft_probs",
+    f"{V1_RUNNER}._on_request_state_removed",
+    f"{V1_RUNNER}.propose_draft_token_ids",
+    f"{V1_RUNNER}.get_draft_model",
+    f"{V2_RUNNER}.get_draft_model",
+    f"{V2_RUNNER}.add_requests",
+    f"{V2_RUNNER}.finish_requests",
+    "v1.worker.gpu.sample.sampler:Sampler.__call__",
+    "v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__",
+    "v1.worker.gpu.spec_decode.standalone_ar.speculator:StandaloneARSpeculator.propose",
+    "v1.worker.gpu.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator.propose",
+    "v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose",
+    "v1.worker.worker_base:WorkerWrapperBase.initialize_from_config",
+    f"{WORKER}.sleep",
+    f"{WORKER}.wake_up",
+    f"{WORKER}.shutdown",
+    f"{ENGINE}.generate",
+    f"{ENGINE}.pause_generation",
+    f"{ENGINE}.resume_generation",
+    f"{ENGINE}.is_sleeping",
+    f"{ENGINE}.reset_prefix_cache",
+    f"{ENGINE}.collective_rpc",
+    "v1.engine.core_client:DPLBAsyncMPClient.call_utility_all_async",
+    "v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats",
+    "model_executor.model_loader.reload:initialize_layerwise_reload",
+    "model_executor.model_loader.reload:finalize_layerwise_reload",
+    "config:set_current_vllm_config",
+    "model_executor.models.qwen3_dflash:DFlashQwen3Model._build_fused_kv_buffers",
+)
+"""What we replace or call."""
+
+TEXTS = {
+    "plugins/__init__.py": ("vllm.general_plugins", "vllm.endpoint_plugins"),
+    "v1/spec_decode/metrics.py": tuple(
+        name.removesuffix("_total")
+        for name in (counters.DRAFTS, counters.DRAFT_TOKENS, counters.ACCEPTED, counters.ACCEPTED_PER_POSITION)
+    ),
+    "v1/metrics/loggers.py": (counters.DECODE_TIME.rstrip("_"),),
+    "config/vllm.py": ("VLLM_USE_V2_MODEL_RUNNER", "per_request_spec_decode_metrics"),
+    "envs.py": ("VLLM_CPU_OMP_THREADS_BIND",),
+}
+"""Names of counters, variables and groups of plugins, by the file of vLLM with them."""
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """The source of one vLLM: the folder of its package."""
+
+    folder: Path
+
+    def lacks(self) -> list[str]:
+        """Everything touched that this vLLM does not have, one line each."""
+        return [
+            *(f"{where}: {name}" for where, name in list_imports() if not self._has_import(name)),
+            *(
+                f"{where}: {chain}, {name} has no {attribute}"
+                for where, chain, name, attribute in list_attributes()
+                if attribute not in self.members(name)
+            ),
+            *(f"no {name}" for name in CALLABLES if self.signature(name) is None),
+            *(f"no {text} in {file}" for file, texts in TEXTS.items() for text in texts if not self._holds(file, text)),
+        ]
+
+    def changed(self, known: Vllm) -> list[str]:
+        """Callables that no longer take what they take in `known`: a parameter renamed, moved, gone or needed now."""
+        return [
+            f"{name}{_describe(mine)} was {_describe(theirs)}"
+            for name in CALLABLES
+            if (mine := self.signature(name)) and (theirs := known.signature(name)) and not _accepts(mine, theirs)
+        ]
+
+    def signature(self, name: str) -> ast.arguments | None:
+        """The parameters of "module:function" or "module:Class.method"; None if it is not there."""
+        module, _, path = name.partition(":")
+        first, *rest = path.split(".")
+        if not rest:
+            found = self._find(module, first)
+            return found[1].args if found and isinstance(found[1], ast.FunctionDef | ast.AsyncFunctionDef) else None
+        for cls in self._lineage(module, first):
+            for node in cls.body:
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == rest[0]:
+                    return node.args
+        return None
+
+    def members(self, name: str) -> set[str]:
+        """Attributes and methods of "module:Class", those of its bases and of its instances included."""
+        module, _, cls = name.partition(":")
+        return {member for each in self._lineage(module, cls) for member in _list_members(each)}
+
+    def _holds(self, file: str, text: str) -> bool:
+        path = self.folder / file
+        return path.is_file() and text in path.read_text()
+
+    def _has_import(self, name: str) -> bool:
+        module, _, last = name.rpartition(".")
+        return self._path(name) is not None or (self._path(module) is not None and self._defines(module, last))
+
+    def _defines(self, module: str, name: str) -> bool:
+        for node in ast.walk(self._tree(module)):
+            named = {getattr(node, "id", ""), getattr(node, "name", ""), getattr(node, "asname", "")}
+            if name in named - {None, ""}:
+                return True
+            is_star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+            if is_star and (source := self._resolve(module, node)) and self._defines(source, name):
+                return True
+            # a module names what it loads late in a dict of strings
+            if isinstance(node, ast.Constant) and node.value == name:
+                return True
+        return False
+
+    def _lineage(self, module: str, name: str) -> Iterator[ast.ClassDef]:
+        """A class and all its bases in vLLM."""
+        found = self._find(module, name)
+        if found is None or not isinstance(found[1], ast.ClassDef):
+            return
+        yield found[1]
+        for base in found[1].bases:
+            node = base.value if isinstance(base, ast.Subscript) else base
+            if isinstance(node, ast.Name):
+                yield from self._lineage(found[0], node.id)
+
+    def _find(self, module: str, name: str) -> tuple[str, ast.stmt] | None:
+        """The module and the statement that defines a name, through imports."""
+        if self._path(module) is None:
+            return None
+        for node in ast.walk(self._tree(module)):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+                return module, node
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name and (source := self._resolve(module, node)):
+                        return self._find(source, alias.name)
+        return None
+
+    def _resolve(self, module: str, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return (
+                (node.module or "").removeprefix("vllm").lstrip(".") if (node.module or "").startswith("vllm") else ""
+            )
+        path = self._path(module)
+        assert path is not None
+        parts = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+        return ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
+
+    def _path(self, module: str) -> Path | None:
+        folder = self.folder.joinpath(*filter(None, module.split(".")))
+        return next((path for path in (folder / "__init__.py", folder.with_suffix(".py")) if path.is_file()), None)
+
+    def _tree(self, module: str) -> ast.Module:
+        path = self._path(module)
+        assert path is not None
+        return _parse(path)
+
+
+@functools.cache
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def list_imports() -> list[tuple[str, str]]:
+    """Everything that the plugin imports from vLLM: our file, and the name below `vllm`."""
+    return [
+        (str(path.relative_to(ROOT)), f"{node.module}.{alias.name}".removeprefix("vllm").lstrip("."))
+        for path in sorted((ROOT / "online/engine").glob("*.py"))
+        for node in ast.walk(_parse(path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+        for alias in node.names
+    ]
+
+
+def list_attributes() -> list[tuple[str, str, str, str]]:
+    """Our file, an expression in it, the class of vLLM before its last dot, and the attribute after it."""
+    found = set()
+    for file, objects in OBJECTS.items():
+        for node in ast.walk(_parse(ROOT / file)):
+            for owner, attribute in _read_attribute(node):
+                if not attribute.startswith(("redraft", "__")):
+                    found |= {(file, f"{owner}.{attribute}", cls, attribute) for cls in objects.get(owner, ())}
+    return sorted(found)
+
+
+def _read_attribute(node: ast.AST) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.Attribute):
+        yield ast.unparse(node.value), node.attr
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and isinstance(node.args[1], ast.Constant):
+        yield ast.unparse(node.args[0]), node.args[1].value
+
+
+def _list_members(cls: ast.ClassDef) -> Iterator[str]:
+    for node in ast.walk(cls):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+
+
+def _accepts(new: ast.arguments, old: ast.arguments) -> bool:
+    """Whether every call that fits the old parameters fits the new ones, with the same meaning."""
+    new_names, old_names = ([each.arg for each in (*a.posonlyargs, *a.args)] for a in (new, old))
+    num_needed = len(new_names) - len(new.defaults)
+    keywords = {each.arg for each in new.kwonlyargs}
+    needed = {each.arg for each, default in zip(new.kwonlyargs, new.kw_defaults, strict=True) if default is None}
+    return (
+        new_names[: len(old_names)] == old_names
+        and num_needed <= len(old_names)
+        and {each.arg for each in old.kwonlyargs} <= keywords | set(new_names)
+        and needed <= {each.arg for each in old.kwonlyargs}
+    )
+
+
+def _describe(arguments: ast.arguments) -> str:
+    return f"({ast.unparse(arguments)})"
