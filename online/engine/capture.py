@@ -2,9 +2,9 @@
 
     engine thread                                background thread
     hook ──► EngineStep (references) ──► StepQueue ──► reduce_steps ──► RequestLog ──► encode_frame ──► Outlet
-                                         bounded,      top-k and        one per request,
-                                         drops the     log-sum-exp      steps become
-                                         oldest                         segments
+             on a GPU top-k and          bounded       top-k and        one per request,
+             log-sum-exp instead                       log-sum-exp      steps become
+             of logits                                                  segments
 
 B = requests of the step, K = sampled tokens of each, H = tokens of a request, L = hidden states of one token, D = their
 size.
@@ -87,6 +87,7 @@ class Capture:
         return {
             **self.counts,
             "dropped_steps_queue_full": self.queue.num_dropped_steps,
+            "steps_without_rows_queue_full": self.queue.num_steps_without_rows,
             **self._outlet.status(),
             "open_requests": len(self._logs),
             "last_error": self.last_error,
@@ -132,7 +133,7 @@ class Capture:
         for step in steps:
             self._close_all([step])
             self._apply_one(step, kept, first_row, first_draft)
-            first_row += 0 if step.logits_RV is None else len(step.logits_RV)
+            first_row += step.num_rows
             first_draft += 0 if step.draft_ids_S is None else len(step.draft_ids_S)
 
     def _apply_one(self, step: EngineStep, kept: ReducedSteps | None, first_row: int, first_draft: int) -> None:
@@ -149,7 +150,7 @@ class Capture:
                 self._append_states(part, states_HLD)
                 continue
             verified = None
-            if part.num_drafts:
+            if part.num_drafts and step.num_rows:
                 assert kept is not None
                 begin = first_draft + part.first_draft
                 verified = VerifiedStep(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from redraft.online.engine.capture import Capture
+from redraft.online.engine.one_pass import find_in_one_pass
 from redraft.online.engine.request_log import RequestInfo
 from redraft.online.engine.steps import EngineStep, StepPart
 from redraft.online.records.origin import Origin, read_origin_arguments
@@ -48,9 +49,14 @@ class Batch:
 class Feed:
     """The requests of one runner, and its newest step until that is complete."""
 
-    def __init__(self, capture: Capture, max_model_len: int) -> None:
+    def __init__(self, capture: Capture, max_model_len: int, *, reduces: bool = False) -> None:
+        """`reduces`: keep the largest logits of a row instead of all, as always on a GPU, where memory is dear.
+
+        Elsewhere a reference costs nothing, and the background thread has time.
+        """
         self.capture = capture
         self.max_model_len = max_model_len
+        self.reduces = reduces
         self.requests: dict[str, RequestInfo | None] = {}
         """Record header of every running request; None if a request is not recorded."""
         self.finished: list[str] = []
@@ -108,6 +114,9 @@ class Feed:
             logits_RV = draft_ids_S = draft_probs_S = None
         elif 2 * num_rows < len(logits_RV):  # copying few rows holds less memory than a reference to all
             parts, logits_RV = _copy_rows(parts, logits_RV)
+        largest = None
+        if logits_RV is not None and (self.reduces or logits_RV.is_cuda):
+            largest, logits_RV = find_in_one_pass(logits_RV, self.capture.config.top_k), None
         finished, self.finished = self.finished, []
         return EngineStep(
             draft_version=self.capture.draft_version,
@@ -117,6 +126,7 @@ class Feed:
             num_sampled_B=num_sampled_B,
             starts_B=starts_B,
             logits_RV=logits_RV,
+            largest=largest,
             draft_ids_S=draft_ids_S,
             draft_probs_S=draft_probs_S,
             computed=record_event(sampled_BK),  # after all GPU work queued for this step
@@ -177,7 +187,9 @@ def record_event(tensor: Tensor) -> torch.cuda.Event | None:
     """An event after all work queued so far on the tensor's GPU; None on a CPU, where the work is done already."""
     if not tensor.is_cuda:
         return None
-    event: torch.cuda.Event = torch.cuda.current_stream(tensor.device).record_event()
+    # blocking: the background thread waits for it without spinning
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(tensor.device))
     return event
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from redraft.online.engine.request_log import Rows
-from redraft.online.engine.steps import EngineStep
+from redraft.online.engine.steps import EngineStep, Largest
 from redraft.online.records.states import FLOAT8_MAX
 
 
@@ -50,17 +50,27 @@ class ScratchMemory:
 
 def reduce_steps(steps: Sequence[EngineStep], top_k: int, scratch: ScratchMemory) -> ReducedSteps | None:
     """Reduce the steps that verified drafts, with one copy to the host per kind of tensor; None if no step did."""
+    largest = [step.largest for step in steps if step.largest is not None]
     logits = [step.logits_RV for step in steps if step.logits_RV is not None]
     ids = [step.draft_ids_S for step in steps if step.draft_ids_S is not None]
-    if not logits:
+    if not ids:
         return None
     probs_S = np.ones(sum(map(len, ids)), np.float32)
     if any(step.draft_probs_S is not None for step in steps):
         probs_S = torch.cat([_get_draft_probs(step) for step in steps if step.draft_ids_S is not None]).cpu().numpy()
     return ReducedSteps(
-        rows=reduce_logits(logits, top_k, scratch),
+        rows=_join(largest) if largest else reduce_logits(logits, top_k, scratch),
         draft_ids_S=torch.cat(ids).int().cpu().numpy(),
         draft_probs_S=probs_S,
+    )
+
+
+def _join(largest: Sequence[Largest]) -> Rows:
+    ids_RK, logits_RK, log_sum_exp_R = (torch.cat(parts).cpu() for parts in zip(*largest, strict=True))
+    return Rows(
+        topk_ids_RK=ids_RK.numpy(),
+        topk_log_probs_RK=(logits_RK - log_sum_exp_R[:, None]).numpy(),
+        log_sum_exp_R=log_sum_exp_R.numpy(),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from redraft.online.engine.request_log import RequestInfo
 
 MAX_QUEUED_BYTES = 256 << 20
-"""Bound on logits waiting for the background thread; on a GPU, device memory the engine has to do without."""
+"""Bound on tensors waiting for the background thread; on a GPU, device memory the engine has to do without."""
 
 MAX_QUEUED_STEPS = 512
 
@@ -50,6 +51,14 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.start + self.num_drafts - self.num_read
 
 
+class Largest(NamedTuple):
+    """The largest logits of every row in descending order, their ids, and the log-sum-exp of the whole row."""
+
+    ids_RK: Tensor
+    logits_RK: Tensor
+    log_sum_exp_R: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineStep:
     """References to the tensors of one engine step. Nothing writes to these tensors any more."""
@@ -65,7 +74,10 @@ class EngineStep:
     starts_B: Tensor | None = None
     """`StepPart.start` of the requests that sampled, if only the device knows it; None if the parts have it."""
     logits_RV: Tensor | None = None
-    """Logits before temperature, penalties and every other sampling parameter. None if no request verified drafts."""
+    """Logits before temperature, penalties and every other sampling parameter. None if no request verified drafts, and
+    with `largest`."""
+    largest: Largest | None = None
+    """The recorded part of the logits, if the hook has taken it."""
     draft_ids_S: Tensor | None = None
     """Draft tokens of all requests. There may be other tokens between those of two requests."""
     draft_probs_S: Tensor | None = None
@@ -94,30 +106,56 @@ class EngineStep:
         ]
 
     @property
+    def num_rows(self) -> int:
+        """Rows of logits; 0 if no request verified drafts, or the rows were given up."""
+        rows = self.logits_RV if self.largest is None else self.largest.log_sum_exp_R
+        return 0 if rows is None else len(rows)
+
+    @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.logits_RV, self.states_NLD) if tensor is not None)
+        held = (self.logits_RV, self.states_NLD, *(self.largest or ()))
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    def give_up_rows(self) -> EngineStep:
+        """The step without everything large. Its tokens stay, so that the text of its requests has no gap."""
+        return replace(self, logits_RV=None, largest=None, draft_ids_S=None, draft_probs_S=None, states_NLD=None)
 
 
 class StepQueue:
-    """Queue of steps from the engine thread to the background thread. When it is full, the oldest step is dropped."""
+    """Queue of steps from the engine thread to the background thread.
+
+    With too many bytes the oldest steps lose their rows. With too many steps the oldest ones go, and with them the rest
+    of their requests.
+    """
 
     def __init__(self, max_steps: int = MAX_QUEUED_STEPS, max_bytes: int = MAX_QUEUED_BYTES) -> None:
         self.max_steps = max_steps
         self.max_bytes = max_bytes
         self.num_dropped_steps = 0
+        self.num_steps_without_rows = 0
         self.is_due = threading.Event()
         """Set when enough steps wait for one batch."""
         self._steps: deque[EngineStep] = deque()
         self._num_bytes = 0
+        self._num_light = 0
+        """Steps at the beginning that have lost their rows."""
         self._lock = threading.Lock()  # held for a few instructions only: the engine thread takes it too
 
     def put(self, step: EngineStep) -> None:
         with self._lock:
             self._steps.append(step)
             self._num_bytes += step.num_bytes
-            while len(self._steps) > 1 and (len(self._steps) > self.max_steps or self._num_bytes > self.max_bytes):
+            for i in range(self._num_light, len(self._steps) - 1):
+                if self._num_bytes <= self.max_bytes:
+                    break
+                self._num_bytes -= self._steps[i].num_bytes
+                self.num_steps_without_rows += bool(self._steps[i].num_rows)
+                self._steps[i] = self._steps[i].give_up_rows()
+                self._num_light = i + 1
+            while len(self._steps) > self.max_steps:
                 dropped = self._steps.popleft()
                 self._num_bytes -= dropped.num_bytes
+                self._num_light = max(0, self._num_light - 1)
                 self.num_dropped_steps += 1
                 if dropped.finished:  # otherwise capture would wait forever for ended requests
                     self._steps[0] = replace(self._steps[0], finished=dropped.finished + self._steps[0].finished)
@@ -136,6 +174,7 @@ class StepQueue:
                     break
                 taken.append(self._steps.popleft())
                 self._num_bytes -= taken[-1].num_bytes
+                self._num_light = max(0, self._num_light - 1)
             if not self._is_due():
                 self.is_due.clear()
         return taken

@@ -55,6 +55,7 @@ ALARM_DRAFTS = 200
 
 CAPTURE_DROP_REASONS = {
     "dropped_steps_queue_full": "queue_full",
+    "steps_without_rows_queue_full": "queue_full_rows",
     "broken_requests_gap": "broken",
     "dropped_records_spool": "spool_full",
     "evicted_files_spool_budget": "spool_evicted",

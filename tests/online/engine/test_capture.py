@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,11 +13,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from model_runners import environment
 from transformers import LlamaForCausalLM
 
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig
 from redraft.online.engine.feed import _copy_rows
+from redraft.online.engine.one_pass import find_in_one_pass
 from redraft.online.engine.reduction import ScratchMemory, find_largest, reduce_logits
 from redraft.online.engine.request_log import KEPT_STATES, RequestInfo, RequestLog, Rows, States, VerifiedStep
 from redraft.online.engine.runner_v1 import install_capture
@@ -33,6 +37,7 @@ from redraft.online.records.record import (
     training_sequences,
 )
 from redraft.online.records.spool import SpoolWriter, spool_files
+from redraft.recipes.bench.hook import count_step
 
 V, K = 50, 4
 
@@ -179,12 +184,16 @@ def test_requests_that_ended_are_known_of_steps_that_were_let_go_too():
     assert [step.finished for step in queue.take()] == [["cmpl-a", "cmpl-b"]]
 
 
-def test_the_queue_is_bounded_by_bytes_and_always_takes_the_newest():
+def test_the_queue_is_bounded_by_bytes_and_the_newest_steps_keep_their_rows():
     one = make_step(make_info(), 4, sampled=[7], drafts=[50])
     queue = StepQueue(max_bytes=2 * one.num_bytes)
     for start in range(4, 14):
         queue.put(make_step(make_info(), start, sampled=[7], drafts=[50]))
-    assert [step.parts[0].start for step in queue.take()] == [12, 13]
+        assert queue._num_bytes <= 2 * one.num_bytes
+    taken = queue.take()
+    assert [step.parts[0].start for step in taken if step.num_rows] == [12, 13]
+    assert [step.parts[0].start for step in taken] == list(range(4, 14))
+    assert (queue.num_steps_without_rows, queue.num_dropped_steps) == (8, 0)
     small = StepQueue(max_bytes=1)
     small.put(one)
     assert small.take() == [one]
@@ -199,6 +208,90 @@ def test_steps_wait_until_there_are_enough_to_reduce_together():
     queue.put(half)
     assert queue.is_due.is_set()
     assert [len(queue.take()), queue.is_due.is_set(), len(queue.take())] == [2, False, 1]
+
+
+@pytest.mark.parametrize("num_taken", [0, 2])
+def test_the_bound_holds_whenever_steps_are_taken(num_taken):
+    one = make_step(make_info(), 4, sampled=[7], drafts=[50], logits_RV=torch.empty(2, REDUCED_BYTES // 8))
+    queue = StepQueue(max_steps=8, max_bytes=3 * one.num_bytes)
+    for _ in range(12):
+        queue.put(one)
+        if num_taken and len(queue._steps) > 5:
+            queue.take()
+        held = [step.num_bytes for step in queue._steps]
+        assert sum(held) == queue._num_bytes <= queue.max_bytes
+        assert len(held) <= 8
+        assert held == sorted(held), "the oldest lose their rows first"
+
+
+def test_a_step_without_rows_leaves_no_gap_in_the_text(tmp_path):
+    info = make_info(max_tokens=6)
+    steps = [
+        make_step(info, 3, sampled=[7], drafts=[]),
+        make_step(info, 4, sampled=[8, 9], drafts=[8, 50]).give_up_rows(),
+        make_step(info, 6, sampled=[10], drafts=[60]),
+        make_step(info, 7, sampled=[11, 12], drafts=[11]),
+    ]
+    capture, (record,) = run_capture(tmp_path, steps)
+    np.testing.assert_array_equal(record.output_ids, [7, 8, 9, 10, 11, 12])
+    np.testing.assert_array_equal(record.positions, [6, 7, 7, 8])
+    assert not capture.status().get("broken_requests_gap")
+    text, *_ = training_sequences(record)
+    np.testing.assert_array_equal(text.input_ids_T[:9], [1, 2, 3, 7, 8, 9, 10, 11, 12])
+
+
+def test_rows_that_the_hook_has_reduced_become_the_same_records(tmp_path):
+    torch.manual_seed(0)
+    info = make_info(max_tokens=5)
+    steps = [
+        make_step(info, 3, sampled=[7], drafts=[]),
+        make_step(info, 4, sampled=[8, 9], drafts=[8, 50]),
+        make_step(info, 6, sampled=[10, 11], drafts=[10, 51]),
+    ]
+    steps[0] = replace(steps[0], logits_RV=None, draft_ids_S=None)
+    reduced = [replace(step, logits_RV=None, largest=find_in_one_pass(step.logits_RV, K)) for step in steps[1:]]
+    _, (wanted,) = run_capture(tmp_path / "all", steps)
+    _, (found,) = run_capture(tmp_path / "largest", [steps[0], *reduced])
+    np.testing.assert_array_equal(found.topk_ids, wanted.topk_ids)
+    np.testing.assert_allclose(found.topk_log_probs, wanted.topk_log_probs, atol=1e-6)
+    np.testing.assert_allclose(found.log_sum_exp, wanted.log_sum_exp, atol=1e-6)
+    np.testing.assert_array_equal(found.positions, wanted.positions)
+
+
+SCAN = """
+import torch
+from redraft.online.engine import one_pass
+assert one_pass._find_kernel() is not None
+one_pass.CHUNK, one_pass.GROUP = 256, 8
+torch.manual_seed(0)
+for size, k, dtype in ((1000, 16, torch.float32), (4099, 32, torch.bfloat16), (513, 4, torch.float16)):
+    for kind in ("distinct", "full of ties", "masked", "all alike", "a view"):
+        logits = 5 * torch.randn(3, size) - 3
+        if kind == "full of ties": logits = logits.round()
+        if kind == "masked": logits[:, 100:] = -torch.inf
+        if kind == "all alike": logits[:] = -1.5
+        logits = logits.to(dtype)
+        if kind == "a view": logits = logits.repeat(1, 2)[:, :size]
+        found = one_pass.find_in_one_pass(logits, k)
+        exact = logits.double()
+        assert torch.equal(found.logits_RK.double(), exact.sort(descending=True).values[:, :k]), (size, kind)
+        assert torch.equal(exact.gather(1, found.ids_RK.long()), found.logits_RK.double()), (size, kind)
+        assert all(len(set(ids)) == k for ids in found.ids_RK.tolist()), (size, kind)
+        torch.testing.assert_close(found.log_sum_exp_R.double(), exact.logsumexp(-1), atol=1e-5, rtol=1e-6)
+print("SAME")
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_finds_what_a_sort_finds():
+    """In Triton's interpreter: no GPU has run it."""
+    done = subprocess.run([sys.executable, "-c", SCAN], capture_output=True, text=True, env=environment("v2"))
+    assert done.stdout.strip() == "SAME", done.stderr[-3000:]
+
+
+def test_a_step_of_a_fleet_leaves_little_in_the_queue():
+    sizes = count_step(num_requests=8, num_drafts=3, vocab_size=2000)
+    assert sizes == {"bytes_per_step": 8 * 4 * (32 * 8 + 4), "bytes_by_reference": 8 * 4 * 2000 * 2}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
