@@ -53,7 +53,6 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "params": ("sampling_params:SamplingParams",),
     },
     "online/engine/runners.py": {"vllm_config": (VLLM_CONFIG,), "speculative": (SPECULATIVE,)},
-    "online/engine/swap.py": {"vllm_config": (VLLM_CONFIG,), "vllm_config.speculative_config": (SPECULATIVE,)},
     "online/engine/sleep.py": {
         "worker": (WORKER,),
         "worker.model_runner": (V1_RUNNER, V2_RUNNER),

@@ -97,9 +97,6 @@ def test_what_the_hooks_touch_is_read_from_their_source():
     assert ("feed.py", "request.prompt_token_ids") in touched
     assert ("routes.py", "self.engine.pause_generation") in touched
     assert len(touched) > 90
-    for file, objects in vllm_names.OBJECTS.items():
-        used = {expression.rpartition(".")[0] for at, expression, _, _ in vllm_names.list_attributes() if at == file}
-        assert used == objects.keys(), f"{file}: nothing is read of these"
 
 
 SOURCE = {
