@@ -455,6 +455,7 @@ def training_sequences(record: Record, *, branches: bool = True) -> list[Trainin
     If a step rejects draft token a of 0..k-1, its rows a+1..k follow rejected tokens. Together they label one more
     text: all tokens before the rejection, then the draft tokens a..k-1. Its rows are those k - a rows.
     """
+    assert not record.context_begin, "first comes join_text"
     text_T = np.concatenate([record.context_ids, record.output_ids])
     hanging_R = record.branches
     whole = _sequence(record, text_T, np.flatnonzero(hanging_R == 0), is_branch=False)

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from redraft.eval.engine.process import free_port
-from redraft.online.records.record import Record, read_frames
+from redraft.online.records.record import Record, join_text, read_frames
 from redraft.online.records.spool import spool_files
 
 TOKEN = "a-token-for-tests"
@@ -67,7 +67,7 @@ class Server:
                 i: sum(len(record.output_ids) for record in found if record.request_id.startswith(i)) for i in wanted
             }
             if arrived == wanted:
-                return sorted(found, key=lambda record: (record.request_id, record.sequence))
+                return list(join_segments(sorted(found, key=lambda record: (record.request_id, record.sequence))))
             assert time.monotonic() < deadline, f"{arrived} of {wanted} tokens; {self.status()['capture']}"
             time.sleep(0.1)
 
@@ -81,6 +81,15 @@ class Server:
         frames = [frame for path in spool_files(self.spool) for frame in read_frames(path.read_bytes())]
         assert all(isinstance(record, Record) for _, record in frames)
         return [record for _, record in frames]
+
+
+def join_segments(records: Iterable[Record]) -> Iterator[Record]:
+    """Self-contained records, of all segments of some requests in order."""
+    texts: dict[str, bytes] = {}
+    for record in records:
+        whole = join_text(record, texts[record.previous_id]) if record.context_begin else record
+        texts[record.record_id] = whole.context + whole.output
+        yield whole
 
 
 @contextlib.contextmanager
