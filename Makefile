@@ -17,7 +17,7 @@ export GOMP_SPINCOUNT ?= 0
 
 .PHONY: help env lock demo demo-tiny demo-heads demo-online demo-domains soak faketime test test-all test-floors browser \
 	check check-deps \
-	format bench bench-decisions clean
+	format bench bench-gpu bench-decisions clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -120,6 +120,9 @@ bench: $(STAMP)  ## speed and memory, as ratios of one interleaved run; is what 
 	$(BIN)/redraft bench-advice
 	$(BIN)/redraft bench-ingest
 	$(BIN)/redraft bench-router --streams 600
+
+bench-gpu: $(STAMP)  ## on one GPU: tokens/s, share of the FLOP/s and peak memory of the steps that bench-training --count counts
+	$(BIN)/redraft bench-training --gpu --output outputs/bench/gpu.json
 
 bench-decisions: $(STAMP)  ## how often are decisions wrong, how far off forecasts, and which faults are named?
 	$(BIN)/redraft bench-decisions

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.signal.sources import InProcessTarget
+from redraft.distill.train.loop import to_device
 from redraft.distill.train.step import distill_loss
 from redraft.heads.catalog import find_family
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget
@@ -128,15 +131,65 @@ def count_target(plan: Plan, *, weightless: bool = True) -> Counted:
         return Counted(operations=count.operations, memory=+count.memory.peak)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A step that was run."""
+
+    seconds: float
+    """The median."""
+    peak_bytes: int | None
+    """Most memory of the device in use, weights included; None on a CPU."""
+
+
+def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2) -> Timed:
+    """Run the step of `count_step` on a device, with random weights."""
+    torch.manual_seed(0)
+    on_gpu = device.type == "cuda"
+    with _without_warnings():
+        with device:
+            model = _make_target(plan)
+            draft = _make_draft(plan, model)
+        batch = to_device(make_batch(plan), device)
+        with device:
+            source = _source(plan, model, draft, batch, has_weights=False)
+            signal = None if plan.features == "in-process" else source(batch)
+        optimizer = _make_optimizer([p for p in draft.parameters() if p.requires_grad])
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        seconds = []
+        for _ in range(warm_up + rounds):
+            started = time.perf_counter()
+            _run(plan, draft, source, batch, signal, optimizer, _Unmarked(), device.type)
+            optimizer.zero_grad()
+            if on_gpu:
+                torch.cuda.synchronize(device)  # kernels are still running when their launch returns
+            seconds.append(time.perf_counter() - started)
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
+    return Timed(seconds=statistics.median(seconds[warm_up:]), peak_bytes=peak)
+
+
+class _Unmarked:
+    """In place of a `Count`, for a step that is not counted."""
+
+    def begin(self, part: str) -> None: ...
+
+
 def _run(
-    plan: Plan, draft: Any, source: Any, batch: Batch, signal: TargetSignal | None, optimizer: Any, count: Count
+    plan: Plan,
+    draft: Any,
+    source: Any,
+    batch: Batch,
+    signal: TargetSignal | None,
+    optimizer: Any,
+    count: Count | _Unmarked,
+    device_type: str = "cpu",
 ) -> None:
-    """The step of `distill.train.step`, part by part."""
+    """The step of `distill.train.step`, part by part. Weightless tensors are on the CPU to autocast."""
     scale = 1 / int(batch.loss_mask_BT.sum())
     if signal is None:
         count.begin(TARGET)
         signal = source(batch)
-    with torch.autocast("cpu", torch.bfloat16) if plan.autocast else nullcontext():
+    with torch.autocast(device_type, torch.bfloat16) if plan.autocast else nullcontext():
         count.begin(DRAFT)
         steps = draft.draft_steps(batch, signal)
         count.begin(LOSS)

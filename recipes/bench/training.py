@@ -4,6 +4,7 @@ cost of a training on GPUs, without one.
 $ redraft bench-training                         # losses and whole steps: standalone drafts, EAGLE-3, Medusa, MTP
 $ redraft bench-training --cases EAGLE --profile # one family, with a profile
 $ redraft bench-training --count --target llama-3.1-8b --family eagle3       # FLOPs, memory and time, counted
+$ redraft bench-training --gpu                   # the same steps, run on one GPU (make bench-gpu)
 $ redraft bench-training --count --target llama-3.3-70b --features served --devices 8 --tokens 1e9    # hours on 8 GPUs
 
 Peers are measured as they ship and compiled (`torch.compile`), where that works on this machine.
@@ -29,7 +30,7 @@ import torch
 from redraft.distill.train.loop import computes_bfloat16
 from redraft.eval.machine import environment
 from redraft.eval.report.page import write_results
-from redraft.recipes.bench import count
+from redraft.recipes.bench import count, gpu
 from redraft.recipes.bench.heads import head_cases
 from redraft.recipes.bench.losses import fused_loss_cases, kl_step_cases
 from redraft.recipes.bench.measure import FLOOR, OURS, Case, Measurement, Required, Side, measure, profile
@@ -48,6 +49,9 @@ class Config(count.Counting):
     """Device to measure on; by default the GPU if torch sees one, else the CPU."""
     cases: str = ""
     """Only cases whose name contains this."""
+    gpu: bool = False
+    """Run the steps that --count counts, at the sizes of --target, on this machine's GPU: tokens/s, share of the data
+    sheet's FLOP/s, and peak memory of a standalone draft, EAGLE-3, Medusa, MTP and DFlash."""
     profile: bool = False
     """Also print the operations that take most of our time."""
 
@@ -61,7 +65,9 @@ def main(cfg: Config) -> None:
     Raises:
         ValueError: if no case has this name, or the flags of --count do not fit.
     """
-    if cfg.count:
+    if cfg.gpu:
+        gpu.main(cfg, rounds=cfg.rounds, output=cfg.output)
+    elif cfg.count:
         count.main(cfg)
     else:
         measure_cases(cfg)

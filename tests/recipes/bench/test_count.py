@@ -18,9 +18,9 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 from redraft.distill.loss.divergences import Divergence
 from redraft.heads.catalog import FAMILIES, find_family
 from redraft.heads.families import dflash, dspark, eagle3, medusa
+from redraft.recipes.bench import gpu, training
 from redraft.recipes.bench import heads as bench_heads
 from redraft.recipes.bench import step as bench_step
-from redraft.recipes.bench import training
 from redraft.recipes.bench.count import (
     Counting,
     FamilyName,
@@ -44,6 +44,7 @@ from redraft.recipes.bench.step import (
     count_step,
     count_target,
 )
+from redraft.recipes.cli import dispatch
 
 TARGET = LlamaConfig(
     vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4,
@@ -390,3 +391,29 @@ def test_numbers_that_make_no_training_are_refused() -> None:
 
 def test_every_family_with_weights_can_be_counted() -> None:
     assert set(get_args(FamilyName)) == {family.name for family in FAMILIES if not family.is_lookup}
+
+
+# ---------------------------------------------------------------------------------------------------------------- a GPU
+
+
+@pytest.mark.parametrize("family", ["standalone", pytest.param("eagle3", marks=pytest.mark.slow)])
+def test_the_step_that_is_counted_is_the_one_that_is_run(family: str, tiny_target: str) -> None:
+    """On the CPU, because every line but the memory's is the same; the sheet is that of an H100."""
+    plan, sheet = plan_for(family), gpu.find_device("NVIDIA H100 80GB HBM3")
+    assert sheet is not None
+    result = gpu.measure_plan(Counting(target=tiny_target), plan, torch.device("cpu"), sheet, rounds=1)
+    assert result.tokens == 48
+    per_token = result.flops_per_s / result.tokens_per_s
+    assert per_token * result.tokens == pytest.approx(flops_of(count_step(plan)))
+    assert result.mfu == pytest.approx(result.flops_per_s / 989.4e12)
+    assert result.peak_gb is None
+    assert result.estimated_tokens_per_s
+    assert f"{family} " in gpu.describe(result)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_measurement_ends_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dispatch(["bench-training", "--gpu"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "redraft: there is no GPU to measure on; --count estimates the same steps without one"
+    )
