@@ -42,8 +42,8 @@ from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.learning.anchors import write_anchors
 from redraft.online.learning.buffer import Buffer, BufferConfig
-from redraft.online.learning.candidate import Candidate, choose_reads, read_hidden_shape
-from redraft.online.learning.config import DraftConfig
+from redraft.online.learning.candidate import DRAFT, Candidate, choose_reads, read_hidden_shape
+from redraft.online.learning.config import DraftConfig, Training
 from redraft.online.learning.replay import make_batches
 from redraft.online.learning.scoring import collect_outcomes, score
 from redraft.online.records.record import Record, decode_record, encode_record, read_frames, training_sequences
@@ -211,6 +211,24 @@ def test_the_layer_in_a_targets_weights_becomes_the_first_version(targets, tmp_p
         assert torch.equal(tensor, layer.checkpoint_tensors()[name])
     with pytest.raises(ValueError, match="holds no MTP layer"):
         find_family("mtp").extract(mimo, tmp_path / "none")
+
+
+def test_a_trained_layer_is_written_in_the_layout_that_a_server_swaps(random_target, targets, tmp_path):
+    version = make_head("mtp", targets["mtp"], tmp_path / "v000001")
+    records = [with_states(record, targets["mtp"], "mtp") for record in make_records(random_target, 8)]
+    settings = Training(lr=3e-3, warmup_steps=1, sequence_length=64)
+    candidate = Candidate(settings, "mtp", targets["mtp"])
+    candidate.begin(version)
+    losses = [candidate.step(records, seed).loss for seed in range(4)]
+    assert losses[-1] < losses[0]
+    candidate.write(tmp_path / "checkpoint")
+    trained = tmp_path / "checkpoint" / DRAFT
+    assert json.loads((trained / "config.json").read_text()) == json.loads((version / "config.json").read_text())
+    before, after = (load_file(folder / "model.safetensors") for folder in (version, trained))
+    assert {n: (t.shape, t.dtype) for n, t in after.items()} == {n: (t.shape, t.dtype) for n, t in before.items()}
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    layer = candidate.load(trained).state_dict()
+    assert all(torch.equal(layer[name], tensor) for name, tensor in candidate.distillation.draft.state_dict().items())
 
 
 def test_quantised_weights_are_refused_with_the_cure(random_target, targets, tmp_path):
