@@ -5,7 +5,7 @@ V = target vocabulary, W = draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from redraft.distill.data.samples import Sample
+from redraft.distill.data.tokens import MappedSamples
 
 CHUNK = 1024
 """Samples counted at once: for each alone, an array of the whole vocabulary would be made."""
@@ -55,8 +56,12 @@ def measure_coverage(
 def _count_labels(samples: Iterable[Sample], vocab_size: int) -> NDArray[np.int64]:
     """How often each id is a label, [V]."""
     counts_V = np.zeros(vocab_size, np.int64)
-    remaining = iter(samples)
-    while some := list(islice(remaining, CHUNK)):
-        labels = np.concatenate([sample.input_ids[sample.loss_mask] for sample in some])
+    for labels in samples.labels() if isinstance(samples, MappedSamples) else _label_blocks(samples):
         counts_V += np.bincount(labels, minlength=vocab_size)
     return counts_V
+
+
+def _label_blocks(samples: Iterable[Sample]) -> Iterator[NDArray[np.int32]]:
+    remaining = iter(samples)
+    while some := list(islice(remaining, CHUNK)):
+        yield np.concatenate([sample.input_ids[sample.loss_mask] for sample in some])

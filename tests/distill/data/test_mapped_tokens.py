@@ -14,12 +14,13 @@ import pytest
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerFast
 
-from redraft.distill.data import packing, samples
+from redraft.distill.data import packing, samples, tokens
 from redraft.distill.data.conversations import load_conversations, remove_overlap, split_held_out
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.processes import map_in_processes
 from redraft.distill.data.samples import Sample, build_samples, data_hash
 from redraft.distill.data.tokens import MappedSamples
+from redraft.distill.data.vocabulary import frequent_ids
 from redraft.distill.inputs import Data, load_data
 from redraft.distill.train.loop import LoadedData, Loop
 from redraft.distill.train.run import Run
@@ -67,7 +68,7 @@ def equal(one: Sample, other: Sample) -> bool:
     return same and (one.conversation, one.domain) == (other.conversation, other.domain)
 
 
-def test_what_is_mapped_is_what_was_built(world: World) -> None:
+def test_what_is_mapped_is_what_was_built(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     data = world.load()
     train, held_out = split_held_out(load_conversations(str(world.source)), 0.3)
     train, _ = remove_overlap(train, held_out)
@@ -79,6 +80,12 @@ def test_what_is_mapped_is_what_was_built(world: World) -> None:
         assert packed.rows == PackedDataset(built, sequence_length=96).rows
         assert equal(packed.samples[-1], built[-1])
         assert all(equal(one, other) for one, other in zip(packed.samples[1:3], built[1:3], strict=True))
+    size = len(world.tokenizer)
+    monkeypatch.setattr(tokens, "BLOCK", 7)
+    mapped, listed = (frequent_ids(some, 20, size) for some in (data.train.samples, list(data.train.samples)))
+    assert mapped is not None
+    assert listed is not None
+    assert mapped.tolist() == listed.tolist()
     assert data.hash == data_hash(build_samples(train, world.tokenizer, max_length=96, progress=False)[0])
 
 
