@@ -219,6 +219,12 @@ COMMANDS = {
         "Make the keys that open the ingest log",
         "redraft log-keys keys",
     ),
+    "demo": Command(
+        Group.OURS,
+        "redraft.recipes.demo.speedup",
+        "Train a head for a real model, serve the draft that pays",
+        "redraft demo --overwrite",
+    ),
     "demo-heads": Command(
         Group.OURS,
         "redraft.recipes.demo.heads",

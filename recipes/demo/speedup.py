@@ -1,0 +1,362 @@
+"""A real model, really faster: train a head for SmolLM2-135M-Instruct, and serve the draft that pays.
+
+$ make demo-real                            # six minutes of training, and the rounds
+$ redraft demo --overwrite --minutes 30     # a longer training
+$ redraft demo --target models/llama-1b --answers answers.jsonl --output outputs/demo-llama
+
+    answers of the target ─► EAGLE-3 head ─┐
+    n-grams, alone or before the head ─────┼─► pilot rounds ─► the draft to serve ─► rounds on other prompts ─► report
+    no draft ──────────────────────────────┘
+
+The answers of SmolLM2 to functions of the standard library are part of redraft. For any other target, `redraft
+regenerate --target TARGET --source stdlib-functions` writes them. Prompts are HumanEval's, on which nothing is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redraft.distill.data.conversations import Conversation
+from redraft.distill.data.samples import held_out_prompts
+from redraft.distill.data.vocabulary import frequent_ids
+from redraft.distill.head_run import HeadRun
+from redraft.distill.inputs import Data, TargetDtype
+from redraft.distill.prove import Prove, leave_gpu, make_logits
+from redraft.distill.train.loop import Loop, computes_bfloat16
+from redraft.distill.train.ranks import leave
+from redraft.distill.train.step import Optim
+from redraft.eval.engine.lossless import compare_lossless
+from redraft.eval.engine.measure import Measurement, measure
+from redraft.eval.engine.server import VllmServer, vllm_server
+from redraft.eval.forecast.greedy import Forecast
+from redraft.eval.machine import environment
+from redraft.eval.prompts import Prompt
+from redraft.eval.report.page import Speed, domain_section, engine_section, offline_section, write_page
+from redraft.eval.serving.draft_config import draft_config
+from redraft.heads.draft import label_rows
+from redraft.heads.families import eagle3
+from redraft.recipes.cli import run_recipe
+from redraft.recipes.demo.parts import make_target, question, read_problems
+from redraft.recipes.demo.rounds import PLAIN, Plan, Results, compare, merge, run_rounds
+from redraft.recipes.train import eagle3_llama8b
+
+ANSWERS = Path(__file__).parent / "assets" / "smollm2-answers.jsonl.zst"
+TEMPLATE = Path(__file__).parent / "templates" / "speedup.html.j2"
+
+NGRAM, HEAD, MIXED = "ngram", "eagle3", "ngram+eagle3"
+TITLES = {PLAIN: "no draft", NGRAM: "n-grams", HEAD: "EAGLE-3 head", MIXED: "n-grams, then the head"}
+
+ONE, MANY = 1, 8
+"""Requests in flight of the two loads."""
+
+NGRAM_TOKENS = 4
+
+HEAD_REQUESTS = 4
+"""With n-grams first, the head drafts in steps of at most so many requests: in larger ones a draft token costs more."""
+
+MAX_PROMPT_TOKENS = 360
+
+PILOT_PROBLEMS = 4
+"""Every fourth problem is for the pilot rounds, which choose the draft to serve. The others measure it."""
+
+PROBE_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: str | None = None
+    """Folder or hub name of the model to speed up. By default SmolLM2-135M-Instruct, from a wheel on PyPI."""
+    answers: str = str(ANSWERS)
+    """Answers of the target to train on, as written by `redraft regenerate`."""
+    minutes: float = 6.0
+    """Length of the training. The number of steps follows from the speed of the first ones."""
+    draft_vocab_size: int = 8192
+    """Size of the head's vocabulary: the tokens most frequent in the answers."""
+    head_tokens: int = 2
+    """Draft tokens of the head in a step."""
+    rounds: int = 6
+    """Interleaved rounds, at least 6 for an interval."""
+    pilot_rounds: int = 2
+    """Rounds before them, to choose the draft to serve."""
+    prompts_one: int = 3
+    """Prompts of a round with one request in flight."""
+    prompts_many: int = 8
+    """Prompts of a round with eight requests in flight."""
+    max_tokens: int = 128
+    """Longest answer, in tokens."""
+    parts: Path = Path("outputs/parts")
+    """Folder of the downloaded model and prompts, kept for later runs."""
+    output: Path = Path("outputs/demo")
+    """Folder for report.json, report.html, the draft and the logs."""
+    overwrite: bool = False
+    """Delete the run in --output and start again."""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 6:
+            raise ValueError(f"--rounds {self.rounds} give no 95% interval: 6 or more")
+
+    def plan(self, rounds: int) -> Plan:
+        return Plan(rounds=rounds, prompts={ONE: self.prompts_one, MANY: self.prompts_many}, max_tokens=self.max_tokens)
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of the measurement: each is measured alone once."""
+        return self.rounds * self.prompts_one
+
+
+def main(cfg: Config) -> None:
+    started = time.perf_counter()
+
+    # 1. The target, its answers, the prompts.
+    target = cfg.target or str(make_target(cfg.parts))
+    run = HeadRun(training_config(cfg, target), "eagle3", cfg.head_tokens)
+    pilot, prompts = load_prompts(cfg, run)
+    run.data = replace(run.data, prompts=prompts)
+
+    # 2. The head: forecast, training, export.
+    before = run.forecast(make_head(run))
+    steps = choose_steps(cfg, run)
+    began = time.perf_counter()
+    head, cost = run.train(make_head(run), loop=replace(run.cfg.loop, steps=steps))
+    training = {
+        **vars(cost),
+        "steps": steps,
+        "seconds": time.perf_counter() - began,
+        "labels_seen": labels_in(run, steps),
+    }
+    draft = run.publish(lambda folder: head.export(folder, torch.bfloat16, num_speculative_tokens=cfg.head_tokens))
+    leave_gpu(run.model)
+
+    # 3. Every draft in a real vLLM: the pilot chooses, the rounds on other prompts tell the speed.
+    drafts = speculative_configs(cfg, draft)
+    with start_servers(cfg, target, run.cfg.target_dtype, drafts) as servers:
+        trial = run_rounds(servers, pilot, cfg.plan(cfg.pilot_rounds))
+        served = choose(trial)
+        print(f"the pilot chooses {TITLES[served]}")
+        names = dict.fromkeys((PLAIN, NGRAM, served if served not in (PLAIN, NGRAM) else best_head(trial)))
+        results = run_rounds({name: servers[name] for name in names}, prompts, cfg.plan(cfg.rounds))
+        alone = {
+            name: measure(servers[name], prompts, max_tokens=cfg.max_tokens, concurrency=MANY) for name in (PLAIN, HEAD)
+        }
+
+    # 4. The report.
+    assert before is not None, "one process"
+    report = training_sections(run, draft, before, alone, results) | {
+        "train": training,
+        "target": target,
+        "command": shlex.join(sys.argv),
+        "speed": speed_section(results, trial, served),
+        "served": served_section(target, drafts, results, served),
+        "titles": TITLES,
+        "duration_s": round(time.perf_counter() - started, 1),
+    }
+    page = write_page(cfg.output, report, TEMPLATE, draw_charts)
+    print(headline(report), f"report: {page}", sep="\n")
+    leave(run.accelerator)
+
+
+def training_config(cfg: Config, target: str) -> eagle3_llama8b.Config:
+    """The settings of a short training on a CPU."""
+    dtype: TargetDtype = "bfloat16" if computes_bfloat16() else "float32"
+    return eagle3_llama8b.Config(
+        target=target,
+        target_dtype=dtype,
+        data=Data(source=cfg.answers, held_out=0.02, num_prompts=1),
+        head=eagle3.Config(num_steps=cfg.head_tokens),
+        draft_vocab_size=cfg.draft_vocab_size,
+        optim=Optim(lr=1e-3, max_grad_norm=0.5),
+        loop=Loop(steps=1, batch_size=4, sequence_length=512, eval_every=0, save_every=0),
+        prove=Prove(num_speculative_tokens=cfg.head_tokens, max_tokens=cfg.max_tokens),
+        mixed_precision="bf16" if dtype == "bfloat16" else "no",
+        output=cfg.output,
+        overwrite=cfg.overwrite,
+    )
+
+
+def load_prompts(cfg: Config, run: HeadRun) -> tuple[list[Prompt], list[Prompt]]:
+    """(prompts of the pilot, prompts of the measurement)."""
+    problems = read_problems(cfg.parts)
+    conversations: list[Conversation] = [
+        {"messages": [{"role": "user", "content": question(problem)}], "domain": "code"} for problem in problems
+    ]
+
+    def render(some: Sequence[Conversation]) -> list[Prompt]:
+        return held_out_prompts(
+            some, run.tokenizer, num_prompts=cfg.num_prompts, max_length=MAX_PROMPT_TOKENS, day=run.data.date
+        )
+
+    rest = [c for number, c in enumerate(conversations) if number % PILOT_PROBLEMS]
+    return render(conversations[::PILOT_PROBLEMS]), render(rest)
+
+
+def make_head(run: HeadRun) -> eagle3.Eagle3:
+    """An untrained head that starts from the target's last layer."""
+    cfg = run.cfg
+    assert isinstance(cfg, eagle3_llama8b.Config)
+    torch.manual_seed(cfg.loop.seed)
+    ids_W = frequent_ids(run.data.train.samples, cfg.draft_vocab_size, run.target.config.vocab_size)
+    head = eagle3.Eagle3(cfg.head, run.target, ids_W)
+    head.init_from_layer(*run.last_layer())
+    return head
+
+
+def choose_steps(cfg: Config, run: HeadRun) -> int:
+    """The number of steps that fill --minutes, by the speed of the first ones with a head that is thrown away."""
+    loop = replace(run.cfg.loop, steps=PROBE_STEPS, eval_every=0, save_every=0)
+    started = time.perf_counter()
+    run.train(make_head(run), loop=loop, stage="probe")
+    seconds = (time.perf_counter() - started) / PROBE_STEPS
+    steps = max(PROBE_STEPS, round(60 * cfg.minutes / seconds))
+    print(f"training: {steps} steps, as {seconds:.2f} s each fill {cfg.minutes:g} minutes")
+    return steps
+
+
+def labels_in(run: HeadRun, steps: int) -> int:
+    """Labelled tokens of the first `steps` batches."""
+    batches = (run.data.train.batch(step, batch_size=run.cfg.loop.batch_size) for step in range(steps))
+    return sum(int(label_rows(batch, 0).sum()) for batch in batches)
+
+
+def speculative_configs(cfg: Config, draft: Path) -> dict[str, Mapping[str, Any] | None]:
+    """vLLM's --speculative-config of every draft in the comparison."""
+    folder = draft.absolute()
+    mixed = {**draft_config(f"{NGRAM}+{folder}:{cfg.head_tokens}"), "head_requests": HEAD_REQUESTS}
+    return {
+        PLAIN: None,
+        NGRAM: {**draft_config(NGRAM), "num_speculative_tokens": NGRAM_TOKENS},
+        HEAD: {**draft_config(str(folder)), "num_speculative_tokens": cfg.head_tokens},
+        MIXED: {**mixed, "num_speculative_tokens": NGRAM_TOKENS},
+    }
+
+
+@contextlib.contextmanager
+def start_servers(
+    cfg: Config, target: str, dtype: str | None, drafts: Mapping[str, Mapping[str, Any] | None]
+) -> Iterator[dict[str, VllmServer]]:
+    """A server for each draft, started at the same time. They compute in turns, so they share the cores."""
+
+    # a server ends with the thread that started it, so the threads stay until the servers are stopped
+    with ThreadPoolExecutor(len(drafts)) as pool, contextlib.ExitStack() as stack:
+
+        def start(name: str) -> VllmServer:
+            return stack.enter_context(
+                vllm_server(
+                    target,
+                    log=cfg.output / f"vllm-{name}.log",
+                    speculative_config=drafts[name],
+                    max_model_len=MAX_PROMPT_TOKENS + cfg.max_tokens + NGRAM_TOKENS,
+                    max_num_seqs=MANY,
+                    dtype=dtype,
+                )
+            )
+
+        yield dict(zip(drafts, pool.map(start, drafts), strict=True))
+
+
+def choose(trial: Results) -> str:
+    """The draft with the highest speed at one request, of those that cost nothing at eight; `none` if none is faster.
+
+    Rounds differ by a few percent, so down to 0.97 a draft counts as one that costs nothing.
+    """
+    names = sorted({name for name, _ in trial} - {PLAIN})
+    ratios = {name: compare(trial, name, ONE)["ratio"] for name in names if compare(trial, name, MANY)["ratio"] > 0.97}
+    best = max(ratios, key=lambda name: ratios[name], default=PLAIN)
+    return best if ratios.get(best, 0.0) > 1 else PLAIN
+
+
+def best_head(trial: Results) -> str:
+    """The fastest draft with a head at one request."""
+    names = sorted({name for name, _ in trial} - {PLAIN, NGRAM})
+    return max(names, key=lambda name: float(compare(trial, name, ONE)["ratio"]))
+
+
+def training_sections(
+    run: HeadRun,
+    draft: Path,
+    before: Forecast,
+    alone: Mapping[str, Measurement],
+    results: Results,
+) -> dict[str, Any]:
+    """The sections of a head's report, with the head's own measurement as `engine`."""
+    after = run.forecasts[draft]
+    lossless = compare_lossless(alone[HEAD], alone[PLAIN], make_logits(run.cfg.target))
+    rates = {name: [one.tokens_per_s for one in results.get((name, ONE), ())] for name in (HEAD, PLAIN)}
+    speed = Speed(with_draft=rates[HEAD], without_draft=rates[PLAIN]) if rates[HEAD] else None
+    return {
+        "draft": str(draft),
+        "offline": offline_section(before=before, after=after),
+        "by_domain": domain_section(after, alone[HEAD]),
+        "engine": {
+            **engine_section(alone[HEAD], lossless, after, speed),
+            "decoder": "a real vLLM",
+        },
+        "curves": run.run.metrics,
+        "environment": environment(),
+    }
+
+
+def speed_section(results: Results, trial: Results, served: str) -> dict[str, Any]:
+    """Speed-ups of the draft that is served and of the others, at one and at eight requests."""
+    rows = {name: {str(c): compare(results, name, c) for c in (ONE, MANY)} for name, _ in results}
+    pilot = {name: {str(c): compare(trial, name, c) for c in (ONE, MANY)} for name, _ in trial}
+    mine, ngram = rows[served], rows[NGRAM]
+    return {
+        "served": served,
+        "ratio_1": mine[str(ONE)]["ratio"],
+        "ratio_1_low": mine[str(ONE)]["interval"][0],
+        "ratio_8": mine[str(MANY)]["ratio"],
+        "ratio_8_low": mine[str(MANY)]["interval"][0],
+        "ngram_ratio_1": ngram[str(ONE)]["ratio"],
+        "head_tau": pilot[HEAD][str(ONE)]["tau"] if HEAD not in rows else rows[HEAD][str(ONE)]["tau"],
+        "rounds": len(results[PLAIN, ONE]),
+        "by_draft": rows,
+        "pilot": pilot,
+    }
+
+
+def served_section(
+    target: str, drafts: Mapping[str, Mapping[str, Any] | None], results: Results, served: str
+) -> dict[str, Any]:
+    """The draft that is served: the configuration, and its outputs beside those of the target alone."""
+    ours, plain = (merge(results[name, ONE]) for name in (served, PLAIN))
+    lossless = compare_lossless(ours, plain, make_logits(target))
+    differences = [asdict(difference) for difference in lossless.differences]
+    return {
+        "speculative_config": drafts[served],
+        "lossless": lossless.lossless,
+        "num_prompts": lossless.num_prompts,
+        "ties": [row for row in differences if row["is_tie"]],
+        "differences": [row for row in differences if not row["is_tie"]],
+        "dtype": ours.dtype,
+    }
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """One line about the speed."""
+    speed = report["speed"]
+    title = TITLES[speed["served"]]
+    return (
+        f"{title}: {speed['ratio_1']:.2f}x as fast at one request (95% interval from {speed['ratio_1_low']:.2f}x), "
+        f"{speed['ratio_8']:.2f}x at eight; n-grams {speed['ngram_ratio_1']:.2f}x; "
+        f"the head's tau {speed['head_tau']:.2f}"
+    )
+
+
+def draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
+    from redraft.recipes.demo.speedup_charts import build_charts
+
+    return build_charts(report)
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)
