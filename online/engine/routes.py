@@ -14,6 +14,7 @@ import json
 import re
 import threading
 import time
+import uuid
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -65,6 +66,8 @@ class Endpoint:
     def __init__(self) -> None:
         self.config = read_config()
         self.engine: Any = None
+        self._id = uuid.uuid4().hex
+        """For the workers, which let one API process swap at a time."""
         self._can_pause = True
         self._swapping = asyncio.Lock()
         self._registry_id = ""
@@ -190,7 +193,7 @@ class Endpoint:
 
         Returns the ranks' answers when all have read it or one has failed.
         """
-        started = await self._ask("redraft_stage", folder)
+        started = await self._ask("redraft_stage", folder, self._id)
         if not all(rank["ok"] for rank in started):
             return [{"damaged": False, "error": rank["error"]} for rank in started if not rank["ok"]]
         while True:
@@ -205,7 +208,7 @@ class Endpoint:
         """Free the staged version's memory. If this fails, the next swap does it."""
         with suppress(Exception):
             async with asyncio.timeout(RESUME_TIMEOUT_S):
-                await self._ask("redraft_discard")
+                await self._ask("redraft_discard", self._id)
 
     async def _exchange(self, found: _Found, serving: str) -> dict[str, Any]:
         """Load the staged version on all ranks while the engine pauses, or between two steps if it cannot pause."""
@@ -253,7 +256,7 @@ class Endpoint:
         failed = [rank for rank in ranks if not rank["ok"]]
         if not failed:
             # only now: if a rank fails, the others need the last good draft to go back to
-            await self._ask("redraft_commit", folder, version)
+            await self._ask("redraft_commit", version)
             if any(rank["checksum_before"] != rank["checksum_after"] for rank in ranks):
                 raise HTTPException(500, "the target's weights changed: restart this server")
             return {

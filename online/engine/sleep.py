@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from redraft.heads.files.artifact import MANIFEST, verify
-from redraft.online.engine.swap import UNSUPPORTED_METHODS, load_draft
+from redraft.online.engine.swap import load_draft
 
 logger = logging.getLogger("vllm.redraft")
 
@@ -38,16 +38,13 @@ def watch_sleep(worker: Any) -> None:
 
 
 def _has_draft(worker: Any) -> bool:
-    return worker.redraft.draft_folder is not None and worker.model_runner.get_draft_model() is not None
+    return worker.redraft.draft is not None and worker.model_runner.get_draft_model() is not None
 
 
 def _load_again(worker: Any) -> None:
     """Load the last good draft from its folder. Nothing is served meanwhile, so this may wait for the storage."""
-    state = worker.redraft
-    folder, method = state.draft_folder, worker.vllm_config.speculative_config.method
+    state, folder = worker.redraft, worker.redraft.draft.folder
     try:
-        if method in UNSUPPORTED_METHODS:
-            raise ValueError(f"drafts of method {method} cannot be loaded again: restart the server")
         if (folder / MANIFEST).is_file():
             verify(folder)
         files = sorted(folder.glob("*.safetensors"))

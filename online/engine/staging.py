@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from redraft.heads.files.artifact import MANIFEST, FileEntry, manifest, require_sizes, sha256
-from redraft.online.engine.swap import require_same_layout, require_same_shared
+from redraft.online.engine.swap import Layout, require_same_layout, require_same_shared
 
 CHUNK_BYTES = 16 << 20
 
@@ -31,9 +31,11 @@ class DamagedError(ValueError):
 class Staging:
     """One draft on its way into memory. The model is not touched."""
 
-    def __init__(self, folder: Path, current: Path, shared: set[str]) -> None:
-        """Begin to read `folder`, a draft to replace the one of `current`, which shares the modules `shared`."""
+    def __init__(self, folder: Path, current: Layout, shared: set[str]) -> None:
+        """Begin to read `folder`, a draft to replace `current`, which shares the modules `shared` with the target."""
         self.folder = folder
+        self.layout: Layout | None = None
+        """The draft's layout. None until it is done."""
         self.files: list[Path] = []
         """The weights, in memory. Empty until it is done."""
         self.manifest_sha256 = ""
@@ -81,9 +83,11 @@ class Staging:
         files = [self._read_into_memory(path, entries) for path in weights]
         for name in entries.keys() - {path.name for path in weights}:
             _require_digest(self.folder, name, sha256(self.folder / name), entries)
-        require_same_layout(self._current, self.folder)
-        require_same_shared(self._current, self.folder, files, self._shared)
-        self.files = files
+        layout = Layout.read(self.folder)
+        require_same_layout(self._current, layout)
+        layout = layout.with_shared(self._shared, files)
+        require_same_shared(self._current.with_shared(self._shared), layout)
+        self.files, self.layout = files, layout
 
     def _read_manifest(self) -> Mapping[str, FileEntry]:
         """The folder's manifest, with all sizes compared. A draft of the command line may have none."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +16,75 @@ from torch import Tensor, nn
 
 from redraft.heads.files.artifact import VOLATILE_CONFIG_KEYS, safetensors_header
 from redraft.heads.files.folder import find_quantization
-from redraft.online.engine.fused import find_fused, refill, refill_mask, without_build
+from redraft.online.engine.copies import refill, without_build
 
 CHECKSUM_CHUNK = 1 << 22
 """Elements summed at a time; the temporaries take 64 MB."""
 
 HASH_CHUNK_BYTES = 16 << 20
 
-UNSUPPORTED_METHODS = {"dspark"}
-"""Methods of vLLM whose drafts cannot be swapped: it serves them with its V2 runner only."""
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The parts of a draft that must stay as they are when another one is loaded in its place.
+
+    A worker remembers those of its draft, because the folder may leave the registry while the draft is served.
+    """
+
+    folder: Path
+    settings: Mapping[str, Any]
+    """The content of config.json, without the keys that change nothing."""
+    shapes: Mapping[str, list[int]]
+    """The shape of every tensor, by name."""
+    shared: Mapping[str, tuple[str, list[int], str]] | None = None
+    """Type, shape and SHA-256 of the tensors for modules shared with the target; None until they are read."""
+
+    @staticmethod
+    def read(folder: Path) -> Layout:
+        """The layout of the draft in a folder. Reads config.json and the headers of the weights."""
+        config = json.loads((folder / "config.json").read_text())
+        headers = [safetensors_header(path) for path in _find_weights(folder)]
+        return Layout(
+            folder=folder,
+            settings={key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS},
+            shapes={name: entry["shape"] for header in headers for name, entry in header.items()},
+        )
+
+    def with_shared(self, shared: set[str], files: Sequence[Path] = ()) -> Layout:
+        """The layout with the hashes of the tensors for the modules named `shared`.
+
+        Reads the weights in `files`, or those in the folder, and none if no name is among the tensors. Reads without
+        safetensors, whose page faults would hold the engine's thread while a storage hangs.
+
+        Raises: ValueError if the folder has gone, and with it the tensors.
+        """
+        if self.shared is not None:
+            return self
+        if all(shared.isdisjoint(name.split(".")) for name in self.shapes):
+            return replace(self, shared={})
+        if not files and not self.folder.is_dir():
+            raise ValueError(f"{self.folder}, the loaded draft, has gone with its embeddings: restart the server")
+        return replace(self, shared=_hash_tensors(files or _find_weights(self.folder), shared))
 
 
-def require_same_layout(current: Path, candidate: Path) -> None:
-    """Raise ValueError unless `candidate` has the config and exactly the tensors of `current`, the loaded draft.
+def require_same_layout(current: Layout, candidate: Layout) -> None:
+    """Raise ValueError unless `candidate` has the settings and exactly the tensors of `current`, the loaded draft.
 
     vLLM's loaders accept a missing tensor or a changed setting without a word; only acceptance would fall.
 
     Raises: ValueError naming the difference.
     """
-    settings, wanted_settings = _read_settings(candidate), _read_settings(current)
-    require_same_quantization(candidate.name, settings, wanted_settings)
-    changed = _find_differences(settings, wanted_settings)
+    name = candidate.folder.name
+    require_same_quantization(name, candidate.settings, current.settings)
+    changed = _find_differences(candidate.settings, current.settings)
     if changed:
-        raise ValueError(f"{candidate.name} differs from the loaded draft in config.json: {', '.join(changed)}")
-    shapes, wanted_shapes = _read_shapes(candidate), _read_shapes(current)
-    different = _find_differences(shapes, wanted_shapes)
+        raise ValueError(f"{name} differs from the loaded draft in config.json: {', '.join(changed)}")
+    different = _find_differences(candidate.shapes, current.shapes)
     if different:
-        name = different[0]
+        shape, wanted = (shapes.get(different[0], "absent") for shapes in (candidate.shapes, current.shapes))
         raise ValueError(
-            f"{candidate.name} differs from the loaded draft in {len(different)} tensors: "
-            f"{name} is {shapes.get(name, 'absent')} instead of {wanted_shapes.get(name, 'absent')}"
+            f"{name} differs from the loaded draft in {len(different)} tensors: {different[0]} is {shape} "
+            f"instead of {wanted}"
         )
 
 
@@ -64,33 +104,27 @@ def require_same_quantization(version: str, settings: Mapping[str, Any], wanted:
         )
 
 
-def require_same_shared(current: Path, candidate: Path, files: Sequence[Path], shared: set[str]) -> None:
+def require_same_shared(current: Layout, candidate: Layout) -> None:
     """Raise ValueError unless both drafts bring the same tensors for the modules shared with the target, or none.
 
     At start vLLM shares embedding and head if the draft brings none, or a bit-identical copy of the target's. It
     decides this once. A draft that brings different ones later could be loaded only by overwriting the target's.
 
-    Reads without safetensors, whose page faults would hold the engine's thread while a storage hangs.
-
-    Args:
-        current: Folder of the loaded draft.
-        candidate: Folder of the draft to load.
-        files: The candidate's weights.
-        shared: Names of the modules.
-
     Raises: ValueError naming the tensor.
     """
-    own, wanted = _hash_tensors(files, shared), _hash_tensors(_find_weights(current), shared)
-    different = _find_differences(own, wanted)
+    name = candidate.folder.name
+    assert candidate.shared is not None
+    assert current.shared is not None
+    different = _find_differences(candidate.shared, current.shared)
     if different:
         raise ValueError(
-            f"{candidate.name} brings a different {different[0]}, but the loaded draft shares the target's: "
-            f"restart the server with {candidate.name}"
+            f"{name} brings a different {different[0]}, but the loaded draft shares the target's: "
+            f"restart the server with {name}"
         )
 
 
 def load_draft(worker: Any, files: Sequence[Path]) -> None:
-    """Load the weights in `files` into the worker's draft, between two engine steps.
+    """Load the weights in `files` into the draft of a worker, between two engine steps.
 
     Whatever happens, the target stays as it was, and the draft can still run and be loaded again. After an exception
     the draft's values are undefined until a load succeeds.
@@ -99,17 +133,16 @@ def load_draft(worker: Any, files: Sequence[Path]) -> None:
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    runner = worker.model_runner
+    runner, vllm_config = worker.model_runner, worker.vllm_config
     draft = runner.get_draft_model()
-    draft_config = worker.vllm_config.speculative_config.draft_model_config
-    fused = find_fused(draft)
+    draft_config = vllm_config.speculative_config.draft_model_config
     with (
-        set_current_vllm_config(worker.vllm_config),
+        set_current_vllm_config(vllm_config),
         torch.inference_mode(False),  # a tensor made in inference mode could not be written in place later
         torch.no_grad(),
         torch.device(worker.device),
         without_shared_modules(draft, runner.get_model()) as shared,
-        without_build(fused),
+        without_build(draft),
     ):
         # vLLM repacks weights (for the CPU, for quantization) and frees the tensors load_weights writes to.
         initialize_layerwise_reload(draft)
@@ -118,10 +151,8 @@ def load_draft(worker: Any, files: Sequence[Path]) -> None:
         finally:
             # Also after an error: until this call the layers are meta tensors, and the next step would end the engine.
             finalize_layerwise_reload(draft, draft_config)
-        if fused is not None:
-            tensors = dict(_read_tensors(files, shared))
-            refill(fused, tensors, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
-        refill_mask(getattr(runner, "drafter", None), _read_tensors(files, shared))
+        rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        refill(runner, draft, lambda: dict(_read_tensors(files, shared)), rank, num_ranks)
 
 
 def shared_modules(draft: nn.Module, target: nn.Module) -> set[str]:
@@ -233,15 +264,6 @@ def _hash_tensors(files: Sequence[Path], shared: set[str]) -> dict[str, tuple[st
     return found
 
 
-def _find_differences(values: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+def _find_differences(values: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Keys whose values differ, or exist on one side only."""
     return sorted(key for key in values.keys() | wanted.keys() if values.get(key) != wanted.get(key))
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    config = json.loads((folder / "config.json").read_text())
-    return {key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS}
-
-
-def _read_shapes(folder: Path) -> dict[str, list[int]]:
-    return {name: entry["shape"] for path in _find_weights(folder) for name, entry in safetensors_header(path).items()}

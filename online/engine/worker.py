@@ -23,13 +23,17 @@ from redraft.online.engine.config import CaptureConfig, PluginConfig, read_confi
 from redraft.online.engine.runners import describe_runner, find_runner, install_capture
 from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.staging import Staging
-from redraft.online.engine.swap import UNSUPPORTED_METHODS, checksum, load_draft, shared_modules
+from redraft.online.engine.swap import Layout, checksum, load_draft, shared_modules
 from redraft.online.fleet.registry import hash_manifest
 
 logger = logging.getLogger("vllm.redraft")
 
 MAX_STUCK_READS = 4
 """Hung readers allowed before further drafts are refused. Each holds its memory until its thread ends."""
+
+SWAP_LEASE_S = 300.0
+"""Seconds after which a swap is given up if nobody ends it, e.g. because its API process was killed. Longer than all
+deadlines of a swap together."""
 
 
 @dataclass(kw_only=True)
@@ -47,14 +51,18 @@ class WorkerState:
     target_checksum: str = ""
     is_target_intact: bool = True
     draft_version: str = ""
-    draft_folder: Path | None = None
-    """Folder of the last good draft; None if the server runs without a draft."""
+    draft: Layout | None = None
+    """The last good draft; None if the server runs without a draft."""
     is_draft_intact: bool = True
     """False from the beginning of a load until all ranks have loaded, or the last good draft is restored."""
     manifest_sha256: str = ""
     """SHA-256 of the manifest of the last good draft; empty if it is not from the registry."""
     staging: Staging | None = None
     """The draft being read, or in memory."""
+    swapper: str = ""
+    """Id of the API process that swaps; a server may have several of them. Empty if none does."""
+    swapped_from_s: float = 0.0
+    """Beginning of that swap by the monotonic clock."""
     stuck: list[Staging] = field(default_factory=list)
     """Abandoned reads whose threads have not ended."""
     asleep: set[str] = field(default_factory=set)
@@ -130,7 +138,7 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
     if not speculative or not speculative.draft_model_config:
         return
     state.draft_version = "start"
-    state.draft_folder = folder = model_folder(speculative.draft_model_config.model).resolve()
+    folder = model_folder(speculative.draft_model_config.model).resolve()
     if registry is not None and folder.parent == registry.resolve():
         state.draft_version = folder.name
         with suppress(OSError):
@@ -142,6 +150,7 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
             f"the {family.title} layer is served from the target's folder: start the server with --registry, where a "
             "learner has put the layer in a folder of its own"
         )
+    state.draft = Layout.read(folder)
 
 
 def _start_capture(worker: Any, config: CaptureConfig) -> None:
@@ -179,22 +188,26 @@ def redraft_status(worker: Any) -> dict[str, Any]:
     }
 
 
-def redraft_stage(worker: Any, folder: str | None) -> dict[str, Any]:
+def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, Any]:
     """Begin to read a draft into memory; None is the last good one. Returns `{"ok"}` or `{"ok": False, "error"}`.
 
-    Returns at once: the engine does no step while a method of the worker runs.
+    Returns at once: the engine does no step while a method of the worker runs. `swapper` is the id of the API process.
+    Until its `redraft_discard` it is refused to all others.
     """
     state: WorkerState = worker.redraft
-    redraft_discard(worker)
+    if state.swapper not in ("", swapper) and time.monotonic() - state.swapped_from_s < SWAP_LEASE_S:
+        return {"ok": False, "error": "another API process of this server is swapping: wait, then swap again"}
+    _end_swap(state)
     try:
         _require_swappable(worker)
         if len(state.stuck) >= MAX_STUCK_READS:
             raise ValueError(f"{len(state.stuck)} drafts are still being read: the registry's storage hangs")
     except ValueError as error:
         return {"ok": False, "error": str(error)}
-    assert state.draft_folder is not None
+    assert state.draft is not None
+    state.swapper, state.swapped_from_s = swapper, time.monotonic()
     shared = shared_modules(worker.model_runner.get_draft_model(), worker.model_runner.get_model())
-    state.staging = Staging(Path(folder) if folder else state.draft_folder, state.draft_folder, shared)
+    state.staging = Staging(Path(folder) if folder else state.draft.folder, state.draft, shared)
     return {"ok": True}
 
 
@@ -211,9 +224,14 @@ def redraft_staged(worker: Any) -> dict[str, Any]:
     }
 
 
-def redraft_discard(worker: Any) -> None:
-    """Free the staged draft's memory."""
-    state: WorkerState = worker.redraft
+def redraft_discard(worker: Any, swapper: str) -> None:
+    """End the swap of this API process, if it has one, and free the staged draft's memory."""
+    if worker.redraft.swapper == swapper:
+        _end_swap(worker.redraft)
+
+
+def _end_swap(state: WorkerState) -> None:
+    state.swapper = ""
     if state.staging is not None:
         state.staging.discard()
         # a hung read cannot be stopped: it counts until its thread ends
@@ -239,16 +257,18 @@ def redraft_load(worker: Any, folder: str) -> dict[str, Any]:
 def redraft_restore(worker: Any) -> dict[str, Any]:
     """Load the last good draft again from memory, after a load failed on some rank."""
     state: WorkerState = worker.redraft
-    loaded = redraft_load(worker, str(state.draft_folder))
+    assert state.draft is not None
+    loaded = redraft_load(worker, str(state.draft.folder))
     state.is_draft_intact = loaded["ok"]
     return loaded
 
 
-def redraft_commit(worker: Any, folder: str, version: str) -> None:
+def redraft_commit(worker: Any, version: str) -> None:
     """Remember the draft loaded on all ranks as the last good one."""
     state: WorkerState = worker.redraft
-    state.draft_folder, state.draft_version = Path(folder), version
-    state.manifest_sha256 = state.staging.manifest_sha256 if state.staging else ""
+    assert state.staging is not None
+    state.draft, state.draft_version = state.staging.layout, version
+    state.manifest_sha256 = state.staging.manifest_sha256
     state.is_draft_intact = not state.asleep  # if it fell asleep after the load, the draft is loaded when it wakes up
     state.num_swaps += 1
     if state.capture:
@@ -257,7 +277,6 @@ def redraft_commit(worker: Any, folder: str, version: str) -> None:
 
 def _load(worker: Any, staging: Staging) -> dict[str, Any]:
     state: WorkerState = worker.redraft
-    runner = worker.model_runner
     began_s = time.perf_counter()
     state.is_draft_intact = False
     try:
@@ -266,19 +285,14 @@ def _load(worker: Any, staging: Staging) -> dict[str, Any]:
         logger.exception("loading the draft of %s failed", staging.folder)
         return {"ok": False, "touched": True, "error": f"{type(error).__name__}: {error}"}
     load_ms = 1e3 * (time.perf_counter() - began_s)
-    now = checksum(runner.get_model())
+    now = checksum(worker.model_runner.get_model())
     state.is_target_intact = now == state.target_checksum
     return {"ok": True, "load_ms": load_ms, "checksum_before": state.target_checksum, "checksum_after": now}
 
 
 def _require_swappable(worker: Any) -> None:
-    speculative = worker.vllm_config.speculative_config
-    if worker.redraft.draft_folder is None or worker.model_runner.get_draft_model() is None:
+    if worker.redraft.draft is None or worker.model_runner.get_draft_model() is None:
         raise ValueError("this server has no draft model to swap: restart it with one")
-    if speculative.method in UNSUPPORTED_METHODS:
-        raise ValueError(
-            f"drafts of method {speculative.method} cannot be swapped: restart the server with the new one"
-        )
 
 
 def _is_recording_rank() -> bool:

@@ -32,7 +32,7 @@ from redraft.online.engine.swap import load_draft
 
 def stage(worker: Any, folder: str | None) -> dict[str, Any]:
     """Read a draft into memory; here nothing is served meanwhile, so this may wait."""
-    worker.redraft_stage(folder)
+    worker.redraft_stage(folder, "test")
     while not (staged := worker.redraft_staged())["done"]:
         time.sleep(0.01)
     return {"ok": not staged["error"], "touched": False, "error": staged["error"]}
@@ -43,7 +43,7 @@ def load(worker: Any, folder: str) -> dict[str, Any]:
     if not staged["ok"]:
         return staged
     loaded = worker.redraft_load(folder)
-    worker.redraft_commit(folder, "swapped")
+    worker.redraft_commit("swapped")
     return loaded
 
 

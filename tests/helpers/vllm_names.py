@@ -83,7 +83,12 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "engine": ("v1.engine.core:EngineCore",),
         "request": ("v1.request:Request",),
     },
-    "online/engine/fused.py": {"fused": ("model_executor.models.qwen3_dflash:DFlashQwen3Model",)},
+    "online/engine/copies.py": {
+        "block": ("model_executor.models.qwen3_dflash:DFlashQwen3Model",),
+        "runner.speculator": ("v1.worker.gpu.spec_decode.dspark.speculator:DSparkSpeculator",),
+        "getattr(runner, 'speculator', None)": ("v1.worker.gpu.spec_decode.dspark.speculator:DSparkSpeculator",),
+        "getattr(runner, 'drafter', None)": ("v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer",),
+    },
 }
 """vLLM's classes of the expressions in our files. An attribute must exist in all classes of its expression."""
 

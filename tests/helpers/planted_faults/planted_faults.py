@@ -18,20 +18,20 @@ def register() -> None:
     load, watch_sleep = engine_worker.load_draft, engine_worker.watch_sleep
     marker, forgotten = Path(os.environ["FAIL_NEXT_LOAD"]), Path(os.environ["FORGET_FOR"]) / "model.safetensors"
 
-    def load_or_fail(draft: Any, target: Any, files: Any, vllm_config: Any, device: Any) -> None:
+    def load_or_fail(worker: Any, files: Any) -> None:
         # not data_parallel_rank: for a dense target vLLM sets it to 0 in all replicas
-        if vllm_config.parallel_config.data_parallel_index == 1 and marker.exists():
+        if worker.vllm_config.parallel_config.data_parallel_index == 1 and marker.exists():
             marker.unlink()
             raise OSError("the disk went away")
-        load(draft, target, files, vllm_config, device)
+        load(worker, files)
 
     def watch_sleep_of_a_forgetful(worker: Any) -> None:
-        sleep, runner = worker.sleep, worker.model_runner
+        sleep = worker.sleep
 
         def sleep_and_forget(level: int = 1) -> None:
             sleep(level)
             if level == 2:
-                load(runner.get_draft_model(), runner.get_model(), [forgotten], worker.vllm_config, worker.device)
+                load(worker, [forgotten])
 
         worker.sleep = sleep_and_forget
         watch_sleep(worker)

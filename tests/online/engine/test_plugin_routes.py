@@ -44,6 +44,8 @@ class Engine:
     """The method in which the engine dies. As in vLLM, it is never answered."""
     errored: bool = False
     is_asleep: bool = False
+    swappers: set[str] = field(default_factory=set)
+    """Ids of the API processes that the ranks were told."""
     falls_asleep_in: str = ""
     """The method in which somebody else puts the engine to sleep."""
 
@@ -53,6 +55,8 @@ class Engine:
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         if method != "redraft_status":
             self.calls.append(method)
+        if method in ("redraft_stage", "redraft_discard"):
+            self.swappers.add(args[-1])
         status = {"draft_version": "v000001", "draft_intact": True, "target_intact": True}
         status |= {"target_fingerprint": "target", "capture": None, "asleep": self.is_asleep}
         answer = {
@@ -125,6 +129,13 @@ def test_a_swap_pauses_loads_on_all_ranks_and_names_the_version(registry):
     assert answer.status_code == 200
     assert calls == [*READ, "pause", "redraft_load", "redraft_commit", "resume", "redraft_discard"]
     assert (answer.json()["previous"], answer.json()["load_ms"]) == ("v000001", 5.0)
+
+
+def test_the_ranks_can_tell_one_api_process_from_another(registry):
+    engine = Engine({"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2})
+    for number in (1, 2):
+        assert make_client(registry, engine).post("/redraft/swap", json={"version": "v000002"}).status_code == 200
+        assert len(engine.swappers) == number
 
 
 @pytest.mark.parametrize("ranks", [[LOADED, BROKEN], [BROKEN, BROKEN], [LOADED, REFUSED]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 import time
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from torch import nn
 from redraft.heads.files.artifact import publish
 from redraft.online.engine import worker as plugin_worker
 from redraft.online.engine.staging import Staging
-from redraft.online.engine.swap import _read_tensors
+from redraft.online.engine.swap import Layout, _read_tensors
 from redraft.online.fleet.registry import hash_manifest
 
 TENSORS = {"a.weight": torch.randn(8, 4), "embed.weight": torch.randn(16, 4), "b": torch.randn(3).to(torch.bfloat16)}
@@ -37,7 +38,7 @@ def folders(tmp_path):
 
 
 def stage(folder, current, shared=frozenset()):
-    staging = Staging(folder, current, set(shared))
+    staging = Staging(folder, Layout.read(current), set(shared))
     deadline_s = time.monotonic() + 20
     while not staging.is_done:
         assert time.monotonic() < deadline_s
@@ -134,7 +135,7 @@ def test_a_storage_that_hangs_stops_only_the_thread_and_frees_all_when_it_ends(f
     write_draft(folder)
     os.mkfifo(folder / "z.safetensors")  # opened after the first file, and nobody writes
     before, began_s = count_files(), time.monotonic()
-    staging = Staging(folder, current, set())
+    staging = Staging(folder, Layout.read(current), set())
     while count_files() == before:
         time.sleep(0.01)
     time.sleep(0.1)
@@ -155,7 +156,11 @@ def test_a_storage_that_hangs_stops_only_the_thread_and_frees_all_when_it_ends(f
 @pytest.fixture
 def worker(folders):
     state = plugin_worker.WorkerState(
-        server_id="id", target_fingerprint="f", target_checksum="c", draft_version="v000001", draft_folder=folders[0]
+        server_id="id",
+        target_fingerprint="f",
+        target_checksum="c",
+        draft_version="v000001",
+        draft=Layout.read(folders[0]),
     )
     runner = SimpleNamespace(get_model=lambda: nn.Linear(2, 2), get_draft_model=lambda: nn.Linear(2, 2))
     config = SimpleNamespace(speculative_config=SimpleNamespace(method="draft_model"))
@@ -173,31 +178,31 @@ def test_only_a_draft_that_is_whole_in_memory_is_loaded(worker, folders, monkeyp
     monkeypatch.setattr(plugin_worker, "load_draft", lambda worker, files: loaded.append(files))
     folder = folders[1]
     assert "was not read into memory" in plugin_worker.redraft_load(worker, str(folder))["error"]
-    assert plugin_worker.redraft_stage(worker, str(folder)) == {"ok": True}
+    assert plugin_worker.redraft_stage(worker, str(folder), "me") == {"ok": True}
     assert wait(worker)["error"] == ""
     assert not plugin_worker.redraft_load(worker, str(folders[0]))["ok"], "another one was read"
     assert plugin_worker.redraft_load(worker, str(folder))["ok"]
     assert not worker.redraft.is_draft_intact, "another rank may fail"
-    plugin_worker.redraft_commit(worker, str(folder), "v000002")
+    plugin_worker.redraft_commit(worker, "v000002")
     state = worker.redraft
     assert (state.is_draft_intact, state.draft_version) == (True, "v000002")
     assert state.manifest_sha256 == hash_manifest(folder)
-    plugin_worker.redraft_discard(worker)
+    plugin_worker.redraft_discard(worker, "me")
     assert (len(loaded), state.staging, state.stuck) == (1, None, [])
 
 
 def test_after_a_failed_load_the_last_good_draft_is_read_and_restored(worker, folders, monkeypatch):
     monkeypatch.setattr(plugin_worker, "load_draft", lambda *args: 1 / 0)
-    plugin_worker.redraft_stage(worker, str(folders[1]))
+    plugin_worker.redraft_stage(worker, str(folders[1]), "me")
     wait(worker)
     assert plugin_worker.redraft_load(worker, str(folders[1]))["error"].startswith("ZeroDivisionError")
     monkeypatch.setattr(plugin_worker, "load_draft", lambda *args: None)
-    plugin_worker.redraft_stage(worker, None)
+    plugin_worker.redraft_stage(worker, None, "me")
     wait(worker)
     assert not worker.redraft.is_draft_intact
     assert plugin_worker.redraft_restore(worker)["ok"]
     assert worker.redraft.is_draft_intact
-    plugin_worker.redraft_discard(worker)
+    plugin_worker.redraft_discard(worker, "me")
 
 
 def test_reads_that_hang_are_bounded_and_forgotten_when_they_end(worker, tmp_path):
@@ -205,20 +210,59 @@ def test_reads_that_hang_are_bounded_and_forgotten_when_they_end(worker, tmp_pat
     folder.mkdir()
     os.mkfifo(folder / "z.safetensors")
     for _ in range(plugin_worker.MAX_STUCK_READS):
-        assert plugin_worker.redraft_stage(worker, str(folder)) == {"ok": True}
-    plugin_worker.redraft_discard(worker)
-    refused = plugin_worker.redraft_stage(worker, str(folder))
+        assert plugin_worker.redraft_stage(worker, str(folder), "me") == {"ok": True}
+    plugin_worker.redraft_discard(worker, "me")
+    refused = plugin_worker.redraft_stage(worker, str(folder), "me")
     assert (refused["ok"], "the registry's storage hangs" in refused["error"]) == (False, True)
     writer = threading.Thread(target=lambda: (folder / "z.safetensors").open("wb").close())
     writer.start()
     writer.join()
     deadline_s = time.monotonic() + 20
-    while worker.redraft.stuck:
-        plugin_worker.redraft_discard(worker)
+    while plugin_worker.redraft_stage(worker, None, "me") != {"ok": True}:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    assert plugin_worker.redraft_stage(worker, None) == {"ok": True}
-    plugin_worker.redraft_discard(worker)
+    plugin_worker.redraft_discard(worker, "me")
+
+
+def test_a_draft_whose_folder_has_left_the_registry_can_still_be_replaced(worker, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(plugin_worker, "load_draft", lambda worker, files: None)
+    monkeypatch.setattr(plugin_worker, "shared_modules", lambda draft, target: {"embed"})
+    served, second = folders
+    publish(tmp_path / "v000003", lambda folder: write_draft(folder, TENSORS | {"embed.weight": torch.ones(16, 4)}), {})
+    publish(tmp_path / "v000004", write_draft, {})
+
+    def swap(folder):
+        plugin_worker.redraft_stage(worker, str(folder), "me")
+        if told := wait(worker)["error"]:
+            return told
+        assert plugin_worker.redraft_load(worker, str(folder))["ok"]
+        plugin_worker.redraft_commit(worker, folder.name)
+        plugin_worker.redraft_discard(worker, "me")
+        return worker.redraft.draft_version
+
+    aside = served.rename(tmp_path / "aside")
+    assert "has gone" in swap(second), "the shared embeddings were never read"
+    aside.rename(served)
+    assert swap(second) == "v000002"
+    shutil.rmtree(second)
+    assert "a different embed.weight" in swap(tmp_path / "v000003")
+    assert swap(tmp_path / "v000004") == "v000004"
+
+
+def test_one_api_process_swaps_at_a_time(worker, folders, monkeypatch):
+    monkeypatch.setattr(plugin_worker, "load_draft", lambda worker, files: None)
+    folder = str(folders[1])
+    assert plugin_worker.redraft_stage(worker, folder, "one") == {"ok": True}
+    refused = plugin_worker.redraft_stage(worker, str(folders[0]), "two")
+    assert "another API process of this server is swapping" in refused["error"]
+    plugin_worker.redraft_discard(worker, "two")  # as after every refused swap
+    wait(worker)
+    assert plugin_worker.redraft_load(worker, folder)["ok"]
+    plugin_worker.redraft_discard(worker, "one")
+    assert plugin_worker.redraft_stage(worker, folder, "two") == {"ok": True}
+    monkeypatch.setattr(plugin_worker, "SWAP_LEASE_S", 0.0)
+    assert plugin_worker.redraft_stage(worker, folder, "one") == {"ok": True}, "the other one must have been killed"
+    plugin_worker.redraft_discard(worker, "one")
 
 
 def test_a_layer_that_is_served_from_the_targets_folder_cannot_be_swapped(worker, folders):

@@ -8,6 +8,7 @@ import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import model_runners
@@ -29,9 +30,10 @@ from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.target import Target
 from redraft.online.engine.config import PluginConfig, read_config
+from redraft.online.engine.copies import refill_columns, refill_projections
 from redraft.online.engine.cpu_fix import expand_kernel
 from redraft.online.engine.routes import authorize
-from redraft.online.engine.swap import checksum, require_same_layout, without_shared_modules
+from redraft.online.engine.swap import Layout, checksum, require_same_layout, without_shared_modules
 
 # --- the parts
 
@@ -98,9 +100,9 @@ def test_the_checksum_sees_a_packed_layer():
 
 def test_another_layout_is_told_before_anything_is_touched(registry):
     folders = sorted(path for path in registry.iterdir() if not path.is_symlink())
-    require_same_layout(folders[0], folders[1])
+    require_same_layout(Layout.read(folders[0]), Layout.read(folders[1]))
     with pytest.raises(ValueError, match=r"lm_head.weight is \[\d+, 64\] instead of"):
-        require_same_layout(folders[0], folders[4])
+        require_same_layout(Layout.read(folders[0]), Layout.read(folders[4]))
 
 
 def test_a_changed_setting_is_told(registry, tmp_path):
@@ -108,7 +110,7 @@ def test_a_changed_setting_is_told(registry, tmp_path):
     config = json.loads((start / "config.json").read_text()) | {"rms_norm_eps": 0.5, "use_cache": "whatever"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"config.json: rms_norm_eps$"):
-        require_same_layout(start, tmp_path)
+        require_same_layout(Layout.read(start), Layout.read(tmp_path))
 
 
 @pytest.mark.parametrize("is_served", [True, False])
@@ -120,7 +122,44 @@ def test_a_draft_that_is_not_quantised_as_the_served_one_is_refused_with_the_cur
     found, served = ("not quantised", "fp8") if is_served else ("fp8", "not quantised")
     told = f"{candidate.name} is {found}, the loaded draft is {served}: quantise {candidate.name} like that one"
     with pytest.raises(ValueError, match=told):
-        require_same_layout(current, candidate)
+        require_same_layout(Layout.read(current), Layout.read(candidate))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_copies_of_keys_and_values_are_refilled_in_place_for_each_rank(rank):
+    """Of two layers with four heads of size 3, of which a rank holds two; a bias is copied as well."""
+    names = [f"layers.{i}.self_attn.{name}" for i in range(2) for name in ("k_proj", "v_proj")]
+    tensors = {f"{name}.weight": torch.randn(12, 5) for name in names}
+    tensors |= {f"{name}.bias": torch.randn(12) for name in names}
+    tensors |= {f"layers.{i}.self_attn.k_norm.weight": torch.randn(3) for i in range(2)}
+    layer = SimpleNamespace(self_attn=SimpleNamespace(num_kv_heads=2, head_dim=3))
+    alias = torch.ones(5)
+    made = SimpleNamespace(
+        layers=[layer, layer],
+        hidden_norm=SimpleNamespace(weight=alias),
+        _hidden_norm_weight=alias,
+        _fused_kv_weight=torch.zeros(24, 5),
+        _fused_kv_bias=torch.zeros(24),
+        _k_norm_weights=torch.zeros(2, 3),
+    )
+    buffers = made._fused_kv_weight, made._fused_kv_bias, made._k_norm_weights
+    refill_projections(made, tensors, rank, 2)
+    for buffer, kind in zip(buffers, ("weight", "bias"), strict=False):
+        wanted = [tensors[f"{name}.{kind}"].chunk(2)[rank] for name in names]
+        assert torch.equal(buffer, torch.cat(wanted))
+    assert torch.equal(buffers[2], torch.stack([tensors[f"layers.{i}.self_attn.k_norm.weight"] for i in range(2)]))
+    made._fused_kv_weight = made._fused_kv_bias = None  # quantised: vLLM makes no copy
+    refill_projections(made, tensors, rank, 2)
+    made._k_norm_weights = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"_k_norm_weights is \(3, 3\), not \(2, 3\)"):
+        refill_projections(made, tensors, rank, 2)
+
+
+def test_the_columns_of_another_draft_vocabulary_replace_the_old_ones_in_place():
+    columns, logits = torch.tensor([0, 1, 2]), torch.full((2, 8), 5.0)
+    refill_columns(columns, torch.tensor([1, 3, 5]), logits)  # offsets
+    assert columns.tolist() == [1, 4, 7]
+    assert (logits == -torch.inf).all(), "the columns of the old ids would keep their logits"
 
 
 def make_request(host, token):

@@ -1,0 +1,112 @@
+"""Copies of weights that vLLM makes when a draft is loaded, and reads instead of the weights.
+
+A load through vLLM's loaders leaves them as they were: the new draft would propose by a part of the old one. Each is
+refilled in place, because captured CUDA graphs hold its address. The values come from the checkpoint where the CPU
+build packs the weights away.
+
+- DFlash and DSpark compute the context keys of all layers in one product. It reads `_fused_kv_weight`, which holds the
+  key and value projections of all layers, and `_k_norm_weights`.
+- DSpark with a reduced vocabulary and sampled drafts: the column of every draft id in the target's vocabulary.
+- P-EAGLE: the state in the slots to fill. The load itself writes it to a tensor without memory.
+
+I = layers, G = key heads of this rank, E = head size, D = hidden, V = target vocabulary, W = draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BUILD = "_build_fused_kv_buffers"
+"""The method of vLLM's model that makes the copies of keys and values at the end of `load_weights`."""
+
+
+@contextmanager
+def without_build(draft: Any) -> Iterator[None]:
+    """Let `load_weights` make no copies: during a reload its layers hold no values, and are packed afterwards."""
+    block = _find_block(draft)
+    if block is None:
+        yield
+        return
+    setattr(block, BUILD, lambda: None)
+    try:
+        yield
+    finally:
+        delattr(block, BUILD)
+
+
+def refill(runner: Any, draft: Any, read: Callable[[], Mapping[str, Tensor]], rank: int, num_ranks: int) -> None:
+    """Bring all copies of a loaded draft up to date.
+
+    Args:
+        runner: vLLM's model runner, V1 or V2.
+        draft: Its draft, already loaded.
+        read: Reads the checkpoint's tensors. Called only if a copy needs them.
+        rank: Tensor-parallel rank.
+        num_ranks: Number of those ranks.
+
+    Raises:
+        ValueError: a copy is not made as assumed here, e.g. in another version of vLLM.
+    """
+    if (block := _find_block(draft)) is not None:
+        refill_projections(block, read(), rank, num_ranks)
+    if (columns_W := getattr(getattr(runner, "speculator", None), "_d2t_scatter_index", None)) is not None:
+        refill_columns(columns_W, draft.draft_id_to_target_id, runner.speculator._draft_scatter_buf)
+    state_D = getattr(getattr(runner, "drafter", None), "parallel_drafting_hidden_state_tensor", None)
+    if state_D is not None:
+        draft.mask_hidden.copy_(next(value for name, value in read().items() if "mask_hidden" in name).view(1, -1))
+        state_D.copy_(draft.combine_hidden_states(draft.mask_hidden.view(-1)))
+
+
+def refill_projections(block: Any, tensors: Mapping[str, Tensor], rank: int, num_ranks: int) -> None:
+    """Write a checkpoint's keys and values into the copies of one tensor-parallel rank. Raises: as `refill`."""
+    for kind, buffer in (("weight", block._fused_kv_weight), ("bias", block._fused_kv_bias)):
+        if buffer is not None:  # there is no bias, or the layers are quantised, and vLLM projects with them
+            values = torch.cat(list(_list_projections(block, tensors, kind, rank, num_ranks)))
+            _write(buffer, values, f"_fused_kv_{kind}")
+    norms_IE = torch.stack([tensors[f"layers.{i}.self_attn.k_norm.weight"] for i in range(len(block.layers))])
+    _write(block._k_norm_weights, norms_IE, "_k_norm_weights")
+    # in vLLM 0.32 an alias of the norm's weight, which the load has written already
+    if block._hidden_norm_weight.data_ptr() != block.hidden_norm.weight.data_ptr():
+        _write(block._hidden_norm_weight, tensors["hidden_norm.weight"], "_hidden_norm_weight")
+
+
+def refill_columns(columns_W: Tensor, offsets_W: Tensor, logits_BV: Tensor) -> None:
+    """Write the columns of the draft's ids, and reset the logits, of which all other columns stay at minus infinity."""
+    columns_W.copy_(torch.arange(len(offsets_W), device=offsets_W.device) + offsets_W)
+    logits_BV.fill_(float("-inf"))  # the old ids' columns would keep the last logits of the old draft
+
+
+def _find_block(draft: Any) -> Any:
+    """The part of the draft with copies of keys and values; None if it has none."""
+    return next((module for module in draft.modules() if hasattr(module, BUILD)), None)
+
+
+def _list_projections(
+    block: Any, tensors: Mapping[str, Tensor], kind: str, rank: int, num_ranks: int
+) -> Iterator[Tensor]:
+    """This rank's share of every layer's projection of keys, and of values."""
+    for i, layer in enumerate(block.layers):
+        for name in ("k_proj", "v_proj"):
+            whole = tensors[f"layers.{i}.self_attn.{name}.{kind}"]
+            yield _take_heads(whole, layer.self_attn.num_kv_heads, layer.self_attn.head_dim, rank, num_ranks)
+
+
+def _take_heads(weight: Tensor, num_heads: int, head_dim: int, rank: int, num_ranks: int) -> Tensor:
+    """The rows of this rank's key heads, [G * E, D], or [G * E] of a bias. With fewer heads than ranks, several ranks
+    hold the same head."""
+    # e.g. two heads on four ranks: ranks 0 and 1 hold head 0, ranks 2 and 3 head 1
+    first = rank * (len(weight) // head_dim) // num_ranks
+    return weight[first * head_dim : (first + num_heads) * head_dim]
+
+
+def _write(buffer: Tensor, values: Tensor, name: str) -> None:
+    if buffer.shape != values.shape:
+        raise ValueError(
+            f"vLLM's {name} is {tuple(buffer.shape)}, not {tuple(values.shape)}: restart the server with the draft"
+        )
+    buffer.copy_(values)
