@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -180,6 +181,10 @@ class Divergence:
     """Weight of the target in the mixture of jensen_shannon, between 0 and 1."""
     eta: float = 3.0
     """How fast lk_hybrid moves from KL to total variation as alpha grows: KL has the weight exp(-eta * alpha)."""
+
+    form: Literal["auto", "kernel", "plain"] = "auto"
+    """Computed by a Triton kernel, or by PyTorch's operations (plain). auto: the kernel on a GPU with Triton, plain
+    elsewhere."""
 
     def __post_init__(self) -> None:
         if self.name not in DIVERGENCES:

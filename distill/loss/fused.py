@@ -11,6 +11,9 @@ D = hidden, E = rank of a bias, V = target vocabulary, W = draft vocabulary, K =
         for all draft steps with the same head       d_hidden    = z_MW @ head                one matmul
                                                      d_head     += z_MW.T @ hidden            one matmul, if trained
 
+On a GPU a kernel does all blocks of a chunk at once (`distill.loss.rows`). On a CPU, and as the oracle of that kernel,
+a block is a few PyTorch operations (`distill.loss.blocks`).
+
 A draft with a low-rank bias has a second product in the logits, and the same two matmuls for the gradients of that one.
 The gradient is computed on the way, so backward only scales it. Matmuls run in the dtype of the hidden states (or of
 autocast); the softmax and all sums in float32, or in float64 if the inputs are float64.
@@ -18,30 +21,24 @@ autocast); the softmax and all sums in float32, or in float64 if the inputs are 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise, zip_longest
+from itertools import accumulate, islice, pairwise, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from redraft.distill.loss.divergences import LOG_ZERO, Divergence, draft_columns, top_k_buckets
-from redraft.distill.loss.gradients import GRADIENTS, Compared, cross_entropy
-from redraft.eval.acceptance import alpha
+from redraft.distill.loss.blocks import ExactBlock, Scratch, TopKBlock, block_rows, blocks, softmax_and_log
+from redraft.distill.loss.divergences import Divergence, draft_columns, top_k_buckets
+from redraft.distill.loss.gradients import GRADIENTS, cross_entropy
+from redraft.distill.loss.rows import draft_rows, runs_kernels, target_rows, top_k_rows
 from redraft.heads.nn.precision import autocast_kind, product_dtype
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS_CPU, CHUNK_TOKENS_GPU = 256, 2048
 """Target rows per chunk: the logits of these rows, and of the draft rows compared with them, are in memory at once.
-Fewer rows make the matmuls slower (16 rows by 2-3x); more rows only cost memory."""
-
-BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU = 1 << 19, 1 << 26
-"""Logits per block. On a CPU the block's few float32 temporaries stay in cache; a GPU wants large launches."""
-
-FAR_BELOW = -1e30
-"""Added to a logit to mask it. Finite, because a row with every logit masked must not become NaN."""
+Fewer rows make the matmuls slower (on a CPU, 16 rows by 2-3x), and a chunk reads and writes a head's whole gradient."""
 
 
 # ------------------------------------------------------------------------------------------------------------ interface
@@ -110,7 +107,7 @@ def fused_linear_divergence(
     *,
     normaliser: float | Tensor,
     labels_N: Tensor | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
 ) -> FusedResult:
     """sum_S sum_M weight * D(target, draft) / normaliser, differentiable in the factors of every draft's logits.
 
@@ -120,7 +117,7 @@ def fused_linear_divergence(
         divergence: D, with a temperature.
         normaliser: The global count of valid tokens.
         labels_N: The text's next token at each target row; only cross_entropy reads it.
-        chunk_tokens: Target rows per chunk.
+        chunk_tokens: Target rows per chunk; by default 256 on a CPU and 2,048 on a GPU.
 
     Raises:
         ValueError: if the sizes of the vocabularies differ, if a top-k target is given with a temperature other than 1,
@@ -129,6 +126,8 @@ def fused_linear_divergence(
     _check(drafts, target, divergence, labels_N)
     factors = [pair for draft in drafts for pair in draft.factors]
     heads = list({id(head): head for _, head in factors}.values())
+    if chunk_tokens is None:
+        chunk_tokens = CHUNK_TOKENS_CPU if heads[0].device.type == "cpu" else CHUNK_TOKENS_GPU
     request = _Request(drafts, target, divergence, normaliser, labels_N, chunk_tokens, torch.is_grad_enabled())
     lefts = (left for left, _ in factors)
     loss, *values = _FusedLinearDivergence.apply(request, *lefts, *heads)  # type: ignore[no-untyped-call]
@@ -167,30 +166,6 @@ def _check(
 # ------------------------------------------------------------------------------------------------------------- the loop
 
 
-class _Scratch:
-    """Memory reused by all chunks and blocks, by name.
-
-    Tensors this large go back to the kernel when freed, and on a CPU the page faults of the next allocation take longer
-    than computing the values.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised tensor; the same memory for the same name."""
-        size = math.prod(shape)
-        held = self._held.get((name, dtype))
-        if held is None or held.numel() < size:
-            held = self._held[name, dtype] = torch.empty(size, dtype=dtype, device=device)
-        return held[:size].view(*shape)
-
-    def product(self, name: str, left: Tensor, right: Tensor) -> Tensor:
-        """left @ right."""
-        out = self(name, (left.shape[0], right.shape[1]), left.dtype, left.device)
-        return torch.mm(left, right, out=out)
-
-
 @dataclass(frozen=True)
 class _Request:
     """The arguments of one call, and the scratch memory shared by all chunks."""
@@ -203,7 +178,11 @@ class _Request:
     chunk_tokens: int
     grad_enabled: bool
     """Whether the caller runs under autograd: inside `Function.forward` it always reads as disabled."""
-    scratch: _Scratch = field(default_factory=_Scratch)
+    scratch: Scratch = field(default_factory=Scratch)
+
+    def runs_kernels(self, logits_MW: Tensor) -> bool:
+        form = self.divergence.form
+        return form == "kernel" or (form == "auto" and runs_kernels(logits_MW.dtype, logits_MW.device))
 
 
 class _FusedLinearDivergence(torch.autograd.Function):
@@ -255,12 +234,15 @@ class _Gradient:
 
     def add_product(self, dz_WM: Tensor, hidden_MD: Tensor) -> None:
         """total += dz @ hidden; the total may be wider than the product."""
+        # beta = 0 ignores the old memory, even NaN
         if self.total.dtype == dz_WM.dtype:
-            # beta = 0 ignores the old memory, even NaN
             torch.addmm(self.total, dz_WM, hidden_MD, beta=int(self.is_begun), out=self.total)
+        elif self.total.device.type != "cpu" and self.total.dtype == torch.float32:
+            # the product adds to the float32 total: no product in bfloat16 is rounded, written and read
+            torch.addmm(self.total, dz_WM, hidden_MD, out_dtype=torch.float32, beta=int(self.is_begun), out=self.total)
         else:
             # A sum of two dtypes copies one operand, so it is made block by block.
-            for block in _blocks(self.total):
+            for block in blocks(self.total):
                 product = dz_WM[block] @ hidden_MD
                 if self.is_begun:
                     self.total[block].add_(product)
@@ -354,7 +336,7 @@ def _run_chunks(request: _Request, target: ExactRows | TopKRows, steps: Sequence
         return
     parts_by_chunk = [_split_into_parts(step, needed_N, request.chunk_tokens) for step in steps]
     for index, rows_C in enumerate(torch.split(needed_N, request.chunk_tokens)):
-        chunk = _select_target(request, target, rows_C)
+        chunk = _select_target(request, target, rows_C, steps[0].factors[0].left_MD)
         # One part of each step at a time. A step has several in a chunk only if many rows point at the same target row.
         for parts in zip_longest(*(step_parts[index] for step_parts in parts_by_chunk)):
             _run_parts(request, chunk, [part for part in parts if part is not None])
@@ -401,72 +383,81 @@ def _split_into_parts(step: _Step, needed_N: Tensor, chunk_tokens: int) -> list[
 # ------------------------------------------------------------------------------------------------ values and gradients
 
 
-def _run_parts(request: _Request, chunk: _ExactTarget | _TopKTarget, parts: Sequence[_Part]) -> None:
+def _run_parts(request: _Request, chunk: ExactBlock | TopKBlock | _KernelChunk, parts: Sequence[_Part]) -> None:
     """Values and gradients of parts of different steps in one chunk."""
-    sets = _group_by_heads(request.scratch, parts)
-    parts, logits = (
-        [part for each in sets for part in each.parts],
-        [z for each in sets for z in each.split(each.logits_MW)],
-    )
-    # Blocks outside, steps inside: a block's p stays in cache while every step is compared with it.
-    block_rows = _block_rows(max(chunk.width, *(z.shape[1] for z in logits)), logits[0].device)
-    bounds = [part.bounds(block_rows, chunk.num_rows) for part in parts]
-    for index, first in enumerate(range(0, chunk.num_rows, block_rows)):
-        block = chunk.select_rows(slice(first, first + block_rows))
-        for part, logits_MW, bound in zip(parts, logits, bounds, strict=True):
-            here = slice(bound[index], bound[index + 1])
-            if here.start < here.stop:
-                _run_block(request, block, part, here, first, logits_MW[here])
-    # Every row has passed through a block: `logits` now hold the gradient at the logits.
-    for each in sets:
-        each.add_gradients()
+    groups = _group(request, parts)
+    if isinstance(chunk, _KernelChunk):
+        for group in groups:
+            chunk.run(request, group)
+    else:
+        _run_blocks(request, chunk, groups)
+    # Every row has been compared: the logits now hold the gradient at the logits.
+    for group in groups:
+        group.add_gradients()
 
 
 @dataclass(frozen=True)
-class _Set:
-    """Parts of steps with the same heads. Their products are made at once: few rows at a time would be slow."""
+class _Group:
+    """Parts of draft steps with the same head: one matmul for the logits of all, and one for each gradient."""
 
     parts: Sequence[_Part]
     lefts: Sequence[Tensor]
-    """The left factors in the rows of all parts, one part below the other, for each head."""
+    """The left factors of all parts' rows, one after another."""
     logits_MW: Tensor
-    """In the same rows."""
+    """In scratch memory. The gradient at the logits takes the place of the logits."""
 
-    def split(self, values_MX: Tensor) -> Sequence[Tensor]:
-        """The rows of every part: views."""
-        return torch.split(values_MX, [len(part.rows_M) for part in self.parts])
+    @property
+    def slices(self) -> list[slice]:
+        """The rows of each part."""
+        ends = [0, *accumulate(len(part.rows_M) for part in self.parts)]
+        return [slice(*bounds) for bounds in pairwise(ends)]
 
     def add_gradients(self) -> None:
-        """Gradients of the factors, from those at the logits, which have taken the logits' place."""
-        for index, (left_MD, shared) in enumerate(zip(self.lefts, self.parts[0].step.factors, strict=True)):
-            d_lefts = [part.step.factors[index].d_left for part in self.parts]
-            if any(d_left is not None for d_left in d_lefts):
-                values = self.split(self.logits_MW @ shared.head_WD)
-                for part, d_left, value_MD in zip(self.parts, d_lefts, values, strict=True):
-                    if d_left is not None:
-                        d_left.set_rows(part.rows_M, value_MD)
-            if shared.d_head is not None:
-                shared.d_head.add_product(self.logits_MW.T, left_MD)
+        for index, left_MD in enumerate(self.lefts):
+            factors = [part.step.factors[index] for part in self.parts]
+            if any(each.d_left is not None for each in factors):
+                d_left_MD = self.logits_MW @ factors[0].head_WD
+                for part, each, here in zip(self.parts, factors, self.slices, strict=True):
+                    if each.d_left is not None:
+                        each.d_left.set_rows(part.rows_M, d_left_MD[here])
+            if factors[0].d_head is not None:
+                factors[0].d_head.add_product(self.logits_MW.T, left_MD)
 
 
-def _group_by_heads(scratch: _Scratch, parts: Sequence[_Part]) -> list[_Set]:
-    """The parts by heads, with logits in the scratch memory."""
-    groups: dict[tuple[int, ...], list[_Part]] = {}
+def _group(request: _Request, parts: Sequence[_Part]) -> list[_Group]:
+    """The parts by head, with the draft's logits."""
+    by_heads: dict[tuple[int, ...], list[_Part]] = {}
     for part in parts:
-        groups.setdefault(tuple(id(each.head_WD) for each in part.step.factors), []).append(part)
-    sets = []
-    for number, group in enumerate(groups.values()):
-        heads = [each.head_WD for each in group[0].step.factors]
-        lefts = [torch.cat([part.step.factors[i].left_MD[part.rows_M] for part in group]) for i in range(len(heads))]
-        logits_MW = scratch.product(f"draft logits {number}", lefts[0], heads[0].T)
+        by_heads.setdefault(tuple(id(each.head_WD) for each in part.step.factors), []).append(part)
+    groups = []
+    for index, same in enumerate(by_heads.values()):
+        per_factor = zip(*([each.left_MD[part.rows_M] for each in part.step.factors] for part in same), strict=True)
+        lefts = [torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in per_factor]
+        heads = [each.head_WD for each in same[0].step.factors]
+        logits_MW = request.scratch.product(f"draft logits {index}", lefts[0], heads[0].T)
         for left_MD, head_WD in zip(lefts[1:], heads[1:], strict=True):
             logits_MW.addmm_(left_MD, head_WD.T)
-        sets.append(_Set(group, lefts, logits_MW))
-    return sets
+        groups.append(_Group(same, lefts, logits_MW))
+    return groups
+
+
+def _run_blocks(request: _Request, chunk: ExactBlock | TopKBlock, groups: Sequence[_Group]) -> None:
+    """Compare block by block. Blocks outside, steps inside: a block's p stays in cache for every step."""
+    rows_of = [
+        (part, group.logits_MW[here]) for group in groups for part, here in zip(group.parts, group.slices, strict=True)
+    ]
+    rows = block_rows(max(chunk.width, *(z_MW.shape[1] for _, z_MW in rows_of)), rows_of[0][1].device)
+    bounds = [part.bounds(rows, chunk.num_rows) for part, _ in rows_of]
+    for index, first in enumerate(range(0, chunk.num_rows, rows)):
+        block = chunk.select_rows(slice(first, first + rows))
+        for (part, logits_MW), bound in zip(rows_of, bounds, strict=True):
+            here = slice(bound[index], bound[index + 1])
+            if here.start < here.stop:
+                _run_block(request, block, part, here, first, logits_MW[here])
 
 
 def _run_block(
-    request: _Request, block: _ExactTarget | _TopKTarget, part: _Part, here: slice, first: int, logits_MW: Tensor
+    request: _Request, block: ExactBlock | TopKBlock, part: _Part, here: slice, first: int, logits_MW: Tensor
 ) -> None:
     """Values of a part's rows `here`, compared with the block starting at row `first` of the chunk.
 
@@ -484,7 +475,7 @@ def _run_block(
 
 def _divergence(
     request: _Request,
-    block: _ExactTarget | _TopKTarget,
+    block: ExactBlock | TopKBlock,
     step: _Step,
     rows_M: Tensor,
     place_M: Tensor | None,
@@ -498,151 +489,79 @@ def _divergence(
         label_M = request.labels_N[step.target_row_M[rows_M]]
         columns = draft_columns(label_M, step.draft_ids_W, logits_MW.shape[1])
         # q is computed again: for a top-k target `compared` holds the kept ids and a tail, not all of q.
-        loss_M, dz_MW = cross_entropy(*_softmax_and_log(request, "q", logits_MW)[:2], *columns)
+        q_and_log_q = softmax_and_log(request.scratch, divergence.temperature, "q", logits_MW)[:2]
+        loss_M, dz_MW = cross_entropy(*q_and_log_q, *columns)
     else:
         loss_M, dz_MX = GRADIENTS[divergence.name](divergence, compared)
         dz_MW = at_logits(dz_MX)
     return torch.stack([loss_M, compared.alpha_M, alpha_greedy_M]), dz_MW
 
 
-def _softmax(scratch: _Scratch, name: str, z_MV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(softmax [M, V], log sum exp [M, 1], argmax [M, 1]) with one pass of exp."""
-    p_MV = torch.softmax(z_MV, -1, out=scratch(name, z_MV.shape, z_MV.dtype, z_MV.device))
-    best_M1 = _argmax(z_MV)
-    # p = exp z / sum exp z, so log sum exp z = z - log p at any outcome; at the best one p is never 0
-    return p_MV, z_MV.gather(1, best_M1) - p_MV.gather(1, best_M1).log(), best_M1
-
-
-def _softmax_and_log(request: _Request, name: str, logits_MV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(softmax of logits / temperature, the logarithm, the argmax), the first two in the scratch memory of `name`."""
-    z_MV = _wide(request, name, logits_MV)
-    p_MV, log_sum_exp_M1, best_M1 = _softmax(request.scratch, name, z_MV)
-    return p_MV, z_MV.sub_(log_sum_exp_M1).clamp_min_(LOG_ZERO), best_M1
-
-
-def _argmax(z_MV: Tensor, group: int = 64) -> Tensor:
-    """First argmax of every row, [M, 1]; in two levels, because on a CPU `amax` is vectorised and `argmax` is not."""
-    if z_MV.shape[1] % group:
-        return z_MV.argmax(-1, keepdim=True)
-    z_MGv = z_MV.view(len(z_MV), -1, group)
-    best_M1 = z_MGv.amax(-1).argmax(-1, keepdim=True)
-    z_M1v = z_MGv.gather(1, best_M1[..., None].expand(-1, 1, group))
-    return z_M1v.argmax(-1).add_(best_M1, alpha=group)
-
-
-def _wide(request: _Request, name: str, logits_MV: Tensor) -> Tensor:
-    """A copy of logits / temperature in float32 or wider."""
-    dtype = torch.promote_types(logits_MV.dtype, torch.float32)
-    z_MV = request.scratch(f"log {name}", logits_MV.shape, dtype, logits_MV.device).copy_(logits_MV)
-    return z_MV if request.divergence.temperature == 1 else z_MV.div_(request.divergence.temperature)
-
-
-def _block_rows(columns: int, device: torch.device) -> int:
-    """Rows of a block whose rows have this many columns."""
-    elements = BLOCK_ELEMENTS_CPU if device.type == "cpu" else BLOCK_ELEMENTS_GPU
-    return max(1, elements // columns)
-
-
-def _blocks(matrix: Tensor) -> Iterator[slice]:
-    """The rows of a matrix, block by block."""
-    rows = _block_rows(matrix.shape[1], matrix.device)
-    return (slice(first, first + rows) for first in range(0, len(matrix), rows))
-
-
 # ---------------------------------------------------------------------------------------------------- the target's side
 
-AtLogits = Callable[[Tensor], Tensor]
-"""Turns the gradient at the outcomes compared [M, X] into the gradient at all of the draft's logits [M, W]."""
 
-
-def _select_target(request: _Request, target: ExactRows | TopKRows, rows_C: Tensor) -> _ExactTarget | _TopKTarget:
-    """The target on one chunk of rows."""
+def _select_target(
+    request: _Request, target: ExactRows | TopKRows, rows_C: Tensor, like: Tensor
+) -> ExactBlock | TopKBlock | _KernelChunk:
+    """The target on one chunk of rows. `like` has the dtype and device of the draft's logits."""
+    runs = request.runs_kernels(like)
     if isinstance(target, TopKRows):
-        return _TopKTarget(request, target.ids_NK[rows_C], target.log_probs_NK[rows_C])
+        ids_CK, log_probs_CK = target.ids_NK[rows_C], target.log_probs_NK[rows_C]
+        return (
+            _KernelChunk(rows_C, top_k=(ids_CK, log_probs_CK))
+            if runs
+            else TopKBlock(request.scratch, ids_CK, log_probs_CK)
+        )
     logits_CV = request.scratch.product("target logits", target.hidden_ND[rows_C], target.head_VD.T)
-    return _ExactTarget(request, logits_CV)
+    if runs:
+        return _KernelChunk(rows_C, logits_CV=logits_CV)
+    return ExactBlock(request.scratch, request.divergence.temperature, logits_CV)
 
 
-class _ExactTarget:
-    """The target's logits on a chunk, or on a block of it.
+@dataclass(frozen=True)
+class _KernelChunk:
+    """The target on a chunk, for the kernels of `distill.loss.rows`: its logits, or ids and log-probabilities."""
 
-    p and log p are computed at the first `compare`: once per block for all steps, and never for a whole chunk.
-    They live in scratch memory: the next block overwrites them.
-    """
+    rows_C: Tensor
+    logits_CV: Tensor | None = None
+    top_k: tuple[Tensor, Tensor] | None = None
+    _on_ids: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def __init__(self, request: _Request, logits_RV: Tensor) -> None:
-        self._request, self._logits_RV = request, logits_RV
-        self.num_rows, self.width = logits_RV.shape
-        self._over_all: tuple[Tensor, Tensor] | None = None
-        self._over_some: dict[int, tuple[Tensor, Tensor]] = {}
+    def run(self, request: _Request, group: _Group) -> None:
+        """Compare all rows of a group: values into `values_3M`, and the gradient into the group's logits."""
+        d, draft_ids_W, width = request.divergence, group.parts[0].step.draft_ids_W, group.logits_MW.shape[1]
+        place_M = torch.cat([part.place_M for part in group.parts])
+        scale_M = torch.cat([part.step.scale_M[part.rows_M] for part in group.parts]) / d.temperature
+        label_C = None
+        if d.name == "cross_entropy":
+            assert request.labels_N is not None
+            label_C = _or_minus_one(*draft_columns(request.labels_N[self.rows_C], draft_ids_W, width))
+        if self.logits_CV is not None:
+            kept_CW, sums_2C = self._select(draft_ids_W, d.temperature)
+            values_3M = draft_rows(
+                group.logits_MW, kept_CW, sums_2C, place_M, scale_M, label_C, d.name, d.temperature, d.beta, d.eta
+            )
+        else:
+            assert self.top_k is not None
+            ids_CK, log_p_CK = self.top_k
+            columns_CK, reachable_CK = draft_columns(ids_CK, draft_ids_W, width)
+            log_p_CX = top_k_buckets(log_p_CK.float(), reachable_CK, width)
+            columns_CK = _or_minus_one(columns_CK, reachable_CK)
+            values_3M = top_k_rows(
+                group.logits_MW, columns_CK, log_p_CX, place_M, scale_M, label_C, d.name, d.beta, d.eta
+            )
+        for part, here in zip(group.parts, group.slices, strict=True):
+            part.step.values_3M[:, part.rows_M] = values_3M[:, here]
 
-    def select_rows(self, rows: slice) -> _ExactTarget:
-        return _ExactTarget(self._request, self._logits_RV[rows])
-
-    def compare(
-        self, place_M: Tensor | None, logits_MW: Tensor, draft_ids_W: Tensor | None
-    ) -> tuple[Compared, Tensor, AtLogits]:
-        """(both distributions over the draft's vocabulary, alpha_greedy [M], X = W to W) of the rows at `place_M`.
-
-        `place_M` is None if draft row m is compared with row m.
-        """
-        p_RW, log_p_RW = self._probabilities(draft_ids_W)
-        p_MW, log_p_MW = (p_RW, log_p_RW) if place_M is None else (p_RW[place_M], log_p_RW[place_M])
-        q_MW, log_q_MW, best_M1 = _softmax_and_log(self._request, "q", logits_MW)
-        least_MW = self._request.scratch("least", q_MW.shape, q_MW.dtype, q_MW.device)
-        compared = Compared(p_MW, log_p_MW, q_MW, log_q_MW, alpha(p_MW, q_MW, out=least_MW))
-        return compared, p_MW.gather(1, best_M1).squeeze(1), lambda dz_MW: dz_MW
-
-    def _probabilities(self, draft_ids_W: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(p, log p) over the draft's vocabulary, [R, W] each. Not renormalised: p may sum to less than 1."""
-        if self._over_all is None:
-            self._over_all = _softmax_and_log(self._request, "p", self._logits_RV)[:2]
-        if draft_ids_W is None:
-            return self._over_all
-        if id(draft_ids_W) not in self._over_some:
-            p_RV, log_p_RV = self._over_all
-            self._over_some[id(draft_ids_W)] = p_RV[:, draft_ids_W], log_p_RV[:, draft_ids_W]
-        return self._over_some[id(draft_ids_W)]
+    def _select(self, draft_ids_W: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
+        """(logits on the draft's ids, sums), as `target_rows` gives them; once for all groups with these ids."""
+        assert self.logits_CV is not None
+        if id(draft_ids_W) not in self._on_ids:
+            kept_CW, sums_2C = target_rows(self.logits_CV, draft_ids_W, temperature)
+            self._on_ids[id(draft_ids_W)] = (self.logits_CV if draft_ids_W is None else kept_CW, sums_2C)
+        return self._on_ids[id(draft_ids_W)]
 
 
-class _TopKTarget:
-    """The target's kept ids and log-probabilities on a chunk, or on a block of it."""
-
-    def __init__(self, request: _Request, ids_RK: Tensor, log_probs_RK: Tensor) -> None:
-        self._request, self._ids_RK, self._log_probs_RK = request, ids_RK, log_probs_RK
-        self.num_rows, self.width = ids_RK.shape
-
-    def select_rows(self, rows: slice) -> _TopKTarget:
-        return _TopKTarget(self._request, self._ids_RK[rows], self._log_probs_RK[rows])
-
-    def compare(
-        self, place_M: Tensor | None, logits_MW: Tensor, draft_ids_W: Tensor | None
-    ) -> tuple[Compared, Tensor, AtLogits]:
-        """(both distributions over the kept ids and a tail, alpha_greedy [M], X = K + 1 to W) of the rows at `place_M`.
-
-        `place_M` is None if draft row m is compared with row m.
-        """
-        ids_MK, log_p_MK = self._ids_RK, self._log_probs_RK
-        if place_M is not None:
-            ids_MK, log_p_MK = ids_MK[place_M], log_p_MK[place_M]
-        columns_MK, reachable_MK = draft_columns(ids_MK, draft_ids_W, logits_MW.shape[1])
-
-        # The draft's logit of each kept id; the tail's is the log sum exp of all other logits, so mask the kept ones.
-        z_MW = _wide(self._request, "q", logits_MW)
-        best_M1 = _argmax(z_MW)
-        z_MK = z_MW.gather(1, columns_MK).masked_fill_(~reachable_MK, FAR_BELOW)
-        # Masked by addition: an id out of reach has the column of another id, and adds 0 there.
-        z_MW.scatter_add_(1, columns_MK, reachable_MK * z_MW.new_tensor(FAR_BELOW))
-        tail_MW, z_tail_M1, _ = _softmax(self._request.scratch, "q", z_MW)
-        z_MX = torch.cat([z_MK, z_tail_M1], -1)
-        log_q_MX = z_MX.log_softmax(-1).clamp_min_(LOG_ZERO)
-
-        log_p_MX = top_k_buckets(log_p_MK.to(z_MW.dtype), reachable_MK, z_MW.shape[1])
-        p_MX, q_MX = log_p_MX.exp(), log_q_MX.exp()
-        alpha_greedy_M = (p_MX[:, :-1] * (columns_MK == best_M1)).sum(-1)
-
-        def at_logits(dz_MX: Tensor) -> Tensor:
-            # The tail's gradient is shared out by each outcome's part of the tail, which is 0 for a kept id.
-            return tail_MW.mul_(dz_MX[:, -1:]).scatter_add_(1, columns_MK, dz_MX[:, :-1])
-
-        return Compared(p_MX, log_p_MX, q_MX, log_q_MX, alpha(p_MX, q_MX)), alpha_greedy_M, at_logits
+def _or_minus_one(columns: Tensor, reachable: Tensor) -> Tensor:
+    """int32: the kernels' columns."""
+    return torch.where(reachable, columns, -1).int()

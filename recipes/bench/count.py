@@ -21,6 +21,7 @@ from redraft.recipes.bench.roofs import (
     KINDS,
     Device,
     Shares,
+    Work,
     add_up,
     all_reduce_s,
     parts_of,
@@ -29,6 +30,7 @@ from redraft.recipes.bench.sizes import find_sizes
 from redraft.recipes.bench.step import (
     DRAFT_WEIGHTS,
     GRADIENTS,
+    LOSS,
     SIGNAL,
     STATE,
     TARGET_WEIGHTS,
@@ -242,11 +244,23 @@ def plan_run(cfg: Counting, plan: Plan, served: Counted | None, rate: float, dev
 
 # ------------------------------------------------------------------------------------------------------------- printing
 
+FORMS = {"kernel": "Triton's kernels (a GPU's default)", "plain": "PyTorch's operations (--divergence.form plain)"}
+
 
 def main(cfg: Counting) -> None:
     """Count and print."""
     result = count(cfg)
     print(json.dumps(as_json(cfg, result), indent=2) if cfg.json else "\n".join(as_text(cfg, result)))
+
+
+def count_forms(cfg: Counting, result: Result) -> dict[str, Work]:
+    """The divergence's work by form: the kernels, which `result` has on a GPU, and PyTorch's operations."""
+    plan = replace(result.plan, divergence=replace(result.plan.divergence, form="plain"))
+    forms = {"kernel": result.step.operations, "plain": count_step(plan).operations}
+    return {
+        form: add_up(operations, cfg.shares, [work for work in operations if work.part == LOSS])
+        for form, operations in forms.items()
+    }
 
 
 def as_json(cfg: Counting, result: Result) -> dict[str, Any]:
@@ -265,6 +279,10 @@ def as_json(cfg: Counting, result: Result) -> dict[str, Any]:
         "tokens_per_s": {name: on.tokens_per_s for name, on in result.on.items()},
         "mfu": {name: on.mfu for name, on in result.on.items()},
         "fits": {name: on.fits for name, on in result.on.items()},
+    }
+    told["divergence"] = {
+        form: {"bytes": work.num_bytes / result.plan.tokens, "calls": work.calls, "seconds": work.seconds}
+        for form, work in count_forms(cfg, result).items()
     }
     runs = {name: on.run for name, on in result.on.items() if on.run}
     if cfg.tokens is not None:
@@ -290,6 +308,11 @@ def as_text(cfg: Counting, result: Result) -> Iterator[str]:
     )
     yield ""
     yield from work_table(cfg, result)
+    yield ""
+    for form, work in count_forms(cfg, result).items():
+        moved = f"{work.num_bytes / plan.tokens / 1e6:,.2f} MB/token, {work.calls:,} calls"
+        times = ", ".join(f"{d.name} {1000 * work.seconds[d.name]:,.0f} ms" for d in DEVICES)
+        yield f"divergence, {FORMS[form]}: {moved}; {times}"
     yield ""
     yield from memory_table(result)
     yield ""

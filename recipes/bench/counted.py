@@ -200,14 +200,18 @@ def _grouped_mm(x: Tensor, weights: Tensor, *_: Any, **__: Any) -> int:
     return 2 * x.shape[0] * x.shape[1] * weights.shape[-1]
 
 
+def _addmm(_: Tensor, left: Tensor, right: Tensor, *__: Any, **___: Any) -> int:
+    return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+
+
 aten = torch.ops.aten
 ATTENTION: dict[Any, Callable[..., int]] = {
     # the fused kernel of a tensor on the CPU; it stands for those of GPUs, which compute and move the same
     aten._scaled_dot_product_flash_attention_for_cpu: _forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
 }
-PRODUCTS: dict[Any, Callable[..., int]] = {aten._grouped_mm: _grouped_mm}
-"""Formulas missing in PyTorch's table."""
+PRODUCTS: dict[Any, Callable[..., int]] = {aten._grouped_mm: _grouped_mm, aten.addmm: _addmm}
+"""Formulas missing in PyTorch's table, or wrong there: that of `addmm` stumbles over a dtype for the result."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- bytes

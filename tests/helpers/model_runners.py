@@ -34,6 +34,14 @@ def environment(runner: str, *, schedules_ahead: bool = False) -> dict[str, str]
                                    "VLLM_USE_V2_MODEL_RUNNER": "1"}  # fmt: skip
 
 
+def triton_interpreter() -> dict[str, str]:
+    """The environment of a process in which Triton's kernels run in its interpreter; skips the test without Triton."""
+    if problem := _install_triton():
+        pytest.skip(f"Triton could not be installed into {TRITON}: {problem}")
+    path = ":".join([str(TRITON), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+
+
 @functools.cache
 def _install_triton() -> str:
     """Install Triton unless it is there. Returns what went wrong."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from redraft.distill.loss import fused
+from redraft.distill.loss import blocks
 from redraft.distill.loss.divergences import (
     DIVERGENCES,
     Divergence,
@@ -216,7 +216,7 @@ def test_a_low_rank_bias_is_part_of_the_logits(
 def test_blocks_within_a_chunk_change_nothing(
     top_k: bool, draft_ids: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "BLOCK_ELEMENTS_CPU", 3 * 128)
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS_CPU", 3 * 128)
     exact = make_exact(vocabulary=128)
     drafts = [make_draft([12, 3, 4, 16, 0, 9, 10, 3, 11], vocabulary=128, draft_ids=draft_ids)]
     target = make_top_k(exact) if top_k else exact
@@ -465,6 +465,25 @@ def test_the_targets_logits_are_computed_once_for_all_steps(monkeypatch: pytest.
     with CountTargetMatmuls():
         fused_linear_divergence(drafts, target, Divergence(), normaliser=1, chunk_tokens=5)
     assert matmuls == 4
+
+
+def test_steps_with_one_head_share_its_products_and_each_row_is_gathered_once() -> None:
+    target = make_exact(rows=20)
+    first = make_draft(range(20))
+    drafts = [first, make_draft(range(2, 20), head=first.head_WD, seed=2), make_draft([7], head=first.head_WD, seed=3)]
+    additions, gathers = 0, 0
+
+    class CountPasses(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal additions, gathers
+            name = func.overloadpacket
+            additions += name is torch.ops.aten.addmm and args[0].shape == first.head_WD.shape
+            gathers += name is torch.ops.aten.index and args[0].data_ptr() == first.hidden_MD.data_ptr()
+            return func(*args, **(kwargs or {}))
+
+    with CountPasses():
+        fused_linear_divergence(drafts, target, Divergence(), normaliser=1, chunk_tokens=5)
+    assert (additions, gathers) == (4, 4)  # chunks
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

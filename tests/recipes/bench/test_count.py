@@ -147,6 +147,30 @@ def test_a_count_in_float32_is_the_same_too() -> None:
     assert real.memory[GRADIENTS] == real.gradient_bytes == real.memory[DRAFT_WEIGHTS] - 128 * 8  # beside the ids
 
 
+@pytest.mark.parametrize(("family", "kept"), [("standalone", 0), ("eagle3", 4096), ("eagle3", 0)])
+def test_the_kernels_move_hardly_more_than_the_logits_once_and_the_gradients_once(family: str, kept: int) -> None:
+    target = LlamaConfig(**{**TARGET.to_dict(), "vocab_size": 16_384})
+    head = LlamaConfig(**{**DRAFT.to_dict(), "vocab_size": 16_384}) if family == "standalone" else PLAN.head
+    plan = replace(
+        PLAN, family=family, target=target, head=head, draft_vocab_size=kept, sequence_length=256, batch_size=4
+    )
+    forms = {
+        form: count_step(replace(plan, divergence=replace(plan.divergence, form=form))).operations
+        for form in ("kernel", "plain")
+    }
+    moved, flops = {}, {}
+    for form, operations in forms.items():
+        loss = [(work, times) for work, times in operations.items() if work.part == bench_step.LOSS]
+        moved[form] = sum(work.num_bytes * times for work, times in loss if work.kind == "other")
+        flops[form] = sum(work.flops * times for work, times in loss)
+    labelled = [4 * 255] if family == "standalone" else [4 * (254 - k) for k in range(3)]
+    logits = 2 * (max(labelled) * 16_384 + sum(labelled) * (kept or 16_384))
+    gradients = 2 * sum(labelled) * (kept or 16_384)
+    assert logits + gradients < moved["kernel"] < 1.5 * (logits + gradients)
+    assert moved["plain"] > 4 * moved["kernel"]
+    assert flops["kernel"] == flops["plain"]
+
+
 def test_an_accelerator_takes_other_branches_than_the_cpu() -> None:
     cpu, accelerator = count_step(PLAN, shown_on=torch.device("cpu")), count_step(PLAN, shown_on=META)
     # the CPU's attention computes the later steps' few scores without products

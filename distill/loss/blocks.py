@@ -1,0 +1,188 @@
+"""The two sides of the fused divergence on a block of rows, in PyTorch's operations: for CPUs, and the oracle.
+
+R = target rows of a block, M = draft rows compared with it, V = target vocabulary, W = draft vocabulary,
+K = kept top-k ids, X = outcomes compared (W, or K + a tail).
+
+A block is small enough for its few float32 temporaries to stay in a CPU's cache. They live in scratch memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from redraft.distill.loss.divergences import LOG_ZERO, draft_columns, top_k_buckets
+from redraft.distill.loss.gradients import Compared
+from redraft.eval.acceptance import alpha
+
+BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU = 1 << 19, 1 << 26
+"""Logits per block. On a CPU the block's few float32 temporaries stay in cache; a GPU wants large launches."""
+
+FAR_BELOW = -1e30
+"""Added to a logit to mask it. Finite, because a row with every logit masked must not become NaN."""
+
+
+class Scratch:
+    """Memory reused by all chunks and blocks, by name.
+
+    Tensors this large go back to the kernel when freed, and on a CPU the page faults of the next allocation take longer
+    than computing the values.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor; the same memory for the same name."""
+        size = math.prod(shape)
+        held = self._held.get((name, dtype))
+        if held is None or held.numel() < size:
+            del held
+            self._held.pop((name, dtype), None)  # a smaller one goes first
+            held = self._held[name, dtype] = torch.empty(size, dtype=dtype, device=device)
+        return held[:size].view(*shape)
+
+    def product(self, name: str, left: Tensor, right: Tensor) -> Tensor:
+        """left @ right."""
+        out = self(name, (left.shape[0], right.shape[1]), left.dtype, left.device)
+        return torch.mm(left, right, out=out)
+
+
+def block_rows(columns: int, device: torch.device) -> int:
+    """Rows of a block whose rows have this many columns."""
+    elements = BLOCK_ELEMENTS_CPU if device.type == "cpu" else BLOCK_ELEMENTS_GPU
+    return max(1, elements // columns)
+
+
+def blocks(matrix: Tensor) -> Iterator[slice]:
+    """The rows of a matrix, block by block."""
+    rows = block_rows(matrix.shape[1], matrix.device)
+    return (slice(first, first + rows) for first in range(0, len(matrix), rows))
+
+
+def _softmax(scratch: Scratch, name: str, z_MV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(softmax [M, V], log sum exp [M, 1], argmax [M, 1]) with one pass of exp."""
+    p_MV = torch.softmax(z_MV, -1, out=scratch(name, z_MV.shape, z_MV.dtype, z_MV.device))
+    best_M1 = _argmax(z_MV)
+    # p = exp z / sum exp z, so log sum exp z = z - log p at any outcome; at the best one p is never 0
+    return p_MV, z_MV.gather(1, best_M1) - p_MV.gather(1, best_M1).log(), best_M1
+
+
+def softmax_and_log(
+    scratch: Scratch, temperature: float, name: str, logits_MV: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(softmax of logits / temperature, the logarithm, the argmax), the first two in the scratch memory of `name`."""
+    z_MV = _wide(scratch, temperature, name, logits_MV)
+    p_MV, log_sum_exp_M1, best_M1 = _softmax(scratch, name, z_MV)
+    return p_MV, z_MV.sub_(log_sum_exp_M1).clamp_min_(LOG_ZERO), best_M1
+
+
+def _argmax(z_MV: Tensor, group: int = 64) -> Tensor:
+    """First argmax of every row, [M, 1]; in two levels, because on a CPU `amax` is vectorised and `argmax` is not."""
+    if z_MV.shape[1] % group:
+        return z_MV.argmax(-1, keepdim=True)
+    z_MGv = z_MV.view(len(z_MV), -1, group)
+    best_M1 = z_MGv.amax(-1).argmax(-1, keepdim=True)
+    z_M1v = z_MGv.gather(1, best_M1[..., None].expand(-1, 1, group))
+    return z_M1v.argmax(-1).add_(best_M1, alpha=group)
+
+
+def _wide(scratch: Scratch, temperature: float, name: str, logits_MV: Tensor) -> Tensor:
+    """A copy of logits / temperature in float32 or wider."""
+    dtype = torch.promote_types(logits_MV.dtype, torch.float32)
+    z_MV = scratch(f"log {name}", logits_MV.shape, dtype, logits_MV.device).copy_(logits_MV)
+    return z_MV if temperature == 1 else z_MV.div_(temperature)
+
+
+# ---------------------------------------------------------------------------------------------------- the target's side
+
+AtLogits = Callable[[Tensor], Tensor]
+"""Turns the gradient at the outcomes compared [M, X] into the gradient at all of the draft's logits [M, W]."""
+
+
+class ExactBlock:
+    """The target's logits on a chunk, or on a block of it.
+
+    p and log p are computed at the first `compare`: once per block for all steps, and never for a whole chunk.
+    They live in scratch memory: the next block overwrites them.
+    """
+
+    def __init__(self, scratch: Scratch, temperature: float, logits_RV: Tensor) -> None:
+        self._scratch, self._temperature, self._logits_RV = scratch, temperature, logits_RV
+        self.num_rows, self.width = logits_RV.shape
+        self._over_all: tuple[Tensor, Tensor] | None = None
+        self._over_some: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def select_rows(self, rows: slice) -> ExactBlock:
+        return ExactBlock(self._scratch, self._temperature, self._logits_RV[rows])
+
+    def compare(
+        self, place_M: Tensor | None, logits_MW: Tensor, draft_ids_W: Tensor | None
+    ) -> tuple[Compared, Tensor, AtLogits]:
+        """(both distributions over the draft's vocabulary, alpha_greedy [M], X = W to W) of the rows at `place_M`.
+
+        `place_M` is None if draft row m is compared with row m.
+        """
+        p_RW, log_p_RW = self._probabilities(draft_ids_W)
+        p_MW, log_p_MW = (p_RW, log_p_RW) if place_M is None else (p_RW[place_M], log_p_RW[place_M])
+        q_MW, log_q_MW, best_M1 = softmax_and_log(self._scratch, self._temperature, "q", logits_MW)
+        least_MW = self._scratch("least", q_MW.shape, q_MW.dtype, q_MW.device)
+        compared = Compared(p_MW, log_p_MW, q_MW, log_q_MW, alpha(p_MW, q_MW, out=least_MW))
+        return compared, p_MW.gather(1, best_M1).squeeze(1), lambda dz_MW: dz_MW
+
+    def _probabilities(self, draft_ids_W: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(p, log p) over the draft's vocabulary, [R, W] each. Not renormalised: p may sum to less than 1."""
+        if self._over_all is None:
+            self._over_all = softmax_and_log(self._scratch, self._temperature, "p", self._logits_RV)[:2]
+        if draft_ids_W is None:
+            return self._over_all
+        if id(draft_ids_W) not in self._over_some:
+            p_RV, log_p_RV = self._over_all
+            self._over_some[id(draft_ids_W)] = p_RV[:, draft_ids_W], log_p_RV[:, draft_ids_W]
+        return self._over_some[id(draft_ids_W)]
+
+
+class TopKBlock:
+    """The target's kept ids and log-probabilities on a chunk, or on a block of it."""
+
+    def __init__(self, scratch: Scratch, ids_RK: Tensor, log_probs_RK: Tensor) -> None:
+        self._scratch, self._ids_RK, self._log_probs_RK = scratch, ids_RK, log_probs_RK
+        self.num_rows, self.width = ids_RK.shape
+
+    def select_rows(self, rows: slice) -> TopKBlock:
+        return TopKBlock(self._scratch, self._ids_RK[rows], self._log_probs_RK[rows])
+
+    def compare(
+        self, place_M: Tensor | None, logits_MW: Tensor, draft_ids_W: Tensor | None
+    ) -> tuple[Compared, Tensor, AtLogits]:
+        """(both distributions over the kept ids and a tail, alpha_greedy [M], X = K + 1 to W) of the rows at `place_M`.
+
+        `place_M` is None if draft row m is compared with row m.
+        """
+        ids_MK, log_p_MK = self._ids_RK, self._log_probs_RK
+        if place_M is not None:
+            ids_MK, log_p_MK = ids_MK[place_M], log_p_MK[place_M]
+        columns_MK, reachable_MK = draft_columns(ids_MK, draft_ids_W, logits_MW.shape[1])
+
+        # The draft's logit of each kept id; the tail's is the log sum exp of all other logits, so mask the kept ones.
+        z_MW = _wide(self._scratch, 1.0, "q", logits_MW)
+        best_M1 = _argmax(z_MW)
+        z_MK = z_MW.gather(1, columns_MK).masked_fill_(~reachable_MK, FAR_BELOW)
+        # Masked by addition: an id out of reach has the column of another id, and adds 0 there.
+        z_MW.scatter_add_(1, columns_MK, reachable_MK * z_MW.new_tensor(FAR_BELOW))
+        tail_MW, z_tail_M1, _ = _softmax(self._scratch, "q", z_MW)
+        z_MX = torch.cat([z_MK, z_tail_M1], -1)
+        log_q_MX = z_MX.log_softmax(-1).clamp_min_(LOG_ZERO)
+
+        log_p_MX = top_k_buckets(log_p_MK.to(z_MW.dtype), reachable_MK, z_MW.shape[1])
+        p_MX, q_MX = log_p_MX.exp(), log_q_MX.exp()
+        alpha_greedy_M = (p_MX[:, :-1] * (columns_MK == best_M1)).sum(-1)
+
+        def at_logits(dz_MX: Tensor) -> Tensor:
+            # The tail's gradient is shared out by each outcome's part of the tail, which is 0 for a kept id.
+            return tail_MW.mul_(dz_MX[:, -1:]).scatter_add_(1, columns_MK, dz_MX[:, :-1])
+
+        return Compared(p_MX, log_p_MX, q_MX, log_q_MX, alpha(p_MX, q_MX)), alpha_greedy_M, at_logits

@@ -1,0 +1,183 @@
+"""The rows of the fused divergence as three operations of PyTorch, for GPUs: Triton kernels of `distill.loss.kernels`.
+
+C = target rows of a chunk, M = draft rows compared with them, V = target vocabulary, W = draft vocabulary,
+K = kept top-k ids.
+
+As operations they run under `torch.compile`, and `redraft bench-training --count` counts them without a GPU. On a CPU
+they run in Triton's interpreter only, for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 4096
+"""Columns of a tile: 16 for each thread."""
+
+WARPS = 8
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def runs_kernels(logits_dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels compute on this device: on a GPU with Triton. Tensors without memory stand for it."""
+    is_gpu = device.type == "meta" or (device.type == "cuda" and has_triton())
+    return is_gpu and logits_dtype != torch.float64
+
+
+def _kernels() -> Any:
+    from redraft.distill.loss import kernels
+
+    return kernels
+
+
+def _tile(width: int) -> int:
+    """A power of 2."""
+    return min(BLOCK, 1 << max(width - 1, 1).bit_length())
+
+
+@torch.library.custom_op("redraft::target_rows", mutates_args=())
+def target_rows(logits_CV: Tensor, draft_ids_W: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
+    """(the logits on the draft's ids [C, W], empty without `draft_ids_W`; log sum exp over V and p's mass on W [2, C]).
+
+    The logits stay undivided by the temperature; the sums are of logits / temperature.
+    """
+    rows, width = logits_CV.shape
+    kept_CW, sums_2C = _target_results(logits_CV, draft_ids_W)
+    if rows:
+        _kernels().target_rows[(rows,)](
+            logits_CV,
+            logits_CV if draft_ids_W is None else draft_ids_W,
+            kept_CW,
+            sums_2C,
+            rows,
+            width,
+            kept_CW.shape[1],
+            1 / temperature,
+            REDUCED=draft_ids_W is not None,
+            BLOCK=_tile(width),
+            num_warps=WARPS,
+        )
+    return kept_CW, sums_2C
+
+
+@torch.library.register_fake("redraft::target_rows")  # type: ignore[untyped-decorator]
+def _target_results(logits_CV: Tensor, draft_ids_W: Tensor | None, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    rows = logits_CV.shape[0]
+    kept_CW = logits_CV.new_empty(rows, 0 if draft_ids_W is None else draft_ids_W.shape[0])
+    return kept_CW, logits_CV.new_empty(2, rows, dtype=torch.float32)
+
+
+@torch.library.custom_op("redraft::draft_rows", mutates_args=("logits_MW",))
+def draft_rows(
+    logits_MW: Tensor,
+    target_CW: Tensor,
+    sums_2C: Tensor,
+    place_M: Tensor,
+    scale_M: Tensor,
+    label_C: Tensor | None,
+    name: str,
+    temperature: float,
+    beta: float,
+    eta: float,
+) -> Tensor:
+    """Divergence, alpha and alpha_greedy of every row, [3, M]; the logits become scale * gradient at logits.
+
+    Args:
+        logits_MW: The draft's.
+        target_CW: The target's logits on the draft's ids.
+        sums_2C: As `target_rows` returns them.
+        place_M: The row of `target_CW` to compare each draft row with.
+        scale_M: Factor of each row's gradient at logits / temperature.
+        label_C: The label's column in the draft's logits, or -1; for cross_entropy.
+        name: Of the divergence.
+        temperature: Of both distributions.
+        beta: Of jensen_shannon.
+        eta: Of lk_hybrid.
+    """
+    values_3M: Tensor = _draft_results(logits_MW)
+    rows, width = logits_MW.shape
+    if rows:
+        _kernels().draft_rows[(rows,)](
+            logits_MW,
+            target_CW,
+            sums_2C,
+            place_M.argsort(),
+            place_M,
+            scale_M,
+            place_M if label_C is None else label_C,
+            values_3M,
+            rows,
+            len(target_CW),
+            width,
+            1 / temperature,
+            beta,
+            eta,
+            NAME=name,
+            BLOCK=_tile(width),
+            num_warps=WARPS,
+        )
+    return values_3M
+
+
+@torch.library.custom_op("redraft::top_k_rows", mutates_args=("logits_MW",))
+def top_k_rows(
+    logits_MW: Tensor,
+    columns_CK: Tensor,
+    log_p_CX: Tensor,
+    place_M: Tensor,
+    scale_M: Tensor,
+    label_C: Tensor | None,
+    name: str,
+    beta: float,
+    eta: float,
+) -> Tensor:
+    """As `draft_rows`, with the target's top k at temperature 1.
+
+    Args:
+        logits_MW: The draft's.
+        columns_CK: Column of each kept id in the draft's logits, or -1. Distinct within a row.
+        log_p_CX: log p of the kept ids and of the tail, [C, K + 1].
+        place_M: The row of the target to compare each draft row with.
+        scale_M: Factor of each row's gradient.
+        label_C: The label's column in the draft's logits, or -1; for cross_entropy.
+        name: Of the divergence.
+        beta: Of jensen_shannon.
+        eta: Of lk_hybrid.
+    """
+    values_3M: Tensor = _draft_results(logits_MW)
+    (rows, width), outcomes = logits_MW.shape, log_p_CX.shape[1]
+    if rows:
+        _kernels().top_k_rows[(rows,)](
+            logits_MW,
+            columns_CK,
+            log_p_CX,
+            place_M,
+            scale_M,
+            place_M if label_C is None else label_C,
+            values_3M,
+            rows,
+            width,
+            outcomes - 1,
+            beta,
+            eta,
+            NAME=name,
+            BLOCK=_tile(width),
+            OUTCOMES=1 << (outcomes - 1).bit_length(),
+            num_warps=WARPS,
+        )
+    return values_3M
+
+
+@torch.library.register_fake("redraft::draft_rows")  # type: ignore[untyped-decorator]
+@torch.library.register_fake("redraft::top_k_rows")  # type: ignore[untyped-decorator]
+def _draft_results(logits_MW: Tensor, *_: Any, **__: Any) -> Tensor:
+    return logits_MW.new_empty(3, logits_MW.shape[0], dtype=torch.float32)
