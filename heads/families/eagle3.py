@@ -47,6 +47,9 @@ class Config:
     """Draft steps trained at once; each reads the features of the step before."""
     step_decay: float = 0.8
     """Weight of draft step k in the loss is step_decay^k, with k from 0."""
+    recompute: bool = False
+    """Compute the activations of each draft step again in the backward pass instead of keeping them: more work in the
+    head's layer, and far less memory with long rows."""
 
 
 ARCHITECTURE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -161,6 +164,7 @@ class Eagle3(nn.Module):
             num_steps=num_steps or self.config.num_steps,
             step_decay=self.config.step_decay,
             draft_ids_W=self._draft_ids_W,
+            recompute=self.config.recompute,
         )
 
     def logits(self, hidden_D: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ feature, later steps the output of the step before, in training as in serving. B
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ class Config:
     """Draft steps trained at once; each reads the output of the step before."""
     step_decay: float = 0.8
     """Weight of draft step k in the loss is step_decay^k, with k from 0."""
+    recompute: bool = False
+    """Compute the activations of each draft step again in the backward pass instead of keeping them: more work in the
+    head's layer, and far less memory with long rows."""
 
 
 def attend_memory(
@@ -115,6 +118,7 @@ class Mtp(nn.Module):
             self._head_VD,
             num_steps=num_steps or self.config.num_steps,
             step_decay=self.config.step_decay,
+            recompute=self.config.recompute,
         )
 
     def logits(self, hidden_D: Tensor) -> Tensor:
@@ -154,7 +158,8 @@ class Mtp(nn.Module):
     def record(self) -> dict[str, Any]:
         """The `redraft` section of a config.json: how the layer was trained, and which inputs it got."""
         given = {key: getattr(self.layout, key) for key in ("reads_normed", "zero_at_start", "embedding_first")}
-        return {"family": "mtp", **asdict(self.config), TRAINED_WITH: given}
+        training = {"num_steps": self.config.num_steps, "step_decay": self.config.step_decay}
+        return {"family": "mtp", **training, TRAINED_WITH: given}
 
     @staticmethod
     def load(folder: Path, target: Target) -> Mtp:

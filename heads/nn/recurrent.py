@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from redraft.heads.draft import Batch, Drafted, DraftStep, TargetSignal, draw, label_rows, require_prefix_rows
 from redraft.heads.nn.attention import KeyCache, Memory, StepMemory
@@ -52,14 +53,19 @@ def unroll(
     num_steps: int,
     step_decay: float,
     draft_ids_W: Tensor | None = None,
+    recompute: bool = False,
 ) -> list[DraftStep]:
-    """Teacher-forced draft steps with shifts 1..num_steps; the k-th from 0 has weight step_decay^k."""
+    """Teacher-forced draft steps with shifts 1..num_steps; the k-th from 0 has weight step_decay^k.
+
+    With `recompute` the backward pass computes each step's activations again.
+    """
     memory = StepMemory(batch)
     steps = []
     for k in range(num_steps):
         # the last rows of a document read the tokens of the next; their labels are masked and no other row sees them
         ids_BT = batch.input_ids_BT.roll(-1 - k, dims=1)
-        hidden_BTD, feature_BTD = step(ids_BT, feature_BTD, batch.position_ids_BT + k, memory)
+        run = _run_again if recompute and torch.is_grad_enabled() else _run
+        hidden_BTD, feature_BTD = run(step, ids_BT, feature_BTD, batch.position_ids_BT + k, memory)
         steps.append(
             DraftStep(
                 hidden_BTD=hidden_BTD,
@@ -71,6 +77,29 @@ def unroll(
             )
         )
     return steps
+
+
+def _run(
+    step: Step, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: StepMemory
+) -> tuple[Tensor, Tensor]:
+    return step(ids_BT, feature_BTD, position_ids_BT, memory)
+
+
+def _run_again(
+    step: Step, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: StepMemory
+) -> tuple[Tensor, Tensor]:
+    """As `_run`, keeping the input, the output and the step's keys and values only."""
+
+    def once(feature_BTD: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
+        # a second run must not add its keys to the memory of later steps
+        before = memory.after(list(zip(flat[::2], flat[1::2], strict=True)))
+        out = step(ids_BT, feature_BTD, position_ids_BT, before)
+        return *out, *before.pairs[-1]
+
+    flat = [x for pair in memory.pairs for x in pair]
+    hidden_BTD, feature_BTD, key, value = checkpoint(once, feature_BTD, *flat, use_reentrant=False)
+    memory.pairs.append((key, value))
+    return hidden_BTD, feature_BTD
 
 
 @torch.no_grad()

@@ -79,7 +79,8 @@ class Counting:
     precision: Literal["bf16", "no"] = "bf16"
     """Mixed precision of training. The draft's weights are in float32 either way."""
     gradient_checkpointing: bool = False
-    """Recompute the activations of a standalone draft."""
+    """Recompute the activations: of a standalone draft layer by layer, of EAGLE-3 and MTP draft step by draft step
+    (--head.recompute)."""
     devices: int = 1
     """GPUs of the whole training."""
     sharding: Literal["none", "zero2", "fsdp2"] = "none"
@@ -118,6 +119,10 @@ def make_plan(cfg: Counting) -> Plan:
                 "--num-steps does not fit a standalone draft: it learns one step, for any number of tokens"
             )
         head = replace(head, **{NUM_STEPS.get(cfg.family, "num_steps"): cfg.num_steps})
+    if cfg.gradient_checkpointing and cfg.family != "standalone":
+        if not hasattr(head, "recompute"):
+            raise ValueError(f"--gradient-checkpointing does not fit {cfg.family}: its activations are kept")
+        head = replace(head, recompute=True)
     vocabulary = getattr(recipe, "draft_vocab_size", 0) if cfg.draft_vocab_size is None else cfg.draft_vocab_size
     if vocabulary and not hasattr(recipe, "draft_vocab_size"):
         raise ValueError(f"--draft-vocab-size does not fit {cfg.family}: it has the target's vocabulary")

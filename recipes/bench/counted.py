@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from redraft.heads.nn import prefix as prefix  # registers its operations
+
 Kind = Literal["product", "attention", "other"]
 """product: matrix products. other: bytes are moved, and little is computed."""
 
@@ -195,6 +197,21 @@ def _backward(
     return attention_flops(q, k, v, is_causal=is_causal, backward=True)
 
 
+def _range_pairs(q: Tensor, start_BN: Tensor, end_BN: Tensor) -> int:
+    return q.shape[1] * int((end_BN - start_BN).sum())
+
+
+def _range(q: Tensor, k: Tensor, v: Tensor, start_BN: Tensor, end_BN: Tensor, *_: Any) -> int:
+    return 2 * _range_pairs(q, start_BN, end_BN) * (q.shape[3] + v.shape[3])
+
+
+def _range_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, start: Tensor, end: Tensor, *_: Any
+) -> int:
+    again = 0 if q.device.type == "cpu" else _range(q, k, v, start, end)  # a GPU computes the output once more
+    return 2 * _range_pairs(q, start, end) * (3 * q.shape[3] + 2 * v.shape[3]) + again
+
+
 def _grouped_mm(x: Tensor, weights: Tensor, *_: Any, **__: Any) -> int:
     """Every row of x meets one expert's matrix."""
     return 2 * x.shape[0] * x.shape[1] * weights.shape[-1]
@@ -209,6 +226,9 @@ ATTENTION: dict[Any, Callable[..., int]] = {
     # the fused kernel of a tensor on the CPU; it stands for those of GPUs, which compute and move the same
     aten._scaled_dot_product_flash_attention_for_cpu: _forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
+    # each row over a range of keys; the operations of `heads.nn.prefix`
+    torch.ops.redraft.prefix_attention: _range,
+    torch.ops.redraft.prefix_attention_backward: _range_backward,
 }
 PRODUCTS: dict[Any, Callable[..., int]] = {aten._grouped_mm: _grouped_mm, aten.addmm: _addmm}
 """Formulas missing in PyTorch's table, or wrong there: that of `addmm` stumbles over a dtype for the result."""

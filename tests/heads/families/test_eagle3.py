@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,22 @@ def test_the_number_of_steps_can_be_chosen_for_evaluation() -> None:
     signal = make_signal(model, batch, head.aux_layer_ids)
     assert [step.shift for step in head.draft_steps(batch, signal)] == [1, 2]
     assert [step.shift for step in head.draft_steps(batch, signal, num_steps=4)] == [1, 2, 3, 4]
+
+
+def test_steps_that_are_computed_again_have_the_same_gradients() -> None:
+    head, model = make_head(num_steps=3)
+    batch = make_batch([[make_ids(9), make_ids(5)]])
+    signal = make_signal(model, batch, head.aux_layer_ids)
+    results = []
+    for recompute in (False, True):
+        head.config = replace(head.config, recompute=recompute)
+        head.zero_grad()
+        hidden = [step.hidden_BTD for step in head.draft_steps(batch, signal)]
+        torch.stack(hidden).square().sum().backward()
+        results.append([*hidden, *(p.grad for p in head.parameters() if p.grad is not None)])
+    assert len(results[0]) > 3 + 5
+    for kept, again in zip(*results, strict=True):
+        torch.testing.assert_close(kept, again)
 
 
 def test_steps_shift_mask_and_weigh_as_written_by_hand() -> None:

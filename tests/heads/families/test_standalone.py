@@ -5,7 +5,9 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
@@ -114,6 +116,36 @@ def test_a_cross_entropy_over_the_steps_has_the_models_own_gradient():
     torch.nn.functional.cross_entropy(logits_NV, targets_N).backward()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("model_type", standalone.PLAIN_ATTENTION)
+def test_ranges_of_keys_equal_a_mask_and_make_none(model_type, monkeypatch):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES), attn_implementation="sdpa")
+    draft, batch = StandaloneDraft(model).train(), make_batch(40, 30, 5, padding=9)
+    results = []
+    for takes_prefixes in (False, True):
+        draft._takes_prefixes = takes_prefixes
+        draft.zero_grad()
+        with MasksSeen() as seen:
+            logits = step_logits(draft, batch)[:75]
+            logits.square().mean().backward()
+        assert (seen.count == 0) == takes_prefixes
+        results.append([logits, *(parameter.grad.clone() for parameter in draft.parameters())])
+    for masked, ranged in zip(*results, strict=True):
+        torch.testing.assert_close(masked, ranged, rtol=1e-5, atol=1e-5)
+
+
+class MasksSeen(TorchDispatchMode):
+    """Counts tensors of tokens by tokens."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for made in result if isinstance(result, tuple | list) else [result]:
+            self.count += isinstance(made, torch.Tensor) and made.shape[-2:] == (84, 84)
+        return result
 
 
 def test_gradient_checkpointing_changes_no_gradient_and_switches_off():

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.nn.attention.flex_attention as flex_module
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from redraft.heads.draft import Batch, attention_mask
-from redraft.heads.nn.attention import StepMemory, _attend_fused, _attend_masked, additive
+from redraft.heads.nn import prefix
+from redraft.heads.nn.attention import StepMemory
+from redraft.heads.nn.blocks import BlockMask, attend_blocks
+from redraft.heads.nn.prefix import Prefixes, attend, block_mask
 
 B, H, T, E, STEPS = 2, 4, 7, 8, 4
 ONE_DOCUMENT = [[0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, -1, -1]]
@@ -67,21 +74,143 @@ def test_step_attention_equals_the_written_out_reference(
         torch.testing.assert_close(grad, wanted_grad, atol=1e-12, rtol=1e-12)
 
 
+FORMS = ("cpu", "blocks", "gpu")
+
+
+def use_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form of the operations: documents on a CPU, blocks of rows on a CPU, or a GPU's FlexAttention, uncompiled."""
+    monkeypatch.setattr(prefix, "ROWS_A_BLOCK", 3)
+    if form == "blocks":
+        whole = Prefixes.of
+        monkeypatch.setattr(Prefixes, "of", lambda document: replace(whole(document), is_whole=False))
+    if form == "gpu":
+        monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)  # it refuses gradients on a CPU
+        monkeypatch.setattr(prefix, "prefix_attention", prefix._flex)
+        monkeypatch.setattr(prefix, "prefix_attention_backward", prefix._flex_backward)
+
+
+def masked_attention(
+    q: Tensor, keys: list[Tensor], values: list[Tensor], document: list[list[int]], rows: Tensor | None, scale: float
+) -> Tensor:
+    """The keys of all steps side by side under one mask."""
+    mask = attention_mask(make_batch(document))
+    eye = torch.eye(keys[0].shape[2], dtype=torch.bool).expand(len(mask), 1, -1, -1)
+    if rows is not None:
+        at = rows[:, None, :, None].expand(-1, -1, -1, mask.shape[-1])
+        mask, eye = mask.gather(2, at), torch.eye(rows.shape[1], dtype=torch.bool).expand(len(mask), 1, -1, -1)
+    seen = torch.cat([mask, *[eye] * (len(keys) - 1)], -1)
+    k, v = (torch.cat(x, 2).repeat_interleave(q.shape[1] // x[0].shape[1], 1) for x in (keys, values))
+    return ((q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)).softmax(-1) @ v
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
 @pytest.mark.parametrize("document", [ONE_DOCUMENT, PACKED], ids=["one document", "packed"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_fused_and_masked_attention_agree(document: list[list[int]], dtype: torch.dtype) -> None:
-    qkv = make_qkv(H, E, dtype)
-    is_packed = document == PACKED
-    mask = additive(attention_mask(make_batch(document)), dtype) if is_packed else None
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [None, torch.tensor([[5, 1, 4], [3, 0, 2]])], ids=["all rows", "some rows"])
+def test_every_form_equals_attention_under_a_mask(
+    document: list[list[int]], form: str, dtype: torch.dtype, rows: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_form(form, monkeypatch)
+    qkv = make_qkv(2, E, dtype)
+    if rows is not None:
+        qkv = [[x.detach()[:, :, :3].requires_grad_() if i or not j else x for j, x in enumerate(step)]
+               for i, step in enumerate(qkv)]  # fmt: skip
+        qkv[0][0] = qkv[1][0]
     q, keys, values = qkv[-1][0], [k for _, k, _ in qkv], [v for _, _, v in qkv]
-    tolerance = 1e-12 if dtype == torch.float64 else 3e-2
-    leaves = [q, *keys, *values]
-    fused, masked = _attend_fused(q, keys, values, mask, 0.3), _attend_masked(q, keys, values, mask, 0.3)
-    torch.testing.assert_close(fused, masked, atol=tolerance, rtol=tolerance)
-    for grad, wanted in zip(
-        torch.autograd.grad(fused.sum(), leaves), torch.autograd.grad(masked.sum(), leaves), strict=True
-    ):
-        torch.testing.assert_close(grad, wanted, atol=tolerance, rtol=tolerance)
+    prefixes = Prefixes.of(make_batch(document).document_BT)
+    if rows is not None:
+        prefixes = prefixes.rows(rows)
+    out = attend(q, (keys[0], values[0]), prefixes, 0.3, list(zip(keys[1:], values[1:], strict=True)))
+    wide = [x.detach().double().requires_grad_() for x in (q, *keys, *values)]
+    wanted = masked_attention(wide[0], wide[1 : 1 + STEPS], wide[1 + STEPS :], document, rows, 0.3)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
+    torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
+    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    grads = torch.autograd.grad((out.double() * weights).sum(), [q, *keys, *values])
+    for grad, wanted_grad in zip(grads, torch.autograd.grad((wanted * weights).sum(), wide), strict=True):
+        torch.testing.assert_close(grad.double(), wanted_grad, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
+@pytest.mark.parametrize("form", ["cpu", "gpu"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_blocks_equal_attention_under_a_mask(form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_form(form, monkeypatch)
+    generator, slots = torch.Generator().manual_seed(0), 3
+    rows = torch.tensor([[6, 1, 4], [3, 0, 2]])
+    shapes = [(B, H, 9, E), (B, 2, T, E), (B, 2, T, E), (B, 2, 9, E), (B, 2, 9, E)]
+    leaves = [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    mask = BlockMask.make(rows, make_batch(PACKED).document_BT, slots)
+    out = attend_blocks(leaves[0], (leaves[1], leaves[2]), (leaves[3], leaves[4]), mask, 0.3)
+    at = rows.repeat_interleave(slots, 1)[:, None, :, None].expand(-1, -1, -1, T)
+    context = attention_mask(make_batch(PACKED)).gather(2, at)
+    own = torch.block_diag(*[torch.ones(slots, slots)] * 3).bool().expand(B, 1, -1, -1)
+    k, v = (torch.cat([wide[i], wide[i + 2]], 2).repeat_interleave(2, 1) for i in (1, 2))
+    scores = (wide[0] @ k.mT * 0.3).masked_fill(~torch.cat([context, own], -1), -torch.inf)
+    wanted = scores.softmax(-1) @ v
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
+    weights = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
+    grads = torch.autograd.grad((out.double() * weights).sum(), leaves)
+    for grad, wanted_grad in zip(grads, torch.autograd.grad((wanted * weights).sum(), wide), strict=True):
+        torch.testing.assert_close(grad.double(), wanted_grad, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("document", [[[0] * 300], [[0] * 130 + [1] * 100 + [2] * 3 + [-1] * 67]])
+@pytest.mark.parametrize("some", [False, True])
+def test_a_block_mask_holds_every_visible_key_and_marks_as_full_only_what_is(
+    document: list[list[int]], some: bool
+) -> None:
+    prefixes = Prefixes.of(torch.tensor(document))
+    if some:
+        prefixes = prefixes.rows(torch.randperm(300, generator=torch.Generator().manual_seed(0))[None, :200])
+    made = block_mask(prefixes.start_BN, prefixes.end_BN, 300)
+    key = torch.arange(300)
+    seen = (key >= prefixes.start_BN[..., None]) & (key < prefixes.end_BN[..., None])
+    blocks = (
+        torch.nn.functional.pad(seen, (0, 84, 0, -seen.shape[1] % 128)).unflatten(1, (-1, 128)).unflatten(3, (-1, 128))
+    )
+    partly = dense(made.kv_num_blocks, made.kv_indices)
+    fully = dense(made.full_kv_num_blocks, made.full_kv_indices)
+    assert torch.equal(partly | fully, blocks.any(4).any(2))
+    assert not (partly & fully).any()
+    rows = torch.nn.functional.pad(torch.ones(seen.shape[1], dtype=torch.bool), (0, -seen.shape[1] % 128))
+    all_seen = (blocks | ~rows.view(1, -1, 128, 1, 1)).all(4).all(2)
+    assert torch.equal(fully, all_seen)
+
+
+def dense(counts: Tensor | None, indices: Tensor | None) -> Tensor:
+    """Which blocks are in a list of a block mask, [1, blocks of rows, blocks of keys]."""
+    assert counts is not None
+    assert indices is not None
+    listed = torch.arange(indices.shape[-1]) < counts[:, 0, :, None]
+    return torch.zeros_like(listed).scatter(2, indices[:, 0].long(), listed)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(result):
+            self.elements = max(self.elements, x.numel() if isinstance(x, Tensor) else 0)
+        return result
+
+
+def test_nothing_of_the_size_of_a_mask_is_made() -> None:
+    tokens, size = 2048, 4
+    batch = make_batch([[0] * 1500 + [1] * 548])
+    with LargestTensor() as seen:
+        memory = StepMemory(batch)
+        for _ in range(3):
+            q, k, v = (torch.randn(1, 2, tokens, size, requires_grad=True) for _ in range(3))
+            memory.attend(q, k, v, 0.5).sum().backward()
+        block_mask(memory._prefixes.start_BN, memory._prefixes.end_BN, tokens)
+    assert seen.elements <= 3 * 2 * tokens * size  # the diagonals' scores side by side
 
 
 def test_under_autocast_attention_computes_in_the_autocast_type() -> None:

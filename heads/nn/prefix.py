@@ -1,0 +1,351 @@
+"""Attention of every row over a range of keys and a few keys of its own, without a mask of rows by keys in memory.
+
+    row n of the batch     sees the keys `start[n] <= t < end[n]`, e.g. its document up to itself,
+                           and its own ones: those of the same row at other draft steps, or those of its block
+    total                  one softmax over both: the parts are merged by log sum exp
+
+The range is an operation with a form for CPUs (PyTorch's flash kernel, document by document or in blocks of rows) and
+one for GPUs (FlexAttention). `redraft bench-training --count` counts it by its sizes.
+
+B = batch, H = query heads, G = key heads, N = rows, T = keys, E = head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+ROWS_A_BLOCK = 256
+"""Rows of a block on a CPU, if the rows are not whole documents. Its mask has as many rows."""
+
+FLEX_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """The keys that each row sees."""
+
+    start_BN: Tensor
+    """int64, the first one."""
+    end_BN: Tensor
+    """int64, behind the last one. No row sees none."""
+    is_whole: bool
+    """Row n is key n's, and sees its document up to itself: a causal kernel may run on each document."""
+
+    @staticmethod
+    def of(document_BT: Tensor) -> Prefixes:
+        """Every row of packed documents, which lie end to end. Padding is one more document."""
+        at_T = torch.arange(document_BT.shape[1], device=document_BT.device)
+        begins_BT = torch.ones_like(document_BT, dtype=torch.bool)
+        begins_BT[:, 1:] = document_BT.diff(dim=1) != 0
+        start_BT = torch.where(begins_BT, at_T, 0).cummax(1).values
+        return Prefixes(start_BT, (at_T + 1).expand_as(start_BT), is_whole=True)
+
+    def rows(self, rows_BN: Tensor) -> Prefixes:
+        """The prefixes of some rows, in any order."""
+        return Prefixes(self.start_BN.gather(1, rows_BN), self.end_BN.gather(1, rows_BN), is_whole=False)
+
+
+def attend(
+    q_BHNE: Tensor,
+    context: tuple[Tensor, Tensor],
+    prefixes: Prefixes,
+    scale: float,
+    own: Sequence[tuple[Tensor, Tensor]] = (),
+    num_slots: int = 1,
+) -> Tensor:
+    """softmax(scale * q k) v over the keys of each row, [B, H, N, E].
+
+    Args:
+        q_BHNE: Queries.
+        context: Keys and values of the range, [B, G, T, E] each; values are as wide as keys.
+        prefixes: The range of each row.
+        scale: Factor of the scores.
+        own: Pairs of keys and values [B, G, N, E]; of each, row n sees all rows of its block.
+        num_slots: Rows of a block.
+    """
+    keys, values = ([pair[i] for pair in (context, *own)] for i in (0, 1))
+    out: Tensor = _Attention.apply(q_BHNE, prefixes, scale, num_slots, *keys, *values)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    """One softmax over the range and the row's own keys, with O(N) memory per head and step.
+
+    Backward: with p = exp(score - total) and delta = sum(grad * out) of the *joint* softmax, the gradient of each score
+    is p * (grad v - delta). So a flash kernel's backward is exact for the range if it is given the joint `out` and
+    `total`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, prefixes: Prefixes, scale: float, num_slots: int, *keys_values: Tensor) -> Tensor:
+        keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
+        ranges = (prefixes.start_BN, prefixes.end_BN, prefixes.is_whole, scale)
+        out, total_BHN = prefix_attention(q, keys[0], values[0], *ranges)
+        if len(keys) > 1:
+            blocks = _Blocks(keys[0].shape[1], num_slots)
+            range_BHN, wide_q = total_BHN, blocks.queries(q).to(total_BHN.dtype)
+            scores = [blocks.products(wide_q, blocks.keys(k)) * scale for k in keys[1:]]
+            sums = [blocks.flat(score.logsumexp(-1, keepdim=True))[..., 0] for score in scores]
+            total_BHN = torch.stack([range_BHN, *sums]).logsumexp(0)
+            # the output of the range shrinks to its share of the total
+            wide, total = out * (range_BHN - total_BHN).exp()[..., None], blocks.queries(total_BHN[..., None])
+            for score, v in zip(scores, values[1:], strict=True):
+                wide = wide + blocks.flat(blocks.mix((score - total).exp(), blocks.keys(v)))
+            out = wide.to(q.dtype)
+        ctx.save_for_backward(q, out, total_BHN, prefixes.start_BN, prefixes.end_BN, *keys_values)
+        ctx.is_whole, ctx.scale, ctx.num_slots = prefixes.is_whole, scale, num_slots
+        return cast(Tensor, out)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, out, total_BHN, start_BN, end_BN, *keys_values = ctx.saved_tensors
+        keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
+        ranges = (start_BN, end_BN, ctx.is_whole, ctx.scale)
+        grad_q, grad_k, grad_v = prefix_attention_backward(
+            grad.contiguous(), q, keys[0], values[0], out, total_BHN, *ranges
+        )
+        grad_keys, grad_values = [grad_k], [grad_v]
+        if len(keys) > 1:
+            blocks, wide = _Blocks(keys[0].shape[1], ctx.num_slots), total_BHN.dtype
+            delta_BHN1 = (grad.to(wide) * out).sum(-1, keepdim=True)
+            wide_q, wide_grad, total, delta = map(
+                blocks.queries, (q.to(wide), grad.to(wide), total_BHN[..., None], delta_BHN1)
+            )
+            wide_grad_q = grad_q.to(wide)
+            for k, v in zip(keys[1:], values[1:], strict=True):
+                p = (blocks.products(wide_q, blocks.keys(k)) * ctx.scale - total).exp()
+                grad_score = p * (blocks.products(wide_grad, blocks.keys(v)) - delta) * ctx.scale
+                wide_grad_q = wide_grad_q + blocks.flat(blocks.mix(grad_score, blocks.keys(k)))
+                grad_keys.append(blocks.flat_keys(blocks.mix(grad_score.mT, wide_q)).to(k.dtype))
+                grad_values.append(blocks.flat_keys(blocks.mix(p.mT, wide_grad)).to(v.dtype))
+            grad_q = wide_grad_q.to(q.dtype)
+        return grad_q, None, None, None, *grad_keys, *grad_values
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Rows in blocks of S, query heads by the key head that they share: R = H / G, A = N / S."""
+
+    key_heads: int
+    num_slots: int
+
+    def queries(self, x_BHNE: Tensor) -> Tensor:
+        """[B, G, R, A, S, E]."""
+        batch, _, rows, size = x_BHNE.shape
+        return x_BHNE.reshape(batch, self.key_heads, -1, rows // self.num_slots, self.num_slots, size)
+
+    def keys(self, x_BGNE: Tensor) -> Tensor:
+        """[B, G, 1, A, S, E]."""
+        batch, heads, rows, size = x_BGNE.shape
+        return x_BGNE.reshape(batch, heads, 1, rows // self.num_slots, self.num_slots, size)
+
+    def products(self, left: Tensor, right: Tensor) -> Tensor:
+        """left @ right.T in each block, [B, G, R, A, S, S]."""
+        if self.num_slots == 1:  # a product of a row and a column: one pass instead of a matmul for each row
+            return (left * right).sum(-1, keepdim=True)
+        return left @ right.mT.to(left.dtype)
+
+    def mix(self, weights: Tensor, values: Tensor) -> Tensor:
+        """weights @ values in each block, [B, G, R, A, S, E]."""
+        return weights * values if self.num_slots == 1 else weights @ values.to(weights.dtype)
+
+    def flat(self, x: Tensor) -> Tensor:
+        """[B, H, N, E] again."""
+        return x.flatten(3, 4).flatten(1, 2)
+
+    def flat_keys(self, x: Tensor) -> Tensor:
+        """[B, G, N, E], summed over the query heads that share a key head."""
+        return x.sum(2).flatten(2, 3)
+
+
+# ------------------------------------------------------------------------------------------------------ the operations
+
+
+@torch.library.custom_op("redraft::prefix_attention", mutates_args=(), device_types="cpu")
+def prefix_attention(
+    q: Tensor, k: Tensor, v: Tensor, start_BN: Tensor, end_BN: Tensor, is_whole: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(softmax over the range [B, H, N, E], log sum exp of the scores [B, H, N])."""
+    out, total = _results(q)
+    k, v = _repeated(q, k), _repeated(q, v)
+    for piece in _pieces(start_BN, end_BN, is_whole, q.dtype):
+        out[piece.at], total[piece.at] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[piece.at], k[piece.seen], v[piece.seen], is_causal=is_whole, attn_mask=piece.mask, scale=scale
+        )
+    return out, total
+
+
+@torch.library.register_fake("redraft::prefix_attention")  # type: ignore[untyped-decorator]
+def _results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.library.custom_op("redraft::prefix_attention_backward", mutates_args=(), device_types="cpu")
+def prefix_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    total_BHN: Tensor,
+    start_BN: Tensor,
+    end_BN: Tensor,
+    is_whole: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; `out` and the log sum exp may be of a softmax over the range and further keys."""
+    key_heads, dtype = k.shape[1], k.dtype
+    k, v = _repeated(q, k), _repeated(q, v)
+    # blocks of rows share keys, so their gradients are added up in float32
+    wide = dtype if is_whole else torch.promote_types(dtype, torch.float32)
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    for piece in _pieces(start_BN, end_BN, is_whole, q.dtype):
+        at, seen = piece.at, piece.seen
+        grad_q[at], d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad[at], q[at], k[seen], v[seen], out[at], total_BHN[at], 0.0, is_whole, attn_mask=piece.mask, scale=scale
+        )
+        grad_k[seen] += d_k
+        grad_v[seen] += d_v
+    batch, _, num_keys, size = k.shape
+    grad_k, grad_v = (
+        x.reshape(batch, key_heads, -1, num_keys, size).sum(2).to(dtype).contiguous() for x in (grad_k, grad_v)
+    )
+    return grad_q, grad_k, grad_v
+
+
+@torch.library.register_fake("redraft::prefix_attention_backward")  # type: ignore[untyped-decorator]
+def _gradients(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+# ------------------------------------------------------------------------------------------------------------- on a CPU
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A call of the flash kernel."""
+
+    at: tuple[Any, ...]
+    """The rows, as an index of [B, H, N]; the batch dimension stays."""
+    seen: tuple[slice, ...]
+    """The keys, as an index of [B, H, T]."""
+    mask: Tensor | None
+
+
+def _repeated(q: Tensor, x_BGTE: Tensor) -> Tensor:
+    """Key heads repeated to match query heads."""
+    groups = q.shape[1] // x_BGTE.shape[1]
+    return x_BGTE.repeat_interleave(groups, dim=1) if groups > 1 else x_BGTE
+
+
+def _pieces(start_BN: Tensor, end_BN: Tensor, is_whole: bool, dtype: torch.dtype) -> Iterator[_Piece]:
+    if is_whole:
+        yield from _documents(start_BN)
+        return
+    every = slice(None)
+    for b, (start_N, end_N) in enumerate(zip(start_BN, end_BN, strict=True)):
+        # rows of one place in the text share their keys
+        for rows_n in torch.split(end_N.argsort(), ROWS_A_BLOCK):
+            start_n, end_n = start_N[rows_n, None], end_N[rows_n, None]
+            low, high = int(start_n.min()), int(end_n.max())
+            key = torch.arange(low, high, device=rows_n.device)
+            hidden = (key < start_n) | (key >= end_n)
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[None, None]
+            yield _Piece((slice(b, b + 1), every, rows_n), (slice(b, b + 1), every, slice(low, high)), mask)
+
+
+def _documents(start_BT: Tensor) -> Iterator[_Piece]:
+    """The documents; rows of the batch with the same bounds are one piece."""
+    length = start_BT.shape[1]
+    bounds = [[*start_T.unique().tolist(), length] for start_T in start_BT]
+    if all(each == bounds[0] for each in bounds):
+        bounds, batch = bounds[:1], [slice(None)]
+    else:
+        batch = [slice(b, b + 1) for b in range(len(bounds))]
+    for rows, each in zip(batch, bounds, strict=True):
+        for low, high in pairwise(each):
+            at = (rows, slice(None), slice(low, high))
+            yield _Piece(at, at, None)
+
+
+# ------------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@torch.library.register_kernel("redraft::prefix_attention", "cuda")  # type: ignore[untyped-decorator]
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, start_BN: Tensor, end_BN: Tensor, is_whole: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    mask = block_mask(start_BN, end_BN, k.shape[2])
+    out, aux = _compiled(q.device.type)(
+        q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
+    return out, aux.lse
+
+
+@torch.library.register_kernel("redraft::prefix_attention_backward", "cuda")  # type: ignore[untyped-decorator]
+def _flex_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    total_BHN: Tensor,
+    start_BN: Tensor,
+    end_BN: Tensor,
+    is_whole: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """FlexAttention computes the range again: its backward takes no joint `out`."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        range_out, range_BHN = _flex(*leaves, start_BN, end_BN, is_whole, scale)
+    wide = total_BHN.dtype
+    share_BHN1 = (range_BHN.detach() - total_BHN).exp()[..., None]
+    grad_range = (share_BHN1 * grad.to(wide)).to(q.dtype)
+    # d total / d range's log sum exp is the share, and so is d out / d range's out
+    grad_BHN = (share_BHN1 * grad.to(wide) * (range_out.detach().to(wide) - out.to(wide))).sum(-1)
+    return torch.autograd.grad((range_out, range_BHN), leaves, (grad_range, grad_BHN.to(range_BHN.dtype)))  # type: ignore[return-value]
+
+
+@functools.cache
+def _compiled(device: str) -> Any:
+    """FlexAttention is a kernel only when compiled; as it stands, it computes all scores."""
+    return torch.compile(flex_attention) if device == "cuda" else flex_attention
+
+
+def block_mask(start_BN: Tensor, end_BN: Tensor, num_keys: int) -> BlockMask:
+    """The blocks of keys that each block of rows sees, from the ranges: no mask of rows by keys is made on the way."""
+    last = -start_BN.shape[1] % FLEX_BLOCK
+    start, end = (  # the last block is filled up with the last row
+        torch.cat([x, x[:, -1:].expand(-1, last)], 1).reshape(len(x), 1, -1, 1, FLEX_BLOCK) for x in (start_BN, end_BN)
+    )
+    first_key = torch.arange(0, num_keys, FLEX_BLOCK, device=start.device)
+    touched = (first_key < end.amax(-1)) & (first_key + FLEX_BLOCK > start.amin(-1))
+    full = (first_key >= start.amax(-1)) & (first_key + FLEX_BLOCK <= end.amin(-1))
+
+    def sees(b: Tensor, _: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return (key >= start_BN[b, row]) & (key < end_BN[b, row])
+
+    return BlockMask.from_kv_blocks(
+        *_listed(touched & ~full),
+        *_listed(full),
+        FLEX_BLOCK,
+        sees,
+        (start_BN.shape[1], num_keys),
+    )
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many are chosen along the last dimension, and all places, those chosen first."""
+    places = chosen.byte().argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), places.int()
