@@ -17,7 +17,7 @@ export GOMP_SPINCOUNT ?= 0
 
 .PHONY: help env lock demo demo-real demo-tiny demo-heads demo-online demo-domains soak faketime test test-all test-floors browser \
 	check check-deps \
-	format bench bench-gpu bench-decisions clean
+	format bench bench-gpu bench-decisions bench-fleet clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -129,6 +129,9 @@ bench-gpu: $(STAMP)  ## on one GPU: tokens/s, share of the FLOP/s and peak memor
 
 bench-decisions: $(STAMP)  ## how often are decisions wrong, how far off forecasts, and which faults are named?
 	$(BIN)/redraft bench-decisions
+
+bench-fleet: $(STAMP)  ## the cost of capture and swaps for a server, write outputs/bench-fleet/report.json
+	$(BIN)/redraft bench-fleet
 
 clean:  ## remove the environment and outputs
 	rm -rf .venv .venv-floors .venv-audit outputs

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast, get_args
+from typing import Literal, cast, get_args
 
 from redraft.online.records.nats_config import Nats
 from redraft.online.records.outlet import Recording
@@ -43,6 +43,19 @@ class CaptureConfig(Recording):
         return LOG_RECORD_BYTES if self.ingest else SPOOL_RECORD_BYTES
 
 
+SwapCache = Literal["keep", "draft", "clear"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapConfig:
+    """Settings of swaps."""
+
+    cache: SwapCache = "clear"
+    """Fate of cached keys and values at a swap. `clear`: target and draft read everything again. `draft`: the target's
+    stay, and the new draft reads the text again; for standalone drafts only, and tested on vLLM's V1 runner. `keep`:
+    all stay, and those of the old draft fade out."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PluginConfig:
     registry: Path | None = None
@@ -52,6 +65,8 @@ class PluginConfig:
     allow_remote: bool = False
     """REDRAFT_ALLOW_REMOTE=1: the routes answer other machines too."""
     capture: CaptureConfig | None = None
+    swap: SwapConfig = field(default_factory=SwapConfig)
+    """REDRAFT_SWAP_CACHE."""
 
 
 def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
@@ -72,7 +87,18 @@ def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
         token=_read_token(environment),
         allow_remote=environment.get("REDRAFT_ALLOW_REMOTE") == "1",
         capture=_read_capture(environment),
+        swap=_read_swap(environment),
     )
+
+
+def _read_swap(environment: Mapping[str, str]) -> SwapConfig:
+    cache = environment.get("REDRAFT_SWAP_CACHE")
+    if not cache:
+        return SwapConfig()
+    known: tuple[SwapCache, ...] = get_args(SwapCache)
+    if cache not in known:
+        raise ValueError(f"REDRAFT_SWAP_CACHE={cache} is not one of {', '.join(known)}")
+    return SwapConfig(cache=cache)
 
 
 def _read_token(environment: Mapping[str, str]) -> str | None:

@@ -128,7 +128,7 @@ class Endpoint:
                 detail = f"reading {asked.version} took longer than {STAGE_TIMEOUT_S:.0f} s; still serving {serving}"
                 raise HTTPException(504, detail) from None
             try:
-                report = await self._exchange(found, serving)
+                report = await self._exchange(found, serving, clears=status["swap_cache"] == "clear")
             finally:
                 await self._discard()
             self._registry_id = found.registry or self._registry_id or asked.registry
@@ -210,17 +210,19 @@ class Endpoint:
             async with asyncio.timeout(RESUME_TIMEOUT_S):
                 await self._ask("redraft_discard", self._id)
 
-    async def _exchange(self, found: _Found, serving: str) -> dict[str, Any]:
-        """Load the staged version on all ranks while the engine pauses, or between two steps if it cannot pause."""
+    async def _exchange(self, found: _Found, serving: str, *, clears: bool) -> dict[str, Any]:
+        """Load the staged version on all ranks while the engine pauses, or between two steps if it cannot pause.
+
+        `clears`: the target reads everything again. Keys of the old draft would be gone at once.
+        """
         await self._require_awake()
         began_s = time.perf_counter()
         try:
             async with asyncio.timeout(PAUSE_TIMEOUT_S):
-                # Clear the cache: with keys and values of the old draft, the new one is accepted less on cached text.
                 if self._can_pause:
-                    await self.engine.pause_generation(mode="keep", clear_cache=True)
+                    await self.engine.pause_generation(mode="keep", clear_cache=clears)
                 loaded = await self._load(found.name, str(found.folder), serving)
-                if not self._can_pause:
+                if clears and not self._can_pause:
                     await self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         except TimeoutError:
             detail = f"{found.name} was not loaded within {PAUSE_TIMEOUT_S:.0f} s, and generation goes on: swap again"
@@ -321,7 +323,8 @@ class Endpoint:
             "registry": self._registry_id,
             "num_ranks": len(ranks),
             **{
-                name: next(filter(None, (rank.get(name) for rank in ranks)), "") for name in ("swap_off", "capture_off")
+                name: next(filter(None, (rank.get(name) for rank in ranks)), "")
+                for name in ("swap_off", "capture_off", "swap_cache")
             },
             "draft_intact": all(rank["draft_intact"] for rank in ranks)
             and len({rank["draft_version"] for rank in ranks}) == 1,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.feed import Batch, Feed
+from redraft.online.engine.reread import ReadText
 from redraft.online.engine.steps import EngineStep
 
 RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
@@ -26,6 +27,19 @@ def install_capture(runner: Any, capture: Capture) -> None:
     runner._on_request_state_removed = hooks.request_removed
     if capture.config.hidden_states:
         runner.propose_draft_token_ids = hooks.propose
+
+
+def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
+    """The draft's proposer, the attention groups, and how to read a request's text."""
+
+    def read_text(request_id: str, begin: int, end: int) -> list[int]:
+        request = runner.requests[request_id]
+        first = begin - request.num_prompt_tokens
+        answer: list[int] = request.output_token_ids[first : first + end - begin]
+        # -1 stands for a token that only the device knows, if steps are scheduled ahead
+        return answer[: answer.index(-1)] if -1 in answer else answer
+
+    return runner.drafter, list(runner.drafter.draft_attn_groups), read_text
 
 
 class _Hooks:

@@ -13,6 +13,7 @@ B = requests of the step, R = logit rows, V = vocabulary, J = draft tokens of on
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.feed import Batch, Feed
+from redraft.online.engine.reread import ReadText
 from redraft.online.engine.steps import EngineStep
 
 RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
@@ -69,6 +71,17 @@ def _watch(instance: Any, after: Callable[..., None]) -> None:
         return result
 
     instance.__class__ = type(cls.__name__, (cls,), {"__call__": call})
+
+
+def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
+    """The draft's proposer, the attention groups, and how to read a request's text."""
+
+    def read_text(request_id: str, begin: int, end: int) -> Tensor:
+        states = runner.req_states
+        text: Tensor = states.all_token_ids.gpu[states.req_id_to_index[request_id], begin:end]
+        return text
+
+    return runner.speculator, list(chain.from_iterable(runner.speculator.attn_groups)), read_text
 
 
 class _Hooks:

@@ -9,11 +9,12 @@ from typing import Any, Literal
 from redraft.heads.catalog import find_method
 from redraft.online.engine import runner_v1, runner_v2
 from redraft.online.engine.capture import Capture
+from redraft.online.engine.reread import Rereader
 
 Runner = Literal["v1", "v2"]
 
 MODULES: dict[Runner, Any] = {"v1": runner_v1, "v2": runner_v2}
-"""Each has `RUNNER`, the name of vLLM's class, and `install_capture`."""
+"""Each has `RUNNER`, the name of vLLM's class, `install_capture` and `find_proposer`."""
 
 
 def find_runner(runner: object) -> Runner | None:
@@ -41,6 +42,17 @@ def _explain_v1(vllm_config: Any, environment: Mapping[str, str]) -> str:
     if speculative and getattr(speculative, "use_heterogeneous_vocab", False):
         return "only this one serves drafts with another vocabulary"
     return "chosen by vLLM"
+
+
+def install_reread(runner: Any) -> Rereader:
+    """Let the draft of `runner` read the text again after a swap.
+
+    Raises: ValueError if the keys are laid out in an unknown way.
+    """
+    version = find_runner(runner)
+    if version is None:
+        raise ValueError(f"vLLM's V1 and V2 model runners are followed, not {type(runner).__qualname__}")
+    return Rereader(runner, *MODULES[version].find_proposer(runner))
 
 
 def install_capture(runner: Any, capture: Capture) -> None:

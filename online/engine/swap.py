@@ -18,8 +18,8 @@ from redraft.heads.files.artifact import VOLATILE_CONFIG_KEYS, safetensors_heade
 from redraft.heads.files.folder import find_quantization
 from redraft.online.engine.copies import refill, without_build
 
-CHECKSUM_CHUNK = 1 << 22
-"""Elements summed at a time; the temporaries take 64 MB."""
+COLUMNS = 4093
+"""Sums of a tensor's words that the checksum takes at once. A prime: no weight's row is a multiple of it."""
 
 HASH_CHUNK_BYTES = 16 << 20
 
@@ -184,31 +184,37 @@ def without_shared_modules(draft: nn.Module, target: nn.Module) -> Iterator[set[
 
 @torch.no_grad()
 def checksum(model: nn.Module) -> str:
-    """64 hex digits that change if any weight changes, repacked ones included. About as fast as reading the weights.
+    """64 hex digits that change if any weight changes, repacked ones included. Reads every weight once.
 
     Not cryptographic: it shows whether anything was overwritten, not who made the weights.
     """
-    digest = hashlib.sha256()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_compute_sums(tensor)}".encode())
+    tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, module in model.named_modules():
         # vLLM's CPU build packs a linear layer's weight into a closure and leaves an empty tensor instead.
         if hasattr(module, "cpu_linear") and getattr(module, "weight", torch.ones(1)).numel() == 0:
-            digest.update(f"{name} {_compute_sums(_compute_response(module))}".encode())
+            tensors.append((name, _compute_response(module)))
+    digest = hashlib.sha256()
+    sums = [_compute_sums(tensor) for _, tensor in tensors]
+    # all sums in one copy to the host: each would wait for the device
+    for (name, tensor), pair in zip(tensors, torch.stack(sums).tolist() if sums else [], strict=True):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {pair}".encode())
     return digest.hexdigest()
 
 
-def _compute_sums(tensor: Tensor) -> tuple[int, int]:
-    """Sum and position-weighted sum of the tensor's bits, modulo 2**64."""
-    flat = tensor.detach().contiguous().view(-1)
-    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    plain, weighted = 0, 0  # a plain sum would not change if two values traded places
-    for begin in range(0, len(words), CHECKSUM_CHUNK):
-        chunk = words[begin : begin + CHECKSUM_CHUNK].long()
-        odd = torch.arange(2 * begin + 1, 2 * (begin + len(chunk)), 2, device=chunk.device)
-        plain += int(chunk.sum())
-        weighted += int((chunk * odd).sum())
-    return plain % 2**64, weighted % 2**64
+def _compute_sums(tensor: Tensor) -> Tensor:
+    """Sum and position-weighted sum of the tensor's bits as 64-bit words, modulo 2**64; [2] on its device.
+
+    Words at a distance of a multiple of COLUMNS have the same weight: rows of a weight hardly ever do.
+    """
+    bytes_ = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = bytes_[: len(bytes_) // 8 * 8]
+    words = (whole.clone() if whole.storage_offset() % 8 else whole).view(torch.int64)
+    num_in_rows = len(words) // COLUMNS * COLUMNS
+    sums, rest = words[:num_in_rows].view(-1, COLUMNS).sum(0), words[num_in_rows:]
+    sums[: len(rest)] += rest
+    sums[COLUMNS - len(bytes_) % 8 :] += bytes_[len(whole) :]
+    odd = torch.arange(1, 2 * COLUMNS, 2, device=sums.device)
+    return torch.stack([sums.sum(), (sums * odd).sum()])
 
 
 def _compute_response(linear: Any) -> Tensor:

@@ -13,14 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from redraft.heads.catalog import find_method
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.folder import model_folder
 from redraft.online.engine.capture import Capture
-from redraft.online.engine.config import CaptureConfig, PluginConfig, read_config
-from redraft.online.engine.runners import describe_runner, find_runner, install_capture
+from redraft.online.engine.config import CaptureConfig, PluginConfig, SwapCache, read_config
+from redraft.online.engine.reread import Rereader
+from redraft.online.engine.runners import describe_runner, find_runner, install_capture, install_reread
 from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.staging import Staging
 from redraft.online.engine.swap import Layout, checksum, load_draft, shared_modules
@@ -47,6 +48,10 @@ class WorkerState:
     """Why nothing is recorded, although it is configured; empty otherwise."""
     swap_off: str = ""
     """Why no draft can be swapped; empty if one can."""
+    swap_cache: SwapCache | Literal[""] = ""
+    """Fate of the cache at a swap; empty on a rank without a draft."""
+    rereader: Rereader | None = None
+    """Only with `swap_cache` "draft"."""
     target_fingerprint: str = ""
     target_checksum: str = ""
     is_target_intact: bool = True
@@ -116,6 +121,9 @@ def install(worker: Any) -> None:
             _start_capture(worker, config.capture)
     with _switching_off(state, "swap"):
         watch_sleep(worker)
+    with _switching_off(state, "swap"):
+        if config.registry is not None:
+            _prepare_cache(worker, config.swap.cache)
     what = "records" if state.capture else "records nothing"
     logger.info("redraft: vLLM's %s, %s, draft %s", state.runner, what, state.draft_version or "none")
 
@@ -153,6 +161,23 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
     state.draft = Layout.read(folder)
 
 
+def _prepare_cache(worker: Any, cache: SwapCache) -> None:
+    """Prepare for a swap that keeps a part of the cache.
+
+    Raises:
+        ValueError: this draft cannot read the text again.
+    """
+    state: WorkerState = worker.redraft
+    if worker.model_runner.get_draft_model() is None:
+        return
+    if cache == "draft":
+        family = find_method(worker.vllm_config.speculative_config.method)
+        if family is None or family.is_head:
+            raise ValueError("--swap.cache draft is for standalone drafts: choose keep or clear for a head")
+        state.rereader = install_reread(worker.model_runner)
+    state.swap_cache = cache
+
+
 def _start_capture(worker: Any, config: CaptureConfig) -> None:
     state: WorkerState = worker.redraft
     if not _is_recording_rank():
@@ -181,6 +206,9 @@ def redraft_status(worker: Any) -> dict[str, Any]:
         "target_checksum": state.target_checksum,
         "target_intact": state.is_target_intact,
         "num_swaps": state.num_swaps,
+        "swap_cache": state.swap_cache,
+        "reread_tokens": state.rereader.num_tokens if state.rereader else 0,
+        "reread_error": state.rereader.error if state.rereader else "",
         "runner": state.runner,
         "swap_off": state.swap_off,
         "capture_off": state.capture_off,
@@ -271,6 +299,8 @@ def redraft_commit(worker: Any, version: str) -> None:
     state.manifest_sha256 = state.staging.manifest_sha256
     state.is_draft_intact = not state.asleep  # if it fell asleep after the load, the draft is loaded when it wakes up
     state.num_swaps += 1
+    if state.rereader:
+        state.rereader.ledger.forget()
     if state.capture:
         state.capture.draft_version = version
 
@@ -280,14 +310,17 @@ def _load(worker: Any, staging: Staging) -> dict[str, Any]:
     began_s = time.perf_counter()
     state.is_draft_intact = False
     try:
+        # Compared with itself, not with the start: replicas move experts between them.
+        before = checksum(worker.model_runner.get_model())
         load_draft(worker, staging.files)
+        after = checksum(worker.model_runner.get_model())
     except Exception as error:
         logger.exception("loading the draft of %s failed", staging.folder)
         return {"ok": False, "touched": True, "error": f"{type(error).__name__}: {error}"}
     load_ms = 1e3 * (time.perf_counter() - began_s)
-    now = checksum(worker.model_runner.get_model())
-    state.is_target_intact = now == state.target_checksum
-    return {"ok": True, "load_ms": load_ms, "checksum_before": state.target_checksum, "checksum_after": now}
+    state.target_checksum = after
+    state.is_target_intact = state.is_target_intact and after == before
+    return {"ok": True, "load_ms": load_ms, "checksum_before": before, "checksum_after": after}
 
 
 def _require_swappable(worker: Any) -> None:

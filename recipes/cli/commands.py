@@ -261,6 +261,12 @@ COMMANDS = {
         "Simulate how often gate, canary and reports err",
         "redraft bench-decisions",
     ),
+    "bench-fleet": Command(
+        Group.OURS,
+        "redraft.recipes.bench.fleet",
+        "Measure the cost of capture and swaps for a server",
+        "redraft bench-fleet --parts swap",
+    ),
     "bench-advice": Command(
         Group.OURS,
         "redraft.recipes.bench.advice",

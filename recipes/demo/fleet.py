@@ -130,16 +130,21 @@ def start_server(
     core: int,
     port: int,
     log: Path,
+    options: Sequence[str] = (),
+    arguments: Sequence[str] = (),
 ) -> Iterator[Server]:
-    """Start `redraft serve` with the registry's current draft. The server is not ready yet: see `Server.ready`."""
+    """Start `redraft serve` with the registry's current draft. The server is not ready yet: see `Server.ready`.
+
+    `options` are further ones of `redraft serve`, `arguments` those of vLLM.
+    """
     command = [
         *(sys.executable, "-m", "redraft.recipes.serve.serve", str(target), "--registry", str(registry)),
         *("--num-speculative-tokens", str(num_speculative_tokens), "--token-file", str(token_file)),
-        *("--capture.spool", str(spool), "--capture.tenants", TENANT),
+        *("--capture.spool", str(spool), "--capture.tenants", TENANT, *options),
         *("--", "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "m", "--dtype", "float32"),
         *("--enforce-eager", "--max-model-len", str(max_model_len), "--max-num-seqs", "16"),
         *("--kv-cache-memory-bytes", str(128 << 20), "--no-enable-prefix-caching"),
-        *(ONE_SPEED, "--per-request-spec-decode-metrics", "detailed"),
+        *(ONE_SPEED, "--per-request-spec-decode-metrics", "detailed", *arguments),
     ]
     # By default vLLM would bind both servers to the first core.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)), "VLLM_NO_USAGE_STATS": "1"}
@@ -264,3 +269,17 @@ async def measure_tokens_per_s(
         began_s = time.perf_counter()
         await asyncio.gather(*(client(number, http) for number in range(clients)))
         return num_tokens / (time.perf_counter() - began_s)
+
+
+async def measure_rates(
+    urls: Sequence[str], prompts: Sequence[Prompt], *, rounds: int, clients: int, max_tokens: int
+) -> dict[float, list[float]]:
+    """Tokens/s with none, a tenth and all of the requests captured, in rounds that each begin with another share."""
+    rates: dict[float, list[float]] = {0.0: [], 0.1: [], 1.0: []}
+    for number in Progress(range(rounds), desc="cost of capture", unit="round"):
+        order = list(rates)
+        for share in order[number % 3 :] + order[: number % 3]:
+            rates[share].append(
+                await measure_tokens_per_s(urls, prompts, clients=clients, max_tokens=max_tokens, captured=share)
+            )
+    return rates

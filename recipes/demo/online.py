@@ -56,7 +56,7 @@ from redraft.recipes.demo.fleet import (
     begin_report,
     distil,
     fastest_precision,
-    measure_tokens_per_s,
+    measure_rates,
     start_server,
 )
 from redraft.recipes.demo.online_replay import Replayer
@@ -457,15 +457,9 @@ def copy_draft(draft: Path, like: Path, folder: Path) -> None:
 async def measure_capture_overhead(cfg: Config, stage: Stage, servers: Sequence[Server]) -> dict[str, Any]:
     """1 - (tokens/s with capture) / (tokens/s without) of one server under load, as medians over interleaved rounds."""
     urls, prompts = [servers[0].url], stage.test[B][: cfg.overhead_prompts]
-    rates: dict[float, list[float]] = {0.0: [], 0.1: [], 1.0: []}
-    for pair in Progress(range(cfg.overhead_pairs), desc="cost of capture", unit="pair"):
-        order = list(rates)
-        for share in order[pair % 3 :] + order[: pair % 3]:
-            rates[share].append(
-                await measure_tokens_per_s(
-                    urls, prompts, clients=cfg.clients, max_tokens=cfg.max_tokens, captured=share
-                )
-            )
+    rates = await measure_rates(
+        urls, prompts, rounds=cfg.overhead_pairs, clients=cfg.clients, max_tokens=cfg.max_tokens
+    )
     (whole, interval), (tenth, tenth_interval) = (estimate_overhead(rates[share], rates[0.0]) for share in (1.0, 0.1))
     return {
         "overhead": whole,

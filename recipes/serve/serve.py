@@ -26,7 +26,7 @@ from redraft.heads.catalog import FAMILIES, Family, Method, find_family, list_me
 from redraft.heads.doctor.method import lacks_confidence
 from redraft.heads.files.folder import is_hub_name, tensor_files
 from redraft.heads.files.folder import read_config as read_model_config
-from redraft.online.engine.config import PLUGIN_NAME, CaptureConfig, read_config
+from redraft.online.engine.config import PLUGIN_NAME, CaptureConfig, SwapConfig, read_config
 from redraft.recipes.cli import run_recipe
 
 PLUGIN_GROUPS = (
@@ -71,6 +71,7 @@ class Config:
     """File with the bearer token that protects /redraft/... The variable REDRAFT_TOKEN can hold the token instead."""
     allow_remote: bool = False
     """Allow other machines to use /redraft/... as well."""
+    swap: SwapConfig = field(default_factory=SwapConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
 
 
@@ -123,6 +124,7 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
         "REDRAFT_REGISTRY": _absolute(cfg.registry),
         "REDRAFT_TOKEN_FILE": _absolute(cfg.token_file),
         "REDRAFT_ALLOW_REMOTE": "1" if cfg.allow_remote else None,
+        "REDRAFT_SWAP_CACHE": cfg.swap.cache,
     }
     if capture.is_on:
         variables |= {

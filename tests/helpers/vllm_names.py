@@ -24,6 +24,7 @@ V2_RUNNER = "v1.worker.gpu.model_runner:GPUModelRunner"
 WORKER = "v1.worker.gpu_worker:Worker"
 ENGINE = "v1.engine.async_llm:AsyncLLM"
 VLLM_CONFIG, SPECULATIVE = "config.vllm:VllmConfig", "config.speculative:SpeculativeConfig"
+CACHED_REQUEST = "v1.worker.gpu_input_batch:CachedRequestState"
 NEW_REQUEST = "v1.core.sched.output:NewRequestData"
 
 OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -35,6 +36,8 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "runner.discard_request_mask": ("v1.utils:CpuGpuBuffer",),
         "metadata": ("v1.spec_decode.metadata:SpecDecodeMetadata",),
         "output": ("v1.outputs:SamplerOutput",),
+        "runner.drafter": ("v1.spec_decode.draft_model:DraftModelProposer",),
+        "request": (CACHED_REQUEST,),
     },
     "online/engine/runner_v2.py": {
         "runner": (V2_RUNNER,),
@@ -47,9 +50,27 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "output": ("v1.worker.gpu.sample.output:SamplerOutput",),
         "scheduler_output": ("v1.core.sched.output:SchedulerOutput",),
         "request": (NEW_REQUEST,),
+        "states": ("v1.worker.gpu.states:RequestState",),
+        "states.all_token_ids": ("v1.worker.gpu.buffer_utils:StagedWriteTensor",),
+    },
+    "online/engine/reread.py": {
+        "runner": (V1_RUNNER, V2_RUNNER),
+        "self.proposer": (
+            "v1.spec_decode.draft_model:DraftModelProposer",
+            "v1.worker.gpu.spec_decode.standalone_ar.speculator:StandaloneARSpeculator",
+        ),
+        "scheduler_output": ("v1.core.sched.output:SchedulerOutput",),
+        "new": (NEW_REQUEST,),
+        "known": ("v1.core.sched.output:CachedRequestData",),
+        "group": ("v1.worker.utils:AttentionGroup",),
+        "groups[0]": ("v1.worker.utils:AttentionGroup",),
+        "groups[0].kv_cache_spec": ("v1.kv_cache_interface:AttentionSpec",),
+        "group.kv_cache_spec": ("v1.kv_cache_interface:FullAttentionSpec",),
+        "parallel": ("config.parallel:ParallelConfig",),
+        "CommonAttentionMetadata": ("v1.attention.backend:CommonAttentionMetadata",),
     },
     "online/engine/feed.py": {
-        "request": ("v1.worker.gpu_input_batch:CachedRequestState", NEW_REQUEST),
+        "request": (CACHED_REQUEST, NEW_REQUEST),
         "params": ("sampling_params:SamplingParams",),
     },
     "online/engine/runners.py": {"vllm_config": (VLLM_CONFIG,), "speculative": (SPECULATIVE,)},
@@ -98,6 +119,10 @@ CALLABLES = (
     f"{V1_RUNNER}._on_request_state_removed",
     f"{V1_RUNNER}.propose_draft_token_ids",
     f"{V1_RUNNER}.get_draft_model",
+    f"{V1_RUNNER}.execute_model",
+    f"{V2_RUNNER}.execute_model",
+    "v1.worker.utils:AttentionGroup.build_metadata_for_drafting",
+    "forward_context:set_forward_context",
     f"{V2_RUNNER}.get_draft_model",
     f"{V2_RUNNER}.add_requests",
     f"{V2_RUNNER}.finish_requests",
@@ -280,6 +305,8 @@ def _read_attribute(node: ast.AST) -> Iterator[tuple[str, str]]:
         yield ast.unparse(node.value), node.attr
     elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and isinstance(node.args[1], ast.Constant):
         yield ast.unparse(node.args[0]), node.args[1].value
+    elif isinstance(node, ast.Call):  # the fields of a dataclass of vLLM that we make
+        yield from ((ast.unparse(node.func), keyword.arg) for keyword in node.keywords if keyword.arg)
 
 
 def _list_members(cls: ast.ClassDef) -> Iterator[str]:

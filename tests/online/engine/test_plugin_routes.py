@@ -46,6 +46,8 @@ class Engine:
     is_asleep: bool = False
     swappers: set[str] = field(default_factory=set)
     """Ids of the API processes that the ranks were told."""
+    cache: str = "keep"
+    """The fate of the cache, as the ranks tell it."""
     falls_asleep_in: str = ""
     """The method in which somebody else puts the engine to sleep."""
 
@@ -59,6 +61,7 @@ class Engine:
             self.swappers.add(args[-1])
         status = {"draft_version": "v000001", "draft_intact": True, "target_intact": True}
         status |= {"target_fingerprint": "target", "capture": None, "asleep": self.is_asleep}
+        status |= {"swap_cache": self.cache}
         answer = {
             "redraft_status": [status] * 2,
             "redraft_stage": [{"ok": True}] * 2,
@@ -77,8 +80,12 @@ class Engine:
         return answer
 
     async def pause_generation(self, **how: Any) -> None:
-        assert how == {"mode": "keep", "clear_cache": True}
+        assert how == {"mode": "keep", "clear_cache": self.cache == "clear"}
         self.calls.append("pause")
+
+    async def reset_prefix_cache(self, **how: Any) -> None:
+        assert how == {"reset_running_requests": True, "reset_connector": True}
+        self.calls.append("reset_prefix_cache")
 
     async def resume_generation(self) -> None:
         self.calls.append("resume")
@@ -96,8 +103,8 @@ def staged(registry, version="v000002", **changes):
     return read | changes
 
 
-def make_client(registry, engine):
-    endpoint = Endpoint()
+def make_client(registry, engine, endpoint=None):
+    endpoint = endpoint or Endpoint()
     endpoint.config = PluginConfig(registry=registry, token="right", allow_remote=True)
     endpoint.engine = engine
     app = FastAPI()
@@ -136,6 +143,17 @@ def test_the_ranks_can_tell_one_api_process_from_another(registry):
     for number in (1, 2):
         assert make_client(registry, engine).post("/redraft/swap", json={"version": "v000002"}).status_code == 200
         assert len(engine.swappers) == number
+
+
+@pytest.mark.parametrize("cache", ["keep", "draft", "clear"])
+@pytest.mark.parametrize("can_pause", [True, False])
+def test_the_target_reads_again_only_if_asked(registry, cache, can_pause):
+    engine = Engine({"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2}, cache=cache)
+    endpoint = Endpoint()
+    endpoint._can_pause = can_pause
+    assert make_client(registry, engine, endpoint).post("/redraft/swap", json={"version": "v000002"}).is_success
+    assert ("pause" in engine.calls) is can_pause  # which has asserted whether it clears
+    assert ("reset_prefix_cache" in engine.calls) is (cache == "clear" and not can_pause)
 
 
 @pytest.mark.parametrize("ranks", [[LOADED, BROKEN], [BROKEN, BROKEN], [LOADED, REFUSED]])

@@ -1,0 +1,226 @@
+"""After a swap a standalone draft reads the served text again; the target's keys stay as they are.
+
+Target and draft have their keys in the same blocks. Those of the new draft are missing in all blocks written before the
+swap, also in blocks that a later request finds in the prefix cache. Before each step, the draft reads the text of the
+step's requests from the first such block on, at most as many tokens as a step may have. The target reads nothing.
+
+A head cannot do this: it would need the target's hidden states of that text, and nobody keeps them.
+
+T = tokens read, B = requests, N = blocks of a request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("vllm.redraft")
+
+ReadText = Callable[[str, int, int], Sequence[int] | Tensor]
+"""Token ids of a running request from one index in prompt + output to another, or to the last that is known."""
+
+
+@dataclass
+class _Request:
+    blocks: list[int]
+    prompt_ids: Sequence[int] | None
+    num_fresh: int = 0
+    """Blocks at the beginning whose keys are those of the served draft."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a request's text, of whole blocks but for the last."""
+
+    request_id: str
+    begin: int
+    end: int
+
+
+class Ledger:
+    """The blocks of all running requests, and which of all blocks hold the served draft's keys."""
+
+    def __init__(self, group: int, block_size: int) -> None:
+        """`group` is the index of the draft's layers among vLLM's groups of layers with one block table."""
+        self.group, self.block_size = group, block_size
+        self.requests: dict[str, _Request] = {}
+        self.fresh: set[int] | None = None
+        """None until the first swap: all are."""
+
+    def forget(self) -> None:
+        """Take all blocks for those of another draft."""
+        self.fresh = set()
+        for request in self.requests.values():
+            request.num_fresh = 0
+
+    def follow(self, scheduler_output: Any) -> dict[str, int]:
+        """Take the news of a step. Returns how many tokens of each request have been read before it, by request id."""
+        for request_id in scheduler_output.finished_req_ids:
+            self.requests.pop(request_id, None)
+        computed: dict[str, int] = {}
+        for new in scheduler_output.scheduled_new_reqs:
+            prompt_ids = new.prefill_token_ids or new.prompt_token_ids
+            self._begin(new.req_id, new.block_ids, new.num_computed_tokens, prompt_ids)
+            computed[new.req_id] = new.num_computed_tokens
+        known = scheduler_output.scheduled_cached_reqs
+        for request_id, blocks, count in zip(
+            known.req_ids, known.new_block_ids, known.num_computed_tokens, strict=True
+        ):
+            request = self.requests[request_id]
+            computed[request_id] = count
+            if request_id in known.resumed_req_ids:
+                self._begin(request_id, blocks, count, request.prompt_ids)
+            elif blocks is not None:
+                request.blocks += blocks[self.group]
+                self._note_fresh(blocks[self.group])
+        return computed
+
+    def choose(self, computed: Mapping[str, int], max_tokens: int) -> list[Span]:
+        """The spans that the draft should read now, at most `max_tokens`. From now on these blocks count as read."""
+        if self.fresh is None:
+            return []
+        spans = []
+        for request_id, count in computed.items():
+            request = self.requests[request_id]
+            num_used = -(-count // self.block_size)
+            while request.num_fresh < num_used and request.blocks[request.num_fresh] in self.fresh:
+                request.num_fresh += 1
+            num_blocks = min(num_used - request.num_fresh, max_tokens // self.block_size)
+            if num_blocks <= 0 or request.prompt_ids is None:
+                continue
+            begin, last = request.num_fresh * self.block_size, request.num_fresh + num_blocks
+            self._note_fresh(request.blocks[request.num_fresh : last])
+            request.num_fresh = last
+            spans.append(Span(request_id, begin, min(count, last * self.block_size)))
+            max_tokens -= num_blocks * self.block_size
+        return spans
+
+    def _begin(self, request_id: str, blocks: Any, num_computed: int, prompt_ids: Sequence[int] | None) -> None:
+        own = list(blocks[self.group])
+        self.requests[request_id] = _Request(own, prompt_ids)
+        # Cached blocks come first. Those after them are new, and belong to this request.
+        self._note_fresh(own[-(-num_computed // self.block_size) :])
+
+    def _note_fresh(self, blocks: Sequence[int]) -> None:
+        if self.fresh is not None:
+            self.fresh.update(blocks)
+
+
+class Rereader:
+    """Follows a model runner, and lets the draft read again where needed."""
+
+    def __init__(self, runner: Any, proposer: Any, groups: Sequence[Any], read_text: ReadText) -> None:
+        """`proposer` is vLLM's for a standalone draft, `groups` are its layers' attention groups.
+
+        Raises:
+            ValueError: the draft's keys are laid out in a way that is not known here.
+        """
+        self.runner, self.proposer, self.groups, self.read_text = runner, proposer, groups, read_text
+        self.max_tokens: int = proposer.vllm_config.scheduler_config.max_num_batched_tokens
+        self.num_tokens = 0
+        """Tokens read again since the start."""
+        self.error = ""
+        """The error that ended it."""
+        _require_plain_keys(proposer, groups)
+        self.ledger = Ledger(groups[0].kv_cache_group_id, groups[0].kv_cache_spec.block_size)
+        self._execute = runner.execute_model
+        runner.execute_model = self.execute
+
+    def execute(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:
+        """Hook on a step."""
+        if not self.error:
+            try:
+                self._follow(scheduler_output)
+            except Exception as error:  # old keys cost acceptance, an exception would end the server
+                logger.exception("redraft: the draft no longer reads text again after a swap")
+                self.error = f"{type(error).__name__}: {error}"
+        return self._execute(scheduler_output, *args, **options)
+
+    def _follow(self, scheduler_output: Any) -> None:
+        computed = self.ledger.follow(scheduler_output)
+        spans = self.ledger.choose(computed, max(self.max_tokens, self.ledger.block_size))
+        if sum(span.end - span.begin for span in spans) > self.max_tokens:  # a single block, longer than a step may be
+            for first in range(spans[0].begin, spans[0].end, self.max_tokens):
+                self.read([replace(spans[0], begin=first, end=min(first + self.max_tokens, spans[0].end))])
+        elif spans:
+            self.read(spans)
+
+    @torch.inference_mode()
+    def read(self, spans: Sequence[Span]) -> None:
+        """One pass of the draft over the spans, for its keys only. Tokens that the host does not know are left out."""
+        from vllm.forward_context import set_forward_context
+
+        device = self.proposer.device
+        texts = [self._read_ids(span) for span in spans]
+        spans = [replace(span, end=span.begin + len(ids)) for span, ids in zip(spans, texts, strict=True)]
+        ids_T = torch.cat([ids.to(device) for ids in texts])
+        positions_T = torch.cat([torch.arange(span.begin, span.end) for span in spans])
+        attention, slots_T = self._place(spans, positions_T)
+        layers = [layer for group in self.groups for layer in group.layer_names]
+        by_group = [group.build_metadata_for_drafting(attention, draft_index=0) for group in self.groups]
+        metadata = {name: each for group, each in zip(self.groups, by_group, strict=True) for name in group.layer_names}
+        with set_forward_context(
+            metadata, self.proposer.vllm_config, num_tokens=len(ids_T), slot_mapping=dict.fromkeys(layers, slots_T)
+        ):
+            self.proposer.model(input_ids=ids_T, positions=positions_T.to(device))
+        self.num_tokens += len(ids_T)
+
+    def _read_ids(self, span: Span) -> Tensor:
+        prompt_ids = self.ledger.requests[span.request_id].prompt_ids
+        assert prompt_ids is not None
+        ids = torch.tensor(prompt_ids[span.begin : span.end], dtype=torch.int32)
+        if span.end <= len(prompt_ids):
+            return ids
+        output = torch.as_tensor(self.read_text(span.request_id, max(span.begin, len(prompt_ids)), span.end)).int()
+        return torch.cat([ids.to(output.device), output])
+
+    def _place(self, spans: Sequence[Span], positions_T: Tensor) -> tuple[Any, Tensor]:
+        """vLLM's description of the pass, and the slot of every token."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        size = self.ledger.block_size
+        tables = [torch.tensor(self.ledger.requests[span.request_id].blocks[: -(-span.end // size)]) for span in spans]
+        table_BN = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+        counts = [span.end - span.begin for span in spans]
+        starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        rows_T = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(counts))
+        slots_T = table_BN[rows_T, positions_T // size] * size + positions_T % size
+        ends = [span.end for span in spans]
+        device = self.proposer.device
+        attention = CommonAttentionMetadata(
+            query_start_loc=starts.to(device),
+            query_start_loc_cpu=starts,
+            seq_lens=torch.tensor(ends, dtype=torch.int32, device=device),
+            seq_lens_cpu_upper_bound=torch.tensor(ends, dtype=torch.int32),
+            num_reqs=len(spans),
+            num_actual_tokens=len(positions_T),
+            max_query_len=max(counts),
+            max_seq_len=max(ends),
+            block_table_tensor=table_BN.int().to(device),
+            slot_mapping=slots_T.to(device),
+            positions=positions_T.to(device),
+            is_prefilling=torch.ones(len(spans), dtype=torch.bool),
+        )
+        return attention, attention.slot_mapping
+
+
+def _require_plain_keys(proposer: Any, groups: Sequence[Any]) -> None:
+    parallel = proposer.vllm_config.parallel_config
+    reasons = {
+        "whose layers have several block tables": len({group.kv_cache_group_id for group in groups}) != 1,
+        "with recurrent layers": any(not hasattr(group.kv_cache_spec, "num_kv_heads") for group in groups),
+        "with a window over its keys": any(getattr(group.kv_cache_spec, "sliding_window", None) for group in groups),
+        "with keys of several ranks in one text": parallel.decode_context_parallel_size > 1,
+        "beside experts that replicas share": parallel.is_moe_model and parallel.data_parallel_size > 1,
+        "with another vocabulary": getattr(proposer, "vocab_mapping", None) is not None,
+        "with positions in several dimensions": getattr(proposer, "uses_mrope", False),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"a draft {reason} is not read again after a swap")
