@@ -32,6 +32,7 @@ from redraft.heads.files.sealed import DamagedError, set_aside
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.inbox import Inbox
 from redraft.online.daemon.judging import Judge
+from redraft.online.daemon.memory import release_memory
 from redraft.online.daemon.sleep import load_sleep, save_sleep
 from redraft.online.daemon.state import LOOKS_AFTER_DAMAGE, Event, Move, Phase, State, advance, load, save
 from redraft.online.fleet.reconciler import Reconciler
@@ -530,6 +531,7 @@ class Cycle:
         await self._until_written(write)
         self.state = state
         self.journal_state(self.state.reason)
+        await self.in_thread(release_memory)
         if not self.is_rolling_out:  # a late recall must not end the next rollout
             self.inbox.settle(Event.RECALLED)
 

@@ -22,7 +22,7 @@ WARM_UP_S = 120.0
 MIN_LIFE_S = 120.0
 """Shorter lives say nothing about growth."""
 
-FLAT_SHARE, FLAT_BYTES, FLAT_DESCRIPTORS = 0.1, 96 << 20, 64
+FLAT_SHARE, FLAT_BYTES, FLAT_DESCRIPTORS = 0.1, 64 << 20, 64
 """A process is flat if it grows by less than this share, or by less than these bytes: allocators and caches move."""
 
 
@@ -62,20 +62,24 @@ class LifeSeen:
     """How it ended, if nobody had killed it."""
 
     def find_growth(self) -> Growth | None:
-        """Last quarter against first quarter, after the warm-up; None if the life was too short."""
+        """The least memory of the last quarter against that of the first two, after the warm-up.
+
+        The least, because a learner that trains holds more than one that waits; the larger of two quarters, because it
+        may begin to train in the second. Descriptors are compared by their medians. None if the life was too short.
+        """
         begin_s = self.samples[0][0] + WARM_UP_S if self.samples else 0.0
         measured = [sample for sample in self.samples if sample[0] >= begin_s]
         if len(measured) < 8 or measured[-1][0] - measured[0][0] < MIN_LIFE_S:
             return None
         quarter = len(measured) // 4
-        first, last = measured[:quarter], measured[-quarter:]
-        before, after = (statistics.median(size for _, size, _ in part) for part in (first, last))
+        first, second, last = measured[:quarter], measured[quarter : 2 * quarter], measured[-quarter:]
+        least = [min(size for _, size, _ in part) for part in (first, second, last)]
         files = [statistics.median(count for _, _, count in part) for part in (first, last)]
         born_s = self.samples[0][0]
         return Growth(
             name=self.name,
-            before=int(before),
-            after=int(after),
+            before=max(least[:2]),
+            after=least[2],
             descriptors=int(files[1] - files[0]),
             by_minute={int((time_s - born_s) // 60): size >> 20 for time_s, size, _ in self.samples},
         )
@@ -85,8 +89,9 @@ class LifeSeen:
 class Growth:
     name: str
     before: int
-    """Resident bytes early in the life."""
+    """Least resident bytes early in the life."""
     after: int
+    """Least resident bytes at the end."""
     descriptors: int
     """Descriptors gained."""
     by_minute: Mapping[int, int]

@@ -32,6 +32,7 @@ def require_log_probs_of(model, record):
         np.testing.assert_allclose(sequence.topk_log_probs_RK, wanted_RK, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @torch.no_grad()
 def test_serve_on_v2_answers_swaps_and_records(random_target, registry, tmp_path):

@@ -107,6 +107,15 @@ def test_growth_is_measured_after_the_warm_up_and_over_the_life():
     assert LifeSeen(name="server").find_growth() is None
 
 
+def test_a_learner_that_begins_to_train_has_not_grown_but_one_whose_idle_size_rises_has():
+    def grow(size_at):
+        return LifeSeen(name="learner", samples=[(5.0 * i, size_at(i) << 20, 50) for i in range(120)]).find_growth()
+
+    assert grow(lambda i: 580 if i < 40 else 860).is_flat
+    assert grow(lambda i: 580 + 380 * (i % 10 > 2)).is_flat  # trains and waits in turn
+    assert not grow(lambda i: 580 + 3 * i + 380 * (i % 10 > 2)).is_flat
+
+
 def test_the_counts_of_all_lives_of_a_learner_are_added(tmp_path):
     journal = Journal(tmp_path)
     for dropped in ({"corrupt": 1}, {"corrupt": 5, "expired": 2}, {"corrupt": 2}, {"corrupt": 2, "foreign": 1}):
