@@ -1,9 +1,8 @@
 """Swap drafts in a real vLLM inside this process, which allows failures to be injected, and print every result.
 
-    python run_swaps.py '{"target": folder, "draft": folder, "method": "eagle3", "speculative": {...},
-                          "swaps": [["load", folder], ...]}'
+    python run_swaps.py '[{"target": folder, "draft": folder, "method": "eagle3", "swaps": [["load", folder], ...]}]'
 
-Swaps:
+Runs one engine after the other. `speculative` adds to vLLM's --speculative-config. Swaps:
     load FOLDER         swap
     fail FOLDER         the disk goes away after three tensors
     restore             load the last good draft
@@ -11,8 +10,8 @@ Swaps:
     damage FOLDER       a bit on the disk is another one
     sleep LEVEL FOLDER  sleep, and wake up part by part; a CPU worker keeps its memory, so level 2 forgets here
 
-Prints one line of JSON: for the start and for each swap `result` (what the worker said), `status`, `output` (token ids)
-and `accepted`.
+Prints one line of JSON: for each engine a list of reports, of the start and of each swap, with `result` (what the
+worker said), `status`, `output` (token ids), `drafted` (the token ids of every block) and `accepted`.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from typing import Any
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 os.environ.setdefault("VLLM_PLUGINS", "redraft")
 
+from redraft.eval.parity.dump import keep_imports_frozen
 from redraft.online.engine.swap import load_draft
 
 
@@ -106,10 +106,27 @@ def sleep(llm: Any, level: int, folder: str) -> dict[str, Any]:
     return {"staged": staged, "load": load, "asleep": asleep, "half_awake": half_awake}
 
 
+def watch_drafts(worker: Any, drafted: list[list[int]]) -> None:
+    """Append every block that is drafted from now on."""
+    runner = worker.model_runner
+    owner, name = (
+        (runner.speculator, "propose") if hasattr(runner, "speculator") else (runner, "propose_draft_token_ids")
+    )
+    propose = getattr(owner, name)
+
+    def propose_and_note(*args: Any, **options: Any) -> Any:
+        blocks = propose(*args, **options)
+        drafted.extend([int(token) for token in block] for block in blocks)
+        return blocks
+
+    setattr(owner, name, propose_and_note)
+
+
 METHODS = {"load": load, "fail": fail, "restore": restore, "forget": forget, "damage": damage}
 
 
-def main(spec: dict[str, Any]) -> None:
+def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """The reports of one engine."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -125,10 +142,12 @@ def main(spec: dict[str, Any]) -> None:
         speculative_config={"model": spec["draft"], "method": spec["method"], "num_speculative_tokens": 3}
         | spec.get("speculative", {}),
     )
-    total = 0
+    total, drafted = 0, []
+    llm.collective_rpc(watch_drafts, args=(drafted,))
 
     def report(result: Any) -> dict[str, Any]:
         nonlocal total
+        drafted.clear()
         sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
         (response,) = llm.generate({"prompt_token_ids": list(range(10, 40))}, sampling, use_tqdm=False)
         counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
@@ -137,6 +156,7 @@ def main(spec: dict[str, Any]) -> None:
             "result": result,
             "status": llm.collective_rpc("redraft_status")[0],
             "output": list(response.outputs[0].token_ids),
+            "drafted": list(drafted),
             "accepted": total - before,
         }
 
@@ -147,6 +167,18 @@ def main(spec: dict[str, Any]) -> None:
         else:
             (result,) = llm.collective_rpc(METHODS[name], args=tuple(arguments))
         reports.append(report(result))
+    return reports
+
+
+def main(specs: list[dict[str, Any]]) -> None:
+    import vllm.entrypoints.llm  # noqa: F401
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    keep_imports_frozen()
+    reports = []
+    for spec in specs:
+        reports.append(run(spec))
+        cleanup_dist_env_and_memory()
     print("REPORT", json.dumps(reports))
 
 

@@ -2,30 +2,21 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import model_runners
 import numpy as np
 import pytest
 import torch
 from fastapi import HTTPException
 from safetensors.torch import load_file, save_file
 from starlette.requests import Request
+from swapping import run_swaps
 from torch import nn
-from transformers import LlamaForCausalLM
 
-from redraft.distill.loss.divergences import Divergence
-from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.train.step import distill_loss
-from redraft.heads.draft import Batch
-from redraft.heads.families import dflash, peagle
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.target import Target
@@ -351,18 +342,6 @@ def test_the_status_names_draft_target_and_engine(server, random_target):
     assert status["vllm_version"].startswith("0.")
 
 
-def run_swaps(target, draft, method, swaps, runner="v1", **speculative):
-    spec = {"target": str(target), "draft": str(draft), "method": method, "speculative": speculative, "swaps": swaps}
-    script = Path(__file__).parents[2] / "helpers/run_swaps.py"
-    command, environment = [sys.executable, script, json.dumps(spec)], model_runners.environment(runner)
-    result = subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment)
-    line = next((line for line in result.stdout.splitlines() if line.startswith("REPORT")), None)
-    assert line, result.stderr[-3000:]
-    reports = json.loads(line.removeprefix("REPORT"))
-    assert all(report["status"]["runner"].lower().startswith(f"{runner} model runner") for report in reports)
-    return reports
-
-
 @pytest.mark.vllm
 @pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.slow)])
 def test_a_load_that_fails_half_way_puts_the_last_good_draft_back(random_target, registry, runner):
@@ -376,22 +355,6 @@ def test_a_load_that_fails_half_way_puts_the_last_good_draft_back(random_target,
     assert failed["accepted"] < start["accepted"] == restored["accepted"]
     assert start["output"] == failed["output"] == restored["output"]
     assert restored["result"]["checksum_before"] == restored["result"]["checksum_after"]
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
-def test_a_draft_swapped_on_v2_accepts_like_one_loaded_at_the_start(random_target, registry, learned_eagles, method):
-    drafts = {"draft_model": (registry / "v000001", registry / "v000003"), "eagle3": learned_eagles}
-    poor, good = drafts[method]
-    swaps = [["load", str(good)], ["load", str(poor)]]
-    start, swapped, back = run_swaps(random_target, poor, method, swaps, "v2")
-    (fresh,) = run_swaps(random_target, good, method, [], "v2")
-    for report in (swapped, back):
-        assert report["result"]["ok"], report["result"]
-        assert report["result"]["checksum_before"] == report["result"]["checksum_after"]
-    assert start["output"] == swapped["output"] == fresh["output"] == back["output"]
-    assert start["accepted"] == back["accepted"] < swapped["accepted"] == fresh["accepted"]
 
 
 @pytest.mark.vllm
@@ -441,75 +404,6 @@ def eagles(random_target, tmp_path):
         save_file(load_file(file) | {"embed_tokens.weight": embed_VD.clone()}, file, metadata={"format": "pt"})
         folders.append(tmp_path / name)
     return folders
-
-
-def learn_by_heart(head, model, folder):
-    """Train a head on the answer of `run_swaps`, and export it."""
-    prompt = torch.arange(10, 40)[None]
-    with torch.no_grad():
-        text = model.generate(prompt, max_new_tokens=60, min_new_tokens=60, do_sample=False)[0].tolist()
-    batch = Batch.padded([text])
-    signal = InProcessTarget(model, head.aux_layer_ids)(batch)
-    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(80):
-        optimizer.zero_grad()
-        distill_loss(head.draft_steps(batch, signal), batch, signal, Divergence(), scale=0.01).loss.backward()
-        optimizer.step()
-    head.export(folder)
-
-
-@pytest.fixture
-def learned_eagles(random_target, tmp_path):
-    """A random EAGLE-3 head, and one that knows the answer of `run_swaps` by heart."""
-    model = LlamaForCausalLM.from_pretrained(random_target).eval()
-    torch.manual_seed(0)
-    # with the target's head: one of its own could be swapped only for another one of its own
-    head = Eagle3(Config(aux_layer_ids=(0, 1, 2), own_head=False), Target.from_model(model))
-    head.export(tmp_path / "random")
-    learn_by_heart(head, model, tmp_path / "learned")
-    return tmp_path / "random", tmp_path / "learned"
-
-
-@pytest.fixture
-def parallel_drafts(random_target, tmp_path, request):
-    """A random head of the family asked for, and one that knows the answer of `run_swaps` by heart."""
-    model = LlamaForCausalLM.from_pretrained(random_target).eval()
-    torch.manual_seed(0)
-    if request.param == "dflash":
-        options = dflash.Config(aux_layer_ids=(1, 2), num_layers=2, block_size=4)
-        head = dflash.DFlash(options, Target.from_model(model))
-    else:
-        options = peagle.Config(aux_layer_ids=(1, 2), num_layers=2, num_steps=3, keep_ratio=1.0, own_head=False)
-        head = peagle.PEagle(options, Target.from_model(model))
-    for name, parameter in head.named_parameters():
-        if "norm" in name:  # a norm of ones in every layer would hide that a row is taken for another
-            parameter.data += 0.2 * torch.randn_like(parameter)
-    head.export(tmp_path / "random")
-    learn_by_heart(head, model, tmp_path / "learned")
-    return tmp_path / "random", tmp_path / "learned"
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("parallel_drafts", "speculative"),
-    [("dflash", {}), ("peagle", {"parallel_drafting": True})],
-    indirect=["parallel_drafts"],
-    ids=["dflash", "peagle"],
-)
-def test_a_parallel_drafter_reads_nothing_of_the_old_weights(random_target, parallel_drafts, speculative):
-    """vLLM keeps copies of some weights: DFlash's fused projections, the feature of P-EAGLE's masks."""
-    random, learned = parallel_drafts
-    method = "eagle3" if speculative else "dflash"
-    swaps = [["load", str(learned)], ["load", str(random)]]
-    start, swapped, back = run_swaps(random_target, random, method, swaps, **speculative)
-    (fresh,) = run_swaps(random_target, learned, method, [], **speculative)
-    assert swapped["result"]["ok"], swapped["result"]
-    assert swapped["result"]["checksum_before"] == swapped["result"]["checksum_after"]
-    assert start["output"] == swapped["output"] == fresh["output"] == back["output"]
-    assert fresh["accepted"] >= 15, "it knows the answer"
-    assert swapped["accepted"] == fresh["accepted"]
-    assert start["accepted"] == back["accepted"] <= 5
 
 
 @pytest.mark.vllm
