@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
-from redraft.heads.files.folder import check_model_folder, is_hub_name, model_folder, refuse_gguf
+from redraft.heads.files.folder import check_model_folder, find_quantization, is_hub_name, model_folder, refuse_gguf
 
 
 class MiMoConfig(Qwen2Config):  # type: ignore[misc]
@@ -71,9 +71,7 @@ def load_text_config(name_or_path: str | Path) -> Any:
 
 def refuse_quantised(config: Any, name: str, cure: str) -> None:
     """Raise ValueError, with a name and a cure, if a model's weights are stored in FP8, by AWQ, GPTQ or the like."""
-    if settings := getattr(config, "quantization_config", None):
-        read = settings.get if isinstance(settings, dict) else functools.partial(getattr, settings)
-        method = read("quant_method", None) or read("quant_algo", None) or "packed"
+    if method := find_quantization(config.to_dict()):
         raise ValueError(
             f"{name}: it is quantised ({getattr(method, 'value', method)}), which is not supported; {cure}"
         )

@@ -43,7 +43,7 @@ def main(cfg: Config) -> None:
     dflash.check_options(cfg.head, shape.vocab_size)
 
     # 2. The target, the data, and the folder of the run.
-    run = HeadRun(cfg, "dflash", cfg.head.block_size - 1)
+    run = HeadRun(cfg, "dflash", cfg.head.num_tokens)
     draft_ids_W = frequent_ids(run.data.train.samples, cfg.draft_vocab_size, shape.vocab_size)
 
     # 3. The head: new, or continued.
