@@ -262,7 +262,8 @@ class Cycle:
         return await self._end_training()
 
     async def _end_training(self) -> Move:
-        self.judge.draft_as(await ask_drafting(self.servers))
+        if self.judge.candidate.family.estimates_acceptance:  # `calibrate` drafts as the servers do
+            self.judge.draft_as(await ask_drafting(self.servers))
         try:
             name = await self._until_written(lambda: self.in_thread(self.trainer.checkpoint, self.judge.calibrate))
         except NotFiniteError:
