@@ -32,7 +32,7 @@ def own_broker(tmp_path):
 
 @pytest.mark.parametrize(
     ("count", "rows", "per_s", "kills"),
-    [(240, 60, 120, 3), pytest.param(6000, 200, 150, 24, marks=pytest.mark.slow)],
+    [(240, 60, 60, 3), pytest.param(6000, 200, 150, 24, marks=pytest.mark.slow)],
 )
 @in_event_loop
 async def test_whatever_is_killed_no_acknowledged_record_is_lost_and_none_is_stored_twice(
@@ -44,7 +44,8 @@ async def test_whatever_is_killed_no_acknowledged_record_is_lost_and_none_is_sto
         strikes = [own_broker.restart, ends.restart_consumer, ends.restart_publisher]
         for number in range(kills):
             before = len(ends.acknowledged())
-            await until(lambda before=before: len(ends.acknowledged()) > before, 120)  # working again
+            # Working again. The publisher may have caught up in one batch, before this looked.
+            await until(lambda before=before: len(ends.acknowledged()) > before or before == count, 120)
             time.sleep(rng.random() * 0.3)
             strikes[number % 3]()
         await until(lambda: len(ends.acknowledged()) == count, 600, lambda: len(ends.acknowledged()))
