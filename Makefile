@@ -15,7 +15,7 @@ endif
 # OpenMP threads that spin while they wait make training ten times slower beside a busy neighbour (recipes/cli/run.py).
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help env lock demo demo-real demo-tiny demo-heads demo-online demo-domains soak faketime test test-all test-floors browser \
+.PHONY: help env lock demo demo-tiny demo-heads demo-online demo-domains soak faketime test test-all test-floors browser \
 	check check-deps \
 	format bench bench-gpu bench-decisions bench-fleet clean
 
@@ -42,9 +42,7 @@ lock:  ## write requirements/*.txt again from pyproject.toml; UPGRADE=1: with th
 	test -x $(BIN)/uv || { $(PYTHON) -m venv .venv && $(BIN)/pip install --quiet uv; }
 	UPGRADE=$(UPGRADE) bash requirements/lock.sh
 
-demo: demo-tiny  ## the same
-
-demo-real: $(STAMP)  ## make a real model faster: train a head, serve the draft that pays, write outputs/demo/report.html
+demo: $(STAMP)  ## make a real model faster: two drafts, the one that pays in a real vLLM, outputs/demo/report.html
 	$(BIN)/python recipes/demo/speedup.py --overwrite
 
 demo-tiny: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write outputs/demo-tiny/report.html

@@ -113,7 +113,7 @@ class Family:
 
     @property
     def is_lookup(self) -> bool:
-        """A lookup of tokens in the text: there is nothing to train, export or load."""
+        """A lookup of tokens in the text: there is nothing to train, and no pass of a model."""
         return not self.draft
 
     @property
@@ -336,6 +336,7 @@ FAMILIES: tuple[Family, ...] = (
         checks="redraft.heads.doctor.standalone:CHECKS",
     ),
     Family(name="ngram", title="n-gram lookup", method="ngram", decoders=("v1", "v2")),
+    Family(name="retrieval", title="counted answers", method="ngram", decoders=("v1",), tensors=r"ngrams\.runs"),
     Family(name="suffix", title="suffix decoding", method="suffix", decoders=("v1",), varies_tokens=False),
 )
 
@@ -359,8 +360,8 @@ def find_method(method: str | None) -> Family | None:
 
 
 def list_lookups() -> list[str]:
-    """Names of the families without weights, which look tokens up in the text."""
-    return [family.name for family in FAMILIES if family.is_lookup]
+    """Names of the families without a folder, which look tokens up in the text."""
+    return [family.name for family in FAMILIES if family.is_lookup and not family.tensors]
 
 
 def list_methods() -> list[str]:

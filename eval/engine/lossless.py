@@ -44,13 +44,25 @@ class Lossless:
         """Every output is equal, except for ties, which floating point decides either way."""
         return all(difference.is_tie for difference in self.differences)
 
+    @property
+    def widest_gap(self) -> float:
+        """The largest known logit gap of a difference; 0 without any."""
+        return max((difference.logit_gap or 0.0 for difference in self.differences), default=0.0)
+
 
 def compare_lossless(
-    with_draft: Measurement, without_draft: Measurement, target_logits: NextLogits | None = None
+    with_draft: Measurement,
+    without_draft: Measurement,
+    target_logits: NextLogits | None = None,
+    *,
+    known_rounding: float = 0.0,
 ) -> Lossless:
-    """The first difference of each prompt's greedy outputs. `target_logits` tells ties from errors."""
+    """The first difference of each prompt's greedy outputs. `target_logits` tells ties from errors.
+
+    `known_rounding` is a gap at which the target alone was seen to part from itself, in batches of other sizes.
+    """
     # A draft changes the shapes of the target's matrix products, and so the rounding of logits.
-    tie_gap = TIE_LOGIT_GAP if with_draft.dtype == "float32" else TIE_LOGIT_GAP_HALF
+    tie_gap = max(known_rounding, TIE_LOGIT_GAP if with_draft.dtype == "float32" else TIE_LOGIT_GAP_HALF)
     assert [p.token_ids for p in with_draft.prompts] == [p.token_ids for p in without_draft.prompts]
     rows = zip(with_draft.prompts, with_draft.outputs, without_draft.outputs, strict=True)
     differences = [

@@ -92,20 +92,6 @@ def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
     return {key: int(value) for key, value in found.items()} if LOOKUP[1] in found else {}
 
 
-def patch_ngrams_first() -> None:
-    """Let workers look n-grams up before a head if the environment says so. Safe to call again."""
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    initialize = WorkerWrapperBase.initialize_from_config
-
-    # vLLM calls this on every worker, after the target and the draft are loaded
-    def initialize_and_install(self: Any, kv_cache_configs: list[Any]) -> None:
-        initialize(self, kv_cache_configs)
-        install(self.worker.model_runner)
-
-    WorkerWrapperBase.initialize_from_config = initialize_and_install
-
-
 def install(runner: Any) -> None:
     """Look n-grams up first from now on, if the environment says so.
 

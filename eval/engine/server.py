@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from redraft.eval.engine import wait as engine_wait
 from redraft.eval.engine.command import vllm_command
-from redraft.eval.engine.ngrams_first import is_mixed, mix_env, vllm_part
+from redraft.eval.engine.lookups import lookup_env, vllm_part
 from redraft.eval.engine.process import free_port, process_group
 from redraft.heads.catalog import find_method
 from redraft.heads.progress import Progress
@@ -120,17 +120,6 @@ def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
     if speculative_config.get("method") != "suffix":
         return dict(speculative_config)
     return {**speculative_config, "suffix_decoding_max_cached_requests": 0}
-
-
-def lookup_env(speculative_config: Mapping[str, Any] | None) -> dict[str, str]:
-    """Environment variables with which vLLM looks up n-grams as the forecast does, alone or before a head.
-
-    vLLM's second model runner takes the last occurrence instead of the first, and drafts even if there is none.
-    """
-    config = speculative_config or {}
-    if config.get("method") != "ngram" and not is_mixed(config):
-        return {}
-    return {"VLLM_USE_V2_MODEL_RUNNER": "0", **(mix_env(config) if is_mixed(config) else {})}
 
 
 def require_runner(

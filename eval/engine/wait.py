@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from redraft.eval.engine.grouped_norm import patch_grouped_norm
-from redraft.eval.engine.ngrams_first import patch_ngrams_first
+from redraft.eval.engine.lookups import patch_lookups
 
 ENABLED = "REDRAFT_ENGINE_WAIT"
 """Set to 1 for servers started for measurements. `redraft serve` applies the patches by itself."""
@@ -31,7 +31,7 @@ def register() -> None:
     if os.environ.get(ENABLED) == "1":
         patch_engine_wait()
         patch_grouped_norm()
-        patch_ngrams_first()
+        patch_lookups()
 
 
 def patch_engine_wait() -> None:

@@ -3,6 +3,7 @@
 draft              forecast                                     vLLM's method
 folder, hub name   the draft's steps                            the family's (`heads.catalog`), if there is one
 `ngram`            the same lookup (`eval.forecast.ngram`)      ngram
+counted answers    the same lookup (`redraft retrieval`)        ngram, with `eval.engine.lookups`
 `ngram+FOLDER`     the lookup, and the draft where none matches the draft's (`eval.engine.ngrams_first`)
 `suffix`           none                                         suffix
 """
@@ -24,6 +25,7 @@ from redraft.eval.forecast.teacher_forced import Forecastable
 from redraft.heads.catalog import Family, list_lookups
 from redraft.heads.doctor.pair import Pair
 from redraft.heads.draft import Batch, DraftStep, TargetSignal
+from redraft.heads.families.retrieval import Retrieval, is_retrieval
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.folder import is_hub_name
@@ -110,6 +112,8 @@ def _load(name: str, source: str, target: LoadedTarget, ngram: Ngram, sampling: 
     if mixed := Mix.parse(source):
         return _make_mix(name, mixed, _load(name, mixed.head, target, ngram, sampling), ngram)
     folder = draft_folder(source, list_lookups())
+    if is_retrieval(folder):
+        return _make_retrieval(name, folder)
     pair = Pair.read(target.folder, folder)
     family = pair.family
     _require_target(pair, target)
@@ -139,6 +143,19 @@ def _make_ngram(name: str, ngram: Ngram) -> NamedDraft:
         fingerprint=identity,
         forecast=Forecastable(fingerprint=identity, steps=ngram),
         speculative=ngram.speculative_config,
+    )
+
+
+def _make_retrieval(name: str, folder: Path) -> NamedDraft:
+    identity = fingerprint(folder)
+    return NamedDraft(
+        name=name,
+        source=str(folder),
+        family="retrieval",
+        folder=folder,
+        fingerprint=identity,
+        forecast=Forecastable(fingerprint=identity, steps=Retrieval.read(folder)),
+        speculative=Retrieval.speculative_config(folder),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,27 @@ class Ngram:
         if not 1 <= self.min <= self.max:
             raise ValueError(f"n-grams of {self.min} to {self.max} tokens: give 1 <= --ngram.min <= --ngram.max")
 
+    def blocks(
+        self, ids: Sequence[int], first: int, num_prefixes: int, num_speculative_tokens: int
+    ) -> Iterator[list[int]]:
+        """As `propose_ngrams`."""
+        return propose_ngrams(ids, first, num_prefixes, self, num_speculative_tokens)
+
     @property
     def speculative_config(self) -> dict[str, Any]:
         """vLLM's speculative config, without num_speculative_tokens."""
         return {"method": "ngram", "prompt_lookup_min": self.min, "prompt_lookup_max": self.max}
+
+
+@runtime_checkable
+class Lookup(Protocol):
+    """A draft that proposes tokens by the text alone."""
+
+    def blocks(
+        self, ids: Sequence[int], first: int, num_prefixes: int, num_speculative_tokens: int
+    ) -> Iterator[list[int]]:
+        """For each prefix ids[:first], ids[:first + 1], ...: at most K tokens."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from redraft.eval.counts import ExpectedCounts, expected_blocks
 from redraft.eval.engine.sampling import Sampling
 from redraft.eval.forecast.greedy import Continuation, SignalFunction, generate_answers, require_window
-from redraft.eval.forecast.ngram import Ngram, propose_ngrams
+from redraft.eval.forecast.ngram import Lookup, Ngram
 from redraft.eval.forecast.verification import NOTHING, Labels, Proposals, VerifiedLabels, verify_labels
 from redraft.eval.prompts import Prompt
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal
@@ -37,7 +37,7 @@ class Forecastable:
 
     fingerprint: str
     """Identifies the draft in cached results, e.g. the fingerprint of a folder."""
-    steps: Callable[[Batch, TargetSignal, int], list[DraftStep]] | Ngram
+    steps: Callable[[Batch, TargetSignal, int], list[DraftStep]] | Lookup
     """The draft steps for a number of draft tokens."""
     first: Ngram | None = None
     """N-grams that are looked up first. Where one matches, the block is the tokens looked up, not the steps'."""
@@ -264,7 +264,7 @@ def _propose(
 
     With n-grams first: the K looked-up tokens, and then the steps that the head may take.
     """
-    if isinstance(draft.steps, Ngram):
+    if isinstance(draft.steps, Lookup):
         return list(_looked_up(draft.steps, texts, most_tokens).to(batch.input_ids_BT.device))
     if draft.first is not None:
         alone = replace(draft, first=None, head_tokens=None)
@@ -301,14 +301,14 @@ def _is_found(proposed: Proposals) -> Tensor:
     return (proposed != NOTHING).cpu()
 
 
-def _looked_up(ngram: Ngram, texts: Sequence[Continuation], most_tokens: int) -> Tensor:
+def _looked_up(lookup: Lookup, texts: Sequence[Continuation], most_tokens: int) -> Tensor:
     """For each label, the j-th token of the block that would have it there, int64 [K, N]."""
     columns = []
     for text in texts:
         ids = [*text.prompt.token_ids, *text.output_ids, *text.beyond_ids]
         first, num_labels = len(text.prompt.token_ids), _num_labels(text)
         proposed_KN = torch.full((most_tokens, num_labels), NOTHING)
-        for start, tokens in enumerate(propose_ngrams(ids, first, num_labels, ngram, most_tokens)):
+        for start, tokens in enumerate(lookup.blocks(ids, first, num_labels, most_tokens)):
             # the block begun at label `start` has its j-th token at label start + j
             for j, token in enumerate(tokens[: num_labels - start]):
                 proposed_KN[j, start + j] = token

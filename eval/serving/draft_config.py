@@ -10,12 +10,13 @@ from redraft.eval.forecast.drafts import SampleMethod, draft_folder
 from redraft.eval.forecast.ngram import Mix, Ngram
 from redraft.heads.catalog import FAMILIES, Family, detect_family_by_tensors, find_method
 from redraft.heads.doctor.checks import first_cure
+from redraft.heads.families.retrieval import Retrieval, is_retrieval
 from redraft.heads.files.folder import tensor_files
 
 
 def list_without_model() -> list[str]:
     """Names of the drafts without a folder: lookups in the text, and layers of the target."""
-    return [family.name for family in FAMILIES if family.is_lookup or family.is_in_target]
+    return [family.name for family in FAMILIES if (family.is_lookup and not family.tensors) or family.is_in_target]
 
 
 def draft_config(draft: str, sample_method: SampleMethod = "greedy") -> dict[str, Any]:
@@ -35,6 +36,8 @@ def draft_config(draft: str, sample_method: SampleMethod = "greedy") -> dict[str
     if draft in list_without_model():
         return {"method": draft, **_sampled(find_method(draft), sample_method)}
     folder = draft_folder(draft, list_without_model())
+    if is_retrieval(folder):
+        return Retrieval.speculative_config(folder)
     family = detect_family_by_tensors(tensor_files(folder), folder)
     if family.is_in_target:
         raise ValueError(

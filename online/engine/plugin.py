@@ -18,14 +18,14 @@ def register() -> None:
         return
     # imported late: vLLM calls this in every process of every server, also of those that do not use redraft
     from redraft.eval.engine.grouped_norm import patch_grouped_norm
-    from redraft.eval.engine.ngrams_first import patch_ngrams_first
+    from redraft.eval.engine.lookups import patch_lookups
     from redraft.eval.engine.wait import patch_engine_wait
     from redraft.online.engine.cpu_fix import fix_cpu_sampling
     from redraft.online.engine.domains import count_domains
     from redraft.online.engine.worker import register_worker
 
     steps = (
-        *(fix_cpu_sampling, patch_engine_wait, patch_grouped_norm, patch_ngrams_first),
+        *(fix_cpu_sampling, patch_engine_wait, patch_grouped_norm, patch_lookups),
         *(count_domains, register_worker),
     )
     for step in steps:

@@ -81,6 +81,12 @@ COMMANDS = {
         "Train an MLPSpeculator (vLLM cannot serve it)",
         "redraft mlp-speculator --preset demo",
     ),
+    "retrieval": Command(
+        Group.TRAIN,
+        "redraft.recipes.train.retrieval",
+        "Count the target's answers: a draft without training",
+        "redraft retrieval --target TARGET --source answers.jsonl",
+    ),
     "regenerate": Command(
         Group.TRAIN,
         "redraft.recipes.train.regenerate",

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.counts import cumulative, tau
+from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.ngrams_first import is_mixed
-from redraft.eval.engine.server import lookup_env, vllm_keys
+from redraft.eval.engine.server import vllm_keys
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.serving.acceptance_source import Acceptance, read_acceptance, read_sample_method_advice
 from redraft.eval.serving.cost import Advice, StepCosts, advise, has_fixed_tokens

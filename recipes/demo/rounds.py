@@ -59,11 +59,15 @@ def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], pla
 
 
 def merge(runs: Sequence[Measurement]) -> Measurement:
-    """The rounds of one server as one measurement. A prompt of several rounds counts once, as first measured."""
+    """The rounds of one server as one measurement, in the order of the prompts' tokens.
+
+    A prompt of several rounds counts once, as first measured.
+    """
     outputs: dict[tuple[int, ...], tuple[Prompt, Output]] = {}
     for run in runs:
         for prompt, output in zip(run.prompts, run.outputs, strict=True):
             outputs.setdefault(tuple(prompt.token_ids), (prompt, output))
+    outputs = dict(sorted(outputs.items()))
     counted = [output.counts for _, output in outputs.values() if output.counts is not None]
     return Measurement(
         prompts=[prompt for prompt, _ in outputs.values()],

@@ -19,11 +19,13 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from redraft.eval.engine.command import vllm_command
+from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.ngrams_first import HeadLimits, mix
-from redraft.eval.engine.server import engine_is_cpu, lookup_env, require_runner, vllm_keys
+from redraft.eval.engine.server import engine_is_cpu, require_runner, vllm_keys
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.catalog import FAMILIES, Family, Method, find_family, list_methods
 from redraft.heads.doctor.method import lacks_confidence
+from redraft.heads.families.retrieval import Retrieval, is_retrieval
 from redraft.heads.files.folder import is_hub_name, tensor_files
 from redraft.heads.files.folder import read_config as read_model_config
 from redraft.online.engine.config import PLUGIN_NAME, CaptureConfig, SwapConfig, read_config
@@ -96,6 +98,8 @@ def server_command(cfg: Config) -> list[str]:
 def speculative_config(cfg: Config) -> dict[str, Any]:
     """The draft and how it is served. Raises ValueError, FileNotFoundError as `server_command`."""
     draft = _draft(cfg)
+    if is_retrieval(draft):
+        return {**Retrieval.speculative_config(Path(draft)), "num_speculative_tokens": cfg.num_speculative_tokens}
     speculative: dict[str, Any] = {
         "model": draft,
         **({"method": cfg.method} if cfg.method else _choose_proposer(draft)),

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.ngrams_first import HeadLimits, install, is_mixed, mix, read_mix
-from redraft.eval.engine.server import lookup_env, vllm_keys
+from redraft.eval.engine.server import vllm_keys
 from redraft.eval.forecast.ngram import Ngram
 
 LOOKUP = Ngram(min=2, max=3).speculative_config

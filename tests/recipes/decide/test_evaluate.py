@@ -317,6 +317,26 @@ def test_the_real_engine_looks_up_what_the_forecast_does(run: Run, tiny_target: 
 
 @pytest.mark.vllm
 @pytest.mark.slow
+def test_the_real_engine_drafts_from_counted_answers_as_forecast(
+    run: Run, tiny_target: Path, data: Path, tmp_path: Path
+) -> None:
+    counted, answers = tmp_path / "counted", tmp_path / "answers.jsonl"
+    rows = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
+    code = "import ast\n\n\ndef f(self):\n    return self.value\n" * 4
+    answers.write_text(
+        "".join(json.dumps({"messages": [*row, {"role": "assistant", "content": code}]}) + "\n" for row in rows)
+    )
+    flags = ["--target", str(tiny_target), "--source", str(answers), "--output", str(counted)]
+    assert dispatch(["retrieval", *flags, "--retrieval.verify-cost", "0.01"]) == 0
+    more = ("--target", str(tiny_target), "--concurrency", "1", "--max-tokens", "96", "--draft", str(counted))
+    assert run(*more, "--num-speculative-tokens", "4") == 0
+    (entry,) = row_of(report_of(tmp_path / "out"), "counted")["by_num_speculative_tokens"]
+    assert entry["engine"]["num_drafts"] > 20
+    assert entry["engine"]["tau"] == pytest.approx(entry["forecast"]["tau_per_draft"], abs=1e-6)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_the_real_engine_asks_the_head_where_no_ngram_matches(run: Run, tiny_target: Path, tmp_path: Path) -> None:
     """The head's keys are whole: were a step with n-grams not read by it, later tokens would be others."""
     head = tiny_target.parent / "tiny-eagle3"

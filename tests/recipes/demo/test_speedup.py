@@ -110,6 +110,7 @@ def make_report(
             "dtype": "bfloat16",
             "lossless": True,
             "num_prompts": 18,
+            "without_draft": {"parted": 2, "widest_gap": 0.26},
             "ties": [],
             "differences": [],
             "speculative_config": None,
@@ -138,12 +139,11 @@ def test_the_head_is_reported_as_measured_beside_its_forecast(random_target: Pat
         run=SimpleNamespace(metrics=[{"step": 1, "loss": 2.0}]),
     )
     results = make_results(1.3, 0.9)
-    alone = {name: merge(results[name, MANY]) for name in ("none", "eagle3")}
-    sections = training_sections(run, draft, forecast, alone, results)  # type: ignore[arg-type]
+    sections = training_sections(run, draft, forecast, results, results)  # type: ignore[arg-type]
     assert sections["engine"]["speed"]["speedup"] == pytest.approx(0.9)
     assert sections["engine"]["lossless"]
     without = {load: runs for load, runs in results.items() if load[0] != "eagle3"}
-    sections = training_sections(run, draft, forecast, alone, without)  # type: ignore[arg-type]
+    sections = training_sections(run, draft, forecast, results, without)  # type: ignore[arg-type]
     assert sections["engine"]["speed"] is None  # the pilot has too few rounds for an interval
     json.dumps(sections, allow_nan=False)
 
@@ -162,9 +162,9 @@ def test_the_page_tells_the_speed_of_the_draft_that_is_served(tmp_path: Path) ->
     speed = json.loads((tmp_path / "report.json").read_text())["speed"]
     assert {"ratio_1", "ratio_1_low", "ratio_8", "ngram_ratio_1", "head_tau"} <= speed.keys()
     trial = make_results(1.3, 0.9)
-    mixed = {(name.replace("eagle3", "ngram+eagle3"), load): runs for (name, load), runs in trial.items()}
-    page = write_page(tmp_path, make_report("ngram+eagle3", mixed, trial), TEMPLATE, draw_charts).read_text()
-    assert "With n-grams, then the head, this model answers <em>0.90×</em>" in page
+    mixed = {(name.replace("eagle3", "retrieval"), load): runs for (name, load), runs in trial.items()}
+    page = write_page(tmp_path, make_report("retrieval", mixed, trial), TEMPLATE, draw_charts).read_text()
+    assert "With counted answers, this model answers <em>0.90×</em>" in page
     nothing = write_page(tmp_path, make_report("none", make_results(0.9, 0.8)), TEMPLATE, draw_charts).read_text()
     assert "No draft makes this model faster here" in nothing
 

@@ -8,7 +8,7 @@ import torch
 import tyro
 from safetensors.torch import save_file
 
-from redraft.eval.engine.server import lookup_env
+from redraft.eval.engine.lookups import lookup_env
 from redraft.online.engine.config import is_enabled, read_config
 from redraft.recipes.serve.serve import Config, plugin_environment, server_command, speculative_config
 

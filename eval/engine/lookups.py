@@ -1,0 +1,93 @@
+"""Proposers that look tokens up, installed in vLLM's V1 model runner: counted answers, and n-grams before a head.
+
+vLLM's `custom_class` would do for the first alone. One way for both leaves vLLM's own account of n-grams in place.
+
+B = requests of a step, T = tokens of the longest request.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from redraft.eval.engine import ngrams_first
+from redraft.heads.families.retrieval import FOLDER, Ids, Retrieval
+
+VARIABLE = "REDRAFT_RETRIEVAL"
+"""Folder of the counted answers, by which the engine gets it past vLLM."""
+
+
+def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A speculative config without the settings that reach the engine past vLLM."""
+    return {key: value for key, value in ngrams_first.vllm_part(config).items() if key != FOLDER}
+
+
+def lookup_env(config: Mapping[str, Any] | None) -> dict[str, str]:
+    """Environment variables with which vLLM looks tokens up as the forecast does, alone or before a head.
+
+    vLLM's second model runner takes the last occurrence of an n-gram instead of the first, and drafts even if there is
+    none.
+    """
+    config = config or {}
+    if config.get("method") != "ngram" and not ngrams_first.is_mixed(config):
+        return {}
+    counted = {VARIABLE: str(config[FOLDER])} if FOLDER in config else {}
+    mixed = ngrams_first.mix_env(config) if ngrams_first.is_mixed(config) else {}
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0", **counted, **mixed}
+
+
+def patch_lookups() -> None:
+    """Let workers look tokens up if the environment says so. Safe to call again."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    initialize = WorkerWrapperBase.initialize_from_config
+
+    # vLLM calls this on every worker, after the target and the draft are loaded
+    def initialize_and_install(self: Any, kv_cache_configs: list[Any]) -> None:
+        initialize(self, kv_cache_configs)
+        ngrams_first.install(self.worker.model_runner)
+        install(self.worker.model_runner)
+
+    WorkerWrapperBase.initialize_from_config = initialize_and_install
+
+
+def install(runner: Any) -> None:
+    """Draft from counted answers from now on, if the environment names them.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: it holds another draft, or this is not the V1 model runner. vLLM does not start then.
+    """
+    folder = os.environ.get(VARIABLE)
+    if not folder or isinstance(getattr(runner, "redraft_counted", None), Counted):
+        return
+    if not hasattr(runner, "drafter"):
+        raise ValueError("only vLLM's V1 model runner drafts from counted answers: set VLLM_USE_V2_MODEL_RUNNER=0")
+    runner.redraft_counted = Counted(runner, Retrieval.read(Path(folder)))
+    runner.propose_draft_token_ids = runner.redraft_counted.propose
+
+
+class Counted:
+    """The proposer of one runner."""
+
+    def __init__(self, runner: Any, draft: Retrieval) -> None:
+        self.runner, self.draft = runner, draft
+
+    def propose(self, scheduled: Any, sampled: Sequence[Sequence[int]], *_: Any) -> list[list[int]]:
+        """At most the scheduled number of draft tokens for each request, [B] lists.
+
+        `sampled` has the step's new tokens of each request, none of one whose prompt is not read whole.
+        """
+        batch, most = self.runner.input_batch, scheduled.num_spec_tokens_to_schedule
+        return [
+            self._propose(batch.token_ids_cpu[row], int(batch.num_tokens_no_spec[row]), most, len(sampled))
+            if tokens
+            else []
+            for row, tokens in enumerate(sampled)
+        ]
+
+    def _propose(self, ids_T: Ids, num_tokens: int, most: int, num_requests: int) -> list[int]:
+        # a draft does not reach beyond the longest request
+        return self.draft.propose(ids_T[:num_tokens], min(most, len(ids_T) - num_tokens), num_requests)

@@ -1,0 +1,73 @@
+"""Count the target's answers: a draft that needs no training, no GPU and no pass of a model to propose tokens.
+
+    $ redraft regenerate --target TARGET --source prompts.jsonl --output answers.jsonl     # or logged answers
+    $ redraft retrieval --target TARGET --source answers.jsonl --output drafts/answers
+    $ redraft eval --target TARGET --draft drafts/answers --draft ngram                    # how much is accepted?
+    $ redraft serve TARGET --draft drafts/answers --num-speculative-tokens 6
+
+It proposes the token that followed the last few tokens most often, in the request or in the answers (heads/families/
+retrieval.py). Answers that repeat phrases, such as code and reports, gain most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from redraft.distill.data.conversations import load_conversations
+from redraft.distill.data.rendering import choose_day
+from redraft.distill.data.samples import build_samples
+from redraft.heads.families.retrieval import Config as RetrievalConfig
+from redraft.heads.families.retrieval import Text, count_answers
+from redraft.heads.files.artifact import fingerprint, publish, require_free
+from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.files.folder import model_folder
+from redraft.recipes.cli import run_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: str
+    """Folder or hub name of the served model, whose tokenizer and chat template are used."""
+    source: str
+    """Conversations with answers of the target: a hub name, a .jsonl, .json or .parquet file (also .gz or .zst), or a
+    folder."""
+    output: Path = Path("outputs/retrieval")
+    """Folder to write the draft to."""
+    split: str = "train"
+    """Split of a hub data set."""
+    sequence_length: int = 4096
+    """Longest sample in tokens."""
+    date: str | None = None
+    """Date, as YYYY-MM-DD, for chat templates that write today's. By default today."""
+    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
+    overwrite: bool = False
+    """Replace a folder that redraft has written."""
+
+
+def main(cfg: Config) -> None:
+    """Count and publish.
+
+    Raises:
+        FileExistsError: the output is not empty.
+        ValueError: the data or the tokenizer cannot be read, or there is no answer.
+    """
+    require_free(cfg.output, overwrite=cfg.overwrite)
+    tokenizer, day = load_tokenizer(cfg.target), choose_day(cfg.date)
+    conversations = load_conversations(cfg.source, split=cfg.split)
+    samples, stats = build_samples(conversations, tokenizer, max_length=cfg.sequence_length, day=day)
+    print(stats)
+    draft = count_answers([Text(ids=s.input_ids, is_label=s.loss_mask) for s in samples], cfg.retrieval)
+    provenance = {
+        "target": cfg.target,
+        "target_fingerprint": fingerprint(model_folder(cfg.target)),
+        "data": cfg.source,
+        "labels": stats.labels,
+        "date": day.isoformat(),
+    }
+    publish(cfg.output, draft.write, provenance, overwrite=cfg.overwrite)
+    print(f"{len(draft.entries):,} runs of up to {cfg.retrieval.max_run} tokens -> {cfg.output}")
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

@@ -1,0 +1,112 @@
+"""Counted answers: the lookup against brute force, the probabilities by hand, and refusals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from redraft.heads.families.retrieval import (
+    TOKEN_BYTES,
+    Config,
+    Retrieval,
+    Text,
+    count_answers,
+    find_run,
+    is_retrieval,
+)
+from redraft.heads.files.folder import CONFIG
+
+
+def make_ids(tokens: list[int]) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def make_text(prompt: list[int], answer: list[int]) -> Text:
+    return Text(ids=make_ids(prompt + answer), is_label=np.array([False] * len(prompt) + [True] * len(answer)))
+
+
+def find_by_hand(tokens: list[int], max_run: int) -> tuple[int, int]:
+    """The longest run of last tokens with an earlier place, and the index of the token after its first place."""
+    for length in range(min(max_run, len(tokens) - 1), 0, -1):
+        for start in range(len(tokens) - length):
+            if tokens[start : start + length] == tokens[-length:]:
+                return length, start + length
+    return 0, 0
+
+
+@pytest.mark.parametrize("vocabulary", [(1, 2), (0, 1, 256, 65536), tuple(range(30))])
+def test_the_longest_run_is_found_at_its_first_place(vocabulary: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        # tokens such as 256 and 65536 have equal bytes at other offsets
+        tokens = rng.choice(vocabulary, rng.integers(1, 40)).tolist()
+        length, after = find_run(make_ids(tokens).tobytes(), 5)
+        assert (length, after // TOKEN_BYTES) == find_by_hand(tokens, 5), tokens
+
+
+def test_an_entry_is_the_most_frequent_label_after_its_run() -> None:
+    rng = np.random.default_rng(1)
+    texts = [make_text(rng.integers(0, 6, 5).tolist(), rng.integers(0, 6, 30).tolist()) for _ in range(12)]
+    followers: dict[tuple[int, ...], Counter[int]] = {}
+    for text in texts:
+        ids = text.ids.tolist()
+        for at in np.flatnonzero(text.is_label):
+            for length in range(1, 4):
+                followers.setdefault(tuple(ids[at - length : at]), Counter())[ids[at]] += 1
+    draft = count_answers(texts, Config(max_run=3))
+    for run, (token, probability) in draft.entries.items():
+        assert followers[run][token] == max(followers[run].values())
+        assert 0 < probability < 1
+    for run in followers.keys() - draft.entries.keys():
+        assert len(run) > 1, "left out because a shorter run says the same"
+    assert len(count_answers(texts, Config(max_run=3, max_entries=10)).entries) <= 10
+
+
+def test_probabilities_are_measured_on_texts_that_were_not_counted() -> None:
+    # after 1 always comes 2; after 3 comes a token that no other text has there
+    texts = [make_text([9], [1, 2, 3, 100 + number]) for number in range(200)]
+    draft = count_answers(texts, Config(max_run=1))
+    assert draft.entries[(1,)] == (2, pytest.approx(1, abs=0.05))
+    assert draft.entries[(3,)][1] < 0.05
+
+
+def test_the_more_probable_of_request_and_answers_is_drafted_while_it_pays() -> None:
+    entries = {(5,): (6, 0.9), (6,): (7, 0.5), (7,): (8, 0.1), (2, 5): (4, 0.95)}
+    draft = Retrieval(Config(max_run=2, verify_cost=0.2), entries, [0.0, 0.3, 0.8])
+    assert draft.propose(make_ids([1, 5]), 9) == [6, 7], "the third would come with probability 0.045"
+    assert draft.propose(make_ids([1, 5]), 1) == [6]
+    assert draft.propose(make_ids([1, 5]), 9, num_requests=3) == [6], "each token costs three times as much of a step"
+    assert draft.propose(make_ids([1, 5]), 9, num_requests=5) == []
+    assert draft.propose(make_ids([2, 5]), 1) == [4], "the longest run of the answers counts"
+    assert draft.propose(make_ids([1, 5, 3, 1, 5]), 1) == [6], "0.9 of the answers before 0.8 of the request"
+    assert draft.propose(make_ids([1, 9, 3, 1, 9]), 2) == [3, 1], "no answer has 9, the request does"
+    assert draft.propose(make_ids([]), 3) == []
+    assert list(draft.blocks([1, 5, 6], 2, 2, 1)) == [[6], [7]]
+
+
+def test_a_folder_gives_the_draft_back(tmp_path: Path) -> None:
+    draft = count_answers([make_text([1, 2], [3, 4, 3, 4, 5])] * 3, Config(max_run=4, verify_cost=0.1))
+    draft.write(tmp_path)
+    assert is_retrieval(tmp_path)
+    again = Retrieval.read(tmp_path)
+    assert again.config == draft.config
+    assert again.entries.keys() == draft.entries.keys()
+    for run, (token, probability) in draft.entries.items():
+        assert again.entries[run] == (token, pytest.approx(probability))
+    assert again.run_probability == pytest.approx(draft.run_probability)
+
+
+def test_bad_input_is_refused_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the data has no label"):
+        count_answers([make_text([1, 2], [])], Config())
+    with pytest.raises(ValueError, match="runs of up to 0 tokens"):
+        Config(max_run=0)
+    with pytest.raises(ValueError, match="costs 2 steps"):
+        Config(verify_cost=2)
+    (tmp_path / CONFIG).write_text('{"redraft": {"family": "eagle3"}}')
+    assert not is_retrieval(tmp_path)
+    with pytest.raises(ValueError, match="holds no counted answers"):
+        Retrieval.read(tmp_path)

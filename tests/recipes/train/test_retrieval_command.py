@@ -1,0 +1,49 @@
+"""`redraft retrieval`: a folder that every command takes as a draft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from redraft.eval.serving.draft_config import draft_config
+from redraft.heads.catalog import detect_family_by_tensors
+from redraft.heads.families.retrieval import Retrieval
+from redraft.heads.files.folder import tensor_files
+from redraft.recipes.cli import dispatch
+from redraft.recipes.serve.serve import Config, speculative_config
+
+TARGET = "tests/assets/tiny-target"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "answers.jsonl"
+    ask = {"role": "user", "content": "What is the capital?"}
+    rows = [
+        {"messages": [ask, {"role": "assistant", "content": f"The capital of land {i} is town {i}."}]}
+        for i in range(30)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_counted_answers_are_a_draft_for_every_command(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "counted"
+    command = ["retrieval", "--target", TARGET, "--source", str(source), "--output", str(folder)]
+    assert dispatch(command) == 0
+    assert "runs of up to 6 tokens ->" in capsys.readouterr().out
+    assert Retrieval.read(folder).entries
+    assert detect_family_by_tensors(tensor_files(folder), folder).name == "retrieval"
+    assert json.loads((folder / "provenance.json").read_text())["target"] == TARGET
+    config = draft_config(str(folder))
+    assert (config["method"], config["retrieval"]) == ("ngram", str(folder))
+    served = speculative_config(Config(target=TARGET, draft=str(folder), num_speculative_tokens=6))
+    assert served == {**config, "num_speculative_tokens": 6}
+    # a second run keeps the first's folder unless it is told not to
+    assert dispatch(command) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert dispatch([*command, "--overwrite"]) == 0
