@@ -160,6 +160,8 @@ class StateEntry(_Entry, frozen=True, kw_only=True, tag="state"):
     phase: Phase
     candidate: Identifier | None = None
     reason: Reason = ""
+    resident_bytes: int | None = None
+    """Memory that the learner holds after it has given freed memory back, which it does at each change of phase."""
 
 
 class StalenessEntry(_Entry, frozen=True, kw_only=True, tag="staleness"):

@@ -55,6 +55,9 @@ POLL_S = 0.1
 
 DISK_RETRY_S = 10.0
 
+GOES_ON = "training goes on from"
+"""First words of the journal about a life of the learner."""
+
 
 class Cycle:
     def __init__(
@@ -112,7 +115,7 @@ class Cycle:
         began_from = await self.in_thread(self.trainer.start)
         for problem in self.trainer.damage:
             self._journal_fault("checkpoint_damaged", reason=problem)
-        self.journal_state(f"training goes on from {self.current if began_from == SERVED else began_from}")
+        self.journal_state(f"{GOES_ON} {self.current if began_from == SERVED else began_from}")
         while True:
             if halt := self.inbox.take(Event.HALT):
                 await self._advance(halt)
@@ -531,16 +534,15 @@ class Cycle:
 
         await self._until_written(write)
         self.state = state
-        self.journal_state(self.state.reason)
-        await self.in_thread(release_memory)
+        self.journal_state(self.state.reason, resident_bytes=await self.in_thread(release_memory))
         if not self.is_rolling_out:  # a late recall must not end the next rollout
             self.inbox.settle(Event.RECALLED)
 
     # ----------------------------------------------------------------------------------------------- the journal
 
-    def journal_state(self, reason: str) -> None:
+    def journal_state(self, reason: str, **more: int) -> None:
         """Write down the phase and a sentence for people."""
-        self.journal.write("state", phase=self.state.phase.value, candidate=self.state.candidate, reason=reason)
+        self.journal.write("state", phase=self.state.phase.value, candidate=self.state.candidate, reason=reason, **more)
 
     def _journal_fault(self, name: str, error: OSError | None = None, reason: str = "") -> None:
         detail = None if error is None else f"errno-{error.errno}"

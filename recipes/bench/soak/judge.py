@@ -22,6 +22,9 @@ WARM_UP_S = 120.0
 MIN_LIFE_S = 120.0
 """Shorter lives say nothing about growth."""
 
+MIN_TOLD = 8
+"""Fewest changes of phase by which a learner's memory is judged."""
+
 FLAT_SHARE, FLAT_BYTES, FLAT_DESCRIPTORS = 0.1, 64 << 20, 64
 """A process is flat if it grows by less than this share, or by less than these bytes: allocators and caches move."""
 
@@ -58,6 +61,8 @@ class LifeSeen:
     name: str
     samples: Sequence[tuple[float, int, int]] = ()
     """(monotonic time, resident bytes, descriptors), oldest first."""
+    settled: Sequence[int] = ()
+    """Resident bytes of a learner each time it had given freed memory back."""
     unwanted_exit: str = ""
     """How it ended, if nobody had killed it."""
 
@@ -65,7 +70,9 @@ class LifeSeen:
         """The least memory of the last quarter against that of the first two, after the warm-up.
 
         The least, because a learner that trains holds more than one that waits; the larger of two quarters, because it
-        may begin to train in the second. Descriptors are compared by their medians. None if the life was too short.
+        may begin to train in the second. A learner that told its memory often enough is judged by that: then the median
+        of the last half is compared with that of the first, because phases differ. Descriptors are compared by their
+        medians. None if the life was too short.
         """
         begin_s = self.samples[0][0] + WARM_UP_S if self.samples else 0.0
         measured = [sample for sample in self.samples if sample[0] >= begin_s]
@@ -74,12 +81,17 @@ class LifeSeen:
         quarter = len(measured) // 4
         first, second, last = measured[:quarter], measured[quarter : 2 * quarter], measured[-quarter:]
         least = [min(size for _, size, _ in part) for part in (first, second, last)]
+        before, after = max(least[:2]), least[2]
+        if (told := len(self.settled)) >= MIN_TOLD:
+            before, after = (
+                int(statistics.median(half)) for half in (self.settled[: told // 2], self.settled[told // 2 :])
+            )
         files = [statistics.median(count for _, _, count in part) for part in (first, last)]
         born_s = self.samples[0][0]
         return Growth(
             name=self.name,
-            before=max(least[:2]),
-            after=least[2],
+            before=before,
+            after=after,
             descriptors=int(files[1] - files[0]),
             by_minute={int((time_s - born_s) // 60): size >> 20 for time_s, size, _ in self.samples},
         )
@@ -89,9 +101,9 @@ class LifeSeen:
 class Growth:
     name: str
     before: int
-    """Least resident bytes early in the life."""
+    """Resident bytes early in the life."""
     after: int
-    """Least resident bytes at the end."""
+    """Resident bytes at the end."""
     descriptors: int
     """Descriptors gained."""
     by_minute: Mapping[int, int]

@@ -31,7 +31,8 @@ import httpx
 from redraft.distill.data.rendering import choose_day
 from redraft.eval.report.page import write_results
 from redraft.online.daemon.config import LearnerConfig
-from redraft.online.journal import BufferEntry, Journal
+from redraft.online.daemon.cycle import GOES_ON
+from redraft.online.journal import BufferEntry, Journal, StateEntry
 from redraft.online.records.nats_link import probe
 from redraft.online.records.record import Record, read_frames
 from redraft.online.records.spool import SpoolWriter
@@ -137,7 +138,11 @@ async def play(cfg: Config, stage: Stage, rng: random.Random) -> Seen:
         current=stage.registry.current() or "none",
         requests=clients.tally.counts,
         untold=clients.tally.untold,
-        lives=[life for process in world.processes.values() for life in see_lives(process)],
+        lives=[
+            life
+            for process in world.processes.values()
+            for life in see_lives(process, read_settled(stage.learners.get(process.name)))
+        ],
     )
 
 
@@ -297,15 +302,29 @@ def see_fault(one: Injected) -> FaultSeen:
     return FaultSeen(name=one.fault.name, at=f"{one.began:%H:%M:%S}", problem=one.problem, seconds=one.seconds)
 
 
-def see_lives(process: Supervised) -> list[LifeSeen]:
+def read_settled(cfg: LearnerConfig | None) -> list[list[int]]:
+    """The memory that a learner held at each change of phase, by life; empty for any other process."""
+    lives: list[list[int]] = []
+    for entry in Journal(cfg.folder / "journal").read().entries if cfg else ():
+        if isinstance(entry, StateEntry) and entry.resident_bytes:
+            lives[-1].append(entry.resident_bytes)
+        elif isinstance(entry, StateEntry) and entry.reason.startswith(GOES_ON):
+            lives.append([])
+    return lives
+
+
+def see_lives(process: Supervised, settled: list[list[int]]) -> list[LifeSeen]:
     def describe_exit(number: int) -> str:
         run = process.runs[number]
         is_unwanted = run.ended_s is not None and not run.is_wanted
         return f"status {run.exit_status}, life {number + 1}, see {process.log.name}" if is_unwanted else ""
 
+    # a life that ended while it started has no line in the journal: then they cannot be paired
+    if len(settled) != len(process.runs):
+        settled = [[] for _ in process.runs]
     return [
-        LifeSeen(name=process.name, samples=run.samples, unwanted_exit=describe_exit(number))
-        for number, run in enumerate(process.runs)
+        LifeSeen(name=process.name, samples=run.samples, settled=held, unwanted_exit=describe_exit(number))
+        for number, (run, held) in enumerate(zip(process.runs, settled, strict=True))
     ]
 
 

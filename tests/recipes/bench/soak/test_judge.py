@@ -107,6 +107,16 @@ def test_growth_is_measured_after_the_warm_up_and_over_the_life():
     assert LifeSeen(name="server").find_growth() is None
 
 
+def test_a_learner_that_tells_its_memory_is_judged_by_that():
+    swinging = [(1100 + 200 * (i % 3)) << 20 for i in range(24)]
+    busy = life(grown=0.5, name="learner", settled=swinging)
+    assert busy.find_growth().share == 0, "it is larger while it trains, and does not keep it"
+    leaking = [size + (15 << 20) * i for i, size in enumerate(swinging)]
+    growth = life(name="learner", settled=leaking).find_growth()
+    assert growth.share > 0.1
+    assert life(grown=0.5, name="learner", settled=swinging[:7]).find_growth().share > 0.1, "told too seldom"
+
+
 def test_a_learner_that_begins_to_train_has_not_grown_but_one_whose_idle_size_rises_has():
     def grow(size_at):
         return LifeSeen(name="learner", samples=[(5.0 * i, size_at(i) << 20, 50) for i in range(120)]).find_growth()
