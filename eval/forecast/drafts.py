@@ -23,7 +23,7 @@ from redraft.eval.engine.ngrams_first import HeadLimits, mix
 from redraft.eval.forecast.ngram import Mix, Ngram
 from redraft.eval.forecast.teacher_forced import Forecastable
 from redraft.heads.catalog import Family, list_lookups
-from redraft.heads.doctor.pair import Pair
+from redraft.heads.doctor.pair import Pair, read_provenance
 from redraft.heads.draft import Batch, DraftStep, TargetSignal
 from redraft.heads.families.retrieval import Retrieval, is_retrieval
 from redraft.heads.files.artifact import fingerprint
@@ -113,10 +113,12 @@ def _load(name: str, source: str, target: LoadedTarget, ngram: Ngram, sampling: 
         return _make_mix(name, mixed, _load(name, mixed.head, target, ngram, sampling), ngram)
     folder = draft_folder(source, list_lookups())
     if is_retrieval(folder):
+        _require_target(folder, read_provenance(folder), target)
         return _make_retrieval(name, folder)
     pair = Pair.read(target.folder, folder)
     family = pair.family
-    _require_target(pair, target)
+    if family.is_head:
+        _require_target(folder, pair.provenance, target)
     return NamedDraft(
         name=name,
         source=source,
@@ -210,14 +212,14 @@ def draft_folder(source: str, others: Sequence[str]) -> Path:
         raise FileNotFoundError(f"{source} is not a folder here, and the hub does not give it") from error
 
 
-def _require_target(pair: Pair, target: LoadedTarget) -> None:
-    """Raise ValueError if the provenance of a head names another target."""
-    provenance = pair.provenance or {}
+def _require_target(draft: Path, provenance: Mapping[str, Any] | None, target: LoadedTarget) -> None:
+    """Raise ValueError if the draft's provenance names another target."""
+    provenance = provenance or {}
     # a head of another trainer names no target, and is taken at its word
-    trained_for = provenance.get("target_fingerprint")
-    if pair.family.is_head and trained_for not in (None, target.fingerprint):
+    made_for = provenance.get("target_fingerprint")
+    if made_for not in (None, target.fingerprint):
         raise ValueError(
-            f"{pair.draft} was trained for another target than {target.name}: {provenance.get('target', 'unnamed')}"
+            f"{draft} was trained for another target than {target.name}: {provenance.get('target', 'unnamed')}"
         )
 
 

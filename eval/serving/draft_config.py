@@ -59,4 +59,6 @@ def cure(target: str, draft: str, num_speculative_tokens: int) -> str:
     """The doctor's first finding in a refused draft, with the cure; empty if there is none."""
     mixed = Mix.parse(draft)
     folder = mixed.head if mixed else draft
-    return "" if folder in list_without_model() else first_cure(target, folder, num_speculative_tokens)
+    if folder in list_without_model() or is_retrieval(folder):
+        return ""
+    return first_cure(target, folder, num_speculative_tokens)

@@ -63,6 +63,9 @@ class Pair:
         headers = {path: safetensors_header(path) for path in set(tensor_files(draft).values())}
         tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
         check_model_folder(target)
+        family = detect_family_by_tensors(tensors, draft)
+        if family.is_lookup:
+            raise ValueError(f"{draft} holds {family.title}: no model computes them, so there is nothing to compare")
         return Pair(
             target=target,
             draft=draft,
@@ -70,8 +73,8 @@ class Pair:
             config=config,
             shapes={name: tuple(tensor["shape"]) for name, tensor in tensors.items()},
             dtypes={name: tensor["dtype"] for name, tensor in tensors.items()},
-            family=detect_family_by_tensors(tensors, draft),
-            provenance=_read_provenance(draft),
+            family=family,
+            provenance=read_provenance(draft),
         )
 
     @property
@@ -100,7 +103,8 @@ class Pair:
 Check = Callable[[Pair], Iterator[Finding]]
 
 
-def _read_provenance(folder: Path) -> dict[str, Any] | None:
+def read_provenance(folder: Path) -> dict[str, Any] | None:
+    """The provenance.json of a folder; None without one. Raises ValueError if it is corrupt."""
     path = folder / PROVENANCE
     if not path.is_file():
         return None

@@ -44,8 +44,8 @@ NOTHING = (-1, 0.0)
 class Config:
     max_run: int = 6
     """Longest run of tokens to look up."""
-    max_entries: int = 2_000_000
-    """Most runs to keep, the most frequent ones. Each takes about 200 bytes of a server's memory."""
+    max_entries: int = 1_000_000
+    """Most runs to keep, the most frequent ones. Each takes about 400 bytes of a server's memory."""
     verify_cost: float = 0.05
     """Cost of verifying one more token, in target steps of one request. With n requests in a step, a token is drafted
     if its probability of acceptance is at least n times this."""
@@ -67,7 +67,7 @@ class Text:
 
 
 class Retrieval:
-    """A counted draft. Drafting is plain Python: about 10 us a token."""
+    """A counted draft. Drafting is plain Python: about 8 us a token."""
 
     def __init__(
         self, config: Config, entries: Mapping[Run, tuple[int, float]], run_probability: Sequence[float]

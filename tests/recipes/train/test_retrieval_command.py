@@ -43,6 +43,9 @@ def test_counted_answers_are_a_draft_for_every_command(
     assert (config["method"], config["retrieval"]) == ("ngram", str(folder))
     served = speculative_config(Config(target=TARGET, draft=str(folder), num_speculative_tokens=6))
     assert served == {**config, "num_speculative_tokens": 6}
+    # the doctor compares passes of models, and there is none
+    assert dispatch(["doctor", "--target", TARGET, "--draft", str(folder)]) == 2
+    assert "counted answers: no model computes them" in capsys.readouterr().err
     # a second run keeps the first's folder unless it is told not to
     assert dispatch(command) == 2
     assert "--overwrite" in capsys.readouterr().err
