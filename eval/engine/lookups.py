@@ -31,11 +31,16 @@ def lookup_env(config: Mapping[str, Any] | None) -> dict[str, str]:
     none.
     """
     config = config or {}
-    if config.get("method") != "ngram" and not ngrams_first.is_mixed(config):
+    if config.get("method") != "ngram" and not needs_plugin(config):
         return {}
     counted = {VARIABLE: str(config[FOLDER])} if FOLDER in config else {}
     mixed = ngrams_first.mix_env(config) if ngrams_first.is_mixed(config) else {}
     return {"VLLM_USE_V2_MODEL_RUNNER": "0", **counted, **mixed}
+
+
+def needs_plugin(config: Mapping[str, Any]) -> bool:
+    """Whether only redraft's plugin looks up as this config says."""
+    return FOLDER in config or ngrams_first.is_mixed(config)
 
 
 def patch_lookups() -> None:

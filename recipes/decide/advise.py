@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.counts import cumulative, tau
-from redraft.eval.engine.lookups import lookup_env
-from redraft.eval.engine.ngrams_first import is_mixed
+from redraft.eval.engine.lookups import lookup_env, needs_plugin
 from redraft.eval.engine.server import vllm_keys
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.serving.acceptance_source import Acceptance, read_acceptance, read_sample_method_advice
@@ -196,7 +195,7 @@ def format_advice(
         if has_fixed_tokens(config) and len(advice.schedule) > 1:
             k = pasted["num_speculative_tokens"]
             yield f"vLLM takes one number for {config['method']}: {k} is the best on average over these batch sizes"
-        variables = {**lookup_env(config), **({"VLLM_PLUGINS": PLUGIN_NAME} if is_mixed(config) else {})}
+        variables = {**lookup_env(config), **({"VLLM_PLUGINS": PLUGIN_NAME} if needs_plugin(config) else {})}
         shown = "".join(f"{name}={value} " for name, value in variables.items())
         yield f"\n{shown}--speculative-config {shlex.quote(json.dumps(vllm_keys(pasted)))}"
 
