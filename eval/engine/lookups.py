@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.engine import ngrams_first
-from redraft.heads.families.retrieval import FOLDER, Ids, Retrieval
+from redraft.heads.families.retrieval import FOLDER, VERIFY_COST, Ids, Retrieval
 
-VARIABLE = "REDRAFT_RETRIEVAL"
-"""Folder of the counted answers, by which the engine gets it past vLLM."""
+VARIABLES = {FOLDER: "REDRAFT_RETRIEVAL", VERIFY_COST: "REDRAFT_VERIFY_COST"}
+"""Keys of a config with counted answers, and the environment variables by which they reach the engine, past vLLM."""
 
 
 def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
     """A speculative config without the settings that reach the engine past vLLM."""
-    return {key: value for key, value in ngrams_first.vllm_part(config).items() if key != FOLDER}
+    return {key: value for key, value in ngrams_first.vllm_part(config).items() if key not in VARIABLES}
 
 
 def lookup_env(config: Mapping[str, Any] | None) -> dict[str, str]:
@@ -33,7 +33,7 @@ def lookup_env(config: Mapping[str, Any] | None) -> dict[str, str]:
     config = config or {}
     if config.get("method") != "ngram" and not needs_plugin(config):
         return {}
-    counted = {VARIABLE: str(config[FOLDER])} if FOLDER in config else {}
+    counted = {name: str(config[key]) for key, name in VARIABLES.items() if key in config}
     mixed = ngrams_first.mix_env(config) if ngrams_first.is_mixed(config) else {}
     return {"VLLM_USE_V2_MODEL_RUNNER": "0", **counted, **mixed}
 
@@ -63,14 +63,16 @@ def install(runner: Any) -> None:
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: it holds another draft, or this is not the V1 model runner. vLLM does not start then.
+        ValueError: it holds another draft, the cost is no number of 0 to 1, or this is not the V1 model runner. vLLM
+            does not start then.
     """
-    folder = os.environ.get(VARIABLE)
+    folder, cost = (os.environ.get(VARIABLES[key]) for key in (FOLDER, VERIFY_COST))
     if not folder or isinstance(getattr(runner, "redraft_counted", None), Counted):
         return
     if not hasattr(runner, "drafter"):
         raise ValueError("only vLLM's V1 model runner drafts from counted answers: set VLLM_USE_V2_MODEL_RUNNER=0")
-    runner.redraft_counted = Counted(runner, Retrieval.read(Path(folder)))
+    changes = {VERIFY_COST: float(cost)} if cost else {}
+    runner.redraft_counted = Counted(runner, Retrieval.read(Path(folder), **changes))
     runner.propose_draft_token_ids = runner.redraft_counted.propose
 
 

@@ -31,6 +31,9 @@ Run = tuple[int, ...]
 FOLDER = "retrieval"
 """Key of a speculative config for the folder of a draft."""
 
+VERIFY_COST = "verify_cost"
+"""Key of a speculative config for `Config.verify_cost`."""
+
 TOKEN_BYTES = 4
 
 HELD_OUT = 10
@@ -115,9 +118,14 @@ class Retrieval:
         return next((self.entries[last[i:]] for i in range(len(last)) if last[i:] in self.entries), NOTHING)
 
     @staticmethod
-    def speculative_config(folder: Path) -> dict[str, Any]:
-        """vLLM's speculative config, without num_speculative_tokens. `retrieval` reaches the plugin past vLLM."""
-        return {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 1, FOLDER: str(folder.absolute())}
+    def speculative_config(folder: Path, verify_cost: float | None = None) -> dict[str, Any]:
+        """vLLM's speculative config, without num_speculative_tokens.
+
+        Two keys reach the plugin past vLLM: `retrieval`, and `verify_cost` if it is not that of the folder.
+        """
+        other = {} if verify_cost is None else {VERIFY_COST: verify_cost}
+        lookup = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 1}
+        return {**lookup, FOLDER: str(folder.absolute()), **other}
 
     def write(self, folder: Path) -> None:
         """Write config.json and the table: `runs` [R, N], padded in front with -1, `token` and `probability` [R]."""
@@ -136,15 +144,20 @@ class Retrieval:
         save_file(tensors, folder / WEIGHTS)
 
     @staticmethod
-    def read(folder: Path) -> Retrieval:
-        """Raises FileNotFoundError, ValueError: no such folder, or it holds another kind of draft."""
+    def read(folder: Path, **changes: float) -> Retrieval:
+        """The draft of a folder, with these options instead of its own.
+
+        Raises:
+            FileNotFoundError: there is no such folder.
+            ValueError: it holds another kind of draft, or an option is out of bounds.
+        """
         written = dict(read_config(folder).get("redraft", {}))
         if written.pop("family", "") != "retrieval":
             raise ValueError(f"{folder} holds no counted answers: `redraft retrieval` writes such a folder")
         tensors = load_file(folder / WEIGHTS)
         rows = zip(*(tensors[f"ngrams.{name}"].tolist() for name in ("runs", "token", "probability")), strict=True)
         entries = {tuple(t for t in run if t >= 0): (token, probability) for run, token, probability in rows}
-        return Retrieval(Config(**written), entries, tensors["ngrams.run_probability"].tolist())
+        return Retrieval(Config(**(written | changes)), entries, tensors["ngrams.run_probability"].tolist())
 
 
 def is_retrieval(folder: str | Path) -> bool:
@@ -228,7 +241,7 @@ class Hits:
     def of_row(self, row: Row) -> float:
         """The probability that a row's token comes."""
         hits, total = self.in_answers.get(row.kind, (0, 0))
-        # before anything is known, as after half a hit in one trial of the row itself
+        # the row's own share, less half a time, counts as one more trial
         return (hits + (row.followed - 0.5) / row.seen) / (total + 1)
 
     def by_length(self, max_run: int) -> list[float]:

@@ -66,6 +66,9 @@ class Config:
     """With --ngrams: most tokens that the draft itself proposes per step. By default --num-speculative-tokens."""
     head_requests: int | None = None
     """With --ngrams: if more requests than this are answered at once, only tokens looked up are proposed."""
+    verify_cost: float | None = None
+    """For counted answers: cost of verifying one more token, in target steps of one request. A token is proposed if its
+    probability is at least this times the requests in the step. By default as `redraft retrieval` was told."""
     adaptive_verification: bool = False
     """Verify fewer draft tokens where the draft is unsure, the more so the busier the server is. Only for a DSpark head
     with a confidence head; nothing is captured then."""
@@ -99,7 +102,10 @@ def speculative_config(cfg: Config) -> dict[str, Any]:
     """The draft and how it is served. Raises ValueError, FileNotFoundError as `server_command`."""
     draft = _draft(cfg)
     if is_retrieval(draft):
-        return {**Retrieval.speculative_config(Path(draft)), "num_speculative_tokens": cfg.num_speculative_tokens}
+        config = Retrieval.speculative_config(Path(draft), cfg.verify_cost)
+        return {**config, "num_speculative_tokens": cfg.num_speculative_tokens}
+    if cfg.verify_cost is not None:
+        raise ValueError(f"--verify-cost is for counted answers (`redraft retrieval`), which {draft} is not")
     speculative: dict[str, Any] = {
         "model": draft,
         **({"method": cfg.method} if cfg.method else _choose_proposer(draft)),

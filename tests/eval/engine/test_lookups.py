@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redraft.eval.engine.lookups import VARIABLE, Counted, install, lookup_env, needs_plugin
+from redraft.eval.engine.lookups import VARIABLES, Counted, install, lookup_env, needs_plugin
 from redraft.eval.engine.server import vllm_keys
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.families.retrieval import Config, Retrieval
@@ -30,7 +30,11 @@ def test_vllm_gets_its_ngrams_and_the_plugin_the_folder(tmp_path: Path) -> None:
     config = {**Retrieval.speculative_config(tmp_path), "num_speculative_tokens": 6}
     assert "retrieval" not in vllm_keys(config)
     assert vllm_keys(config)["method"] == "ngram"
-    assert lookup_env(config) == {"VLLM_USE_V2_MODEL_RUNNER": "0", VARIABLE: str(tmp_path)}
+    variables = {"VLLM_USE_V2_MODEL_RUNNER": "0", "REDRAFT_RETRIEVAL": str(tmp_path)}
+    assert lookup_env(config) == variables
+    dear = Retrieval.speculative_config(tmp_path, verify_cost=0.5)
+    assert "verify_cost" not in vllm_keys(dear)
+    assert lookup_env(dear) == {**variables, "REDRAFT_VERIFY_COST": "0.5"}
     assert needs_plugin(config)
     assert not needs_plugin(Ngram().speculative_config)
 
@@ -50,7 +54,7 @@ def test_a_runner_takes_the_folder_of_the_environment(tmp_path: Path, monkeypatc
     runner = make_runner([1, 5])
     install(runner)
     assert not hasattr(runner, "propose_draft_token_ids"), "without the variable it is left alone"
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setenv(VARIABLES["retrieval"], str(tmp_path))
     with pytest.raises(FileNotFoundError):
         install(runner)
     DRAFT.write(tmp_path)
@@ -59,6 +63,13 @@ def test_a_runner_takes_the_folder_of_the_environment(tmp_path: Path, monkeypatc
     assert proposed(SimpleNamespace(num_spec_tokens_to_schedule=1), [[5]]) == [[6]]
     install(runner)
     assert runner.propose_draft_token_ids == proposed, "once"
+    monkeypatch.setenv(VARIABLES["verify_cost"], "0.95")
+    dear = make_runner([1, 5])
+    install(dear)
+    assert dear.propose_draft_token_ids(SimpleNamespace(num_spec_tokens_to_schedule=1), [[5]]) == [[]]
+    monkeypatch.setenv(VARIABLES["verify_cost"], "2")
+    with pytest.raises(ValueError, match=r"costs 2\.0 steps to verify"):
+        install(make_runner([1, 5]))
     v2 = make_runner([1, 5])
     del v2.drafter
     with pytest.raises(ValueError, match="only vLLM's V1 model runner drafts from counted answers"):
