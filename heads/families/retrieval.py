@@ -49,6 +49,9 @@ class Config:
     """Longest run of tokens to look up."""
     max_entries: int = 1_000_000
     """Most runs to keep, the most frequent ones. Each takes about 400 bytes of a server's memory."""
+    min_texts: int = 1
+    """Fewest conversations in which a run must be followed by its token. With 2 or more, a run that
+    stands in one conversation only is left out."""
     verify_cost: float = 0.05
     """Cost of verifying one more token, in target steps of one request. With n requests in a step, a token is drafted
     if its probability of acceptance is at least n times this."""
@@ -56,6 +59,8 @@ class Config:
     def __post_init__(self) -> None:
         if not 1 <= self.max_run <= 16:
             raise ValueError(f"runs of up to {self.max_run} tokens: give 1 to 16")
+        if self.min_texts < 1:
+            raise ValueError(f"a run is to be found in {self.min_texts} conversations: give at least 1")
         if not 0 <= self.verify_cost <= 1:
             raise ValueError(f"a token costs {self.verify_cost} steps to verify: give 0 to 1")
 
@@ -208,8 +213,9 @@ def count_answers(texts: Sequence[Text], config: Config) -> Retrieval:
     held_out = texts[::HELD_OUT] if len(texts) > HELD_OUT else texts
     others = [text for number, text in enumerate(texts) if number % HELD_OUT] or texts
     hits = measure_hits(held_out, {row.run: row for row in _count(others, config)}, config)
+    kept = [row for row in _count(texts, config) if row.num_texts >= config.min_texts]
     entries: dict[Run, tuple[int, float]] = {}
-    for row in sorted(_count(texts, config), key=lambda row: -row.seen)[: config.max_entries]:
+    for row in sorted(kept, key=lambda row: -row.seen)[: config.max_entries]:
         entries[row.run] = (row.token, hits.of_row(row))
     return Retrieval(config, _without_repetitions(entries), hits.by_length(config.max_run))
 
@@ -224,6 +230,8 @@ class Row:
     """Times that the run was followed by a label."""
     followed: int
     """Times that it was followed by `token`."""
+    num_texts: int
+    """Texts in which it was."""
 
     @property
     def kind(self) -> tuple[int, int, int]:
@@ -275,29 +283,39 @@ def _add(counts: dict[Any, list[int]], key: Any, is_hit: bool) -> None:
 def _count(texts: Sequence[Text], config: Config) -> Iterator[Row]:
     """A row for each run of each length."""
     for length in range(1, config.max_run + 1):
-        windows = [_windows(text, length) for text in texts if len(text.ids) > length]
+        windows = [_windows(text, length, number) for number, text in enumerate(texts) if len(text.ids) > length]
         if windows:
             yield from _reduce(np.concatenate(windows))
 
 
-def _windows(text: Text, length: int) -> Ids:
-    """The runs of this length before each label, with the label in the last column."""
-    windows = np.lib.stride_tricks.sliding_window_view(text.ids, length + 1)
-    return np.asarray(windows[text.is_label[length:]], np.int32)
+def _windows(text: Text, length: int, number: int) -> Ids:
+    """The runs of this length before each label, then the label and the number of the text."""
+    windows = np.lib.stride_tricks.sliding_window_view(text.ids, length + 1)[text.is_label[length:]]
+    return np.asarray(np.c_[windows, np.full(len(windows), number)], np.int32)
 
 
 def _reduce(windows: Ids) -> Iterator[Row]:
+    """A row for each run of these windows."""
     if not len(windows):
         return
+    # sorted by run, then by token, then by text
     unique, counts = np.unique(windows, axis=0, return_counts=True)
-    # rows of one run are neighbours
-    is_first = np.r_[True, (unique[1:, :-1] != unique[:-1, :-1]).any(axis=1)]
-    begins = np.flatnonzero(is_first)
-    seen = np.add.reduceat(counts, begins)
+    tokens = _begins(unique[:, :-1])
+    followed, num_texts = np.add.reduceat(counts, tokens), np.diff(tokens, append=len(unique))
+    unique = unique[tokens, :-1]
+    runs = _begins(unique[:, :-1])
+    seen, sizes = np.add.reduceat(followed, runs), np.diff(runs, append=len(unique))
     # the most frequent token of each run comes last
-    best = np.lexsort((counts, is_first.cumsum()))[np.r_[begins[1:], len(unique)] - 1]
-    for (*run, token), times, followed in zip(unique[best].tolist(), seen.tolist(), counts[best].tolist(), strict=True):
-        yield Row(tuple(run), token, times, followed)
+    best = np.lexsort((followed, np.repeat(np.arange(len(runs)), sizes)))[runs + sizes - 1]
+    columns = (unique[best].tolist(), seen.tolist(), followed[best].tolist(), num_texts[best].tolist())
+    for (*run, token), times, hits, texts in zip(*columns, strict=True):
+        yield Row(tuple(run), token, times, hits, texts)
+
+
+def _begins(rows: Ids) -> NDArray[np.intp]:
+    """Indices at which a sorted row differs from the one before."""
+    begins: NDArray[np.intp] = np.flatnonzero(np.r_[True, (rows[1:] != rows[:-1]).any(axis=1)])
+    return begins
 
 
 def _without_repetitions(entries: Mapping[Run, tuple[int, float]]) -> dict[Run, tuple[int, float]]:

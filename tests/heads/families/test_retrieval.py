@@ -65,6 +65,14 @@ def test_an_entry_is_the_most_frequent_label_after_its_run() -> None:
     assert len(count_answers(texts, Config(max_run=3, max_entries=10)).entries) <= 10
 
 
+def test_a_run_of_one_conversation_is_left_out_if_two_are_asked_for() -> None:
+    shared, alone = make_text([9], [1, 2, 1, 2]), make_text([9], [5, 6, 5, 6, 5, 6])
+    assert count_answers([shared, alone, shared], Config(max_run=2)).entries[(5,)][0] == 6
+    entries = count_answers([shared, alone, shared], Config(max_run=2, min_texts=2)).entries
+    assert entries[(1,)][0] == 2
+    assert not {5, 6} & {token for run, (best, _) in entries.items() for token in (*run, best)}
+
+
 def test_probabilities_are_measured_on_texts_that_were_not_counted() -> None:
     # after 1 always comes 2; after 3 comes a token that no other text has there
     texts = [make_text([9], [1, 2, 3, 100 + number]) for number in range(200)]
@@ -104,6 +112,8 @@ def test_bad_input_is_refused_in_a_line(tmp_path: Path) -> None:
         count_answers([make_text([1, 2], [])], Config())
     with pytest.raises(ValueError, match="runs of up to 0 tokens"):
         Config(max_run=0)
+    with pytest.raises(ValueError, match="found in 0 conversations"):
+        Config(min_texts=0)
     with pytest.raises(ValueError, match="costs 2 steps"):
         Config(verify_cost=2)
     (tmp_path / CONFIG).write_text('{"redraft": {"family": "eagle3"}}')
