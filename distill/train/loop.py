@@ -7,7 +7,7 @@ import os
 import resource
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -16,6 +16,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    broadcast_object_list,
     send_to_device,
 )
 
@@ -37,6 +38,9 @@ from redraft.heads.draft import Batch
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.progress import Progress
 
+TIMED_STEPS = 3
+"""Steps to measure the speed of training by, after a first one that also warms up."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
@@ -44,6 +48,9 @@ class Loop:
 
     steps: int = 2000
     """Number of optimizer steps."""
+    minutes: float | None = None
+    """Length of training in minutes, instead of --loop.steps. The number of steps follows from the speed of the first
+    ones; a resumed run keeps it. Evaluations and checkpoints are not counted."""
     batch_size: int = 8
     """Rows of --loop.sequence-length tokens per process and micro-batch."""
     sequence_length: int = 4096
@@ -74,6 +81,8 @@ class Loop:
         for name in ("steps", "batch_size", "log_every", "eval_batches", "patience"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--loop.{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"--loop.minutes is {self.minutes}: it must be above 0")
         if self.sequence_length < 2:
             raise ValueError("--loop.sequence-length must be at least 2: a label and a token before it")
         if not 0 <= self.on_policy <= 1:
@@ -169,39 +178,11 @@ def train(
             "a draft that is sharded over the ranks cannot write text: --loop.on-policy 0, or DDP or ZeRO-2"
         )
     run.restore(distillation.resume)
-    held_out = _take_held_out(data.held_out, loop, accelerator)
-    meter = _Meter()
-    steps = range(distillation.step_index, loop.steps)
-    bar = Progress(
-        steps,
-        desc=distillation.divergence.name,
-        unit="step",
-        initial=steps.start,
-        total=loop.steps,
-        disable=not accelerator.is_main_process,
-    )
-    upcoming: list[Batch] = []
-    for step in bar:
-        if _is_past_its_best(run.metrics, loop):  # also at once, if a run is resumed that had ended by this
-            bar.close()
-            break
-        batches = upcoming or _batches(distillation, data, loop, step, writer)
-        # Text that the draft is yet to write depends on this step.
-        is_known = step + 1 < loop.steps and not is_on_policy(step + 1, loop.on_policy, loop.seed)
-        upcoming = _batches(distillation, data, loop, step + 1, writer) if is_known else []
-        stats = distillation.step(batches, *upcoming[:1])
-        meter.add(stats)
-        done = step + 1
-        if loop.eval_every and (done % loop.eval_every == 0 or done == loop.steps):
-            with meter.paused():
-                _evaluate(distillation, held_out, run, loop, num_speculative_tokens)
-        is_last = done == loop.steps or _is_past_its_best(run.metrics, loop)
-        if done % loop.log_every == 0 or is_last:
-            run.log(done, **_describe(stats), tokens_per_s=meter.rate())
-            bar.set_postfix(loss=f"{stats.loss:.3f}", alpha=f"{stats.alpha[0]:.3f}", tok_s=f"{meter.rate():,.0f}")
-        if loop.save_every and (done % loop.save_every == 0 or is_last):
-            with meter.paused():
-                run.save(done, distillation.save)
+    trainer = _Trainer(distillation, data, run, num_speculative_tokens, writer)
+    if loop.minutes is not None:
+        loop = replace(loop, steps=trainer.plan_steps(loop))
+        distillation.num_steps = loop.steps
+    trainer.train_until(loop.steps, loop)
     if loop.stop_by == "acceptance":
         run.restore_best(distillation.resume)
         if accelerator.is_main_process:
@@ -214,6 +195,83 @@ def train(
         skipped_steps=distillation.skipped,
         exported_step=distillation.step_index,
     )
+
+
+class _Trainer:
+    """A training, in one part or several: the first steps, whose speed plans the rest, and the rest."""
+
+    def __init__(
+        self,
+        distillation: Distillation,
+        data: LoadedData,
+        run: Run,
+        num_speculative_tokens: int,
+        writer: StandaloneDraft | None,
+    ) -> None:
+        self.distillation, self.data, self.run, self.writer = distillation, data, run, writer
+        self.num_speculative_tokens = num_speculative_tokens
+        self.meter = _Meter()
+
+    def plan_steps(self, loop: Loop) -> int:
+        """Train the first steps, and return how many it takes in all to fill `loop.minutes`; logged for a resumed run.
+
+        The learning rate of these steps is that of a run of `loop.steps`. All ranks get the main process's number.
+        """
+        planned = [entry["planned_steps"] for entry in self.run.metrics if "planned_steps" in entry]
+        if planned:
+            return int(planned[-1])
+        assert loop.minutes is not None
+        first, started = self.distillation.step_index, time.perf_counter()
+        self.train_until(first + 1, loop, desc="first step")
+        timed = time.perf_counter()
+        self.train_until(first + 1 + TIMED_STEPS, loop, desc="speed")
+        now = time.perf_counter()
+        left_s = 60 * loop.minutes - (now - started)
+        steps = [first + 1 + TIMED_STEPS + max(1, round(left_s * TIMED_STEPS / (now - timed)))]
+        broadcast_object_list(steps)
+        self.run.log(self.distillation.step_index, planned_steps=steps[0])
+        return steps[0]
+
+    def train_until(self, last: int, loop: Loop, desc: str | None = None) -> None:
+        """Train up to the step `last` of `loop`, or until acceptance falls."""
+        distillation, run = self.distillation, self.run
+        accelerator = distillation.accelerator
+        held_out = _take_held_out(self.data.held_out, loop, accelerator)
+        steps = range(distillation.step_index, last)
+        bar = Progress(
+            steps,
+            desc=desc or distillation.divergence.name,
+            unit="step",
+            initial=steps.start,
+            total=last,
+            disable=not accelerator.is_main_process,
+        )
+        upcoming: list[Batch] = []
+        for step in bar:
+            if _is_past_its_best(run.metrics, loop):  # also at once, if a run is resumed that had ended by this
+                bar.close()
+                break
+            batches = upcoming or self._batches(loop, step)
+            # Text that the draft is yet to write depends on this step.
+            is_known = step + 1 < last and not is_on_policy(step + 1, loop.on_policy, loop.seed)
+            upcoming = self._batches(loop, step + 1) if is_known else []
+            stats = distillation.step(batches, *upcoming[:1])
+            self.meter.add(stats)
+            done = step + 1
+            if loop.eval_every and (done % loop.eval_every == 0 or done == loop.steps):
+                with self.meter.paused():
+                    _evaluate(distillation, held_out, run, loop, self.num_speculative_tokens)
+            is_last = done == loop.steps or _is_past_its_best(run.metrics, loop)
+            if done % loop.log_every == 0 or is_last:
+                rate = self.meter.rate()
+                run.log(done, **_describe(stats), tokens_per_s=rate)
+                bar.set_postfix(loss=f"{stats.loss:.3f}", alpha=f"{stats.alpha[0]:.3f}", tok_s=f"{rate:,.0f}")
+            if loop.save_every and (done % loop.save_every == 0 or is_last):
+                with self.meter.paused():
+                    run.save(done, distillation.save)
+
+    def _batches(self, loop: Loop, step: int) -> list[Batch]:
+        return _batches(self.distillation, self.data, loop, step, self.writer)
 
 
 def _describe(stats: StepStats) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -175,6 +176,36 @@ def test_eagle3_keeps_the_ids_that_are_labels_most_often(
     assert small_tokenizer.eos_token_id in kept
 
 
+def test_a_run_of_some_minutes_plans_its_steps_by_their_speed_and_keeps_the_plan_after_a_kill(
+    random_target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that takes 0.2 s and a bit: 0.1 minutes are at most 30 of them, and the rate falls to its floor there."""
+    step, killed_at, rates = Distillation.step, [7], list[float]()
+
+    def slow(self: Distillation, *args: Any) -> Any:
+        if self.step_index == killed_at[0]:
+            raise KeyboardInterrupt
+        time.sleep(0.2)
+        stats = step(self, *args)
+        rates.append(stats.lr)
+        return stats
+
+    monkeypatch.setattr(Distillation, "step", slow)
+    loop = replace(SMALL, minutes=0.1, steps=1000, save_every=5)
+    with pytest.raises(KeyboardInterrupt):
+        run("medusa", random_target, data, tmp_path / "run", loop=loop)
+    planned = [entry["planned_steps"] for entry in read_metrics(tmp_path / "run") if "planned_steps" in entry]
+    assert len(planned) == 1
+    assert 10 <= planned[0] <= 30
+
+    killed_at[0] = -1
+    run("medusa", random_target, data, tmp_path / "run", loop=loop, resume=True)
+    metrics = read_metrics(tmp_path / "run")
+    assert [entry["planned_steps"] for entry in metrics if "planned_steps" in entry] == planned
+    assert metrics[-1]["step"] == planned[0]
+    assert rates[-1] < 0.2 * max(rates)
+
+
 def test_a_run_ends_when_acceptance_falls_and_exports_its_best_step_also_after_a_kill(
     random_target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +243,10 @@ def test_a_run_ends_when_acceptance_falls_and_exports_its_best_step_also_after_a
         assert [e["held_out_tau"] for e in again["curves"] if "held_out_tau" in e] == [1.1, 1.3, 1.5, 1.2, 1.4, 1.5]
         for file in ("run", "killed"):
             assert trained_equals(exported, trained_head("medusa", random_target, tmp_path / file / "draft"))
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def trained_equals(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
