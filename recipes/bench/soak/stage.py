@@ -45,7 +45,7 @@ NUM_SPECULATIVE_TOKENS = 3
 DISK_BYTES = 1 << 30
 """Size of every small disk. Its file is sparse."""
 
-NOISE = 0.1
+NOISE = 0.3
 """Noise on every matrix of the draft, a copy of the target, in units of the matrix's standard deviation."""
 
 NATS = Nats(fleet="soak")
@@ -241,7 +241,7 @@ max_bytes = 400000000
 [page]
 port = 0
 [training]
-lr = 1e-3
+lr = 4e-4
 warmup_steps = 10
 mixed_precision = "{precision}"
 fresh_per_step = {fresh_per_step}
