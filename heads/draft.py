@@ -138,6 +138,8 @@ class DraftStep:
     mask_BT: Tensor
     """bool, the rows to train: x[t + 1 + shift] is a label and belongs to the same document as row t."""
     weight: float = 1.0
+    weight_BT: Tensor | None = None
+    """A weight of every row beside `weight`, without gradient; None for equal ones."""
     draft_ids_W: Tensor | None = None
     """int64, the target id of every draft id, ascending; None if the draft has the target's whole vocabulary."""
     extra_loss_BT: Tensor | None = None
@@ -147,6 +149,12 @@ class DraftStep:
     confidence_BT: Tensor | None = None
     """Logit of the draft's estimate of alpha (DSpark's confidence head). Training compares it with alpha by binary
     cross-entropy, masked and weighted like the divergence. `eval.forecast.calibration` measures how right it is."""
+
+    def weights(self, rows_N: Tensor) -> Tensor:
+        """The weights of `rows_N` of the flattened batch in the loss, [N], in float32."""
+        if self.weight_BT is None:
+            return torch.full((len(rows_N),), self.weight, device=rows_N.device)
+        return self.weight * self.weight_BT.flatten()[rows_N].float()
 
     def logits(self, rows_N: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The draft's logits in `rows_N` of the flattened batch, [N, W]; computed in `dtype`, by default the head's."""

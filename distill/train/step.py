@@ -146,7 +146,7 @@ def distill_loss(
             hidden_MD=step.hidden_BTD.flatten(0, 1)[row],
             head_WD=step.head_WD,
             target_row_M=new_index[target_row],
-            weight_M=torch.full((len(row),), step.weight * scale, device=row.device),
+            weight_M=scale * step.weights(row),
             draft_ids_W=step.draft_ids_W,
             bias=None if step.bias is None else (step.bias.code_BTR.flatten(0, 1)[row], step.bias.head_WR),
         )
@@ -157,11 +157,11 @@ def distill_loss(
     loss = result.loss
     for step, row, alpha_M in zip(steps, rows, result.alpha_SM, strict=True):
         if step.extra_loss_BT is not None:
-            loss = loss + scale * step.weight * step.extra_loss_BT.flatten()[row].sum()
+            loss = loss + scale * (step.weights(row) * step.extra_loss_BT.flatten()[row]).sum()
         if step.confidence_BT is not None:
             confidence_M = step.confidence_BT.flatten()[row].to(alpha_M.dtype)
-            loss = loss + scale * step.weight * binary_cross_entropy_with_logits(
-                confidence_M, alpha_M.clamp(0, 1), reduction="sum"
+            loss = loss + scale * binary_cross_entropy_with_logits(
+                confidence_M, alpha_M.clamp(0, 1), weight=step.weights(row), reduction="sum"
             )
     sums = torch.stack([result.alpha_S, result.alpha_greedy_S, result.count_S.to(result.alpha_S.dtype)], dim=1)
     return StepResult(loss=loss, sums_S3=sums)

@@ -8,9 +8,12 @@ told as a ratio within a round.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,7 @@ import numpy as np
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.measure import Measurement, Output, measure
 from redraft.eval.engine.served import count_steps
-from redraft.eval.engine.server import IDLE_S, VllmServer
+from redraft.eval.engine.server import IDLE_S, VllmServer, vllm_server
 from redraft.eval.intervals import median_interval
 from redraft.eval.prompts import Prompt
 from redraft.heads.progress import Progress
@@ -35,6 +38,26 @@ class Plan:
     prompts: Mapping[int, int]
     """Number of prompts in a round, by requests in flight."""
     max_tokens: int
+
+
+@contextlib.contextmanager
+def start_servers(
+    target: str, drafts: Mapping[str, Mapping[str, Any] | None], logs: Path, **options: Any
+) -> Iterator[dict[str, VllmServer]]:
+    """A server for each draft's --speculative-config, all started at the same time. They compute in turns, so they
+    share the cores. `options` are those of `vllm_server`.
+
+    Raises: as `vllm_server`.
+    """
+
+    # a server ends with the thread that started it, so the threads stay until the servers are stopped
+    with ThreadPoolExecutor(len(drafts)) as pool, contextlib.ExitStack() as stack:
+
+        def start(name: str) -> VllmServer:
+            log = logs / f"vllm-{name}.log"
+            return stack.enter_context(vllm_server(target, log=log, speculative_config=drafts[name], **options))
+
+        yield dict(zip(drafts, pool.map(start, drafts), strict=True))
 
 
 Results = Mapping[tuple[str, int], Sequence[Measurement]]

