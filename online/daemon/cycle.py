@@ -78,7 +78,7 @@ class Cycle:
         # torch gets a separate thread: ingest and watch continue during a training step.
         self._thread = ThreadPoolExecutor(1, "trainer")
         self._sleep_path = cfg.folder / "sleep.json"
-        self.sleep = load_sleep(self._sleep_path)
+        self.sleep = self._load_sleep()
         self._new_rows: list[Row] = []
         """The served draft on the newest held-out requests, as last measured."""
         self._num_without_gain = 0
@@ -507,6 +507,16 @@ class Cycle:
             reason = f"{error}: it is now {aside.name}, and the learner begins at idle"
             self._journal_fault("state_damaged", reason=reason)
             return State(num_looks=LOOKS_AFTER_DAMAGE, has_gone_back=True)
+
+    def _load_sleep(self) -> Sleep:
+        """The saved sleep. Awake is always safe: training that is not worth it only costs time."""
+        try:
+            return load_sleep(self._sleep_path)
+        except DamagedError as error:
+            aside = set_aside(self._sleep_path)
+            reason = f"{error}: it is now {aside.name}, and the learner is awake and measures a new reference"
+            self._journal_fault("state_damaged", reason=reason)
+            return Sleep()
 
     async def _roll_registry_back(self, to: str, is_automatic: bool) -> str:
         """The version that is current now. A second automatic rollback needs a promotion in between."""

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
-from redraft.heads.files.artifact import write_whole
+from redraft.heads.files.sealed import DamagedError, read_sealed, write_sealed
 from redraft.online.learning.staleness import Sleep
 
 
 def save_sleep(sleep: Sleep, path: Path) -> None:
     """Write the sleep atomically."""
-    write_whole(path, json.dumps(asdict(sleep)))
+    write_sealed(path, asdict(sleep))
 
 
 def load_sleep(path: Path) -> Sleep:
-    """The sleep saved last. Awake without a reference if there is none, or if the file cannot be read: the learner
-    then measures a new reference, and trains meanwhile."""
+    """The sleep saved last; awake without a reference if there is none yet.
+
+    Raises:
+        DamagedError: if the file does not hold a sleep.
+        ValueError: if a later release wrote it.
+    """
+    if not path.exists():
+        return Sleep()
+    content = read_sealed(path)
     try:
-        fields = dict(json.loads(path.read_text()))
+        fields = dict(content)
         then = tuple((str(domain), float(drafts), float(accepted)) for domain, drafts, accepted in fields.pop("then"))
         return Sleep(**fields, then=then)
-    except (OSError, ValueError, TypeError, KeyError):
-        return Sleep()
+    except (ValueError, TypeError, KeyError) as error:
+        raise DamagedError(f"{path} does not hold a sleep ({error})") from error

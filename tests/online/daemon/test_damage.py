@@ -24,9 +24,11 @@ from redraft.heads.files.sealed import write_sealed
 from redraft.online.daemon import cycle
 from redraft.online.daemon.config import load_config
 from redraft.online.daemon.learner import opened
+from redraft.online.daemon.sleep import save_sleep
 from redraft.online.daemon.state import Phase, State, load, save
 from redraft.online.learning.anchors import read_anchors
 from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.staleness import Sleep
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +137,11 @@ def later_file(learner, registry):
         connection.execute("PRAGMA user_version = 99")
 
 
+def sleep_torn(learner, registry):
+    save_sleep(Sleep(version="v000002", num_attempts=1), learner / "sleep.json")
+    cut(learner / "sleep.json")
+
+
 GOES_ON = {
     # name: (damage, the fault told, words of its reason)
     "promoted torn": (lambda learner, registry: cut(registry / "promoted.json"), "registry_damaged", "back is now v0"),
@@ -147,6 +154,7 @@ GOES_ON = {
     "state torn": (lambda learner, registry: cut(learner / "state.json"), "state_damaged", "begins at idle"),
     "state empty": (lambda learner, registry: cut(learner / "state.json", 0), "state_damaged", "begins at idle"),
     "state flipped": (lambda learner, registry: flip(learner / "state.json", 50), "state_damaged", "checksum differs"),
+    "sleep torn": (sleep_torn, "state_damaged", "awake and measures a new reference"),
     "cursor torn": (lambda learner, registry: cut(learner / "buffer/cursor.json"), "buffer_damaged", "checkpoints"),
     "cursor empty": (lambda learner, registry: cut(learner / "buffer/cursor.json", 0), "buffer_damaged", "checkpoints"),
     "cursor missing": (

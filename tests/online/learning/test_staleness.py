@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from redraft.heads.files.sealed import DamagedError
 from redraft.online.daemon.sleep import load_sleep, save_sleep
 from redraft.online.learning.gate import Policy
 from redraft.online.learning.staleness import Row, Sleep, SleepPolicy, compare
@@ -119,11 +121,21 @@ def test_a_domain_that_training_has_seen_is_new_no_longer() -> None:
     assert found.reason == ""
 
 
-def test_a_kill_does_not_wake_the_learner_and_a_torn_file_does(tmp_path: Path) -> None:
-    rows = make_rows(2.0, 30, 0)
+def test_a_kill_does_not_wake_the_learner(tmp_path: Path) -> None:
+    rows, path = make_rows(2.0, 30, 0), tmp_path / "sleep.json"
+    assert load_sleep(path) == Sleep(), "there is none yet"
     sleep = Sleep().refer("v000002", 500, rows).fall_asleep(rows).pass_over(64)
-    save_sleep(sleep, tmp_path / "sleep.json")
-    assert load_sleep(tmp_path / "sleep.json") == sleep
-    whole = (tmp_path / "sleep.json").read_text()
-    (tmp_path / "sleep.json").write_text(whole[: len(whole) // 2])
-    assert load_sleep(tmp_path / "sleep.json") == Sleep() == load_sleep(tmp_path / "none.json")
+    save_sleep(sleep, path)
+    assert load_sleep(path) == sleep
+    path.write_text(json.dumps(asdict(sleep)))
+    assert load_sleep(path) == sleep, "as an earlier release wrote it"
+
+
+def test_a_damaged_sleep_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "sleep.json"
+    save_sleep(Sleep().refer("v000002", 500, make_rows(2.0, 30, 0)), path)
+    whole = path.read_text()
+    for damaged in (whole[: len(whole) // 2], "", "[]", '{"version": "v000002"}', whole.replace("500", "501")):
+        path.write_text(damaged)
+        with pytest.raises(DamagedError, match=r"sleep\.json"):
+            load_sleep(path)
