@@ -41,8 +41,8 @@ from redraft.recipes.bench.soak.witness import Witness
 RECOVERY_S = 600.0
 """Deadline for a target to be well again. A server loads for half a minute, and on a busy machine for minutes."""
 
-JUMPS = ("+1h", "-1h", "+1d", "-1d", "+6d")
-"""Below the age at which the buffer deletes records: a longer jump forward would, and says so."""
+JUMPS = ("+1h", "-1h", "+1d", "-1d", "+8d")
+"""The longest is beyond the age at which the buffer deletes records: a learner does not believe so short a jump."""
 
 
 class NotSurvivedError(Exception):
@@ -222,19 +222,20 @@ async def count_waiting(world: World, target: str) -> float:
 
 
 async def hang_weights(world: World, target: str) -> None:
-    """Ask a server for a version whose weights are a pipe without a writer: a read of them never ends."""
+    """Ask a server for a version with one more file of weights, a pipe without a writer: its read never ends."""
     stage = world.stage
     registry = stage.registry
     current = registry.path(registry.current() or "")
     folder = registry.folder / "v000000"
     shutil.copytree(current, folder)
-    weights = folder / "model.safetensors"
-    weights.unlink()
+    weights = folder / "z.safetensors"  # not in the manifest, which is compared before anything is read
     os.mkfifo(weights)
     try:
         async with httpx.AsyncClient(timeout=RECOVERY_S, headers={"Authorization": f"Bearer {stage.token}"}) as http:
-            swap = asyncio.create_task(http.post(f"{stage.url(target)}/redraft/swap", json={"version": folder.name}))
+            swap = await _begin_hanging_swap(http, f"{stage.url(target)}/redraft/swap", folder.name)
             await asyncio.sleep(world.rng.uniform(5, 12))
+            if swap.done():
+                raise NotSurvivedError(f"{target} did not wait for weights that never arrive: {_read_answer(swap)}")
             _end_reads(weights)
             await asyncio.wait([swap], timeout=60)
             swap.cancel()
@@ -244,6 +245,24 @@ async def hang_weights(world: World, target: str) -> None:
     finally:
         _end_reads(weights)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _begin_hanging_swap(http: httpx.AsyncClient, url: str, version: str) -> asyncio.Task[httpx.Response]:
+    """A swap that hangs. The server answers at once if it is busy with another swap; then this one is asked again."""
+    deadline_s = time.monotonic() + RECOVERY_S
+    while True:
+        swap = asyncio.create_task(http.post(url, json={"version": version}))
+        await asyncio.wait([swap], timeout=2)
+        if not swap.done():
+            return swap
+        if time.monotonic() > deadline_s:
+            raise NotSurvivedError(f"no swap waited for weights that never arrive: {_read_answer(swap)}")
+        await asyncio.sleep(2)
+
+
+def _read_answer(swap: asyncio.Task[httpx.Response]) -> str:
+    error = swap.exception()
+    return swap.result().text if error is None else f"{type(error).__name__} {error}"
 
 
 def _end_reads(pipe: Path) -> None:
@@ -263,20 +282,29 @@ async def shift_clock(world: World, target: str) -> None:
 
 
 async def poison_log(world: World, target: str) -> None:
-    """Publish hostile records to the log."""
-    number = world.rng.randrange(1 << 30)
-    try:
+    """Publish hostile records to the log. It waits while another fault has the broker."""
+    deadline_s = time.monotonic() + RECOVERY_S
+    while not await _publish_hostile(world):
+        if time.monotonic() > deadline_s:
+            raise NotSurvivedError("the log took no hostile record, so none reached the learner")
+        await asyncio.sleep(2)
+    await until_flowing(world, "learner")
+
+
+async def _publish_hostile(world: World, count: int = 100) -> int:
+    """The number of hostile records that the log acknowledged."""
+    number, published = world.rng.randrange(1 << 30), 0
+    with suppress(BrokerError, OSError, TimeoutError):
         client = await connect(world.stage.ingest, NATS)
         try:
             stream = client.jetstream(timeout=10)
-            for i in range(100):
+            for i in range(count):
                 content = _draw_hostile(world, number + i)
                 await stream.publish(NATS.subject(""), content, headers={MESSAGE_ID: f"hostile-{number + i}"})
+                published += 1
         finally:
             await client.close()
-    except (BrokerError, OSError, TimeoutError):
-        pass  # another fault has the broker
-    await until_flowing(world, "learner")
+    return published
 
 
 async def poison_spool(world: World, target: str) -> None:

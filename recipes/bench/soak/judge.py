@@ -3,7 +3,7 @@
 faults     every target was well again, and no process ended that nobody had killed
 records    every record that the broker, or the spool, acknowledged is stored, by id: no fault is long enough to let any
            expire, and nobody deletes one
-versions   all servers of a domain serve the current version
+versions   all servers of a domain serve the current version; in a long soak, new ones came meanwhile
 requests   every request that failed was told to fail
 memory     resident bytes and descriptors of every process are flat over its life
 """
@@ -132,6 +132,10 @@ class Seen:
     """Version that each server serves at the end; empty if it does not answer."""
     current: str
     """The registry's current version."""
+    num_promoted: int = 0
+    """Versions that became current during the soak."""
+    must_promote: bool = False
+    """The soak is long enough for a rollout under fire."""
     requests: Mapping[str, int]
     """Requests by verdict: answered, left, told, cut, untold."""
     untold: Sequence[str] = ()
@@ -163,7 +167,7 @@ def judge(seen: Seen) -> dict[str, Any]:
             "failed_untold": seen.requests.get("untold", 0),
             "untold_examples": seen.untold,
         },
-        "versions": {"served": seen.served, "current": seen.current},
+        "versions": {"served": seen.served, "current": seen.current, "promoted": seen.num_promoted},
         "memory": {
             "growth": worst.share if worst else None,
             "of": worst.name if worst else None,
@@ -186,6 +190,8 @@ def find_failures(seen: Seen, growths: Sequence[Growth]) -> list[str]:
     for server, version in seen.served.items():
         if version != seen.current:
             failures.append(f"{server} serves {version or 'nothing'}, the current version is {seen.current}")
+    if seen.must_promote and not seen.num_promoted:
+        failures.append("no version was promoted, so no rollout was under fire")
     if untold := seen.requests.get("untold", 0):
         failures.append(f"{untold} requests failed untold, for example: {seen.untold[0] if seen.untold else ''}")
     if not seen.requests.get("answered"):
@@ -236,7 +242,7 @@ def write_table(report: Mapping[str, Any]) -> str:
             f"{requests.get('cut', 0)} cut by a kill of the router, {requests['failed_untold']} untold",
             f"versions: {report['versions']['current']} on "
             f"{sum(v == report['versions']['current'] for v in report['versions']['served'].values())} "
-            f"of {len(report['versions']['served'])} servers",
+            f"of {len(report['versions']['served'])} servers, {report['versions']['promoted']} promoted under fire",
             f"memory: {shown}",
             *(f"NOT SURVIVED: {failure}" for failure in report["failures"]),
         ]

@@ -65,6 +65,9 @@ CALM_SHARE, MAX_CALM_S = 0.1, 120.0
 SETTLE_S = 600.0
 """Deadline after the traffic: the log and the spool are empty, and all servers serve the current version."""
 
+PROMOTING_MINUTES = 20.0
+"""A soak of this length must promote a version: a learner's first takes several minutes, and faults set it back."""
+
 PROGRESS_S = 10.0
 
 
@@ -136,6 +139,8 @@ async def play(cfg: Config, stage: Stage, rng: random.Random) -> Seen:
         },
         served=served,
         current=stage.registry.current() or "none",
+        num_promoted=len(stage.registry.promoted()) - 1,
+        must_promote=cfg.minutes >= PROMOTING_MINUTES,
         requests=clients.tally.counts,
         untold=clients.tally.untold,
         lives=[

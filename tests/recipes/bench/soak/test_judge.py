@@ -69,6 +69,7 @@ def test_a_soak_that_survived_everything_has_no_failure():
         ({"served": {"server-1": "", "server-2": "v000002"}}, "server-1 serves nothing"),
         ({"requests": {"answered": 9, "untold": 1}, "untold": ["silence"]}, "1 requests failed untold.*silence"),
         ({"requests": {"told": 9}}, "no request was answered"),
+        ({"must_promote": True}, "no version was promoted, so no rollout was under fire"),
         ({"lives": [life(grown=2.0)]}, "router grew"),
         ({"lives": [life(descriptors=200)]}, r"router grew.*\+1\d\d descriptors"),
         ({"lives": [life(unwanted_exit="status 1")]}, "router ended by itself: status 1"),
