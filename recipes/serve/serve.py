@@ -38,6 +38,9 @@ PLUGIN_GROUPS = (
     "vllm.stat_logger_plugins",
 )
 
+RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+"""vLLM's variable with prefixes of those that Ray workers get; workers on other machines inherit none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -131,6 +134,7 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
     capture = cfg.capture
     variables = {
         "VLLM_PLUGINS": _with_plugin(environment.get("VLLM_PLUGINS")),
+        RAY_PREFIXES: _with_prefix(environment.get(RAY_PREFIXES, "")),
         "REDRAFT_REGISTRY": _absolute(cfg.registry),
         "REDRAFT_TOKEN_FILE": _absolute(cfg.token_file),
         "REDRAFT_ALLOW_REMOTE": "1" if cfg.allow_remote else None,
@@ -174,6 +178,12 @@ def _with_plugin(allowed: str | None) -> str:
     else:
         names = {name for name in allowed.split(",") if name}
     return ",".join(sorted(names | {PLUGIN_NAME}))
+
+
+def _with_prefix(prefixes: str) -> str:
+    """RAY_PREFIXES with that of the plugin's variables added."""
+    names = [name for name in map(str.strip, prefixes.split(",")) if name]
+    return ",".join(dict.fromkeys([*names, "REDRAFT_"]))
 
 
 def _draft(cfg: Config) -> str:

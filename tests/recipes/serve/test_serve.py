@@ -1,7 +1,11 @@
 """The command that starts vLLM with the plugin: what it would run."""
 
+import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +14,7 @@ from safetensors.torch import save_file
 
 from redraft.eval.engine.lookups import lookup_env
 from redraft.online.engine.config import is_enabled, read_config
-from redraft.recipes.serve.serve import Config, plugin_environment, server_command, speculative_config
+from redraft.recipes.serve.serve import RAY_PREFIXES, Config, plugin_environment, server_command, speculative_config
 
 
 def parse(*arguments):
@@ -187,6 +191,26 @@ def test_plugins_that_were_allowed_stay_allowed():
     assert plugin_environment(parse("t"), {"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"] == "mine,redraft"
     # unset allows every installed plugin: naming one would switch the others off
     assert "lora_filesystem_resolver" in plugin_environment(parse("t"), {})["VLLM_PLUGINS"].split(",")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [("", "REDRAFT_"), ("MY_, OTHER_", "MY_,OTHER_,REDRAFT_"), ("REDRAFT_,MY_", "REDRAFT_,MY_")],
+)
+def test_prefixes_that_ray_workers_got_stay(given, told):
+    assert plugin_environment(parse("t"), {RAY_PREFIXES: given})[RAY_PREFIXES] == told
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="asks vLLM, without an engine")
+def test_ray_workers_get_the_variables_of_the_plugin(tmp_path):
+    cfg = parse("t", "--registry", str(tmp_path), "--capture.spool", str(tmp_path / "spool"))
+    plugin = plugin_environment(cfg, {RAY_PREFIXES: "MY_"})
+    ask = "from vllm.ray.ray_env import get_env_vars_to_copy; print('COPIED', *get_env_vars_to_copy())"
+    environment = os.environ | plugin | {"MY_VARIABLE": "1"}
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=environment)
+    copied = next((line for line in done.stdout.splitlines() if line.startswith("COPIED")), done.stderr).split()
+    assert {*plugin, "MY_VARIABLE"} <= set(copied)
+    assert {"VLLM_PLUGINS", "REDRAFT_REGISTRY", "REDRAFT_CAPTURE_SPOOL"} <= plugin.keys()
 
 
 def test_vllm_chooses_its_model_runner():
