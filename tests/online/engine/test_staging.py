@@ -162,7 +162,8 @@ def worker(folders):
         draft_version="v000001",
         draft=Layout.read(folders[0]),
     )
-    runner = SimpleNamespace(get_model=lambda: nn.Linear(2, 2), get_draft_model=lambda: nn.Linear(2, 2))
+    target, draft = nn.Linear(2, 2), nn.Linear(2, 2)
+    runner = SimpleNamespace(get_model=lambda: target, get_draft_model=lambda: draft)
     config = SimpleNamespace(speculative_config=SimpleNamespace(method="draft_model"))
     return SimpleNamespace(redraft=state, model_runner=runner, vllm_config=config, device=torch.device("cpu"))
 
@@ -189,6 +190,19 @@ def test_only_a_draft_that_is_whole_in_memory_is_loaded(worker, folders, monkeyp
     assert state.manifest_sha256 == hash_manifest(folder)
     plugin_worker.redraft_discard(worker, "me")
     assert (len(loaded), state.staging, state.stuck) == (1, None, [])
+    assert state.is_target_intact, "compared with itself before the load: replicas move experts since the start"
+    assert state.target_checksum == plugin_worker.checksum(worker.model_runner.get_model()) != "c"
+
+
+def test_a_target_that_changes_in_a_load_stays_marked(worker, folders, monkeypatch):
+    target = worker.model_runner.get_model()
+    for load in (lambda *args: nn.init.ones_(target.weight), lambda *args: None):
+        monkeypatch.setattr(plugin_worker, "load_draft", load)
+        plugin_worker.redraft_stage(worker, str(folders[1]), "me")
+        wait(worker)
+        assert plugin_worker.redraft_load(worker, str(folders[1]))["ok"]
+        assert not worker.redraft.is_target_intact
+    plugin_worker.redraft_discard(worker, "me")
 
 
 def test_after_a_failed_load_the_last_good_draft_is_read_and_restored(worker, folders, monkeypatch):
