@@ -52,8 +52,8 @@ class SwapConfig:
 
     cache: SwapCache = "clear"
     """Fate of cached keys and values at a swap. `clear`: target and draft read everything again. `draft`: the target's
-    stay, and the new draft reads the text again; for standalone drafts only, and tested on vLLM's V1 runner. `keep`:
-    all stay, and those of the old draft fade out."""
+    stay, and the new draft reads the text again; for standalone drafts only. `keep`: all stay, and those of the
+    old draft fade out."""
 
 
 @dataclass(frozen=True, kw_only=True)

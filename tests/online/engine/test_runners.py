@@ -135,7 +135,7 @@ CASES = {
     "plain": {},
     "prompts in chunks": {"prompts": make_prompts(150, 20, 33)},
     "a cached prompt": {"prompts": make_prompts(150)},
-    "seeds, penalties, logprobs, stop tokens": {
+    "a seed without sampling, penalties, logprobs, stop tokens": {
         "prompts": make_prompts(20, 12, 33, seed=1),
         "sampling": [
             {"seed": 3, "repetition_penalty": 1.3},
@@ -147,7 +147,7 @@ CASES = {
     "an abort": {"prompts": make_prompts(20, 12, seed=3), "sampling": [{"max_tokens": 60}] * 2, "aborted": [1]},
     "more requests than run at once": {"prompts": make_prompts(*range(10, 16), seed=4)},
 }
-"""Rounds of one engine; with `plain` the prompts are PLAIN."""
+"""Rounds of one engine, at temperature 0 unless they set another; with `plain` the prompts are PLAIN."""
 
 PLAIN = make_prompts(20, 12, 33, seed=5)
 

@@ -102,8 +102,10 @@ SKIPPED = '<testcase><skipped message="no Triton"/></testcase>'
         (PASSED + PASSED, True, "equal in 2 tests"),
         (PASSED + FAILED, False, "NOT EQUAL in 2 tests"),
         (PASSED + "<testcase><error/></testcase>", False, "NOT EQUAL in 2 tests"),
-        (SKIPPED + SKIPPED, None, "not compared: no Triton"),
-        (PASSED + SKIPPED, True, "equal in 1 tests"),
+        (SKIPPED + SKIPPED, None, "not compared: 2 of 2 tests were skipped: no Triton"),
+        (PASSED + SKIPPED, None, "not compared: 1 of 2 tests were skipped: no Triton"),
+        (FAILED + SKIPPED, False, "NOT EQUAL in 1 tests"),
+        ("", None, "not compared: no test was found"),
     ],
 )
 def test_records_are_compared_by_the_tests_of_both_runners(cases: str, is_equal: bool | None, told: str) -> None:
