@@ -54,7 +54,7 @@ from redraft.online.learning.buffer_file import (
 from redraft.online.learning.cursor import Commit, Cursor
 from redraft.online.learning.evidence import EvidenceLimits, choose_evidence, name_domains, take_fairly
 from redraft.online.learning.penalties import is_undecided
-from redraft.online.learning.prompt_key import PromptKey
+from redraft.online.learning.prompt_key import Hashes, PromptKey, open_key
 from redraft.online.learning.quarantine import Quarantine, overwrite
 from redraft.online.records.origin import list_stored_names
 from redraft.online.records.record import CorruptRecordError, Record, decode_record, encode_record, join_text
@@ -69,6 +69,8 @@ NUM_FILES = 16
 
 MAX_LATER_RECORDS = 1 << 24
 """More records than a file holds: numbers after one of a later release, which this one cannot read, begin beyond."""
+
+REHASHED_DTYPE = np.dtype([("seq", "i8"), ("prompt", "i8"), ("request", "i8")])
 
 CLOCK_SLACK_S = 3600.0
 """Records of a forgotten tenant are not stored if they were made until this many seconds after the deletion: a server's
@@ -197,6 +199,8 @@ class Buffer:
         """A sentence for people if the files were of an earlier release; else empty."""
         self._later_files: list[Path] = []
         """Files of a later release: they wait for it, until they are `max_age_s` old."""
+        self._rehashed = np.empty(0, REHASHED_DTYPE)
+        """By ascending number, the hashes of records that another key had hashed."""
         self._lock = threading.RLock()
         with ExitStack() as opened:
             if config.folder is not None:
@@ -206,13 +210,10 @@ class Buffer:
                 self._cursor = Cursor(config.folder)
                 self.damage += self._cursor.damage
                 self._files = self._open_files()
-                self._key = PromptKey.open(config.folder / "held-out.key") if config.folder else PromptKey.make()
+                self._next_seq = self._find_next_seq()
+                self._key = self._open_key()
                 self._upgrade()
             self._opened = opened.pop_all()
-        seqs = self._index()["seq"]
-        # Commits count too: the records with the highest numbers may have expired, and no number is used twice.
-        later = [int(path.stem.removeprefix("records-")) + MAX_LATER_RECORDS for path in self._later_files]
-        self._next_seq = 1 + max([int(seqs.max(initial=0)), *(trained.through for trained in self.commits()), *later])
 
     def __enter__(self) -> Buffer:
         return self
@@ -547,6 +548,34 @@ class Buffer:
         unlink(path)
         self._later_files.remove(path)
 
+    def _find_next_seq(self) -> int:
+        seqs = self._index()["seq"]
+        # Commits count too: the records with the highest numbers may have expired, and no number is used twice.
+        later = [int(path.stem.removeprefix("records-")) + MAX_LATER_RECORDS for path in self._later_files]
+        return 1 + max([int(seqs.max(initial=0)), *(trained.through for trained in self.commits()), *later])
+
+    def _open_key(self) -> PromptKey:
+        """The folder's key. Records that a lost one has hashed get hashes by the new one, and keep their side."""
+        if self.config.folder is None:
+            return PromptKey.make()
+        files = [file for file in self._files if not file.is_older]
+        has_hashes = bool(self._later_files) or any(len(file.index()) for file in files)
+        opened = open_key(self.config.folder, newest=self._next_seq - 1, has_hashes=has_hashes)
+        self.damage += opened.damage
+        rows = [
+            (seq, *hashes)
+            for file in files
+            for seq, hashes in self._hash_held_out(file, opened.key, opened.rehash_through).items()
+        ]
+        self._rehashed = np.array(rows, REHASHED_DTYPE)
+        return opened.key
+
+    def _hash_held_out(self, file: BufferFile, key: PromptKey, through: int) -> dict[int, Hashes]:
+        """The hashes of the file's held-out records up to `through`, by ascending number."""
+        index = self._unless_damaged(file, file.index, np.empty(0, INDEX_DTYPE))
+        seqs = index["seq"][index["held_out"] & (index["seq"] <= through)].tolist()
+        return {stored.seq: key.hash(stored.record) for stored in self.read(seqs)}
+
     def _upgrade(self) -> None:
         """Hash the prompts of held-out records from an earlier release, which knew no key.
 
@@ -554,10 +583,7 @@ class Buffer:
         """
         older = [file for file in self._files if file.is_older]
         for file in older:
-            index = self._unless_damaged(file, file.index, np.empty(0, INDEX_DTYPE))
-            seqs = index["seq"][index["held_out"]].tolist()
-            hashes = {stored.seq: self._key.hash(stored.record) for stored in self.read(seqs)}
-            file.set_hashes(hashes)
+            file.set_hashes(self._hash_held_out(file, self._key, self.newest()))
         if older:
             self.upgraded = (
                 f"{sum(len(file.index()) for file in older if file in self._files)} records of an earlier release keep "
@@ -579,7 +605,12 @@ class Buffer:
     def _index(self) -> Index:
         """INDEX_DTYPE [records], over all files, by ascending sequence number."""
         empty = np.empty(0, INDEX_DTYPE)
-        return np.concatenate([empty, *(self._unless_damaged(file, file.index, empty) for file in list(self._files))])
+        index = np.concatenate([empty, *(self._unless_damaged(file, file.index, empty) for file in list(self._files))])
+        if len(self._rehashed):
+            has_new = np.isin(index["seq"], self._rehashed["seq"])
+            new = self._rehashed[np.searchsorted(self._rehashed["seq"], index["seq"][has_new])]
+            index["prompt"][has_new], index["request"][has_new] = new["prompt"], new["request"]
+        return index
 
     def _usable(self) -> Index:
         index = self._index()

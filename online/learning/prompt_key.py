@@ -1,20 +1,28 @@
 """The key that decides which prompts are held out. Without it nobody can find or make such a prompt.
 
+    held-out.key     the key
+    held-out.json    its SHA-256, with a checksum: whether the key is still the one that was made here
+
 With a plain hash, a client could find held-out prompts by trying, and so supply all of the gate's evidence.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import os
 import secrets
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from redraft.heads.files.artifact import sync
+from redraft.heads.files.sealed import DamagedError, read_sealed, set_aside, write_sealed
 from redraft.online.records.record import Record
 
 KEY_BYTES = 32
+
+KEY, NOTE = "held-out.key", "held-out.json"
 
 
 class Hashes(NamedTuple):
@@ -37,25 +45,6 @@ class PromptKey:
         """A new key that ends with this process."""
         return cls(make_secret())
 
-    @classmethod
-    def open(cls, path: Path) -> PromptKey:
-        """The key in `path`, made if there is none; only this user can read it.
-
-        Raises:
-            ValueError: if the file does not hold a key.
-            OSError: if it cannot be read or written.
-        """
-        if not path.exists():
-            _write(path)
-        path.chmod(0o600)
-        secret = path.read_bytes()
-        if len(secret) != KEY_BYTES:
-            raise ValueError(
-                f"{path} does not hold a key: restore it, or remove it and a new one is made, which holds out other "
-                "prompts from then on"
-            )
-        return cls(secret)
-
     def hash(self, record: Record) -> Hashes:
         # The prompt only: answers of one prompt differ, and training on one would leak into judging by another.
         prompt = self._digest(record.context[: 4 * record.num_prompt_tokens])  # int32 ids
@@ -66,20 +55,116 @@ class PromptKey:
         return hmac.digest(self._secret, content, "sha256")
 
 
+@dataclass(frozen=True, kw_only=True)
+class OpenedKey:
+    key: PromptKey
+    rehash_through: int
+    """Records up to this number were hashed with another key, and need new hashes at every start."""
+    damage: tuple[str, ...]
+    """A sentence for every file that was damaged or missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Note:
+    """The content of held-out.json."""
+
+    key_sha256: str
+    """Empty while a lost key is being replaced: then no key fits."""
+    rehash_through: int
+
+
+def open_key(folder: Path, *, newest: int, has_hashes: bool) -> OpenedKey:
+    """The key in `folder`, made if there is none; only this user can read it. A lost one is replaced, and told.
+
+    Args:
+        folder: The buffer's folder.
+        newest: The highest number of a record so far.
+        has_hashes: Whether there are records that a key has hashed.
+
+    Raises:
+        ValueError: if a later release wrote held-out.json.
+        OSError: if a file cannot be read or written.
+    """
+    secret, damage = _read_secret(folder / KEY), list[str]()
+    saved: _Note | None = None
+    try:
+        note = saved = _read_note(folder / NOTE)
+    except DamagedError as error:
+        damage.append(f"{error}: it was written again, for the {KEY} that is there")
+        # It may have told of records with hashes by another key. The same key gives the same hashes again.
+        note = _Note(key_sha256=_sha256(secret or b""), rehash_through=newest)
+    if problem := _find_problem(secret, note, has_hashes):
+        note, secret = _Note(key_sha256="", rehash_through=newest), None
+        damage.append(_take_away(folder, problem, note))
+    if secret is None:  # written before the note: a key without a note is no damage
+        secret = make_secret()
+        _write(folder / KEY, secret)
+    wanted = _Note(key_sha256=_sha256(secret), rehash_through=note.rehash_through if note else 0)
+    if wanted != saved:
+        _write_note(folder / NOTE, wanted)
+    return OpenedKey(key=PromptKey(secret), rehash_through=wanted.rehash_through, damage=tuple(damage))
+
+
 def make_secret() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
+
+
+def _find_problem(secret: bytes | None, note: _Note | None, has_hashes: bool) -> str:
+    """Why the key is not the one that was made here; empty if it is, or if none was made yet."""
+    if secret is None:
+        return "was missing" if note or has_hashes else ""
+    if len(secret) != KEY_BYTES:
+        return "did not hold a key"
+    return "was not the key that was made here" if note and note.key_sha256 != _sha256(secret) else ""
+
+
+def _take_away(folder: Path, problem: str, note: _Note) -> str:
+    """Set the damaged key aside; returns the sentence about it."""
+    _write_note(folder / NOTE, note)  # first: after a kill on the way, the next start finds no key that fits
+    path = folder / KEY
+    aside = f" (it is now {set_aside(path).name})" if path.exists() else ""
+    return (
+        f"{path} {problem}{aside}: a new key holds out other prompts, so until the old records have expired, a prompt "
+        "that was trained may judge"
+    )
+
+
+def _read_secret(path: Path) -> bytes | None:
+    if not path.exists():
+        return None
+    path.chmod(0o600)
+    return path.read_bytes()
+
+
+def _read_note(path: Path) -> _Note | None:
+    """Raises: DamagedError if the file does not hold a note; ValueError if a later release wrote it."""
+    if not path.exists():
+        return None
+    content = read_sealed(path)
+    try:
+        return _Note(**content)
+    except TypeError as error:
+        raise DamagedError(f"{path} is damaged ({error})") from error
+
+
+def _write_note(path: Path, note: _Note) -> None:
+    write_sealed(path, asdict(note), mode=0o600)
+
+
+def _sha256(secret: bytes) -> str:
+    return hashlib.sha256(secret).hexdigest()
 
 
 def _to_integer(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "big", signed=True) or 1
 
 
-def _write(path: Path) -> None:
-    """Write a new key. It appears whole or not at all."""
+def _write(path: Path, secret: bytes) -> None:
+    """Write the key. It appears whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(make_secret())
+        file.write(secret)
     sync(partial)
     partial.replace(path)
     sync(path.parent)

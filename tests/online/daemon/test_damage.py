@@ -163,6 +163,15 @@ GOES_ON = {
     "forgotten torn": (
         lambda learner, registry: cut(learner / "buffer/forgotten.json"), "buffer_damaged", "tenants are read",
     ),
+    "key missing": (
+        lambda learner, registry: (learner / "buffer/held-out.key").unlink(), "buffer_damaged", "key was missing",
+    ),
+    "key flipped": (
+        lambda learner, registry: flip(learner / "buffer/held-out.key", 5), "buffer_damaged", "was not the key",
+    ),
+    "key short": (
+        lambda learner, registry: cut(learner / "buffer/held-out.key"), "buffer_damaged", "did not hold a key",
+    ),
     "buffer text": (text_flipped, "buffer_damaged", "its records are gone"),
     "buffer column": (column_flipped, "buffer_damaged", "the checksum of record 3 differs"),
     "buffer cut": (

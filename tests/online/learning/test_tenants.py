@@ -97,11 +97,144 @@ def test_without_a_folder_the_key_reaches_no_disk(tmp_path: Any, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_key_that_is_none_is_told_in_one_line(tmp_path: Any) -> None:
-    (tmp_path / "held-out.key").write_bytes(b"torn")
-    with pytest.raises(ValueError, match=r"held-out.key does not hold a key: restore it, or remove it") as error:
-        Buffer(BufferConfig(folder=tmp_path), "target")
-    assert "\n" not in str(error.value)
+def drop_key(folder: Any) -> None:
+    (folder / "held-out.key").unlink()
+
+
+def flip_key(folder: Any) -> None:
+    secret = bytearray((folder / "held-out.key").read_bytes())
+    secret[5] ^= 1
+    (folder / "held-out.key").write_bytes(secret)
+
+
+def cut_key(folder: Any) -> None:
+    (folder / "held-out.key").write_bytes(b"torn")
+
+
+LOSSES = {
+    drop_key: "held-out.key was missing: a new key holds out other prompts",
+    flip_key: "held-out.key was not the key that was made here (it is now held-out.key.damaged): a new key",
+    cut_key: "held-out.key did not hold a key (it is now held-out.key.damaged): a new key",
+}
+
+
+def sides(buffer: Buffer) -> tuple[list[int], list[int]]:
+    """Numbers of the records that judge, and of those that train."""
+    return buffer.select_held_out(999), [one.seq for one in buffer.fresh(0, 999)]
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+def test_a_lost_key_is_replaced_and_told_and_records_keep_their_side(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lose: Any
+) -> None:
+    monkeypatch.setattr(prompt_key, "make_secret", MAKE_SECRET)
+    with opened(tmp_path, held_out_fraction=0.5) as buffer:
+        send(buffer, *traffic(0, 60, HONEST))
+        before = sides(buffer)
+    lose(tmp_path)
+    with opened(tmp_path, held_out_fraction=0.5) as buffer:
+        (sentence,) = buffer.damage
+        assert LOSSES[lose] in sentence
+        assert "until the old records have expired, a prompt that was trained may judge" in sentence
+        assert sides(buffer) == before
+    for name in ("held-out.key", "held-out.json"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+    with opened(tmp_path, held_out_fraction=0.5) as buffer:
+        assert buffer.damage == [], "it is told once"
+        assert sides(buffer) == before
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+def test_a_prompt_from_before_a_lost_key_still_counts_once(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lose: Any
+) -> None:
+    monkeypatch.setattr(prompt_key, "make_secret", MAKE_SECRET)
+    with opened(tmp_path, held_out_fraction=0.999999) as buffer:
+        send(buffer, *traffic(0, 30, HONEST))
+    lose(tmp_path)
+    for boot in ("second", "third"):
+        with opened(tmp_path, held_out_fraction=0.999999) as buffer:
+            send(buffer, *traffic(0, 30, HONEST, server_id=boot))
+            assert judges(buffer).total() == 30
+
+
+class KilledError(Exception):
+    pass
+
+
+def kill_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """End the process before its write with this number, counted from 0."""
+    left = [step]
+
+    def patch(name: str) -> None:
+        write = getattr(prompt_key, name)
+
+        def write_or_die(*arguments: Any, **named: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KilledError
+            return write(*arguments, **named)
+
+        monkeypatch.setattr(prompt_key, name, write_or_die)
+
+    for name in ("_write", "write_sealed", "set_aside"):
+        patch(name)
+
+
+WRITES = [*((drop_key, step) for step in range(3)), *((cut_key, step) for step in range(4))]
+
+
+@pytest.mark.parametrize(("lose", "step"), WRITES)
+@pytest.mark.parametrize("has_note", [True, False])
+def test_a_kill_while_a_key_is_replaced_hides_no_damage(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lose: Any, has_note: bool, step: int
+) -> None:
+    with opened(tmp_path, held_out_fraction=0.999999) as buffer:
+        send(buffer, *traffic(0, 30, HONEST))
+    lose(tmp_path)
+    if not has_note:  # as an earlier release left the folder
+        (tmp_path / "held-out.json").unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(prompt_key, "make_secret", MAKE_SECRET)
+        kill_at(step, patched)
+        with pytest.raises(KilledError):
+            Buffer(BufferConfig(folder=tmp_path), "target")
+    with opened(tmp_path, held_out_fraction=0.999999) as buffer:
+        assert len(buffer.damage) == 1
+        send(buffer, *traffic(0, 30, HONEST, server_id="another boot"))
+        assert judges(buffer).total() == 30
+
+
+@pytest.mark.parametrize("step", range(2))
+def test_a_kill_while_the_first_key_is_made_is_no_damage(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    with monkeypatch.context() as patched:
+        kill_at(step, patched)
+        with pytest.raises(KilledError):
+            Buffer(BufferConfig(folder=tmp_path), "target")
+    with opened(tmp_path) as buffer:
+        assert buffer.damage == []
+
+
+def test_a_key_without_a_note_is_of_an_earlier_release(tmp_path: Any) -> None:
+    with opened(tmp_path, held_out_fraction=0.5) as buffer:
+        send(buffer, *traffic(0, 40, HONEST))
+        before = sides(buffer)
+    secret, note = (tmp_path / "held-out.key").read_bytes(), tmp_path / "held-out.json"
+    note.unlink()
+    with opened(tmp_path, held_out_fraction=0.5) as buffer:
+        assert (buffer.damage, sides(buffer)) == ([], before)
+    assert note.exists()
+    for damaged in ("", "{", "[]", note.read_text().replace("0", "1")):
+        note.write_text(damaged)
+        with opened(tmp_path, held_out_fraction=0.5) as buffer:
+            (sentence,) = buffer.damage
+            assert "held-out.json is damaged" in sentence
+            assert sides(buffer) == before
+        with opened(tmp_path) as buffer:
+            assert buffer.damage == []
+    assert (tmp_path / "held-out.key").read_bytes() == secret
 
 
 # --- evidence
@@ -267,7 +400,8 @@ def test_replay_is_filled_also_where_one_tenant_has_nearly_everything() -> None:
 
 def make_older(folder: Any) -> None:
     """Take away from a buffer all that an earlier release did not write; every third record is held out."""
-    (folder / "held-out.key").unlink()
+    for name in ("held-out.key", "held-out.json"):
+        (folder / name).unlink()
     for path in folder.glob("records-*.db"):
         with contextlib.closing(sqlite3.connect(path)) as file, file:
             file.execute("UPDATE records SET held_out = (seq % 3 = 0)")
