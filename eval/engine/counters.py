@@ -17,6 +17,9 @@ DRAFT_TOKENS = f"{SPEC_DECODE}draft_tokens_total"
 ACCEPTED = f"{SPEC_DECODE}accepted_tokens_total"
 ACCEPTED_PER_POSITION = f"{SPEC_DECODE}accepted_tokens_per_pos_total"
 DECODE_TIME = "vllm:request_decode_time_seconds_"
+PREFIX_CACHE = "vllm:prefix_cache_"
+PREFIX_QUERIES = f"{PREFIX_CACHE}queries_total"
+PREFIX_HITS = f"{PREFIX_CACHE}hits_total"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,14 @@ class DecodeTime:
 
     requests: int
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixCache:
+    """Tokens of prompts that were looked up in the cache, and those found there, since the engine started."""
+
+    queries: int
+    hits: int
 
 
 def parse_counts(metrics: str) -> AcceptanceCounts:
@@ -66,6 +77,15 @@ def parse_decode_time(metrics: str) -> DecodeTime:
         if kind in sums:  # the histogram's buckets have the same prefix
             sums[kind] += sample.value
     return DecodeTime(requests=int(sums["count"]), seconds=sums["sum"])
+
+
+def parse_prefix_cache(metrics: str) -> PrefixCache:
+    """Sums over a server's engines; 0 if there are no such counters."""
+    sums = dict.fromkeys((PREFIX_QUERIES, PREFIX_HITS), 0.0)
+    for sample in _samples(metrics, PREFIX_CACHE):
+        if sample.name in sums:
+            sums[sample.name] += sample.value
+    return PrefixCache(queries=int(sums[PREFIX_QUERIES]), hits=int(sums[PREFIX_HITS]))
 
 
 def _samples(metrics: str, prefix: str) -> Iterator[Sample]:

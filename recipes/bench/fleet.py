@@ -35,7 +35,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from redraft.distill.data.corpus import stdlib_conversations
-from redraft.eval.engine.counters import parse_counts
+from redraft.eval.engine.counters import parse_counts, parse_prefix_cache
 from redraft.eval.engine.process import free_port
 from redraft.eval.engine.server import IDLE_S
 from redraft.eval.machine import environment
@@ -348,11 +348,9 @@ class SwapBench:
         after = (await self.http.get("/metrics")).text
         counts = parse_counts(after).since(parse_counts(before))
         assert counts is not None
-        asked, found = (
-            read_counter(after, name) - read_counter(before, name)
-            for name in ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
-        )
-        return Sent(answers, counts.draft_acceptance_rate, found / asked)
+        earlier, later = parse_prefix_cache(before), parse_prefix_cache(after)
+        hits = (later.hits - earlier.hits) / (later.queries - earlier.queries)
+        return Sent(answers, counts.draft_acceptance_rate, hits)
 
     async def swap(self, version: str) -> Swapped:
         """Swap while requests are answered; once they have ended, send the prompts again."""
@@ -379,11 +377,6 @@ class SwapBench:
                     times_s.append(time.monotonic())
                     tokens.append(json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"] or [])
         return Stream(times_s, tokens)
-
-
-def read_counter(metrics: str, name: str) -> float:
-    """The sum of a counter over a server's engines."""
-    return sum(float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith(f"{name}{{"))
 
 
 AGES = {"before": None, "steps 1 to 8": (0, 8), "9 to 32": (8, 32), "later": (32, 10**9)}

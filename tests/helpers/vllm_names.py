@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from redraft.eval.engine import counters
+from redraft.recipes.serve.serve import RAY_PREFIXES
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,6 +105,42 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "engine": ("v1.engine.core:EngineCore",),
         "request": ("v1.request:Request",),
     },
+    "online/engine/cpu_fix.py": {
+        "current_platform": ("platforms.interface:Platform",),
+        "cpu_triton_utils": ("utils.cpu_triton_utils",),
+    },
+    "online/engine/swap.py": {
+        "worker": (WORKER,),
+        "runner": (V1_RUNNER, V2_RUNNER),
+        "vllm_config": (VLLM_CONFIG,),
+        "vllm_config.speculative_config": (SPECULATIVE,),
+    },
+    "eval/engine/wait.py": {
+        "current_platform": ("platforms.interface:Platform",),
+        "shm_broadcast": ("distributed.device_communicators.shm_broadcast",),
+        "EngineCoreProc": ("v1.engine.core:EngineCoreProc",),
+    },
+    "eval/engine/grouped_norm.py": {
+        "current_platform": ("platforms.interface:Platform",),
+        "_custom_ops": ("_custom_ops",),
+    },
+    "eval/engine/lookups.py": {
+        "WorkerWrapperBase": ("v1.worker.worker_base:WorkerWrapperBase",),
+        "self.worker": (WORKER,),
+        "runner": (V1_RUNNER,),
+        "self.runner": (V1_RUNNER,),
+        "batch": ("v1.worker.gpu_input_batch:InputBatch",),
+        "scheduled": ("v1.core.sched.output:SchedulerOutput",),
+    },
+    "eval/engine/ngrams_first.py": {
+        "runner": (V1_RUNNER,),
+        "self.runner": (V1_RUNNER,),
+        "runner.vllm_config": (VLLM_CONFIG,),
+        "speculative": (SPECULATIVE,),
+        "self.ngrams": ("v1.spec_decode.ngram_proposer:NgramProposer",),
+        "batch": ("v1.worker.gpu_input_batch:InputBatch",),
+        "scheduled": ("v1.core.sched.output:SchedulerOutput",),
+    },
     "online/engine/copies.py": {
         "block": ("model_executor.models.qwen3_dflash:DFlashQwen3Model",),
         "runner.speculator": ("v1.worker.gpu.spec_decode.dspark.speculator:DSparkSpeculator",),
@@ -111,7 +148,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "getattr(runner, 'drafter', None)": ("v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer",),
     },
 }
-"""vLLM's classes of the expressions in our files. An attribute must exist in all classes of its expression."""
+"""vLLM's classes, and modules, of the expressions in our files. An attribute must exist in all of its expression's."""
 
 CALLABLES = (
     f"{V1_RUNNER}._sample",
@@ -147,6 +184,12 @@ CALLABLES = (
     "model_executor.model_loader.reload:finalize_layerwise_reload",
     "config:set_current_vllm_config",
     "model_executor.models.qwen3_dflash:DFlashQwen3Model._build_fused_kv_buffers",
+    "model_executor.models.llama:LlamaForCausalLM.load_weights",
+    f"{V1_RUNNER}.get_model",
+    f"{V2_RUNNER}.get_model",
+    "v1.spec_decode.ngram_proposer:NgramProposer.propose",
+    "v1.engine.core:EngineCoreProc.run_busy_loop",
+    "_custom_ops:rms_norm",
 )
 """What we replace or call."""
 
@@ -156,9 +199,14 @@ TEXTS = {
         name.removesuffix("_total")
         for name in (counters.DRAFTS, counters.DRAFT_TOKENS, counters.ACCEPTED, counters.ACCEPTED_PER_POSITION)
     ),
-    "v1/metrics/loggers.py": (counters.DECODE_TIME.rstrip("_"),),
+    "v1/metrics/loggers.py": (
+        counters.DECODE_TIME.rstrip("_"),
+        *(f'"{name.removesuffix("_total")}"' for name in (counters.PREFIX_QUERIES, counters.PREFIX_HITS)),
+    ),
+    "model_executor/layers/utils.py": ("layer.cpu_linear =",),
     "config/vllm.py": ("VLLM_USE_V2_MODEL_RUNNER", "per_request_spec_decode_metrics"),
-    "envs.py": ("VLLM_CPU_OMP_THREADS_BIND",),
+    "envs.py": ("VLLM_CPU_OMP_THREADS_BIND", RAY_PREFIXES),
+    "ray/ray_env.py": (RAY_PREFIXES,),
 }
 """Names of counters, variables and groups of plugins, by the file of vLLM with them."""
 
@@ -176,7 +224,7 @@ class Vllm:
             *(
                 f"{where}: {chain}, {name} has no {attribute}"
                 for where, chain, name, attribute in list_attributes()
-                if attribute not in self.members(name)
+                if not self._has_attribute(name, attribute)
             ),
             *(f"no {name}" for name in CALLABLES if self.signature(name) is None),
             *(f"no {text} in {file}" for file, texts in TEXTS.items() for text in texts if not self._holds(file, text)),
@@ -207,6 +255,12 @@ class Vllm:
         """Attributes and methods of "module:Class", those of its bases and of its instances included."""
         module, _, cls = name.partition(":")
         return {member for each in self._lineage(module, cls) for member in _list_members(each)}
+
+    def _has_attribute(self, name: str, attribute: str) -> bool:
+        """Whether "module:Class", or a module, has an attribute."""
+        if ":" in name:
+            return attribute in self.members(name)
+        return self._path(name) is not None and self._defines(name, attribute)
 
     def _holds(self, file: str, text: str) -> bool:
         path = self.folder / file
@@ -282,7 +336,8 @@ def list_imports() -> list[tuple[str, str]]:
     """Everything that the plugin imports from vLLM: our file, and the name below `vllm`."""
     return [
         (str(path.relative_to(ROOT)), f"{node.module}.{alias.name}".removeprefix("vllm").lstrip("."))
-        for path in sorted((ROOT / "online/engine").glob("*.py"))
+        for folder in ("online/engine", "eval/engine")
+        for path in sorted((ROOT / folder).glob("*.py"))
         for node in ast.walk(_parse(path))
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
         for alias in node.names
@@ -290,7 +345,7 @@ def list_imports() -> list[tuple[str, str]]:
 
 
 def list_attributes() -> list[tuple[str, str, str, str]]:
-    """Our file, an expression in it, the class of vLLM before its last dot, and the attribute after it."""
+    """Our file, an expression in it, vLLM's class or module before its last dot, and the attribute after it."""
     found = set()
     for file, objects in OBJECTS.items():
         for node in ast.walk(_parse(ROOT / file)):

@@ -16,6 +16,8 @@ import pytest
 import vllm_names
 from vllm_names import Vllm
 
+from redraft.eval.engine import counters
+
 VERSION = "0.33.0"
 SHA256 = "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa"
 """Of the wheel for x86-64."""
@@ -96,6 +98,9 @@ def test_what_the_hooks_touch_is_read_from_their_source():
     assert ("runner_v2.py", "runner.speculator.propose") in touched  # by getattr
     assert ("feed.py", "request.prompt_token_ids") in touched
     assert ("routes.py", "self.engine.pause_generation") in touched
+    assert ("swap.py", "runner.get_draft_model") in touched
+    assert ("wait.py", "shm_broadcast.sched_yield") in touched  # of a module
+    assert ("ngrams_first.py", "self.ngrams.propose") in touched
     assert len(touched) > 90
 
 
@@ -151,3 +156,15 @@ def test_what_is_not_there_is_told(small):
     assert "no v1.worker.gpu_model_runner:GPUModelRunner._sample" in missing
     assert any(line.startswith("no vllm:spec_decode_num_drafts in ") for line in missing)
     assert any("swap.py: config.set_current_vllm_config" in line for line in missing)
+    assert any("eval/engine/grouped_norm.py: _custom_ops" in line for line in missing)
+    assert 'no "vllm:prefix_cache_hits" in v1/metrics/loggers.py' in missing
+
+
+def test_every_file_of_the_plugin_and_every_counter_is_checked():
+    """A new file needs a line in OBJECTS, a new counter one in TEXTS."""
+    assert {file for file, _ in vllm_names.list_imports()} <= vllm_names.OBJECTS.keys()
+    texts = [text.strip('"') for texts in vllm_names.TEXTS.values() for text in texts]
+    read = [name for name in vars(counters).values() if isinstance(name, str) and name.startswith("vllm:")]
+    stems = [name.removesuffix("_total").rstrip("_") for name in read]
+    assert [stem for stem in stems if not any(text.startswith(stem) for text in texts)] == []
+    assert len(stems) >= 8

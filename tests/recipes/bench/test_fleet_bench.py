@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from transformers import LlamaForCausalLM
 
+from redraft.eval.engine.counters import PrefixCache, parse_prefix_cache
 from redraft.recipes.bench import fleet
 from redraft.recipes.bench.fleet import (
     Config,
@@ -46,6 +48,17 @@ def test_noise_leaves_names_and_types() -> None:
     }
     assert torch.equal(noisy["norm"], tensors["norm"])
     assert 0.05 < float((noisy["a"] - tensors["a"]).float().std()) < 0.2
+
+
+def test_tokens_found_in_the_cache_are_summed_over_engines_and_not_with_those_of_other_servers() -> None:
+    registry = CollectorRegistry()
+    for name, values in {"queries": (60, 40), "hits": (50, 5)}.items():
+        for prefix, factor in (("", 1), ("external_", 7)):
+            counter = Counter(f"vllm:{prefix}prefix_cache_{name}", name, ["engine"], registry=registry)
+            for engine, value in enumerate(values):
+                counter.labels(engine).inc(factor * value)
+    assert parse_prefix_cache(generate_latest(registry).decode()) == PrefixCache(queries=100, hits=55)
+    assert parse_prefix_cache("") == PrefixCache(queries=0, hits=0)
 
 
 def make_swap(after: Sent, pause_s: float = 0.08) -> Swapped:
