@@ -46,8 +46,18 @@ PAUSE_TIMEOUT_S = 60.0
 
 RESUME_TIMEOUT_S = 30.0
 
+RESUME_POLL_S = 0.5
+"""Seconds between two attempts to resume: vLLM refuses while its pause is not complete."""
+
 DEATH_POLL_S = 1.0
 """Seconds between two looks whether the engine that is asked still lives."""
+
+DEAD = "the engine has died: start this server again"
+
+CACHE_CURE = "swap again when no request waits for keys of another server, or restart this one with --swap.cache keep"
+
+MAX_SAID = 400
+"""Most characters of an error of the engine in an answer."""
 
 MAX_STUCK_READS = 4
 """Hung readers of the registry allowed before further swaps are refused."""
@@ -220,10 +230,8 @@ class Endpoint:
         try:
             async with asyncio.timeout(PAUSE_TIMEOUT_S):
                 if self._can_pause:
-                    await self.engine.pause_generation(mode="keep", clear_cache=clears)
-                loaded = await self._load(found.name, str(found.folder), serving)
-                if clears and not self._can_pause:
-                    await self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+                    await self._pause(serving, clears=clears)
+                loaded = await self._load(found, serving, resets=clears and not self._can_pause)
         except TimeoutError:
             detail = f"{found.name} was not loaded within {PAUSE_TIMEOUT_S:.0f} s, and generation goes on: swap again"
             raise HTTPException(504, detail) from None
@@ -233,6 +241,19 @@ class Endpoint:
         pause_ms = 1e3 * (time.perf_counter() - began_s)
         return {"version": found.name, "previous": serving, "swapped": True, "pause_ms": pause_ms, **loaded}
 
+    async def _pause(self, serving: str, *, clears: bool) -> None:
+        """Pause generation, and empty the cache if asked to. Raises HTTPException 503 if the engine refuses."""
+        problem, cure = ("pause and empty its cache", CACHE_CURE) if clears else ("pause", "swap again")
+        pause = self.engine.pause_generation(mode="keep", clear_cache=clears)
+        await self._tell(pause, f"the engine could not {problem}", f"; still serving {serving}: {cure}")
+
+    async def _reset_cache(self) -> None:
+        """Empty the cache between two steps. Raises HTTPException 503 if the engine refuses."""
+        problem = "the engine could not empty its cache"
+        reset = self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        if await self._tell(reset, problem) is False:  # as vLLM answers about an external cache
+            raise HTTPException(503, f"{problem}: its KV connector did not reset")
+
     async def _require_awake(self) -> None:
         """Refuse to touch an engine that somebody has put to sleep or paused: a swap would also resume it."""
         if await self._while_alive(self.engine.is_sleeping()):
@@ -240,39 +261,59 @@ class Endpoint:
 
     async def _resume(self) -> None:
         """Resume, unless the engine fell asleep meanwhile: then it is resumed when it is woken up."""
+        refusal: HTTPException | None = None
         try:
             async with asyncio.timeout(RESUME_TIMEOUT_S):
-                if not await self._is_asleep():
-                    await self.engine.resume_generation()
+                while not await self._is_asleep():
+                    try:
+                        resume = self.engine.resume_generation()
+                        return await self._tell(resume, "generation was not resumed", ": restart this server")
+                    except HTTPException as error:
+                        if self.engine.errored:
+                            raise
+                        refusal = error
+                    await asyncio.sleep(RESUME_POLL_S)
         except TimeoutError:
-            raise HTTPException(504, "the engine does not answer: restart this server") from None
+            raise refusal or HTTPException(504, "the engine does not answer: restart this server") from None
 
     async def _is_asleep(self) -> bool:
         with suppress(Exception):  # a server that cannot say is resumed
             return any(rank["asleep"] for rank in await self._ask("redraft_status"))
         return False
 
-    async def _load(self, version: str, folder: str, serving: str) -> dict[str, Any]:
-        """Load on all ranks. If any rank fails, restore the last good draft on all of them."""
-        ranks = await self._ask("redraft_load", folder)
+    async def _load(self, found: _Found, serving: str, *, resets: bool) -> dict[str, Any]:
+        """Load on all ranks, then empty the cache if it `resets`. If either fails, restore the last good draft."""
+        ranks = await self._ask("redraft_load", str(found.folder))
         failed = [rank for rank in ranks if not rank["ok"]]
-        if not failed:
-            # only now: if a rank fails, the others need the last good draft to go back to
-            await self._ask("redraft_commit", version)
-            if any(rank["checksum_before"] != rank["checksum_after"] for rank in ranks):
-                raise HTTPException(500, "the target's weights changed: restart this server")
-            return {
-                "load_ms": max(rank["load_ms"] for rank in ranks),
-                "target_checksum_before": ranks[0]["checksum_before"],
-                "target_checksum_after": ranks[0]["checksum_after"],
-            }
-        error = failed[0]["error"]
-        # Ranks with different drafts would propose nonsense, so all go back.
-        if any(rank["ok"] or rank["touched"] for rank in ranks):
-            if not await self._restore():
-                raise HTTPException(500, f"{error}; and {serving} could not be restored: swap to a good version")
-            raise HTTPException(500, f"{error}; {serving} was restored")
-        raise HTTPException(409, f"{error}; still serving {serving}")
+        if failed:
+            error = failed[0]["error"]
+            # Ranks with different drafts would propose nonsense, so all go back.
+            if any(rank["ok"] or rank["touched"] for rank in ranks):
+                raise await self._go_back(HTTPException(500, error), serving)
+            raise HTTPException(409, f"{error}; still serving {serving}")
+        if resets:
+            try:
+                await self._reset_cache()
+            except HTTPException as refusal:
+                if self.engine.errored:
+                    raise
+                raise await self._go_back(refusal, serving, f": {CACHE_CURE}") from refusal
+        # only now: if anything fails, the ranks need the last good draft to go back to
+        await self._ask("redraft_commit", found.name)
+        if any(rank["checksum_before"] != rank["checksum_after"] for rank in ranks):
+            raise HTTPException(500, "the target's weights changed: restart this server")
+        return {
+            "load_ms": max(rank["load_ms"] for rank in ranks),
+            "target_checksum_before": ranks[0]["checksum_before"],
+            "target_checksum_after": ranks[0]["checksum_after"],
+        }
+
+    async def _go_back(self, refusal: HTTPException, serving: str, cure: str = "") -> HTTPException:
+        """Restore the last good draft, and add that to the refusal."""
+        if not await self._restore():
+            told = f"{refusal.detail}; and {serving} could not be restored: swap to a good version"
+            return HTTPException(500, told)
+        return HTTPException(refusal.status_code, f"{refusal.detail}; {serving} was restored{cure}")
 
     async def _restore(self) -> bool:
         """Load the last good draft again on all ranks. Generation waits for it, at most PAUSE_TIMEOUT_S in all."""
@@ -297,10 +338,26 @@ class Endpoint:
         try:
             while not (await asyncio.wait({running}, timeout=DEATH_POLL_S))[0]:
                 if self.engine.errored:
-                    raise HTTPException(503, "the engine has died: start this server again")
+                    raise HTTPException(503, DEAD)
             return running.result()
         finally:
             running.cancel()
+
+    async def _tell(self, call: Awaitable[T], problem: str, then: str = "") -> T:
+        """The result of a call that the engine may refuse.
+
+        Raises:
+            HTTPException: 503 with the problem, what the engine said about it, and `then`.
+        """
+        try:
+            return await self._while_alive(call)
+        except HTTPException:
+            raise
+        except Exception as error:
+            if self.engine.errored:
+                raise HTTPException(503, DEAD) from error
+            said = " ".join(str(error).split())[:MAX_SAID].rstrip(".") or type(error).__name__
+            raise HTTPException(503, f"{problem}: {said}{then}") from error
 
     async def _ask_replicas(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         """With data parallelism each replica has an engine. vLLM's `collective_rpc` asks all engines, but returns only

@@ -50,6 +50,10 @@ class Engine:
     """The fate of the cache, as the ranks tell it."""
     falls_asleep_in: str = ""
     """The method in which somebody else puts the engine to sleep."""
+    refuses: dict[str, int] = field(default_factory=dict)
+    """How often the engine refuses a call, by its name in `calls`."""
+    keeps_external: bool = False
+    """An external cache stays when the prefix cache is reset."""
 
     async def is_sleeping(self) -> bool:
         return self.is_asleep
@@ -81,14 +85,21 @@ class Engine:
 
     async def pause_generation(self, **how: Any) -> None:
         assert how == {"mode": "keep", "clear_cache": self.cache == "clear"}
-        self.calls.append("pause")
+        self._call("pause")
 
-    async def reset_prefix_cache(self, **how: Any) -> None:
+    async def reset_prefix_cache(self, **how: Any) -> bool:
         assert how == {"reset_running_requests": True, "reset_connector": True}
-        self.calls.append("reset_prefix_cache")
+        self._call("reset_prefix_cache")
+        return not self.keeps_external
 
     async def resume_generation(self) -> None:
-        self.calls.append("resume")
+        self._call("resume")
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if self.refuses.get(name, 0):
+            self.refuses[name] -= 1
+            raise Exception(f"Call to {name} method failed:\nnot now.")  # as vLLM's client raises what its engine said
 
 
 @pytest.fixture
@@ -322,6 +333,78 @@ def test_a_load_that_hangs_is_given_up_and_generation_resumed(registry, monkeypa
     answer, calls = swap(registry, load_s=30, redraft_load=[LOADED, LOADED])
     assert (answer.status_code, "was not loaded within" in answer.text) == (504, True)
     assert calls == [*READ, "pause", "redraft_load", "resume", "redraft_discard"]
+
+
+# --- an engine that refuses
+
+
+CLEAR_OR_KEEP = (
+    "swap again when no request waits for keys of another server, or restart this one with --swap.cache keep"
+)
+REFUSED_RESET = "the engine could not empty its cache: Call to reset_prefix_cache method failed: not now"
+
+
+def swap_refused(registry, refuses=None, *, can_pause=True, restored=LOADED, **engine):
+    """The answer of an engine that refuses, in a line, and its calls after the draft was read."""
+    answers = {"redraft_load": [LOADED] * 2, "redraft_restore": [restored] * 2}
+    engine = Engine({"redraft_staged": [staged(registry)] * 2, **answers}, refuses=dict(refuses or {}), **engine)
+    endpoint = Endpoint()
+    endpoint._can_pause = can_pause
+    answer = make_client(registry, engine, endpoint).post(SWAP, json=BODY)
+    assert "\n" not in answer.text
+    assert engine.calls.pop() == "redraft_discard"
+    return answer.status_code, answer.json()["detail"], engine.calls[len(READ) :]
+
+
+@pytest.mark.parametrize(
+    ("cache", "problem", "cure"),
+    [("clear", "pause and empty its cache", CLEAR_OR_KEEP), ("keep", "pause", "swap again")],
+)
+def test_a_pause_that_is_refused_leaves_the_draft_and_goes_on(registry, cache, problem, cure):
+    code, told, calls = swap_refused(registry, cache=cache, refuses={"pause": 1})
+    assert code == 503
+    assert (
+        told == f"the engine could not {problem}: Call to pause method failed: not now; still serving v000001: {cure}"
+    )
+    assert calls == ["pause", "resume"]
+
+
+@pytest.mark.parametrize("changes", [{"refuses": {"reset_prefix_cache": 1}}, {"keeps_external": True}])
+@pytest.mark.parametrize("restored", [LOADED, BROKEN])
+def test_where_the_cache_cannot_be_emptied_the_last_good_draft_is_restored(registry, changes, restored):
+    code, told, calls = swap_refused(registry, can_pause=False, restored=restored, cache="clear", **changes)
+    assert calls == ["redraft_load", "reset_prefix_cache", *READ, "redraft_restore"]
+    problem = (
+        REFUSED_RESET if "refuses" in changes else "the engine could not empty its cache: its KV connector did not"
+    )
+    assert told.startswith(problem)
+    if restored is LOADED:
+        assert (code, told.endswith(f"; v000001 was restored: {CLEAR_OR_KEEP}")) == (503, True)
+    else:
+        assert (code, told.endswith("; and v000001 could not be restored: swap to a good version")) == (500, True)
+
+
+def test_generation_is_resumed_as_soon_as_the_pause_is_complete(registry, monkeypatch):
+    monkeypatch.setattr(plugin_routes, "RESUME_POLL_S", 0.01)
+    engine = Engine({"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2}, refuses={"resume": 3})
+    assert make_client(registry, engine).post(SWAP, json=BODY).is_success
+    assert engine.calls[-5:] == [*["resume"] * 4, "redraft_discard"]
+
+
+def test_an_engine_that_never_resumes_is_told(registry, monkeypatch):
+    monkeypatch.setattr(plugin_routes, "RESUME_POLL_S", 0.01)
+    monkeypatch.setattr(plugin_routes, "RESUME_TIMEOUT_S", 0.2)
+    code, told, calls = swap_refused(registry, refuses={"resume": 10**6})
+    assert code == 503
+    assert told == "generation was not resumed: Call to resume method failed: not now: restart this server"
+    assert calls.count("resume") > 2
+
+
+@pytest.mark.parametrize("refused", ["pause", "resume"])
+def test_a_dead_engine_is_not_asked_again(registry, refused):
+    code, told, calls = swap_refused(registry, refuses={refused: 10**6}, errored=True)
+    assert (code, told) == (503, plugin_routes.DEAD)
+    assert calls.count("resume") == 1
 
 
 # --- which version
