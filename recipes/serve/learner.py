@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from redraft.online.daemon.config import LearnerConfig, load_config
+from redraft.online.daemon.memory import bound_caches
 from redraft.online.settings import SettingsFile, render_example
 from redraft.recipes.cli import run_recipe
 
@@ -41,6 +42,7 @@ def main(cfg: Config) -> None:
         print(render_example(LearnerConfig))
         return
     settings = load_config(cfg.config, cfg.set)
+    bound_caches()
     from redraft.online.daemon.learner import run  # loads torch: a mistake in the file is told before
 
     run(settings)

@@ -1,11 +1,15 @@
 """Freed memory goes back to the system."""
 
 import ctypes
+import os
+import subprocess
+import sys
 
 import psutil
 import pytest
+import torch
 
-from redraft.online.daemon.memory import release_memory
+from redraft.online.daemon.memory import PRIMITIVES, bound_caches, release_memory
 
 KEPT = 64 << 10
 """Bytes of a block: small enough for glibc to take it from the heap, where it stays after it was freed."""
@@ -21,3 +25,27 @@ def test_freed_memory_is_given_back_though_a_later_block_is_in_use():
     release_memory()
     assert kept - process.memory_info().rss > 3000 * KEPT
     assert len(last) == KEPT
+
+
+MANY_SHAPES = """
+import psutil, torch
+weight = torch.randn(512, 512, dtype=torch.bfloat16)
+for rows in range(200, 800):
+    torch.nn.functional.linear(torch.randn(rows, 512, dtype=torch.bfloat16), weight)
+print(psutil.Process().memory_info().rss >> 20)
+"""
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies nothing here")
+def test_a_learner_keeps_few_compiled_operations_of_shapes_that_do_not_come_back(monkeypatch):
+    def measure_mib():
+        done = subprocess.run([sys.executable, "-c", MANY_SHAPES], capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    monkeypatch.delenv(PRIMITIVES, raising=False)
+    kept = measure_mib()
+    bound_caches()
+    assert measure_mib() < kept - 50
+    monkeypatch.setenv(PRIMITIVES, "7")
+    bound_caches()
+    assert os.environ[PRIMITIVES] == "7"
