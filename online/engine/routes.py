@@ -114,7 +114,7 @@ class Endpoint:
             raise HTTPException(503, "no registry: start the server with REDRAFT_REGISTRY=FOLDER")
         # Accept an id only: a path could name any folder of this machine.
         if not isinstance(asked.version, str) or not VERSION.fullmatch(asked.version):
-            raise HTTPException(404, f"no version {str(asked.version)[:40]!r} in the registry")
+            raise _no_version(str(asked.version)[:40])
         # A disconnecting client must not leave the engine paused.
         return await asyncio.shield(asyncio.ensure_future(self._swap_one_at_a_time(asked)))
 
@@ -499,10 +499,18 @@ class _Found:
         return self.folder.name
 
 
+def _no_version(name: str) -> HTTPException:
+    return HTTPException(
+        404,
+        f"no version {name!r} in the registry: ask for one that `redraft versions` lists, and copy the registry again "
+        "if this server reads a copy",
+    )
+
+
 def _read_version(folder: Path) -> _Found:
     """Read the small files of a version. Blocking; raises HTTPException if there is no such version."""
     if not folder.is_dir():
-        raise HTTPException(404, f"no version {folder.name!r} in the registry")
+        raise _no_version(folder.name)
     try:
         path = folder / PROVENANCE
         provenance = json.loads(path.read_text()) if path.is_file() else {}
@@ -520,5 +528,8 @@ def _require_target(found: _Found, fingerprint: str) -> None:
     """Refuse a version whose provenance names another target."""
     wanted = found.target_fingerprint
     if wanted and wanted != fingerprint:
-        detail = f"{found.name} was trained for target {wanted[:12]}, but this server runs {fingerprint[:12]}"
-        raise HTTPException(409, detail)
+        raise HTTPException(
+            409,
+            f"{found.name} was trained for target {wanted[:12]}, but this server runs {fingerprint[:12]}: "
+            "give the server the registry of its own target, or restart it with the target of the draft",
+        )

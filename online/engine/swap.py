@@ -72,19 +72,20 @@ def require_same_layout(current: Layout, candidate: Layout) -> None:
 
     vLLM's loaders accept a missing tensor or a changed setting without a word; only acceptance would fall.
 
-    Raises: ValueError naming the difference.
+    Raises: ValueError with the difference and the cure.
     """
     name = candidate.folder.name
+    cure = f"restart the server with {name}, or publish a draft of the loaded one's layout"
     require_same_quantization(name, candidate.settings, current.settings)
     changed = _find_differences(candidate.settings, current.settings)
     if changed:
-        raise ValueError(f"{name} differs from the loaded draft in config.json: {', '.join(changed)}")
+        raise ValueError(f"{name} differs from the loaded draft in config.json ({', '.join(changed)}): {cure}")
     different = _find_differences(candidate.shapes, current.shapes)
     if different:
         shape, wanted = (shapes.get(different[0], "absent") for shapes in (candidate.shapes, current.shapes))
         raise ValueError(
-            f"{name} differs from the loaded draft in {len(different)} tensors: {different[0]} is {shape} "
-            f"instead of {wanted}"
+            f"{name} differs from the loaded draft in {len(different)} tensors ({different[0]} is {shape} "
+            f"instead of {wanted}): {cure}"
         )
 
 

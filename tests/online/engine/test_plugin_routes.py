@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from starlette.testclient import TestClient
 
 from redraft.heads.files.artifact import publish
@@ -22,6 +23,7 @@ from redraft.online.engine import domains
 from redraft.online.engine import routes as plugin_routes
 from redraft.online.engine.config import PluginConfig
 from redraft.online.engine.routes import Endpoint
+from redraft.online.engine.swap import Layout, require_same_layout
 from redraft.online.fleet.registry import Registry, hash_manifest
 
 READ = ["redraft_stage", "redraft_staged"]
@@ -464,6 +466,53 @@ def test_the_same_name_with_other_bytes_is_not_served_already(registry):
             redraft_staged=[staged(registry, "v000001")],
         )  # fmt: skip
         assert answer.json()["swapped"] is is_swapped
+
+
+def make_layout(name, **changes):
+    return Layout(folder=Path(name), **{"settings": {"hidden_size": 4}, "shapes": {"w": [4]}} | changes)
+
+
+REFUSALS = {
+    "no such version": lambda registry: plugin_routes._read_version(registry / "v000009"),
+    "another target": lambda registry: plugin_routes._require_target(
+        plugin_routes._read_version(registry / "v000002"), "x"
+    ),
+    "other settings": lambda _: require_same_layout(make_layout("v1"), make_layout("v2", settings={"hidden_size": 8})),
+    "other tensors": lambda _: require_same_layout(make_layout("v1"), make_layout("v2", shapes={"w": [8]})),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "told", "cure"),
+    [
+        (
+            "no such version",
+            "no version 'v000009' in the registry",
+            "ask for one that `redraft versions` lists, and copy",
+        ),
+        (
+            "another target",
+            "was trained for target target, but this server runs x",
+            "give the server the registry of its",
+        ),
+        (
+            "other settings",
+            "differs from the loaded draft in config.json (hidden_size)",
+            "restart the server with v2, or",
+        ),
+        (
+            "other tensors",
+            "in 1 tensors (w is [8] instead of [4])",
+            "restart the server with v2, or publish a draft of",
+        ),
+    ],
+)
+def test_whoever_is_refused_a_version_reads_what_to_do(registry, case, told, cure):
+    with pytest.raises((HTTPException, ValueError)) as error:
+        REFUSALS[case](registry)
+    message = getattr(error.value, "detail", str(error.value))
+    assert f"{told}: {cure}" in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_a_changed_setting_is_told(registry, tmp_path):
     (start,) = registry.glob("v000001")
     config = json.loads((start / "config.json").read_text()) | {"rms_norm_eps": 0.5, "use_cache": "whatever"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"config.json: rms_norm_eps$"):
+    with pytest.raises(ValueError, match=r"config.json \(rms_norm_eps\): "):
         require_same_layout(Layout.read(start), Layout.read(tmp_path))
 
 
