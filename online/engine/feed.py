@@ -60,6 +60,8 @@ class Feed:
         self.requests: dict[str, RequestInfo | None] = {}
         """Record header of every running request; None if a request is not recorded."""
         self.finished: list[str] = []
+        self.num_new_tokens = 0
+        """Prompt tokens of the requests recorded since the newest step."""
         self.unread: EngineStep | None = None
         """The newest step, held back until the draft reads the hidden states of this step."""
 
@@ -118,8 +120,10 @@ class Feed:
         if logits_RV is not None and (self.reduces or logits_RV.is_cuda):
             largest, logits_RV = find_in_one_pass(logits_RV, self.capture.config.top_k), None
         finished, self.finished = self.finished, []
+        num_new_tokens, self.num_new_tokens = self.num_new_tokens, 0
         return EngineStep(
             draft_version=self.capture.draft_version,
+            num_new_tokens=num_new_tokens,
             parts=parts,
             finished=finished,
             sampled_BK=sampled_BK,
@@ -171,6 +175,7 @@ class Feed:
         if not self.capture.is_sampled(request.req_id, origin.tenant):
             return None
         self.capture.counts["captured_requests"] += 1
+        self.num_new_tokens += len(request.prompt_token_ids)
         max_tokens = self.max_model_len - len(request.prompt_token_ids)
         return RequestInfo(
             request_id=request.req_id,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -21,6 +22,16 @@ MAX_QUEUED_BYTES = 256 << 20
 """Bound on tensors waiting for the background thread; on a GPU, device memory the engine has to do without."""
 
 MAX_QUEUED_STEPS = 512
+"""Bound on steps that wait with their rows."""
+
+MAX_LIGHT_STEPS = 8192
+"""Bound on all steps that wait, most of them light: with tokens, and without rows and hidden states."""
+
+MAX_LIGHT_BYTES = 256 << 20
+"""Bound on the tokens, requests and prompts of waiting steps, mostly host memory. MAX_QUEUED_STEPS may always wait."""
+
+STEP_BYTES, PART_BYTES, TOKEN_BYTES = 1024, 320, 40
+"""Host memory of a step's objects, of one of its parts with the numbers, and of one prompt token; rounded up."""
 
 REDUCED_BYTES = 4 << 20
 """Steps are reduced in batches of about this size, which makes the fixed cost of each call small."""
@@ -84,6 +95,8 @@ class EngineStep:
     """None if drafting is greedy."""
     states_NLD: Tensor | None = None
     """bfloat16 states of the tokens read by `parts`, in that order. A copy, because the engine reuses the buffers."""
+    num_new_tokens: int = 0
+    """Prompt tokens of the requests recorded since the step before. The steps of an ended request hold its prompt."""
     computed: torch.cuda.Event | None = None
     """Event on the engine's stream after these tensors: the background thread uses another stream. None on a CPU."""
 
@@ -111,10 +124,18 @@ class EngineStep:
         rows = self.logits_RV if self.largest is None else self.largest.log_sum_exp_R
         return 0 if rows is None else len(rows)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
+        """Bytes of everything large."""
         held = (self.logits_RV, self.states_NLD, *(self.largest or ()))
         return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    @cached_property
+    def num_light_bytes(self) -> int:
+        """Bytes of everything else, about: the engine thread has no time to look at every part."""
+        held = (self.sampled_BK, self.num_sampled_B, self.starts_B, self.draft_ids_S, self.draft_probs_S)
+        tensors = sum(tensor.nbytes for tensor in held if tensor is not None)
+        return STEP_BYTES + PART_BYTES * len(self.parts) + TOKEN_BYTES * self.num_new_tokens + tensors
 
     def give_up_rows(self) -> EngineStep:
         """The step without everything large. Its tokens stay, so that the text of its requests has no gap."""
@@ -124,41 +145,40 @@ class EngineStep:
 class StepQueue:
     """Queue of steps from the engine thread to the background thread.
 
-    With too many bytes the oldest steps lose their rows. With too many steps the oldest ones go, and with them the rest
-    of their requests.
+    With too many bytes or steps the oldest steps lose their rows, and the text of their requests goes on. Only if too
+    many wait without rows as well, the oldest ones go, and with them the rest of their requests.
     """
 
-    def __init__(self, max_steps: int = MAX_QUEUED_STEPS, max_bytes: int = MAX_QUEUED_BYTES) -> None:
+    def __init__(
+        self,
+        max_steps: int = MAX_QUEUED_STEPS,
+        max_bytes: int = MAX_QUEUED_BYTES,
+        max_light_steps: int = MAX_LIGHT_STEPS,
+        max_light_bytes: int = MAX_LIGHT_BYTES,
+    ) -> None:
         self.max_steps = max_steps
         self.max_bytes = max_bytes
+        self.max_light_steps = max_light_steps
+        self.max_light_bytes = max_light_bytes
         self.num_dropped_steps = 0
         self.num_steps_without_rows = 0
         self.is_due = threading.Event()
         """Set when enough steps wait for one batch."""
         self._steps: deque[EngineStep] = deque()
         self._num_bytes = 0
+        self._num_light_bytes = 0
         self._num_light = 0
-        """Steps at the beginning that have lost their rows."""
+        """Steps at the beginning that have lost their rows, or had none."""
         self._lock = threading.Lock()  # held for a few instructions only: the engine thread takes it too
 
     def put(self, step: EngineStep) -> None:
         with self._lock:
             self._steps.append(step)
-            self._num_bytes += step.num_bytes
-            for i in range(self._num_light, len(self._steps) - 1):
-                if self._num_bytes <= self.max_bytes:
-                    break
-                self._num_bytes -= self._steps[i].num_bytes
-                self.num_steps_without_rows += bool(self._steps[i].num_rows)
-                self._steps[i] = self._steps[i].give_up_rows()
-                self._num_light = i + 1
-            while len(self._steps) > self.max_steps:
-                dropped = self._steps.popleft()
-                self._num_bytes -= dropped.num_bytes
-                self._num_light = max(0, self._num_light - 1)
-                self.num_dropped_steps += 1
-                if dropped.finished:  # otherwise capture would wait forever for ended requests
-                    self._steps[0] = replace(self._steps[0], finished=dropped.finished + self._steps[0].finished)
+            self._count(step, 1)
+            while self._num_light < len(self._steps) - 1 and self._are_rows_full():
+                self._give_up_rows()
+            while len(self._steps) > self.max_steps and self._is_full():
+                self._drop()
             is_due = self._is_due()
         if is_due:
             self.is_due.set()
@@ -168,16 +188,47 @@ class StepQueue:
         taken: list[EngineStep] = []
         num_bytes = 0
         with self._lock:
-            while self._steps:
+            while self._steps and len(taken) < self.max_steps:
                 num_bytes += self._steps[0].num_bytes
                 if taken and num_bytes > REDUCED_BYTES:
                     break
-                taken.append(self._steps.popleft())
-                self._num_bytes -= taken[-1].num_bytes
-                self._num_light = max(0, self._num_light - 1)
+                taken.append(self._pop())
             if not self._is_due():
                 self.is_due.clear()
         return taken
 
     def _is_due(self) -> bool:
         return self._num_bytes >= REDUCED_BYTES or 2 * len(self._steps) > self.max_steps
+
+    def _are_rows_full(self) -> bool:
+        return self._num_bytes > self.max_bytes or len(self._steps) - self._num_light > self.max_steps
+
+    def _is_full(self) -> bool:
+        return len(self._steps) > self.max_light_steps or self._num_light_bytes > self.max_light_bytes
+
+    def _give_up_rows(self) -> None:
+        """Make the oldest step that has its rows a light one."""
+        step = self._steps[self._num_light]
+        if step.num_bytes:
+            self._count(step, -1)
+            self.num_steps_without_rows += bool(step.num_rows)
+            self._steps[self._num_light] = step = step.give_up_rows()
+            self._count(step, 1)
+        self._num_light += 1
+
+    def _drop(self) -> None:
+        dropped = self._pop()
+        self.num_dropped_steps += 1
+        if dropped.finished:  # otherwise capture would wait forever for ended requests
+            dropped.finished.extend(self._steps[0].finished)  # not a new list, because it may have grown long
+            self._steps[0] = replace(self._steps[0], finished=dropped.finished)
+
+    def _pop(self) -> EngineStep:
+        step = self._steps.popleft()
+        self._count(step, -1)
+        self._num_light = max(0, self._num_light - 1)
+        return step
+
+    def _count(self, step: EngineStep, sign: int) -> None:
+        self._num_bytes += sign * step.num_bytes
+        self._num_light_bytes += sign * step.num_light_bytes

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,13 +19,21 @@ from transformers import LlamaForCausalLM
 
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig
-from redraft.online.engine.feed import _copy_rows
+from redraft.online.engine.feed import Batch, Feed, _copy_rows
 from redraft.online.engine.one_pass import find_in_one_pass
 from redraft.online.engine.reduction import ScratchMemory, find_largest, reduce_logits
 from redraft.online.engine.request_log import KEPT_STATES, RequestInfo, RequestLog, Rows, States, VerifiedStep
 from redraft.online.engine.runner_v1 import install_capture
-from redraft.online.engine.steps import REDUCED_BYTES, EngineStep, StepPart, StepQueue
+from redraft.online.engine.steps import (
+    PART_BYTES,
+    REDUCED_BYTES,
+    TOKEN_BYTES,
+    EngineStep,
+    StepPart,
+    StepQueue,
+)
 from redraft.online.learning.penalties import penalise
+from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
 from redraft.online.records.publisher import HEADER_BYTES
 from redraft.online.records.record import (
     Record,
@@ -169,16 +178,99 @@ def test_a_lost_step_is_noticed():
 
 
 def test_the_full_queue_lets_the_oldest_go_and_counts_it():
-    queue = StepQueue(max_steps=2)
-    for start in (4, 5, 6):
+    queue = StepQueue(max_steps=2, max_light_steps=3)
+    for start in (4, 5, 6, 7):
         queue.put(make_step(make_info(), start, sampled=[7], drafts=[50]))
-    assert queue.num_dropped_steps == 1
-    assert [step.parts[0].start for step in queue.take()] == [5, 6]
+    assert (queue.num_dropped_steps, queue.num_steps_without_rows) == (1, 2)
+    taken = [(step.parts[0].start, step.num_rows) for _ in range(2) for step in queue.take()]
+    assert taken == [(5, 0), (6, 2), (7, 2)]
     assert queue.take() == []
+    assert (queue._num_bytes, queue._num_light_bytes, queue._num_light) == (0, 0, 0)
+
+
+def make_light_step(info, start, **changes):
+    return replace(make_step(info, start, sampled=[7], drafts=[]), logits_RV=None, draft_ids_S=None, **changes)
+
+
+def test_a_thousand_light_steps_wait_for_a_stuck_thread_without_a_gap(tmp_path):
+    is_taken, goes_on = threading.Event(), threading.Event()
+
+    class Event:
+        def synchronize(self):
+            is_taken.set()
+            assert goes_on.wait(30)
+
+    info = make_info(max_tokens=1003)
+    capture = Capture(CaptureConfig(spool=tmp_path, top_k=K), "boot", "target", "v000001")
+    capture.queue.put(make_light_step(info, 3, computed=Event()))
+    capture.start()
+    assert is_taken.wait(30)
+    for start in range(4, 1004):
+        capture.queue.put(make_light_step(info, start))
+    capture.queue.put(make_step(info, 1004, sampled=[8, 9], drafts=[8]))
+    goes_on.set()
+    capture.stop()
+    status = capture.status()
+    assert (status["dropped_steps_queue_full"], status["steps_without_rows_queue_full"]) == (0, 0)
+    assert not status.get("broken_requests_gap")
+    (record,) = [record for path in spool_files(tmp_path) for _, record in read_frames(path.read_bytes())]
+    text = np.concatenate([record.context_ids, record.output_ids])
+    np.testing.assert_array_equal(text, [1, 2, 3, *[7] * 1001, 8, 9])
+    np.testing.assert_array_equal(record.positions, [1004, 1005])
+
+
+def test_light_steps_are_bounded_by_bytes_too_with_the_prompts_that_they_hold():
+    def put_all(**limits):
+        queue = StepQueue(max_steps=4, max_light_steps=100, **limits)
+        for start in range(40):
+            queue.put(make_light_step(make_info(), start, num_new_tokens=1000))
+            assert queue._num_light_bytes == sum(step.num_light_bytes for step in queue._steps)
+        return len(queue._steps), queue.num_dropped_steps
+
+    one = make_light_step(make_info(), 3, num_new_tokens=1000).num_light_bytes
+    assert one > 1000 * sys.getsizeof(10**6)
+    assert put_all(max_light_bytes=10 * one) == (10, 30)
+    assert put_all(max_light_bytes=one) == (4, 36), "as many as may have rows always wait"
+    assert put_all() == (40, 0)
+
+
+def test_the_sizes_of_a_light_step_are_not_underestimated():
+    (part,) = make_light_step(make_info(), 3).parts
+    num_numbers = len(StepPart.__struct_fields__) - 1
+    assert 8 + sys.getsizeof(part) + num_numbers * sys.getsizeof(10**6) <= PART_BYTES
+    prompt = list(range(10**6, 10**6 + 1000))
+    assert sys.getsizeof(prompt) + sum(map(sys.getsizeof, prompt)) <= TOKEN_BYTES * len(prompt)
+
+
+def test_a_step_tells_the_prompts_of_its_new_requests_once(tmp_path):
+    capture = Capture(CaptureConfig(spool=tmp_path), "boot", "target", "v000001")
+    feed = Feed(capture, max_model_len=100)
+    none = dict.fromkeys(
+        ("structured_outputs", "min_tokens", "bad_words", "allowed_token_ids", "stop_token_ids", "eos_token_id")
+    )
+    marked = {"extra_args": {EXTRA_ARGS_KEY: Origin()._asdict()}, "max_tokens": 9}
+    params = SimpleNamespace(**marked, **none, **msgspec.structs.asdict(Sampling()))
+    for name, length in (("a", 3), ("b", 4)):
+        request = SimpleNamespace(
+            req_id=name, prompt_token_ids=[1] * length, sampling_params=params, lora_request=None, mm_features=[]
+        )
+        info = feed.add(request)
+        feed.add(request)
+    batch = Batch(
+        infos=[info],
+        first_reads=[0, 1],
+        num_drafts=[0],
+        first_rows=[0],
+        first_drafts=[0],
+        starts=[4],
+        is_partial=[False],
+    )
+    tensors = {"sampled_BK": torch.tensor([[7]]), "logits_RV": None, "draft_ids_S": None, "draft_probs_S": None}
+    assert [feed.make_step(batch, **tensors).num_new_tokens for _ in range(2)] == [7, 0]
 
 
 def test_requests_that_ended_are_known_of_steps_that_were_let_go_too():
-    queue = StepQueue(max_steps=1)
+    queue = StepQueue(max_steps=1, max_light_steps=1)
     for ended in (["cmpl-a"], ["cmpl-b"], []):
         queue.put(EngineStep(draft_version="v000001", parts=[], finished=ended))
     assert [step.finished for step in queue.take()] == [["cmpl-a", "cmpl-b"]]
@@ -213,7 +305,7 @@ def test_steps_wait_until_there_are_enough_to_reduce_together():
 @pytest.mark.parametrize("num_taken", [0, 2])
 def test_the_bound_holds_whenever_steps_are_taken(num_taken):
     one = make_step(make_info(), 4, sampled=[7], drafts=[50], logits_RV=torch.empty(2, REDUCED_BYTES // 8))
-    queue = StepQueue(max_steps=8, max_bytes=3 * one.num_bytes)
+    queue = StepQueue(max_steps=8, max_bytes=3 * one.num_bytes, max_light_steps=8)
     for _ in range(12):
         queue.put(one)
         if num_taken and len(queue._steps) > 5:
