@@ -27,7 +27,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -55,6 +55,7 @@ from redraft.online.learning.anchors import read_anchors
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.buffer_file import BufferFullError
 from redraft.online.learning.candidate import Candidate, Ranks, read_hidden_shape
+from redraft.online.learning.clock import SteadyClock
 from redraft.online.learning.forget import Forgotten, Reach
 from redraft.online.learning.intake import Spool, Sums, Taken, add_acceptance
 from redraft.online.learning.trainer import Trainer
@@ -251,7 +252,9 @@ class Learner:
         self._laggards: set[FleetServer] = set()
         if buffer.upgraded:
             self._fault("buffer_upgraded", "held-out.key", buffer.upgraded)
-        self._stream = open_stream(cfg, buffer, self.vocab_size) if cfg.ingest else None
+        # Arrivals and ages are by this clock. Only the event loop's thread reads it.
+        self.clock = SteadyClock(last_s=buffer.last_arrival_s(), max_gap_s=buffer.config.max_age_s / 2)
+        self._stream = open_stream(cfg, buffer, self.vocab_size, self.clock.now_s) if cfg.ingest else None
         self._spool = Spool(cfg.spool, buffer, self.vocab_size) if cfg.spool else None
 
     async def run(self) -> None:
@@ -287,7 +290,7 @@ class Learner:
         if self._stream is not None:
             return await self._stream.take()
         assert self._spool is not None
-        return await asyncio.to_thread(self._spool.take, time.time())
+        return await asyncio.to_thread(self._spool.take, self.clock.now_s())
 
     # ----------------------------------------------------------------------------------------------- watch
 
@@ -298,7 +301,7 @@ class Learner:
             next_s = max(next_s + self.cfg.fleet.poll_s, time.monotonic())
             await asyncio.sleep(next_s - time.monotonic())
             await self._look()
-            await asyncio.to_thread(self.buffer.expire, time.time())
+            await asyncio.to_thread(self.buffer.expire, self.clock.now_s())
 
     async def _look(self) -> None:
         await self._find_servers()
@@ -405,7 +408,11 @@ class Learner:
         while self._stream is not None and self._stream.faults:
             name, reason = self._stream.faults.pop(0)
             self._fault(name, "log", reason)
-        status, now_s = self.buffer.status(), time.time()
+        status, now_s = self.buffer.status(), self.clock.now_s()
+        if self.clock.problem:
+            self._fault("clock_jumped", "wall", self.clock.problem)
+        else:
+            self._heal("clock_jumped")
         untrained = self.buffer.fresh(self.cycle.trainer.progress.through, 1)
         self.journal.write(
             "buffer",
@@ -499,10 +506,12 @@ def list_domains(cfg: LearnerConfig) -> set[str]:
     return {cfg.domain, *cfg.judging.domains, *listed} - {""}
 
 
-def open_stream(cfg: LearnerConfig, buffer: Buffer, vocab_size: int) -> StreamSource:
+def open_stream(
+    cfg: LearnerConfig, buffer: Buffer, vocab_size: int, now_s: Callable[[], float] = time.time
+) -> StreamSource:
     from redraft.online.learning.stream import StreamSource  # nats-py is an extra
 
-    return StreamSource(cfg.ingest, cfg.nats, cfg.stream, buffer, vocab_size)
+    return StreamSource(cfg.ingest, cfg.nats, cfg.stream, buffer, vocab_size, now_s)
 
 
 def _name_fault(error: OSError) -> str:

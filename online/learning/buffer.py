@@ -189,8 +189,12 @@ class Buffer:
         self.counts: Counter[str] = Counter()
         self.damage: list[str] = []
         """A sentence for every damage found. Whoever reports it may empty the list."""
+        self._now_s = 0.0
+        """The caller's time at the last `expire`. The quarantine counts ages by it too."""
         # Without a folder, nothing of anybody's text may reach a disk: bad records are then only counted.
-        self.quarantine = Quarantine(config.folder / "quarantine", config.max_age_s) if config.folder else None
+        self.quarantine = (
+            Quarantine(config.folder / "quarantine", config.max_age_s, lambda: self._now_s) if config.folder else None
+        )
         self.known_domains: frozenset[str] = frozenset({domain} - {""})
         """Domains that an operator named. Clients can send any name: see `name_domains`."""
         self.names: Mapping[str, str] = {}
@@ -279,6 +283,7 @@ class Buffer:
     def expire(self, now_s: float) -> None:
         """Delete files past the maximal age. `append` does this too; call it in case no records arrive."""
         with self._lock:
+            self._now_s = now_s
             for file in list(self._files):
                 # A file goes as a whole when its oldest record is too old; it covers at most 1 / NUM_FILES of the age.
                 oldest_s = self._unless_damaged(file, file.oldest_s, now_s)
@@ -423,6 +428,15 @@ class Buffer:
         """The highest sequence number given so far; 0 if there is none."""
         with self._lock:
             return self._next_seq - 1
+
+    def last_arrival_s(self) -> float | None:
+        """Arrival of the record with the highest number, seconds since the epoch; None if there is no record.
+
+        Not the latest time of all: a clock that was ahead for a while may have given it to an earlier record.
+        """
+        with self._lock:
+            index = self._index()
+            return float(index["time_s"][-1]) if len(index) else None
 
     def status(self) -> BufferStatus:
         with self._lock:

@@ -20,7 +20,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import suppress
 from itertools import chain
 from typing import Any, Literal
@@ -78,9 +78,18 @@ REQUEST_OVER = ("404", "408", "409")
 class StreamSource:
     """The learner's end of a fleet's log."""
 
-    def __init__(self, ingest: str, config: Nats, limits: StreamLimits, buffer: Buffer, vocab_size: int) -> None:
+    def __init__(
+        self,
+        ingest: str,
+        config: Nats,
+        limits: StreamLimits,
+        buffer: Buffer,
+        vocab_size: int,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        """`now_s` gives the time of arrival in seconds since the epoch. It is called by the event loop's thread."""
         self.ingest, self.config, self.limits = ingest, config, limits
-        self.buffer, self.vocab_size = buffer, vocab_size
+        self.buffer, self.vocab_size, self._now_s = buffer, vocab_size, now_s
         self._client: Any = None
         self._pull: Pull | None = None
         self._is_refused = False
@@ -112,7 +121,7 @@ class StreamSource:
         else:
             await self._release(later)
         try:
-            taken = await asyncio.to_thread(store, frames, self.buffer, self.vocab_size, time.time())
+            taken = await asyncio.to_thread(store, frames, self.buffer, self.vocab_size, self._now_s())
         except OSError:
             await _answer(messages, "nak")
             raise

@@ -22,12 +22,14 @@ from learner_world import World, make_draft, make_records, ship, until
 from redraft.heads.files.artifact import fingerprint, publish, verify
 from redraft.heads.files.sealed import write_sealed
 from redraft.online.daemon import cycle
+from redraft.online.daemon import learner as learner_module
 from redraft.online.daemon.config import load_config
 from redraft.online.daemon.learner import opened
 from redraft.online.daemon.sleep import save_sleep
 from redraft.online.daemon.state import Phase, State, load, save
 from redraft.online.learning.anchors import read_anchors
 from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.clock import BELIEVED_AFTER_S, SteadyClock
 from redraft.online.learning.staleness import Sleep
 
 
@@ -379,6 +381,34 @@ def test_forgotten_tenants_stay_forgotten_if_one_of_the_two_files_is_lost(world,
         (config.folder / lost).unlink()
     with Buffer(config, fingerprint(world.target)) as buffer:
         assert "repeat `redraft forget` for each of them" in " ".join(buffer.damage)
+
+
+# --- a clock that jumps
+
+
+def test_a_clock_that_jumps_deletes_no_record_until_it_has_stayed_so(world, records, monkeypatch):
+    shift_s, passed_s = [0.0], [0.0]
+
+    def make_clock(**fields):
+        return SteadyClock(
+            wall=lambda: time.time() + shift_s[0], elapsed=lambda: time.monotonic() + passed_s[0], **fields
+        )
+
+    monkeypatch.setattr(learner_module, "SteadyClock", make_clock)
+
+    async def script(task):
+        await until(lambda: world.last("buffer", "records"), task)
+        stored = world.last("buffer", "records")
+        shift_s[0] = 8 * 86400.0
+        ship(world.spool, records[100:140])
+        await until(lambda: world.last("buffer", "records") > stored, task)
+        await until(lambda: "clock_jumped" in faults(world), task)
+        assert world.last("buffer", "oldest_s") < 3600
+        passed_s[0] = BELIEVED_AFTER_S + 1
+        await until(lambda: world.last("buffer", "records") == 0, task)
+
+    play(world, script)
+    assert "192.0 hours ahead of the expected time" in faults(world)["clock_jumped"]
 
 
 # --- full disks

@@ -1,0 +1,85 @@
+"""A clock for ages: it does not follow the wall clock's jumps at once.
+
+    wall clock agrees with the elapsed time     it is believed
+    it jumped                                   the time goes on as expected
+    it has stayed so for 10 minutes             it is believed: the jump was a correction, or a long stop
+
+Otherwise a wall clock that is 8 days ahead for seconds would have every record deleted for its age.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+SLACK_S = 3600.0
+"""The wall clock agrees if it differs by at most this many seconds from the expected time."""
+
+BELIEVED_AFTER_S = 600.0
+"""Seconds for which a wall clock must have stayed consistent after a jump until it is believed."""
+
+
+class _Reading(NamedTuple):
+    wall_s: float
+    elapsed_s: float
+
+    def expect(self, elapsed_s: float) -> float:
+        """The wall clock's time at `elapsed_s` if it does not jump."""
+        return self.wall_s + elapsed_s - self.elapsed_s
+
+
+class SteadyClock:
+    """For use by one thread."""
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.time,
+        elapsed: Callable[[], float] = time.monotonic,
+        last_s: float | None = None,
+        max_gap_s: float = math.inf,
+    ) -> None:
+        """Begin with the wall clock, or in doubt about it.
+
+        Args:
+            wall: Seconds since the epoch; it may jump.
+            elapsed: Seconds since any moment; it may not.
+            last_s: The last time known from before this process. The wall clock is doubted if it is earlier.
+            max_gap_s: The wall clock is doubted too if it is more than this many seconds after `last_s`.
+        """
+        self._wall, self._elapsed = wall, elapsed
+        now = _Reading(wall(), elapsed())
+        gap_s = 0.0 if last_s is None else now.wall_s - last_s
+        is_likely = -SLACK_S <= gap_s <= max_gap_s
+        self._believed = now if is_likely else _Reading(now.wall_s - gap_s, now.elapsed_s)
+        self._doubted: _Reading | None = None
+        """The wall clock at its last jump; None if it is believed."""
+        self.problem = ""
+        """A sentence while the wall clock is not believed, as of the last `now_s`."""
+        self.now_s()
+
+    def now_s(self) -> float:
+        """Seconds since the epoch, by the wall clock if it is believed."""
+        now = _Reading(self._wall(), self._elapsed())
+        expected_s = self._believed.expect(now.elapsed_s)
+        if abs(now.wall_s - expected_s) <= SLACK_S:
+            return self._believe(now)
+        if self._doubted is None or abs(now.wall_s - self._doubted.expect(now.elapsed_s)) > SLACK_S:
+            self._doubted = now
+        if now.elapsed_s - self._doubted.elapsed_s >= BELIEVED_AFTER_S:
+            return self._believe(now)
+        self.problem = _describe(now.wall_s - expected_s)
+        return expected_s
+
+    def _believe(self, now: _Reading) -> float:
+        self._believed, self._doubted, self.problem = now, None, ""
+        return now.wall_s
+
+
+def _describe(ahead_s: float) -> str:
+    way = "ahead of" if ahead_s > 0 else "behind"
+    return (
+        f"the clock is {abs(ahead_s) / 3600:.1f} hours {way} the expected time: if it stays so for "
+        f"{BELIEVED_AFTER_S / 60:.0f} minutes, it is believed, and until then records age as expected"
+    )
