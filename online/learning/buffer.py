@@ -285,7 +285,7 @@ class Buffer:
         with self._lock:
             self._now_s = now_s
             for file in list(self._files):
-                # A file goes as a whole when its oldest record is too old; it covers at most 1 / NUM_FILES of the age.
+                # A file goes as a whole when the oldest record in it is too old; it covers at most 1 / NUM_FILES of the age.
                 oldest_s = self._unless_damaged(file, file.oldest_s, now_s)
                 if now_s - oldest_s >= self.config.max_age_s:
                     self._drop(file, "expired")
@@ -569,7 +569,7 @@ class Buffer:
         return 1 + max([int(seqs.max(initial=0)), *(trained.through for trained in self.commits()), *later])
 
     def _open_key(self) -> PromptKey:
-        """The folder's key. Records that a lost one has hashed get hashes by the new one, and keep their side."""
+        """The folder's key. Records that a lost one has hashed get hashes by the new one, and stay on the same side."""
         if self.config.folder is None:
             return PromptKey.make()
         files = [file for file in self._files if not file.is_older]

@@ -4,7 +4,7 @@
     it jumped                                   the time goes on as expected
     it has stayed so for 10 minutes             it is believed: the jump was a correction, or a long stop
 
-Otherwise a wall clock that is 8 days ahead for seconds would have every record deleted for its age.
+Otherwise a wall clock that is 8 days ahead for seconds would have every record deleted as too old.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SteadyClock:
         is_likely = -SLACK_S <= gap_s <= max_gap_s
         self._believed = now if is_likely else _Reading(now.wall_s - gap_s, now.elapsed_s)
         self._doubted: _Reading | None = None
-        """The wall clock at its last jump; None if it is believed."""
+        """The wall clock at the last jump; None if it is believed."""
         self.problem = ""
         """A sentence while the wall clock is not believed, as of the last `now_s`."""
         self.now_s()

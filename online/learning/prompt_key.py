@@ -1,7 +1,7 @@
 """The key that decides which prompts are held out. Without it nobody can find or make such a prompt.
 
     held-out.key     the key
-    held-out.json    its SHA-256, with a checksum: whether the key is still the one that was made here
+    held-out.json    the key's SHA-256, with a checksum: whether the key is still the one that was made here
 
 With a plain hash, a client could find held-out prompts by trying, and so supply all of the gate's evidence.
 """

@@ -163,7 +163,7 @@ class KilledError(Exception):
 
 
 def kill_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """End the process before its write with this number, counted from 0."""
+    """End the process before the write with this number, counted from 0."""
     left = [step]
 
     def patch(name: str) -> None:
