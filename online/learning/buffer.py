@@ -285,7 +285,7 @@ class Buffer:
         with self._lock:
             self._now_s = now_s
             for file in list(self._files):
-                # A file goes as a whole when the oldest record in it is too old; it covers at most 1 / NUM_FILES of the age.
+                # A file goes as a whole when the oldest record is too old; it covers at most 1 / NUM_FILES of the age.
                 oldest_s = self._unless_damaged(file, file.oldest_s, now_s)
                 if now_s - oldest_s >= self.config.max_age_s:
                     self._drop(file, "expired")
