@@ -303,7 +303,7 @@ async def provide_stream(stream: Any, config: Nats, limits: StreamLimits, domain
         kept = {"storage": StorageType.FILE, "retention": RetentionPolicy.WORK_QUEUE, "discard": DiscardPolicy.OLD}
         await stream.add_stream(StreamConfig(name=config.stream, **kept, **wanted))
     with suppress(NotFoundError):
-        # If the stream lost its newest messages with a disk, an old consumer remembers a later position and would
+        # If the stream lost the newest messages with a disk, an old consumer remembers a later position and would
         # skip as many new messages. A new consumer delivers every unacknowledged message at once.
         await stream.delete_consumer(config.stream, name_consumer(domain))
     consumer = ConsumerConfig(
