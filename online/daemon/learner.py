@@ -487,6 +487,7 @@ class Learner:
                 spool=self._spool,
                 stream=self._stream,
                 through=trainer.progress.through,
+                now_s=self.clock.now_s,
             )
             if is_dry:
                 return await asyncio.to_thread(reach.preview, tenant)

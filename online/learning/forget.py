@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,8 @@ class Reach:
     stream: StreamSource | None = None
     through: int = 0
     """Position of the draft in training."""
+    now_s: Callable[[], float] = time.time
+    """Clock of the arrivals and ages in the buffer."""
 
     async def forget(self, tenant: str) -> Forgotten:
         """Delete the tenant's records. The caller reads neither spool nor log meanwhile.
@@ -74,7 +77,7 @@ class Reach:
         """
         names = list_stored_names(tenant)
         found = self.buffer.find_tenant(tenant)
-        num_deleted = await asyncio.to_thread(self.buffer.delete_tenant, tenant, time.time())
+        num_deleted = await asyncio.to_thread(self.buffer.delete_tenant, tenant, self.now_s())
         unread = await self.stream.erase_unread(names) if self.stream else 0
         drained = await self._drain()
         await asyncio.to_thread(self.buffer.clear_quarantine)  # the spool and the log may have held bad records too
@@ -115,7 +118,7 @@ class Reach:
         if self.stream is not None:
             return await self.stream.take(keep_later=False)
         assert self.spool is not None
-        return await asyncio.to_thread(self.spool.take, time.time())
+        return await asyncio.to_thread(self.spool.take, self.now_s())
 
     def _forget_anchors(self, names: list[str]) -> int:
         from redraft.online.learning.anchors import forget_in_anchors  # loads torch

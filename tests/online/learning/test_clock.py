@@ -13,8 +13,11 @@ import pytest
 from test_buffer import fill, make_record
 from test_poison import FakeMessage
 
+from redraft.online.fleet.registry import Registry
 from redraft.online.learning.buffer import Buffer, BufferConfig
 from redraft.online.learning.clock import BELIEVED_AFTER_S, SLACK_S, SteadyClock
+from redraft.online.learning.forget import Reach
+from redraft.online.learning.intake import Spool
 from redraft.online.learning.stream import StreamSource
 from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.record import encode_record, read_frames
@@ -159,6 +162,24 @@ def test_records_that_arrive_while_the_clock_is_a_day_behind_get_their_full_age(
         assert count(buffer) == 5
         buffer.expire(clock.now_s() + MAX_AGE_S)
         assert count(buffer) == 0
+
+
+def test_a_tenant_forgotten_while_the_clock_is_ahead_is_not_forgotten_for_days(
+    machine: Machine, tmp_path: Path
+) -> None:
+    clock = machine.start()
+    with opened() as buffer:
+        fill(buffer, 5, clock.now_s())
+        machine.shift_s = 8 * DAY_S
+        (tmp_path / "spool").mkdir(mode=0o700)
+        reach = Reach(
+            buffer=buffer, registry=Registry(tmp_path), spool=Spool(tmp_path / "spool", buffer, 100), now_s=clock.now_s
+        )
+        asyncio.run(reach.forget("globex"))
+        machine.shift_s = 0
+        assert count(buffer) == 5
+        later = make_record(9, tenant="globex", time_s=machine.true_s + 2 * SLACK_S)
+        assert buffer.append(read_frames(encode_record(later)), clock.now_s()) == {"stored": 1}
 
 
 def test_a_restart_with_a_clock_eight_days_ahead_deletes_nothing_at_once(machine: Machine, tmp_path: Path) -> None:
