@@ -15,7 +15,7 @@ endif
 # OpenMP threads that spin while they wait make training ten times slower beside a busy neighbour (recipes/cli/run.py).
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help env lock demo demo-tiny demo-heads demo-online demo-domains soak faketime test test-all test-floors browser \
+.PHONY: help env lock demo drafts demo-tiny demo-heads demo-online demo-domains soak faketime test test-all test-floors browser \
 	check check-deps \
 	format bench bench-gpu bench-decisions bench-fleet clean
 
@@ -44,6 +44,9 @@ lock:  ## write requirements/*.txt again from pyproject.toml; UPGRADE=1: with th
 
 demo: $(STAMP)  ## make a real model faster: two drafts, the one that pays in a real vLLM, outputs/demo/report.html
 	$(BIN)/python recipes/demo/speedup.py --overwrite
+
+drafts: $(STAMP)  ## make eight drafts for a real model, and find the one that pays, write outputs/drafts/report.html
+	$(BIN)/redraft drafts
 
 demo-tiny: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write outputs/demo-tiny/report.html
 	$(BIN)/python recipes/distill_llama3b.py --preset demo --overwrite

@@ -6,6 +6,7 @@ Standard library only, apart from the hub's client for a hub name: help texts an
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,6 +58,12 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     if not (folder / WEIGHTS).is_file():
         raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {INDEX}: it is not a model folder")
     return dict.fromkeys(safetensors_header(folder / WEIGHTS), folder / WEIGHTS)
+
+
+def count_parameters(folder: Path) -> int:
+    """Number of values in the weights of a safetensors folder. Raises: as `tensor_files`."""
+    headers = [safetensors_header(file) for file in sorted(set(tensor_files(folder).values()))]
+    return sum(math.prod(entry["shape"]) for header in headers for entry in header.values())
 
 
 def is_hub_name(name_or_path: str | Path) -> bool:

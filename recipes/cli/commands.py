@@ -123,6 +123,12 @@ COMMANDS = {
         "Recommend a draft and a number of draft tokens",
         "redraft advise --serving serving.json",
     ),
+    "drafts": Command(
+        Group.DECIDE,
+        "redraft.recipes.decide.drafts",
+        "Make every kind of draft for a target: which one pays?",
+        "redraft drafts --target TARGET --answers answers.jsonl",
+    ),
     "capacity": Command(
         Group.DECIDE,
         "redraft.recipes.decide.capacity",

@@ -1,0 +1,119 @@
+"""From rounds of a draft with one number of tokens to its speed with any: which draft, and how many tokens?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.serving.cost import Advice, Prediction, StepCosts, advise
+from redraft.eval.serving.rounds import PLAIN, Results, compare, count
+from redraft.heads.catalog import find_method
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A draft to compare."""
+
+    name: str
+    title: str
+    config: Mapping[str, Any]
+    """vLLM's --speculative-config without the number of tokens."""
+    num_speculative_tokens: int
+    """Draft tokens of a step in the first rounds: the most to consider."""
+    parameters: int | None = None
+    """In the draft's files; None if it has none."""
+    training: Mapping[str, Any] | None = None
+    """The section `train` of the recipe's report."""
+
+    @property
+    def speculative_config(self) -> dict[str, Any]:
+        return {**self.config, "num_speculative_tokens": self.num_speculative_tokens}
+
+    @property
+    def is_lookup(self) -> bool:
+        """It finds its tokens in text, and decides at every step how many to propose."""
+        family = find_method(self.config.get("method"))
+        return family is not None and family.is_lookup
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate with its measurement, and what to expect of it."""
+
+    candidate: Candidate
+    measured: Mapping[str, Mapping[str, Any]]
+    """As of `compare`, by requests in flight."""
+    costs: StepCosts
+    by_tokens: Mapping[str, Sequence[Prediction]]
+    """By requests in flight, for 0, 1, 2, ... draft tokens; a lookup has no more than 0 and its own number."""
+    speculative_config: Mapping[str, Any]
+    """The one to serve, with the best number of tokens for each number of requests."""
+
+    @property
+    def best(self) -> dict[str, Prediction]:
+        """The fastest number of tokens, by requests in flight; that of a lookup is not 0, because it decides itself."""
+        is_lookup = self.candidate.is_lookup
+        return {
+            load: rows[-1] if is_lookup else max(rows, key=lambda row: row.tokens_per_s)
+            for load, rows in self.by_tokens.items()
+        }
+
+    @property
+    def speedups(self) -> dict[str, float]:
+        """Expected speed-up with the best number of tokens, by requests in flight."""
+        return {load: row.speedup for load, row in self.best.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **{key: getattr(self.candidate, key) for key in ("name", "title", "parameters", "training", "is_lookup")},
+            "num_speculative_tokens": self.candidate.num_speculative_tokens,
+            "measured": self.measured,
+            "token_ms": {str(b): 1000 * seconds for b, seconds in self.costs.draft_s.items()},
+            "by_tokens": {load: [vars(row) for row in rows] for load, rows in self.by_tokens.items()},
+            "best": {load: row.num_speculative_tokens for load, row in self.best.items()},
+            "predicted": self.speedups,
+            "speculative_config": dict(self.speculative_config),
+        }
+
+
+def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Choice:
+    """The speed of a candidate with every number of draft tokens, at `loads` requests in flight.
+
+    `results` are its rounds with the most draft tokens, and those of the target alone at these and other loads. A
+    position is accepted as often whatever comes after it, so one number of tokens gives the acceptance of all smaller.
+    The steps of the target alone say how long verification takes (`StepCosts.from_steps`).
+    """
+    k, name = candidate.num_speculative_tokens, candidate.name
+    steps: dict[int, dict[int, float]] = {}
+    for server, load in results:
+        if server in (PLAIN, name):
+            seconds = compare(results, server, load)["step_ms"] / 1000
+            steps.setdefault(load, {})[0 if server == PLAIN else k] = seconds
+    whole = StepCosts.from_steps(steps)
+    costs = StepCosts(
+        target_s={load: whole.target_s[load] for load in loads}, draft_s={load: whole.draft_s[load] for load in loads}
+    )
+    measured = {str(load): compare(results, name, load) for load in loads}
+    if candidate.is_lookup:
+        rates = {load: measured[str(load)]["acceptance_per_position"] for load in loads}
+        by_load = {load: advise(rates[load], costs, choices=[k]) for load in loads}
+        config: Mapping[str, Any] = candidate.speculative_config
+    else:
+        counts = sum((count(results, name, load) for load in loads), AcceptanceCounts.zero())
+        advice = advise(counts.acceptance_per_position, costs)
+        by_load = dict.fromkeys(loads, advice)
+        config = advice.speculative_config(candidate.config) or candidate.speculative_config
+    by_tokens = {str(load): _rows(advice, load) for load, advice in by_load.items()}
+    return Choice(candidate, measured, costs, by_tokens, config)
+
+
+def _rows(advice: Advice, load: int) -> list[Prediction]:
+    return [row for row in advice.table if row.batch_size == load]
+
+
+def choose(choices: Sequence[Choice], number: int) -> list[Choice]:
+    """The choices with the highest expected speed-up at one request, of those that pay at any load."""
+    pays = [choice for choice in choices if max(choice.speedups.values()) > 1]
+    return sorted(pays, key=lambda choice: -choice.speedups["1"])[:number]

@@ -1,0 +1,86 @@
+"""The charts of `redraft drafts`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import altair as alt
+
+from redraft.eval.report.acceptance_charts import COLORS, SHAPES
+from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, to_spec
+
+TALL = 1.6 * PANEL_HEIGHT
+
+
+def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
+    """Specifications by element id on the page."""
+    charts = {}
+    for load in ("1", "8"):
+        charts[f"pays-{load}"] = to_spec(_pays(report, load))
+        charts[f"tokens-{load}"] = to_spec(_tokens(report, load))
+    return charts
+
+
+def _pays(report: Mapping[str, Any], load: str) -> alt.LayerChart:
+    """tau over the cost of a step. A draft above the diagonal pays."""
+    rows = [
+        {
+            "series": draft["title"],
+            "step": (entry := draft["measured"][load])["tau"] / entry["ratio"],
+            "tau": entry["tau"],
+            "speed": entry["ratio"],
+        }
+        for draft in report["drafts"]
+    ]
+    most = 1.05 * max(max(row["step"], row["tau"]) for row in rows)
+    ends = [{"step": 0.95, "tau": 0.95}, {"step": most, "tau": most}]
+    x = alt.X("step:Q", title="step, of a plain step", scale=alt.Scale(domain=[0.95, most]))
+    y = alt.Y("tau:Q", title="tau, tokens per step", scale=alt.Scale(domain=[0.95, most]))
+    line = alt.Chart(alt.Data(values=ends)).mark_line(strokeDash=[4, 4], color="var(--faint)").encode(x=x, y=y)
+    points = (
+        alt.Chart(alt.Data(values=rows), width="container", height=TALL)
+        .mark_point(filled=True, size=110, opacity=1)
+        .encode(
+            x=x,
+            y=y,
+            **_series(rows),
+            tooltip=[
+                alt.Tooltip("series:N", title="draft"),
+                *(alt.Tooltip(f"{name}:Q", format=".2f") for name in ("tau", "step", "speed")),
+            ],
+        )
+    )
+    return points + line
+
+
+def _tokens(report: Mapping[str, Any], load: str) -> alt.LayerChart:
+    """Expected speed by number of draft tokens, of the speed without; a lookup has one number only."""
+    rows = [
+        {"series": draft["title"], "k": row["num_speculative_tokens"], "value": row["speedup"]}
+        for draft in report["drafts"]
+        for row in draft["by_tokens"][load]
+        if row["num_speculative_tokens"] or not draft["is_lookup"]
+    ]
+    base = alt.Chart(alt.Data(values=rows), width="container", height=TALL).encode(
+        x=alt.X("k:O", title="draft tokens", axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("value:Q", title="tokens/s, of those without a draft", scale=alt.Scale(zero=False)),
+        **_series(rows),
+        tooltip=[
+            alt.Tooltip("series:N", title="draft"),
+            alt.Tooltip("k:O", title="draft tokens"),
+            alt.Tooltip("value:Q", title="speed", format=".2f"),
+        ],
+    )
+    return base.mark_line(strokeWidth=2) + base.mark_point(filled=True, size=70, opacity=1)
+
+
+def _series(rows: Rows) -> dict[str, Any]:
+    """Colour and shape of a draft. Colours repeat after a few drafts, and then the shapes change."""
+    names = list(dict.fromkeys(row["series"] for row in rows))
+    shapes = alt.Scale(domain=names, range=[SHAPES[i // COLORS % len(SHAPES)] for i in range(len(names))])
+    legend = alt.Legend(title=None, orient="top", columns=3)
+    return {
+        "color": alt.Color("series:N", scale=alt.Scale(domain=names), legend=legend),
+        "shape": alt.Shape("series:N", scale=shapes, legend=legend),
+    }

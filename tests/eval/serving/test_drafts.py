@@ -1,0 +1,108 @@
+"""Which draft pays: predictions from rounds, against numbers worked out by hand; and the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.measure import Measurement, Output
+from redraft.eval.prompts import Prompt
+from redraft.eval.report.page import TEMPLATES, write_page
+from redraft.eval.serving.drafts import Candidate, choose, predict
+from redraft.eval.serving.drafts_charts import build_charts
+from redraft.eval.serving.rounds import PLAIN, compare
+
+LOADS = (1, 8)
+HEAD = Candidate("head", "a head", {"method": "eagle3", "model": "x"}, 3, 10_000_000)
+NGRAM = Candidate("ngram", "n-grams", {"method": "ngram"}, 4)
+LAYERS = Candidate("layers-2", "2 of the target's layers", {"method": "draft_model", "model": "y"}, 3, 35_000_000)
+
+
+def make_run(load: int, step_ms: float, accepted: tuple[int, ...]) -> Measurement:
+    """`load` requests of 100 target steps after the prefill, in which these positions were accepted so often."""
+    steps, total = 100, sum(accepted)
+    counts = AcceptanceCounts(num_drafts=steps, num_accepted=total, accepted_per_position=accepted)
+    output = Output(token_ids=[7] * (steps + total + 1), counts=counts if accepted else None)
+    tau = 1 + total / steps
+    return Measurement(
+        prompts=[Prompt(token_ids=[number]) for number in range(load)],
+        outputs=[output] * load,
+        duration_s=load * len(output.token_ids) / (1000 * load * tau / step_ms),
+        dtype="bfloat16",
+        counts=None,
+    )
+
+
+def make_rounds(name: str, steps_ms: dict[int, float], accepted: tuple[int, ...]) -> dict[Any, Any]:
+    """Plain steps of 10 ms up to four rows, 12 ms at eight requests, and 30 ms for 32 rows."""
+    plain = {1: 10.0, 4: 10.0, 8: 12.0, 32: 30.0}
+    found: dict[Any, Any] = {(PLAIN, load): [make_run(load, ms, ())] * 2 for load, ms in plain.items()}
+    return found | {(name, load): [make_run(load, ms, accepted)] * 2 for load, ms in steps_ms.items()}
+
+
+def test_the_speed_with_fewer_tokens_follows_from_acceptance_by_position_and_the_cost_of_a_step() -> None:
+    choice = predict(HEAD, make_rounds("head", {1: 16.0, 8: 36.0}, (60, 30, 6)), LOADS)
+    # verifying 4 rows takes 10 ms as one does, so 3 draft tokens take 6 ms; of 36 ms at eight, 30 verify 32 rows
+    assert choice.costs.draft_s == pytest.approx({1: 0.002, 8: 0.002})
+    one = {row.num_speculative_tokens: row for row in choice.by_tokens["1"]}
+    assert [row.tau for row in one.values()] == pytest.approx([1.0, 1.6, 1.9, 1.96])
+    assert one[3].speedup == pytest.approx(1.96 * 10 / 16)
+    assert one[3].speedup == pytest.approx(choice.measured["1"]["ratio"])
+    assert one[1].speedup == pytest.approx(1.6 * 10 / 12)
+    assert choice.best["1"].num_speculative_tokens == 2
+    assert choice.speedups["1"] == pytest.approx(1.9 * 10 / 14)
+    # at eight requests, 3 tokens yield 1.96 times the tokens in 3 times the time; none is best
+    assert choice.best["8"].num_speculative_tokens == 0
+    assert choice.speedups["8"] == 1.0
+
+
+def test_a_head_is_served_with_the_best_number_of_tokens_for_each_batch_size() -> None:
+    choice = predict(HEAD, make_rounds("head", {1: 16.0, 8: 36.0}, (60, 30, 6)), LOADS)
+    config = choice.speculative_config
+    assert config["num_speculative_tokens"] == 2
+    assert config["num_speculative_tokens_per_batch_size"][0][::2] == [1, 2]
+    assert config["num_speculative_tokens_per_batch_size"][-1][1:] == [8, 0]
+
+
+def test_a_lookup_keeps_its_number_of_tokens_and_its_measured_speed() -> None:
+    choice = predict(NGRAM, make_rounds("ngram", {1: 11.0, 8: 14.0}, (30, 20, 10, 0)), LOADS)
+    assert {row.num_speculative_tokens for row in choice.by_tokens["1"]} == {0, 4}
+    for load in ("1", "8"):
+        assert choice.speedups[load] == pytest.approx(choice.measured[load]["ratio"])
+    assert choice.speculative_config == {"method": "ngram", "num_speculative_tokens": 4}
+
+
+def test_the_drafts_that_pay_are_confirmed_in_the_order_of_their_speed_at_one_request() -> None:
+    head = predict(HEAD, make_rounds("head", {1: 16.0, 8: 36.0}, (60, 30, 6)), LOADS)
+    ngram = predict(NGRAM, make_rounds("ngram", {1: 11.0, 8: 14.0}, (30, 20, 10, 0)), LOADS)
+    slow = predict(LAYERS, make_rounds("layers-2", {1: 40.0, 8: 90.0}, (60, 30, 6)), LOADS)
+    assert slow.speedups == {"1": 1.0, "8": 1.0}
+    assert [choice.candidate.name for choice in choose([slow, head, ngram], 3)] == ["ngram", "head"]
+    assert [choice.candidate.name for choice in choose([slow, head, ngram], 1)] == ["ngram"]
+    assert choose([slow], 3) == []
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_the_page_tells_which_draft_pays(pays: bool, tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    results = make_rounds("ngram", {1: 11.0, 8: 14.0}, (30, 20, 10, 0))
+    choices = [predict(NGRAM, results, LOADS)]
+    best = {"name": "ngram", "title": "n-grams", "predicted": choices[0].speedups}
+    best |= {str(load): {**compare(results, "ngram", load), "interval": [1.2, 1.6]} for load in LOADS}
+    report = {
+        "target": "models/target",
+        "command": "redraft drafts",
+        "drafts": [choice.to_json() for choice in choices],
+        "confirmed": [best] if pays else [],
+        "plain": {str(load): compare(results, PLAIN, load) for load in LOADS},
+        "settings": {"minutes": 2.5, "rounds": 3, "confirm_rounds": 6},
+        "environment": {"date": "2026-01-01"},
+        "duration_s": 60.0,
+    }
+    page = write_page(tmp_path, report, TEMPLATES / "drafts.html.j2", build_charts).read_text()
+    assert ("n-grams pay most: <em>1.45×</em>" in page) == pays
+    assert ("No draft should make this model faster here" in page) != pays
+    assert all(f'id="{name}"' in page for name in ("pays-1", "pays-8", "tokens-1", "tokens-8"))
