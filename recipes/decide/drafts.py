@@ -146,7 +146,7 @@ def main(cfg: Config) -> None:
 
     # 3. confirm the best on other prompts
     best = choose(choices, cfg.confirm)
-    confirmed = confirm(cfg, target, best, rest)
+    confirmed = confirm(cfg, target, best, rest) if best else results[candidates[0].name]
 
     # 4. report
     rows: list[dict[str, Any]] = [
