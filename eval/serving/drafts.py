@@ -33,21 +33,21 @@ class Candidate:
 
     @property
     def is_lookup(self) -> bool:
-        """It finds its tokens in text, and decides at every step how many to propose."""
+        """It finds the tokens in text, and decides at every step how many to propose."""
         family = find_method(self.config.get("method"))
         return family is not None and family.is_lookup
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate with its measurement, and what to expect of it."""
+    """A candidate with the measurement and the expected speed."""
 
     candidate: Candidate
     measured: Mapping[str, Mapping[str, Any]]
     """As of `compare`, by requests in flight."""
     costs: StepCosts
     by_tokens: Mapping[str, Sequence[Prediction]]
-    """By requests in flight, for 0, 1, 2, ... draft tokens; a lookup has no more than 0 and its own number."""
+    """By requests in flight, for 0, 1, 2, ... draft tokens; a lookup has no more than 0 and the measured one."""
     speculative_config: Mapping[str, Any]
     """The one to serve, with the best number of tokens for each number of requests."""
 

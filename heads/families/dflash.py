@@ -70,7 +70,7 @@ class Config:
     """Decay of a draft token's weight in the loss: token i has the weight exp(-(i - 1) / gamma). Usual values are 4 for
     blocks of 8 and 7 for blocks of 16."""
     pace: float | None = None
-    """Weigh a draft token by how much the expected length of its block gains if it becomes more probable, instead of by
+    """Weigh a draft token by how much the expected length of the block gains if it becomes more probable, instead of by
     `gamma` (D-PACE, arXiv 2605.18810). The number, from 0 to 1, draws all probabilities towards 1, because an untrained
     head would learn the first token only; 0.5 is usual. It takes one more product with the output head."""
 
@@ -404,7 +404,7 @@ def pace_weights(steps: Sequence[DraftStep], batch: Batch, smoothing: float) -> 
         w_j = s_1 ... s_j + s_1 ... s_(j+1) + ...
 
     Without smoothing, w_j is the derivative of the expected number of accepted tokens, the sum of q_1 ... q_m over m,
-    by log q_j. A token without a label ends its block.
+    by log q_j. A token without a label ends the block.
     """
     reached = torch.ones(batch.input_ids_BT.shape, device=batch.input_ids_BT.device)
     terms = []

@@ -162,17 +162,39 @@ class _Hooks:
             starts_B=batch.positions[batch.logits_indices[first_rows_B]] + 1,
             logits_RV=logits_RV,
             draft_ids_S=read_ids_R,
-            draft_probs_S=None if draft_logits is None else self._read_draft_probs(batch, draft_logits, read_ids_R),
+            draft_probs_S=None
+            if draft_logits is None
+            else self._read_draft_probs(batch, draft_logits, read_ids_R, known),
         )
 
-    def _read_draft_probs(self, batch: Any, draft_logits: Tensor, read_ids_R: Tensor) -> Tensor:
-        """The draft's probability of the id read for each row, at the request's temperature, [R]; the first row of a
-        request has none, and any value."""
-        slots_R = batch.expanded_idx_mapping.long()
-        steps_R = (batch.expanded_local_pos.long() - 1).clamp(min=0)
-        temperatures_R = self.runner.sampler.sampling_states.temperature.gpu[slots_R]
-        logits_RV = (
-            draft_logits[slots_R, steps_R].float() / torch.where(temperatures_R > 0, temperatures_R, 1.0)[:, None]
+    def _read_draft_probs(self, batch: Any, draft_logits: Tensor, read_ids_R: Tensor, known: Batch) -> Tensor:
+        """The draft's probability of the id read for each row, at the request's temperature, [R]. Rows without a
+        draft, and those of requests that are not recorded, have 0."""
+        drafted = zip(known.infos, known.first_drafts, known.num_drafts, strict=True)
+        rows = [row for info, first, count in drafted if info for row in range(first, first + count)]
+        rows_N = torch.tensor(rows, device=read_ids_R.device, dtype=torch.long)
+        slots_N = batch.expanded_idx_mapping.long()[rows_N]
+        probs_R = torch.zeros(len(read_ids_R), device=read_ids_R.device)
+        probs_R[rows_N] = gather_probs(
+            draft_logits,
+            slots_N,
+            batch.expanded_local_pos.long()[rows_N] - 1,
+            read_ids_R[rows_N].long(),
+            self.runner.sampler.sampling_states.temperature.gpu[slots_N],
         )
-        chosen_R = logits_RV.gather(1, read_ids_R[:, None].long())[:, 0]
-        return (chosen_R - logits_RV.logsumexp(-1)).exp()
+        return probs_R
+
+
+ROWS_AT_ONCE = 64
+"""Rows of logits in float32 that `gather_probs` holds: 33 MB with a vocabulary of 128k."""
+
+
+def gather_probs(logits_BJV: Tensor, slots_N: Tensor, steps_N: Tensor, ids_N: Tensor, temperatures_N: Tensor) -> Tensor:
+    """softmax(logits[slot, step] / temperature)[id], [N]; a temperature of 0 counts as 1."""
+    temperatures_N = torch.where(temperatures_N > 0, temperatures_N, 1.0)
+    found = []
+    for part in torch.split(torch.arange(len(ids_N), device=ids_N.device), ROWS_AT_ONCE):
+        logits_MV = logits_BJV[slots_N[part], steps_N[part]].float() / temperatures_N[part, None]
+        chosen_M = logits_MV.gather(1, ids_N[part, None])[:, 0]
+        found.append((chosen_M - logits_MV.logsumexp(-1)).exp())
+    return torch.cat(found) if found else temperatures_N.new_zeros(0)

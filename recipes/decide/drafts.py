@@ -100,7 +100,7 @@ class Config:
     max_tokens: int = 64
     """Longest answer, in tokens."""
     together: int = 0
-    """Servers alive at the same time, which take turns; 0: five on a CPU, one on a GPU. All share its memory."""
+    """Servers alive at the same time, which take turns; 0: five on a CPU, one on a GPU. All share the memory."""
     engine_args: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Further argument of vLLM, after an equals sign: --engine-args=--tensor-parallel-size=8. Repeat the flag for more
     arguments."""
@@ -200,7 +200,7 @@ def finished_drafts(cfg: Config) -> Iterator[Candidate]:
 
 
 def training_command(cfg: Config, target: str, name: str) -> list[str]:
-    """The recipe of a draft and its flags. All see the same answers for the same time.
+    """The recipe of a draft, and the flags. All see the same answers for the same time.
 
     Raises:
         ValueError: the target has too few layers.
@@ -248,7 +248,7 @@ def title(name: str) -> str:
 
 
 def run_once(folder: Path, result: Path, command: list[str], cfg: Config) -> None:
-    """Run a recipe in a separate process, unless its result exists.
+    """Run a recipe in a separate process, unless the result exists.
 
     Raises:
         ValueError: it fails, after it has printed the reason; or the result is that of other flags.

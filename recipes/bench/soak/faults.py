@@ -222,7 +222,7 @@ async def count_waiting(world: World, target: str) -> float:
 
 
 async def hang_weights(world: World, target: str) -> None:
-    """Ask a server for a version with one more file of weights, a pipe without a writer: its read never ends."""
+    """Ask a server for a version with one more file of weights, a pipe without a writer: reading it never ends."""
     stage = world.stage
     registry = stage.registry
     current = registry.path(registry.current() or "")

@@ -24,6 +24,7 @@ from redraft.online.engine.one_pass import find_in_one_pass
 from redraft.online.engine.reduction import ScratchMemory, find_largest, reduce_logits
 from redraft.online.engine.request_log import KEPT_STATES, RequestInfo, RequestLog, Rows, States, VerifiedStep
 from redraft.online.engine.runner_v1 import install_capture
+from redraft.online.engine.runner_v2 import _Hooks
 from redraft.online.engine.steps import (
     PART_BYTES,
     REDUCED_BYTES,
@@ -942,3 +943,32 @@ def test_serving_goes_on_without_a_spool_and_capture_resumes_by_itself(server):
     away.rename(server.spool)
     (record, *_) = server.records([server.complete(prompts[1], ignore_eos=True)])
     assert isinstance(record, Record)
+
+
+def test_v2_reads_the_probabilities_of_recorded_drafts_only():
+    """Two requests of three are recorded. The logits of the third are not numbers, and none is read."""
+    generator = torch.Generator().manual_seed(0)
+    num_drafts, vocabulary = [40, 3, 50], 97
+    logits_BJV = torch.randn(5, 50, vocabulary, generator=generator)
+    slots, temperature_B = [4, 0, 2], torch.tensor([0.0, 9.0, 0.7, 9.0, 1.3])
+    logits_BJV[0] = torch.nan
+    first_rows = [0, 41, 45]
+    slots_R = [slot for slot, count in zip(slots, num_drafts, strict=True) for _ in range(count + 1)]
+    places_R = [place for count in num_drafts for place in range(count + 1)]
+    ids_R = torch.randint(vocabulary, (len(slots_R),), generator=generator)
+    batch = SimpleNamespace(
+        expanded_idx_mapping=torch.tensor(slots_R), expanded_local_pos=torch.tensor(places_R, dtype=torch.int32)
+    )
+    known = SimpleNamespace(
+        infos=["recorded", None, "recorded"], first_drafts=[row + 1 for row in first_rows], num_drafts=num_drafts
+    )
+    states = SimpleNamespace(temperature=SimpleNamespace(gpu=temperature_B))
+    runner = SimpleNamespace(runner=SimpleNamespace(sampler=SimpleNamespace(sampling_states=states)))
+    found_R = _Hooks._read_draft_probs(runner, batch, logits_BJV, ids_R, known)
+    for row, (slot, place) in enumerate(zip(slots_R, places_R, strict=True)):
+        if slot == 0 or place == 0:
+            assert found_R[row] == 0
+        else:
+            warmth = float(temperature_B[slot]) or 1.0
+            expected = (logits_BJV[slot, place - 1].double() / warmth).softmax(0)[ids_R[row]]
+            assert float(found_R[row]) == pytest.approx(float(expected), rel=1e-5)

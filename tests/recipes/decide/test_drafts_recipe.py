@@ -1,4 +1,4 @@
-"""`redraft drafts`: its flags, and the whole command on the small target with real servers."""
+"""`redraft drafts`: the flags, and the whole command on the small target with real servers."""
 
 from __future__ import annotations
 
