@@ -203,12 +203,12 @@ class Endpoint:
 
         Returns the ranks' answers when all have read it or one has failed.
         """
-        started = await self._ask("redraft_stage", folder, self._id)
+        started = await self._ask_for_draft("redraft_stage", folder, self._id)
         if not all(rank["ok"] for rank in started):
             return [{"damaged": False, "error": rank["error"]} for rank in started if not rank["ok"]]
         while True:
             # Polled in short calls, because the engine takes no step while one is running.
-            ranks: list[dict[str, Any]] = await self._ask("redraft_staged")
+            ranks = await self._ask_for_draft("redraft_staged")
             failed = [rank for rank in ranks if rank["error"]]
             if failed or all(rank["done"] for rank in ranks):
                 return failed or ranks
@@ -283,7 +283,7 @@ class Endpoint:
 
     async def _load(self, found: _Found, serving: str, *, resets: bool) -> dict[str, Any]:
         """Load on all ranks, then empty the cache if it `resets`. If either fails, restore the last good draft."""
-        ranks = await self._ask("redraft_load", str(found.folder))
+        ranks = await self._ask_for_draft("redraft_load", str(found.folder))
         failed = [rank for rank in ranks if not rank["ok"]]
         if failed:
             error = failed[0]["error"]
@@ -319,11 +319,18 @@ class Endpoint:
         """Load the last good draft again on all ranks. Generation waits for it, at most PAUSE_TIMEOUT_S in all."""
         if any(rank["error"] for rank in await self._stage_on_ranks(None)):
             return False
-        return all(rank["ok"] for rank in await self._ask("redraft_restore"))
+        return all(rank["ok"] for rank in await self._ask_for_draft("redraft_restore"))
 
     async def _ask(self, method: str, *args: Any) -> list[Any]:
         """The answers of all ranks of all replicas, to a method of the worker."""
         return await self._while_alive(self._ask_replicas(method, args))
+
+    async def _ask_for_draft(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """The answers of the ranks with the draft. The stages of a pipeline before the last one have none."""
+        ranks = [rank for rank in await self._ask(method, *args) if rank is not None]
+        if not ranks:
+            raise HTTPException(409, "no rank of this server has a draft to swap: restart it with one")
+        return ranks
 
     async def _while_alive(self, call: Awaitable[T]) -> T:
         """The result of a call to the engine.

@@ -216,13 +216,17 @@ def redraft_status(worker: Any) -> dict[str, Any]:
     }
 
 
-def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, Any]:
+def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, Any] | None:
     """Begin to read a draft into memory; None is the last good one. Returns `{"ok"}` or `{"ok": False, "error"}`.
+
+    A stage of a pipeline before the last has no draft: this and the next methods return None there.
 
     Returns at once: the engine does no step while a method of the worker runs. `swapper` is the id of the API process.
     Until its `redraft_discard` it is refused to all others.
     """
     state: WorkerState = worker.redraft
+    if _is_stage_without_draft(worker):
+        return None
     if state.swapper not in ("", swapper) and time.monotonic() - state.swapped_from_s < SWAP_LEASE_S:
         return {"ok": False, "error": "another API process of this server is swapping: wait, then swap again"}
     _end_swap(state)
@@ -239,8 +243,10 @@ def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, An
     return {"ok": True}
 
 
-def redraft_staged(worker: Any) -> dict[str, Any]:
+def redraft_staged(worker: Any) -> dict[str, Any] | None:
     """The state of the reading: `{"done", "error", "damaged", "manifest_sha256"}`."""
+    if _is_stage_without_draft(worker):
+        return None
     staging: Staging | None = worker.redraft.staging
     if staging is None:
         return {"done": True, "error": "no draft is being read", "damaged": False, "manifest_sha256": ""}
@@ -268,12 +274,14 @@ def _end_swap(state: WorkerState) -> None:
     state.stuck = [staging for staging in state.stuck if not staging.is_done]
 
 
-def redraft_load(worker: Any, folder: str) -> dict[str, Any]:
+def redraft_load(worker: Any, folder: str) -> dict[str, Any] | None:
     """Load the draft of `folder` from memory. Returns `{"ok", "load_ms", ...}`, or `{"ok": False, "error", "touched"}`.
 
     It counts as intact after `redraft_commit`: another rank may have failed.
     """
     state: WorkerState = worker.redraft
+    if _is_stage_without_draft(worker):
+        return None
     staging = state.staging
     if state.asleep:
         return {"ok": False, "touched": False, "error": "the engine fell asleep meanwhile: wake it up, then swap again"}
@@ -282,20 +290,24 @@ def redraft_load(worker: Any, folder: str) -> dict[str, Any]:
     return _load(worker, staging)
 
 
-def redraft_restore(worker: Any) -> dict[str, Any]:
+def redraft_restore(worker: Any) -> dict[str, Any] | None:
     """Load the last good draft again from memory, after a load failed on some rank."""
     state: WorkerState = worker.redraft
     assert state.draft is not None
     loaded = redraft_load(worker, str(state.draft.folder))
-    state.is_draft_intact = loaded["ok"]
+    if loaded is not None:
+        state.is_draft_intact = loaded["ok"]
     return loaded
 
 
 def redraft_commit(worker: Any, version: str) -> None:
     """Remember the draft loaded on all ranks as the last good one."""
     state: WorkerState = worker.redraft
+    state.draft_version = version
+    if _is_stage_without_draft(worker):
+        return
     assert state.staging is not None
-    state.draft, state.draft_version = state.staging.layout, version
+    state.draft = state.staging.layout
     state.manifest_sha256 = state.staging.manifest_sha256
     state.is_draft_intact = not state.asleep  # if it fell asleep after the load, the draft is loaded when it wakes up
     state.num_swaps += 1
@@ -321,6 +333,13 @@ def _load(worker: Any, staging: Staging) -> dict[str, Any]:
     state.target_checksum = after
     state.is_target_intact = state.is_target_intact and after == before
     return {"ok": True, "load_ms": load_ms, "checksum_before": before, "checksum_after": after}
+
+
+def _is_stage_without_draft(worker: Any) -> bool:
+    """True on the stages of a pipeline before the last one, which has the draft."""
+    from vllm.distributed import get_pp_group
+
+    return worker.model_runner.get_draft_model() is None and not get_pp_group().is_last_rank
 
 
 def _require_swappable(worker: Any) -> None:

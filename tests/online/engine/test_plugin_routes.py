@@ -177,6 +177,17 @@ def test_where_a_rank_fails_half_way_every_rank_gets_the_last_good_draft_back(re
     assert calls == [*READ, "pause", "redraft_load", *READ, "redraft_restore", "resume", "redraft_discard"]
 
 
+def test_stages_of_a_pipeline_without_the_draft_do_not_stop_a_swap(registry):
+    with_draft = {"redraft_stage": [None, {"ok": True}], "redraft_staged": [None, staged(registry)]}
+    answer, calls = swap(registry, redraft_load=[None, LOADED], **with_draft)
+    assert (answer.status_code, answer.json()["load_ms"]) == (200, LOADED["load_ms"])
+    answer, calls = swap(registry, redraft_load=[None, BROKEN], redraft_restore=[None, LOADED], **with_draft)
+    assert (answer.status_code, "v000001 was restored" in answer.text) == (500, True)
+    answer, calls = swap(registry, redraft_stage=[None, None])
+    assert (answer.status_code, "no rank of this server has a draft" in answer.text) == (409, True)
+    assert "redraft_load" not in calls
+
+
 class Replicas(Engine):
     """Two engines of two ranks each, as with data parallelism: the second one answers as told, the first one well."""
 

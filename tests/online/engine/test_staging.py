@@ -194,6 +194,23 @@ def test_only_a_draft_that_is_whole_in_memory_is_loaded(worker, folders, monkeyp
     assert state.target_checksum == plugin_worker.checksum(worker.model_runner.get_model()) != "c"
 
 
+def test_a_stage_of_a_pipeline_without_the_draft_takes_part_in_nothing_but_the_version(worker, folders, monkeypatch):
+    group = SimpleNamespace(is_last_rank=False)
+    monkeypatch.setattr("vllm.distributed.get_pp_group", lambda: group)
+    worker.model_runner.get_draft_model = lambda: None
+    folder = str(folders[1])
+    assert plugin_worker.redraft_stage(worker, folder, "me") is None
+    assert plugin_worker.redraft_staged(worker) is None
+    assert plugin_worker.redraft_load(worker, folder) is None
+    assert plugin_worker.redraft_restore(worker) is None
+    assert worker.redraft.is_draft_intact
+    plugin_worker.redraft_commit(worker, "v000002")
+    plugin_worker.redraft_discard(worker, "me")
+    assert worker.redraft.draft_version == "v000002", "or the ranks' versions would differ"
+    group.is_last_rank = True
+    assert "no draft model" in plugin_worker.redraft_stage(worker, folder, "me")["error"]
+
+
 def test_a_target_that_changes_in_a_load_stays_marked(worker, folders, monkeypatch):
     target = worker.model_runner.get_model()
     for load in (lambda *args: nn.init.ones_(target.weight), lambda *args: None):
