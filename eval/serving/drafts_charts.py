@@ -79,7 +79,7 @@ def _series(rows: Rows) -> dict[str, Any]:
     """Colour and shape of a draft. Colours repeat after a few drafts, and then the shapes change."""
     names = list(dict.fromkeys(row["series"] for row in rows))
     shapes = alt.Scale(domain=names, range=[SHAPES[i // COLORS % len(SHAPES)] for i in range(len(names))])
-    legend = alt.Legend(title=None, orient="top", columns=3)
+    legend = alt.Legend(title=None, orient="top", columns=2)
     return {
         "color": alt.Color("series:N", scale=alt.Scale(domain=names), legend=legend),
         "shape": alt.Shape("series:N", scale=shapes, legend=legend),
