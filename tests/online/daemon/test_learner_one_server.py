@@ -78,6 +78,38 @@ def test_one_server_that_hangs_neither_blinds_the_learner_nor_blocks_a_rollback(
         assert max(later - earlier for earlier, later in pairwise(seen_s)) < 1.7 * POLL_S
 
 
+@pytest.mark.parametrize("number", range(3))
+def test_a_rollback_in_the_middle_of_a_rollout_does_not_wait_for_a_server_that_hangs(world, draft, number):
+    """One of the three is the canary: then the rollout hangs on it, otherwise later."""
+    third = world.registry.publish(
+        lambda folder: shutil.copytree(draft, folder, dirs_exist_ok=True),
+        target_fingerprint=fingerprint(world.target), provenance={}, evaluation={},
+    )  # fmt: skip
+    well = [fake for fake in world.fakes if fake is not world.fakes[number]]
+
+    def phase():
+        return world.entries("state")[-1].phase
+
+    async def main():
+        async with world.fleet(), world.learner(fleet=fleet(world)) as task:
+            await until(lambda: all(fake.version == SECOND for fake in world.fakes), task, 20)
+            await until(lambda: world.entries("state"), task, 20)
+            world.fakes[number].trouble = {SWAP: "hang"}
+            swap = asyncio.create_task(control.ask(world.root / "learner", do="swap", version=third))
+            await until(lambda: phase() in ("canary", "rolling"), task, 20)
+            await asyncio.sleep(1)
+            began_s = time.monotonic()
+            reply = await control.ask(world.root / "learner", do="rollback")
+            await until(lambda: all(fake.version == SECOND for fake in well) and swap.done(), task, 20)
+            assert time.monotonic() - began_s < 5
+            assert reply["version"] == SECOND, "a rollout ends with the version before it"
+            world.fakes[number].trouble = {}
+            await until(lambda: world.fakes[number].version == SECOND, task, 60)
+            assert world.registry.current() == SECOND
+
+    asyncio.run(main())
+
+
 def test_a_server_that_lies_is_told_and_the_learner_goes_on(world):
     lying, *well = world.fakes
     good = {
