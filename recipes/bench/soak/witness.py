@@ -27,7 +27,7 @@ from redraft.online.records.record import Record, read_frames
 
 RECONNECT_S = 0.3
 MAX_OPEN = 4096
-"""Records heard and not yet acknowledged. The oldest are forgotten: nobody acknowledged them."""
+"""Records without an answer, and answers without their record. The oldest are forgotten: nothing matched them."""
 
 
 class Witness:
@@ -36,7 +36,9 @@ class Witness:
         self.acked: dict[str, str] = {}
         """Domain of every acknowledged record, by id."""
         self.is_listening = False
-        self._open: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
+        self._records: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
+        self._answers: OrderedDict[str, bytes] = OrderedDict()
+        """Both by the subject of the answer. The broker may deliver the answer before the record."""
 
     async def listen(self) -> None:
         """Listen until cancelled, over as many connections as it takes."""
@@ -58,20 +60,30 @@ class Witness:
     async def _on_record(self, message: Any) -> None:
         record_id = (message.headers or {}).get(MESSAGE_ID)
         if record_id and message.reply:
-            self._open[message.reply] = (record_id, message.data)
-            while len(self._open) > MAX_OPEN:
-                self._open.popitem(last=False)
+            put(self._records, message.reply, (record_id, message.data))
+            self._match(message.reply)
 
     async def _on_answer(self, message: Any) -> None:
-        heard = self._open.pop(message.subject, None)
-        if heard is None or not is_acknowledgement(message.data):
+        put(self._answers, message.subject, message.data)
+        self._match(message.subject)
+
+    def _match(self, subject: str) -> None:
+        if subject not in self._records or subject not in self._answers:
             return
-        record_id, data = heard
+        record_id, data = self._records.pop(subject)
+        if not is_acknowledgement(self._answers.pop(subject)):
+            return
         record = next(iter(read_frames(data)), (b"", None))[1]
         # A hostile message may carry any id: only what is a record, under its own id, has to be stored.
         if isinstance(record, Record) and record.record_id == record_id and record_id not in self.acked:
             self.acked[record_id] = record.domain
             self.hand_on(data)
+
+
+def put(recent: OrderedDict[str, Any], key: str, value: Any) -> None:
+    recent[key] = value
+    while len(recent) > MAX_OPEN:
+        recent.popitem(last=False)
 
 
 def is_acknowledgement(data: bytes) -> bool:

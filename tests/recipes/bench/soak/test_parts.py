@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -186,6 +187,19 @@ async def test_the_witness_hears_what_is_acknowledged_and_nothing_else(tmp_path)
             listening.cancel()
             publisher.close()
             await client.close()
+
+
+@in_event_loop
+async def test_the_witness_may_hear_an_answer_before_its_record():
+    frame, heard = encode_frame(poison.make_record(0)), []
+    witness = Witness("nats://127.0.0.1:1", Nats(fleet="soak"), heard.append)
+    subject = "_INBOX.servers.7"
+    record = SimpleNamespace(headers={"Nats-Msg-Id": frame.record_id}, reply=subject, data=bytes(frame))
+    await witness._on_answer(SimpleNamespace(subject=subject, data=b'{"stream": "redraft-soak", "seq": 3}'))
+    assert not witness.acked
+    await witness._on_record(record)
+    assert set(witness.acked) == {frame.record_id}
+    assert heard == [bytes(frame)]
 
 
 def test_only_a_stored_message_is_acknowledged():
