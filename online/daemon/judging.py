@@ -5,7 +5,6 @@ Blocking; for use from the thread that owns the draft in training.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -105,7 +104,7 @@ class Judge:
         folders = [self.registry.path(version) for version in (current, previous)]
         for folder in folders:
             verify(folder)  # loading a damaged draft could raise anything
-        seqs = self._select_requests(since_s=time.time() - RECENT_S)
+        seqs = self._select_requests(since_s=self.buffer.now_s - RECENT_S)
         ours, theirs = (self._score(folder, seqs) for folder in folders)
         # Two comparisons a look, each with a part of the error.
         is_worse, numbers = find_loss(*pair_scores(ours, theirs)[:2], self.cfg.gate, 2 * look - 1)

@@ -189,11 +189,11 @@ class Buffer:
         self.counts: Counter[str] = Counter()
         self.damage: list[str] = []
         """A sentence for every damage found. Whoever reports it may empty the list."""
-        self._now_s = 0.0
-        """The caller's time at the last `expire`. The quarantine counts ages by it too."""
+        self.now_s = 0.0
+        """The caller's time at the last `expire`. Arrivals and ages are by that clock, not by the machine's."""
         # Without a folder, nothing of anybody's text may reach a disk: bad records are then only counted.
         self.quarantine = (
-            Quarantine(config.folder / "quarantine", config.max_age_s, lambda: self._now_s) if config.folder else None
+            Quarantine(config.folder / "quarantine", config.max_age_s, lambda: self.now_s) if config.folder else None
         )
         self.known_domains: frozenset[str] = frozenset({domain} - {""})
         """Domains that an operator named. Clients can send any name: see `name_domains`."""
@@ -283,7 +283,7 @@ class Buffer:
     def expire(self, now_s: float) -> None:
         """Delete files past the maximal age. `append` does this too; call it in case no records arrive."""
         with self._lock:
-            self._now_s = now_s
+            self.now_s = now_s
             for file in list(self._files):
                 # A file goes as a whole when the oldest record is too old; it covers at most 1 / NUM_FILES of the age.
                 oldest_s = self._unless_damaged(file, file.oldest_s, now_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from dataclasses import replace
 
 import msgspec
@@ -14,8 +15,12 @@ from learner_world import World, make_draft, make_records, ship, until
 
 from redraft.heads.files.artifact import fingerprint
 from redraft.online.daemon import alarm
+from redraft.online.daemon.judging import RECENT_S, Judge
 from redraft.online.daemon.state import Event, State, advance, load, save
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.candidate import Candidate
 from redraft.online.learning.gate import Policy
+from redraft.online.records.record import encode_record, read_frames
 
 NOISY, GOOD, BAD = "v000001", "v000002", "v000003"
 
@@ -69,6 +74,22 @@ async def start(world, records, task):
     ship(world.spool, records)
     await until(lambda: world.last("buffer", "held_out") > 20, task)
     await until(lambda: {fake.version for fake in world.fakes} == {world.registry.current()}, task)
+
+
+def test_evidence_is_recent_by_the_learners_clock_not_by_the_machines(world, records, monkeypatch):
+    """After the machine's clock jumps by a week, today's requests still tell a bad draft from a good one."""
+    cfg = world.config(gate=Policy(min_requests=10))
+    with Buffer(cfg.buffer_config, fingerprint(world.target)) as buffer:
+        now_s = time.time()
+        buffer.append(read_frames(b"".join(map(encode_record, records))), now_s)
+        buffer.expire(now_s + 60)
+        judge = Judge(cfg, world.registry, buffer, Candidate(cfg.training, "standalone", cfg.target))
+        monkeypatch.setattr(time, "time", lambda: now_s + 8 * 86400)
+        is_worse, why = judge.find_loss(BAD, GOOD, 1)
+        assert is_worse, why
+        buffer.expire(now_s + RECENT_S + 1)
+        assert judge.find_loss(BAD, GOOD, 2) == (False, f"on held-out requests it is not proven worse than {GOOD}: "
+                                                 "0 held-out requests with drafts, 10 needed")  # fmt: skip
 
 
 def told(world, words):
