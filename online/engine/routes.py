@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import ipaddress
 import json
+import logging
 import re
 import threading
 import time
@@ -33,6 +34,8 @@ from redraft.online.engine import domains
 from redraft.online.engine.config import PLUGIN_NAME, PluginConfig, read_config
 from redraft.online.fleet.registry import hash_manifest, read_id
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin, read_origin_headers
+
+logger = logging.getLogger("vllm.redraft")
 
 VERSION = re.compile(r"v[0-9]{6,18}")
 
@@ -283,7 +286,14 @@ class Endpoint:
 
     async def _load(self, found: _Found, serving: str, *, resets: bool) -> dict[str, Any]:
         """Load on all ranks, then empty the cache if it `resets`. If either fails, restore the last good draft."""
-        ranks = await self._ask_for_draft("redraft_load", str(found.folder))
+        try:
+            ranks = await self._ask_for_draft("redraft_load", str(found.folder))
+        except HTTPException:
+            raise
+        except Exception as silence:  # e.g. a call between processes failed: some ranks may have loaded
+            raise await self._go_back(
+                HTTPException(500, f"a rank gave no answer: {say(silence)}"), serving
+            ) from silence
         failed = [rank for rank in ranks if not rank["ok"]]
         if failed:
             error = failed[0]["error"]
@@ -317,9 +327,15 @@ class Endpoint:
 
     async def _restore(self) -> bool:
         """Load the last good draft again on all ranks. Generation waits for it, at most PAUSE_TIMEOUT_S in all."""
-        if any(rank["error"] for rank in await self._stage_on_ranks(None)):
+        try:
+            if any(rank["error"] for rank in await self._stage_on_ranks(None)):
+                return False
+            return all(rank["ok"] for rank in await self._ask_for_draft("redraft_restore"))
+        except HTTPException:
+            raise
+        except Exception:
+            logger.exception("the last good draft could not be restored")
             return False
-        return all(rank["ok"] for rank in await self._ask_for_draft("redraft_restore"))
 
     async def _ask(self, method: str, *args: Any) -> list[Any]:
         """The answers of all ranks of all replicas, to a method of the worker."""
@@ -363,8 +379,7 @@ class Endpoint:
         except Exception as error:
             if self.engine.errored:
                 raise HTTPException(503, DEAD) from error
-            said = " ".join(str(error).split())[:MAX_SAID].rstrip(".") or type(error).__name__
-            raise HTTPException(503, f"{problem}: {said}{then}") from error
+            raise HTTPException(503, f"{problem}: {say(error)}{then}") from error
 
     async def _ask_replicas(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         """With data parallelism each replica has an engine. vLLM's `collective_rpc` asks all engines, but returns only
@@ -403,6 +418,11 @@ class Endpoint:
         if ask is None or not domains.are_counted():
             return {}
         return domains.sum_counts(await self._while_alive(ask("redraft_domains")))
+
+
+def say(error: Exception) -> str:
+    """The engine's words about an error, in one line."""
+    return " ".join(str(error).split())[:MAX_SAID].rstrip(".") or type(error).__name__
 
 
 def can_pause(vllm_config: Any) -> bool:

@@ -237,6 +237,16 @@ def test_a_draft_that_cannot_be_restored_is_reported(registry):
     assert calls[-2:] == ["resume", "redraft_discard"]
 
 
+def test_a_load_that_no_rank_answers_is_a_line_and_puts_the_last_good_draft_back(registry):
+    answer, calls = swap(registry, redraft_load=[], redraft_restore=[LOADED, LOADED])
+    told = "a rank gave no answer: the engine died; v000001 was restored"
+    assert (answer.status_code, answer.json()["detail"]) == (500, told)
+    assert calls == [*READ, "pause", "redraft_load", *READ, "redraft_restore", "resume", "redraft_discard"]
+    answer, calls = swap(registry, redraft_load=[], redraft_restore=[])
+    assert (answer.status_code, "and v000001 could not be restored" in answer.text) == (500, True)
+    assert calls[-2:] == ["resume", "redraft_discard"]
+
+
 def test_a_target_that_was_overwritten_is_told(registry):
     answer, _ = swap(registry, redraft_load=[LOADED, OVERWRITTEN])
     assert (answer.status_code, "the target's weights changed" in answer.text) == (500, True)
