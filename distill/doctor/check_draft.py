@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from redraft.distill.doctor.in_engine import EngineCheck, Plan, judge_dump, plan_run
 from redraft.distill.doctor.label_probe import compare_probes, label_probe
 from redraft.distill.doctor.recorded import day_of_training, read_section
+from redraft.eval.engine.server import require_runner
 from redraft.eval.parity.run import Dump, run_engine
 from redraft.heads.doctor.checks import notes, static_findings
 from redraft.heads.doctor.pair import Finding, Pair
@@ -136,10 +137,10 @@ def _may_run(pair: Pair, checked: Checked) -> bool:
     """Whether the engine can say more. If not, a note gives the reason."""
     if pair.family.method is None:
         return False
-    if "v1" not in pair.family.decoders:
-        checked.notes.append(
-            f"the doctor runs vLLM's V1 model runner, which does not serve {pair.family.title}: it was not run there"
-        )
+    try:
+        require_runner({"method": pair.family.method})
+    except ValueError as error:
+        checked.notes.append(f"the draft was not run in the engine: {error}")
         return False
     if pair.family.parity is None:
         checked.notes.append(f"a {pair.family.title} drafter's passes in vLLM cannot be recorded: it was not run there")

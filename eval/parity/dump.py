@@ -21,9 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# in this process, to reach the drafter; with the V1 runner, unless the caller asks for V2
+# in this process, to reach the drafter; with the model runner that vLLM chooses, as a server would
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import torch

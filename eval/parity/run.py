@@ -96,7 +96,7 @@ class Dump:
 def run_engine(runs: Sequence[EngineRun], folder: Path, environment: Mapping[str, str] | None = None) -> list[Dump]:
     """Run the engines one after the other in one process; files and log go to `folder`.
 
-    `environment` is added to the process's variables. With VLLM_USE_V2_MODEL_RUNNER=1 it runs vLLM's V2 model runner.
+    vLLM chooses the model runner, as in a server. `environment` is added to the process's variables.
 
     Raises: ChildProcessError with the engine's message.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from make_heads import make_random, make_target
 
 from redraft.distill.doctor.check_draft import check_draft
@@ -12,7 +13,10 @@ from redraft.heads.families import dspark
 from redraft.heads.target import Target
 
 
-def test_a_draft_that_v1_does_not_serve_is_checked_without_an_engine(tmp_path: Path) -> None:
+def test_a_draft_that_the_runner_does_not_serve_is_checked_without_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     model = make_target()
     model.save_pretrained(tmp_path / "target")
     config = dspark.Config(aux_layer_ids=(1, 2, 4), num_layers=1, block_size=3, markov_rank=8)
@@ -26,5 +30,6 @@ def test_a_draft_that_v1_does_not_serve_is_checked_without_an_engine(tmp_path: P
         adaptive_verification=True,
     )
     assert checked.findings == []
-    assert [note for note in checked.notes if "does not serve DSpark: it was not run there" in note]
+    reason = "not run in the engine: only vLLM's V2 model runner serves DSpark, and VLLM_USE_V2_MODEL_RUNNER=0"
+    assert [note for note in checked.notes if reason in note]
     assert not (tmp_path / "engine").exists()

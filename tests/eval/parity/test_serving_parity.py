@@ -152,6 +152,11 @@ def make_dspark(folder: Path, ids: Any, **options: Any) -> Served:
 
 
 ON_V2: dict[str, Callable[[Path], Served]] = {
+    "standalone": VARIANTS["standalone"],
+    "eagle1": VARIANTS["eagle1"],
+    "eagle3: two layers, reduced vocabulary, vllm": VARIANTS["eagle3: two layers, reduced vocabulary, vllm"],
+    "eagle3: four layers, 3.1, shared head, vllm": VARIANTS["eagle3: four layers, 3.1, shared head, vllm"],
+    "mtp: in a folder of its own": VARIANTS["mtp: in a folder of its own"],
     "dflash: two layers": VARIANTS["dflash: two layers"],
     "dspark: from the anchor": lambda folder: make_dspark(folder, None, aux_layer_ids=(1, 4), block_size=NUM_TOKENS),
     "dspark: from the first mask, no confidence, a longer block than is served": lambda folder: make_dspark(
@@ -161,7 +166,7 @@ ON_V2: dict[str, Callable[[Path], Served]] = {
         folder, torch.arange(1, 256, 2), aux_layer_ids=(1, 2, 5), block_size=7
     ),
 }
-"""Run by vLLM's V2 model runner, which alone has DSpark."""
+"""Run by vLLM's V2 model runner, which most GPUs have by default and DSpark always needs."""
 
 
 def engine_run(served: Served, **options: Any) -> EngineRun:
