@@ -6,7 +6,7 @@
 The prompts of a round are answered together; a later round may find earlier prompts in the cache. `engine` and
 `sampling` are options of vLLM, the latter one for each prompt. Requests whose index is in `aborted` are given up
 after eight tokens. Prints one line of JSON: `answers`, the token ids of every answer by round, prompt and n,
-`status`, the worker's, and `batches_at_once`, above 1 if steps are scheduled ahead.
+`status`, the worker's, `batches_at_once`, above 1 if steps are scheduled ahead, and `preemptions`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,19 @@ def answer(llm: Any, asked: dict[str, Any], name: str) -> list[list[list[int]]]:
     return [answers[f"{name}-{i}"] for i in range(len(prompts))]
 
 
+def count_preemptions(llm: Any) -> list[str]:
+    """Ids of the requests that are preempted from now on."""
+    scheduler, preempted = llm.llm_engine.engine_core.engine_core.scheduler, []
+    preempt = scheduler._preempt_request
+
+    def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = counted
+    return preempted
+
+
 def wait_until_shipped(llm: Any) -> dict[str, Any]:
     """The status once no request is open and all records are written."""
     deadline_s = time.monotonic() + 60
@@ -79,9 +92,14 @@ def main(spec: dict[str, Any]) -> None:
         | spec.get("speculative", {}),
     }
     llm = LLM(**settings | spec.get("engine", {}))
-    answers = [answer(llm, asked, f"round{number}") for number, asked in enumerate(spec["rounds"])]
-    at_once = llm.llm_engine.vllm_config.max_concurrent_batches
-    print("REPORT", json.dumps({"answers": answers, "status": wait_until_shipped(llm), "batches_at_once": at_once}))
+    preempted = count_preemptions(llm)
+    report: dict[str, Any] = {
+        "answers": [answer(llm, asked, f"round{number}") for number, asked in enumerate(spec["rounds"])],
+        "status": wait_until_shipped(llm),
+        "batches_at_once": llm.llm_engine.vllm_config.max_concurrent_batches,
+        "preemptions": len(preempted),
+    }
+    print("REPORT", json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 memory    the second of two replicas asks for more memory than there is, when it has begun to load a draft
 kill      the second replica is killed there
+read      a replica is killed while it reads a draft into memory, before the pause
 pause     the engines pause, but nobody is told
 
 The deadline of a pause is PAUSE_TIMEOUT_S, in seconds.
@@ -23,8 +24,9 @@ def register() -> None:
 
     from redraft.online.engine import routes
     from redraft.online.engine import worker as engine_worker
+    from redraft.online.engine.staging import Staging
 
-    begin, pause = engine_worker._load, AsyncLLM.pause_generation
+    begin, stage, pause = engine_worker._load, Staging._stage, AsyncLLM.pause_generation
 
     def begin_or_fail(worker: Any, staging: Any) -> dict[str, Any]:
         # not data_parallel_rank: for a dense target vLLM sets it to 0 in all replicas
@@ -44,12 +46,18 @@ def register() -> None:
         finally:
             engine_worker.load_draft = load
 
+    def stage_or_die(staging: Any) -> None:
+        if _take("read"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        stage(staging)
+
     async def pause_or_hang(self: Any, *args: Any, **options: Any) -> None:
         await pause(self, *args, **options)
         if _take("pause"):
             await asyncio.Event().wait()
 
-    engine_worker._load, AsyncLLM.pause_generation = begin_or_fail, pause_or_hang
+    engine_worker._load, Staging._stage = begin_or_fail, stage_or_die
+    AsyncLLM.pause_generation = pause_or_hang
     routes.PAUSE_TIMEOUT_S = float(os.environ["PAUSE_TIMEOUT_S"])
 
 

@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import model_runners
 import msgspec
 import numpy as np
 import pytest
@@ -455,11 +456,17 @@ def test_anchors_without_states_are_refused(world, random_target, tmp_path):
 # --- the engine
 
 
+CAPTURED = [("v1", name) for name in ("eagle3", "eagle1", "mtp", "dflash", "peagle")] + [
+    ("v2", name) for name in ("eagle3", "eagle1", "mtp", "dflash", "dspark")
+]
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    "name", ["eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle1", "mtp", "dflash", "peagle"))]
+    ("runner", "name"),
+    [pytest.param(*each, marks=[] if each == ("v1", "eagle3") else pytest.mark.slow) for each in CAPTURED],
 )
-def test_what_is_captured_is_what_the_head_reads_in_serving(targets, tmp_path, name):
+def test_what_is_captured_is_what_the_head_reads_in_serving(targets, tmp_path, runner, name):
     """Over prompts of one step and of several, cached or not, of requests running side by side, greedy or sampled."""
     family, target = find_family(name), targets[name]
     rng = np.random.default_rng(0)
@@ -479,7 +486,9 @@ def test_what_is_captured_is_what_the_head_reads_in_serving(targets, tmp_path, n
         ],
     }
     script = Path(__file__).parents[2] / "helpers/run_capture.py"
-    done = subprocess.run([sys.executable, script, json.dumps(spec)], capture_output=True, text=True, timeout=800)
+    command = [sys.executable, script, json.dumps(spec)]
+    environment = model_runners.environment(runner)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment)
     answers = next((line for line in done.stdout.splitlines() if line.startswith("REPORT")), None)
     assert answers, done.stderr[-3000:]
     rounds = json.loads(answers.removeprefix("REPORT"))["answers"]

@@ -1,4 +1,4 @@
-"""Clients that try to steer a real server's learner: by opted-out requests, by repetition, by invented domains."""
+"""Clients that try to steer a learner beside a real server: wild answers, opt-outs, repetition, invented domains."""
 
 from __future__ import annotations
 
@@ -71,6 +71,11 @@ def ask_in_invented_domains(number):
     return prompt, {"X-Redraft-Tenant": "flood", "X-Redraft-Domain": f"invented-{number}"}, {}
 
 
+def ask_wildly(number):
+    """Answers that no draft predicts, and that are recorded."""
+    return make_prompt(f"wild {number}"), {"X-Redraft-Tenant": "wild"}, HOSTILE
+
+
 def promote_copy(world, registry, version):
     name = registry.publish(
         lambda folder: copy_model(registry.folder / version, folder),
@@ -111,8 +116,14 @@ def test_no_client_rolls_the_fleet_back_or_owns_the_evidence_and_a_bad_draft_sti
             async with clients(server, 6, ask_in_invented_domains):
                 before = world.last("buffer", "held_out")
                 await until(lambda: world.last("buffer", "held_out") >= before + 100, task)
+            async with clients(server, 6, ask_wildly):
+                # its share of the evidence is full long before
+                before = world.last("buffer", "records")
+                await until(lambda: world.last("buffer", "records") >= before + 300, task)
+                await until(lambda: told(world, f"stays on {good}"), task)
+            so_far = len(told(world, f"stays on {good}"))
             async with clients(server, 6, lambda n: (make_prompt(n), OPTED_OUT, HOSTILE)):
-                await until(lambda: len(told(world, f"stays on {good}")) >= 4, task)
+                await until(lambda: len(told(world, f"stays on {good}")) >= so_far + 4, task)
             assert server.status()["draft_version"] == good
 
     asyncio.run(attack())
@@ -120,7 +131,8 @@ def test_no_client_rolls_the_fleet_back_or_owns_the_evidence_and_a_bad_draft_sti
     assert "acceptance_alarm" in {entry.what for entry in world.entries("fault")}
     assert [entry for entry in world.entries("swap") if entry.outcome == "rolled_back"] == []
     judges = count_judges(world, settings(world, server))
-    assert judges["flood"] <= 0.2 * judges.total()
+    assert max(judges["flood"], judges["wild"]) <= 0.2 * judges.total()
+    assert judges["wild"] > 0
     assert judges.total() >= GATE.min_requests
 
     bad = promote_copy(world, registry, RANDOM)

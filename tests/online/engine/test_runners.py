@@ -76,7 +76,7 @@ def test_batches_that_v2_arranges_on_the_device_are_not_recorded(part):
 # --- the engine
 
 
-def run_capture(runner, spool, schedules_ahead=False, more_env=None, **spec):
+def run_capture(runner, spool, schedules_ahead=False, more_env=None, preempts=False, **spec):
     """Answers, status and records of a real engine with this runner."""
     script = Path(__file__).parents[2] / "helpers/run_capture.py"
     environment = model_runners.environment(runner, schedules_ahead=schedules_ahead) | (more_env or {})
@@ -86,6 +86,7 @@ def run_capture(runner, spool, schedules_ahead=False, more_env=None, **spec):
     assert line, done.stderr[-4000:]
     report = json.loads(line.removeprefix("REPORT"))
     assert (report["batches_at_once"] > 1) is schedules_ahead
+    assert (report["preemptions"] > 0) is preempts
     assert report["status"]["runner"].lower().startswith(f"{runner} model runner")
     counts = report["status"]["capture"]
     assert not [name for name in counts if name.startswith(("errors", "broken")) and counts[name]], counts
@@ -193,6 +194,29 @@ def test_both_runners_count_the_same(both):
     first, second = [{name: counts[name] for name in counts.keys() - is_of_time} for _, counts, _ in both]
     assert first == second
     assert first["captured_requests"] == sum(len(case.get("prompts", PLAIN)) for case in CASES.values()) + 1
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "schedules_ahead"), [("eagle3", True), ("eagle3", False), ("draft_model", False)])
+def test_preempted_requests_give_the_same_records(drafts, tmp_path, method, schedules_ahead):
+    """Four answers want 20 blocks of the 14 there are: a request loses its keys, and is computed again later."""
+    target, draft = drafts[method]
+    prompts = make_prompts(60, 61, 62, 63, seed=6)
+    spec = {
+        "target": str(target),
+        "draft": str(draft),
+        "method": method,
+        "engine": {"async_scheduling": schedules_ahead, "num_gpu_blocks_override": 14},
+        "rounds": [{"prompts": prompts, "sampling": [{"max_tokens": 80}] * 4}],
+    }
+    runs = [run_capture(runner, tmp_path / runner, schedules_ahead, preempts=True, **spec) for runner in ("v1", "v2")]
+    assert runs[0][0] == runs[1][0]
+    first, second = [by_request(records) for _, _, records in runs]
+    assert list_differences(first, second) == []
+    texts = {record.request_id: training_sequences(record)[0].input_ids_T.tolist() for record in first}
+    wanted = [prompt + answer for prompt, (answer,) in zip(prompts, runs[0][0][0], strict=True)]
+    assert sorted(texts.values()) == sorted(wanted)
 
 
 @pytest.mark.vllm

@@ -1,4 +1,5 @@
-"""`redraft serve` on vLLM's V2 model runner, from request to record; its kernels run in Triton's interpreter."""
+"""`redraft serve` from request to record, on either model runner and on two tensor-parallel ranks. On a CPU the kernels
+of V2 run in Triton's interpreter."""
 
 import model_runners
 import numpy as np
@@ -34,8 +35,9 @@ def require_log_probs_of(model, record):
 
 @pytest.mark.slow
 @pytest.mark.vllm
+@pytest.mark.parametrize(("runner", "ranks"), [("v2", 1), ("v1", 2), ("v2", 2)])
 @torch.no_grad()
-def test_serve_on_v2_answers_swaps_and_records(random_target, registry, tmp_path):
+def test_serve_answers_swaps_and_records(random_target, registry, tmp_path, runner, ranks):
     model = LlamaForCausalLM.from_pretrained(random_target, dtype=torch.float32).eval()
     prompts = make_prompts(0, 20, 90)  # the second one is read in two chunks
     wanted = [
@@ -44,9 +46,10 @@ def test_serve_on_v2_answers_swaps_and_records(random_target, registry, tmp_path
         )[0, len(prompt):].tolist()
         for prompt in prompts
     ]  # fmt: skip
-    with running_server(random_target, registry, tmp_path, [], environment=model_runners.environment("v2")) as server:
+    where = {"arguments": ["--tensor-parallel-size", str(ranks)], "environment": model_runners.environment(runner)}
+    with running_server(random_target, registry, tmp_path, [], **where) as server:
         status = server.status()
-        assert status["runner"] == "V2 model runner"
+        assert (status["runner"][:15], status["num_ranks"]) == (f"{runner.upper()} model runner", ranks)
         assert (status["capture_off"], status["swap_off"], status["draft_version"]) == ("", "", RANDOM)
         before = [server.complete(prompt, ignore_eos=True) for prompt in prompts]
         report = server.swap(COPY)

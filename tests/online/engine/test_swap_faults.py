@@ -37,10 +37,14 @@ def environment(fault):
     }
 
 
+def start_replicas(target, registry, environment, folder):
+    arguments = ["--data-parallel-size", "2"]
+    return running_server(target, registry, folder, [], arguments=arguments, environment=environment)
+
+
 @pytest.fixture(scope="module")
 def replicas(random_target, registry, environment, tmp_path_factory):
-    folder, arguments = tmp_path_factory.mktemp("replicas"), ["--data-parallel-size", "2"]
-    with running_server(random_target, registry, folder, [], arguments=arguments, environment=environment) as server:
+    with start_replicas(random_target, registry, environment, tmp_path_factory.mktemp("replicas")) as server:
         yield server
 
 
@@ -94,8 +98,17 @@ def test_a_pause_that_never_ends_is_given_up_and_generation_goes_on(replicas, fa
     assert served(replicas) == (NOISY, True, True)
 
 
-def test_a_replica_killed_in_a_swap_ends_the_server_and_no_request_hangs(replicas, fault, monkeypatch):
-    """Last, because the server does not survive. Whoever watches it sees no server, and not the new version."""
+@pytest.mark.parametrize("killed", ["kill", "read"])
+def test_a_replica_killed_in_a_swap_ends_the_server_and_no_request_hangs(
+    random_target, registry, environment, fault, killed, tmp_path, monkeypatch
+):
+    """Killed while it loads the draft, or while it reads it. Whoever watches the server sees none, and not the new
+    version."""
+    with start_replicas(random_target, registry, environment, tmp_path) as replicas:
+        kill_in_swap(replicas, fault, killed, monkeypatch)
+
+
+def kill_in_swap(replicas, fault, killed, monkeypatch):
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
     replicas.swap(COPY)
     process = find_process(replicas.url)
@@ -108,7 +121,7 @@ def test_a_replica_killed_in_a_swap_ends_the_server_and_no_request_hangs(replica
 
     client = threading.Thread(target=go_on)
     client.start()
-    fault.write_text("kill")
+    fault.write_text(killed)
     began_s = time.monotonic()
     with suppress(httpx.NetworkError, httpx.RemoteProtocolError):  # it may end before it answers
         answer = replicas.http.post("/redraft/swap", json={"version": NOISY}, timeout=ENDED_S)

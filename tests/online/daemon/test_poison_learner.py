@@ -1,0 +1,59 @@
+"""A learner among ten thousand hostile records: it neither ends nor stalls, and its memory stays bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from pathlib import Path
+
+import pytest
+from fake_fleet import TOKEN
+from learner_world import ANYTHING, World, make_draft, make_records, ship, until
+from run_learner import start
+
+from redraft.heads.files.artifact import fingerprint
+from redraft.online.daemon.memory import PRIMITIVES
+from redraft.online.records.spool import spool_files
+from redraft.recipes.bench.soak import poison
+
+GIB = 1 << 30
+
+
+def peak_bytes(pid: int) -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found
+    return 1024 * int(found[1])
+
+
+@pytest.mark.slow
+def test_a_learner_trains_on_what_is_good_among_ten_thousand_hostile_records(random_target, tmp_path, monkeypatch):
+    monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
+    monkeypatch.setenv(PRIMITIVES, "128")  # as `redraft learner` sets it
+    world = World.make(tmp_path, random_target, make_draft(random_target, tmp_path / "draft"))
+    rng, target = random.Random(22), fingerprint(random_target)
+    hostile = [poison.fuzz(rng, number, target) for number in range(10_000)]
+    honest = make_records(random_target, 300)
+
+    async def main():
+        async with world.fleet():
+            process = start(world.config(gate=ANYTHING))
+            for part in range(100):
+                # file names sort by time, so the learner meets an honest file after each hostile one
+                (world.spool / f"{part:020d}-hostile-0.records").write_bytes(
+                    b"".join(hostile[100 * part : 100 * part + 100])
+                )
+                ship(world.spool, honest[3 * part : 3 * part + 3])
+            await until(lambda: not process.is_alive() or not spool_files(world.spool))
+            await until(lambda: not process.is_alive() or world.registry.current() not in (None, "v000001"))
+            assert process.is_alive()
+            assert peak_bytes(process.pid) < GIB
+            process.terminate()
+            await until(lambda: not process.is_alive())
+            assert process.exitcode == 0
+
+    world.spool.mkdir(exist_ok=True)
+    asyncio.run(main())
+    entries = world.entries("buffer")
+    assert entries[-1].held_out > 40
+    print(entries[-1])
