@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from redraft.online.daemon.memory import PRIMITIVES, bound_caches, release_memory
+from redraft.online.daemon.memory import CACHES, bound_caches, release_memory
 
 KEPT = 64 << 10
 """Bytes of a block: small enough for glibc to take it from the heap, where it stays after it was freed."""
@@ -42,10 +42,11 @@ def test_a_learner_keeps_few_compiled_operations_of_shapes_that_do_not_come_back
         done = subprocess.run([sys.executable, "-c", MANY_SHAPES], capture_output=True, text=True, check=True)
         return int(done.stdout)
 
-    monkeypatch.delenv(PRIMITIVES, raising=False)
+    for name in CACHES:
+        monkeypatch.delenv(name, raising=False)
     kept = measure_mib()
     bound_caches()
-    assert measure_mib() < kept - 50
-    monkeypatch.setenv(PRIMITIVES, "7")
+    assert measure_mib() < kept - 100
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
     bound_caches()
-    assert os.environ[PRIMITIVES] == "7"
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7"

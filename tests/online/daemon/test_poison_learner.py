@@ -13,7 +13,7 @@ from learner_world import ANYTHING, World, make_draft, make_records, ship, until
 from run_learner import start
 
 from redraft.heads.files.artifact import fingerprint
-from redraft.online.daemon.memory import PRIMITIVES
+from redraft.online.daemon.memory import CACHES
 from redraft.online.records.spool import spool_files
 from redraft.recipes.bench.soak import poison
 
@@ -29,7 +29,8 @@ def peak_bytes(pid: int) -> int:
 @pytest.mark.slow
 def test_a_learner_trains_on_what_is_good_among_ten_thousand_hostile_records(random_target, tmp_path, monkeypatch):
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
-    monkeypatch.setenv(PRIMITIVES, "128")  # as `redraft learner` sets it
+    for name, capacity in CACHES.items():  # as `redraft learner` sets them
+        monkeypatch.setenv(name, capacity)
     world = World.make(tmp_path, random_target, make_draft(random_target, tmp_path / "draft"))
     rng, target = random.Random(22), fingerprint(random_target)
     hostile = [poison.fuzz(rng, number, target) for number in range(10_000)]
