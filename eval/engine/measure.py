@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.counters import find_counts
+from redraft.eval.engine.counters import DecodeTime, find_counts, parse_decode_time
 from redraft.eval.engine.sampling import GREEDY, PENALTIES, Sampling
 from redraft.eval.engine.server import VllmServer
 from redraft.eval.prompts import Prompt, domains
@@ -45,6 +45,8 @@ class Measurement:
     dtype: str
     counts: AcceptanceCounts | None
     """Counts over the whole run, by the engine's counters; equal to the sum over the requests."""
+    decode_s: float | None = None
+    """Time of all requests after the first token, in seconds, by the engine's clock; None if other requests ran too."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -86,7 +88,7 @@ def measure(
         raise ValueError("there is no prompt to measure: every one was filtered out, or the data set is empty")
     asyncio.run(complete_all(server, prompts[:concurrency], WARM_UP_TOKENS, sampling, concurrency, "warm-up"))
     # Counters include the warm-up and whatever came before: only differences count.
-    before = read_counters(server)
+    before, decode = read_counters(server), wait_for_decode_time(server)
     started = time.perf_counter()
     outputs = asyncio.run(complete_all(server, prompts, max_tokens, sampling, concurrency, "prompts"))
     duration_s = time.perf_counter() - started
@@ -94,7 +96,16 @@ def measure(
     if server.num_speculative_tokens:
         counts = _total(outputs)
         _require_equal_counters(server, before, counts)
-    return Measurement(prompts=prompts, outputs=outputs, duration_s=duration_s, dtype=server.dtype, counts=counts)
+    expected = decode.requests + len(prompts)
+    now = wait_for_decode_time(server, expected)
+    return Measurement(
+        prompts=prompts,
+        outputs=outputs,
+        duration_s=duration_s,
+        dtype=server.dtype,
+        counts=counts,
+        decode_s=now.seconds - decode.seconds if now.requests == expected else None,
+    )
 
 
 async def complete_all(
@@ -168,6 +179,16 @@ def read_counters(server: VllmServer) -> AcceptanceCounts:
     """The engine's speculation counters since it started, over all ranks; all 0 if it does not speculate."""
     counted = find_counts(httpx.get(f"{server.url}/metrics", timeout=30).text)
     return AcceptanceCounts.zero(server.num_speculative_tokens) + (counted or AcceptanceCounts.zero())
+
+
+def wait_for_decode_time(server: VllmServer, at_least: int = 0) -> DecodeTime:
+    """Wait until the engine counts `at_least` requests: statistics arrive after the answers."""
+    deadline = time.monotonic() + STATISTICS_TIMEOUT_S
+    while True:
+        total = parse_decode_time(httpx.get(f"{server.url}/metrics", timeout=30).text)
+        if total.requests >= at_least or time.monotonic() > deadline:
+            return total
+        time.sleep(0.05)
 
 
 def _require_equal_counters(server: VllmServer, before: AcceptanceCounts, requests: AcceptanceCounts) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.serving.cost import Advice, Prediction, StepCosts, advise
-from redraft.eval.serving.rounds import PLAIN, Results, compare, count
+from redraft.eval.serving.cost import Prediction, StepCosts, advise
+from redraft.eval.serving.rounds import PLAIN, Results, compare, count, measure_prefill
 from redraft.heads.catalog import find_method
 
 
@@ -83,13 +83,16 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
 
     `results` are its rounds with the most draft tokens, and those of the target alone at these and other loads. A
     position is accepted as often whatever comes after it, so one number of tokens gives the acceptance of all smaller.
-    The steps of the target alone say how long verification takes (`StepCosts.from_steps`).
+    The steps of the target alone say how long verification takes (`StepCosts.from_steps`). Prefills are taken out of
+    the steps and added to the expected time of an answer: the more requests, the larger their share, and it would
+    pass for verification.
     """
     k, name = candidate.num_speculative_tokens, candidate.name
+    prefill_s = {server: measure_prefill(results, server) for server in (PLAIN, name)}
     steps: dict[int, dict[int, float]] = {}
     for server, load in results:
-        if server in (PLAIN, name):
-            seconds = compare(results, server, load)["step_ms"] / 1000
+        if server in prefill_s:
+            seconds = _decode_step_s(compare(results, server, load), load, prefill_s[server])
             steps.setdefault(load, {})[0 if server == PLAIN else k] = seconds
     whole = StepCosts.from_steps(steps)
     costs = StepCosts(
@@ -105,12 +108,30 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
         advice = advise(counts.acceptance_per_position, costs)
         by_load = dict.fromkeys(loads, advice)
         config = advice.speculative_config(candidate.config) or candidate.speculative_config
-    by_tokens = {str(load): _rows(advice, load) for load, advice in by_load.items()}
+    tokens = {load: measured[str(load)]["tokens_per_request"] for load in loads}
+    by_tokens = {}
+    for load, advice in by_load.items():
+        rows = [row for row in advice.table if row.batch_size == load]
+        by_tokens[str(load)] = _add_prefills(rows, tokens[load], prefill_s[PLAIN], prefill_s[name])
     return Choice(candidate, measured, costs, by_tokens, config)
 
 
-def _rows(advice: Advice, load: int) -> list[Prediction]:
-    return [row for row in advice.table if row.batch_size == load]
+def _decode_step_s(measured: Mapping[str, Any], load: int, prefill_s: float) -> float:
+    """Seconds of a step that only decodes: the prefills of the answers that give `load` * tau tokens are taken out."""
+    prefills = load * measured["tau"] / measured["tokens_per_request"]
+    step_s = measured["step_ms"] / 1000
+    return float(max(step_s - prefills * prefill_s, 0.1 * step_s))  # noise must not leave a step without time
+
+
+def _add_prefills(rows: Sequence[Prediction], tokens: float, plain_s: float, drafting_s: float) -> list[Prediction]:
+    """The speeds with the prefill of every answer of so many tokens: `plain_s` without a draft, else `drafting_s`.
+
+    All requests wait for a prefill. `rows` begin with no draft.
+    """
+    rates = [
+        1 / (1 / row.tokens_per_s + (drafting_s if row.num_speculative_tokens else plain_s) / tokens) for row in rows
+    ]
+    return [replace(row, tokens_per_s=rate, speedup=rate / rates[0]) for row, rate in zip(rows, rates, strict=True)]
 
 
 def choose(choices: Sequence[Choice], number: int) -> list[Choice]:

@@ -13,7 +13,6 @@ import functools
 import json
 import logging
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from redraft.eval.engine.counters import DecodeTime, parse_decode_time
+from redraft.eval.engine.measure import wait_for_decode_time
 from redraft.eval.engine.sampling import PENALTIES, Sampling, list_penalties
 from redraft.eval.engine.server import VllmServer
 from redraft.heads.files.artifact import write_whole
@@ -31,9 +30,6 @@ from redraft.heads.files.kept import fingerprint_path, hash_key
 DATA_KINDS = ("random", "sonnet", "sharegpt", "jsonl")
 
 WARM_UP_REQUESTS = 4
-
-STATISTICS_TIMEOUT_S = 5
-"""Longest wait for the engine to count an answered request, in seconds."""
 
 SONNET_REQUEST = "Go on with these lines:\n"
 """Beginning of every prompt made of lines. Finished cells were measured with this wording: do not change it."""
@@ -152,13 +148,13 @@ def run_load(server: VllmServer, load: Load, folder: Path) -> LoadResult:
     if load.request_rate:
         arguments += ["--request-rate", str(load.request_rate)]
     arguments += data_arguments(load, server.model, folder)
-    clock = _decode_time(server, at_least=0)
+    clock = wait_for_decode_time(server, at_least=0)
     # the first pass is a warm-up: a few requests of the same load, whose result is dropped
     for num_prompts in (min(WARM_UP_REQUESTS, load.num_prompts), load.num_prompts):
         before = clock
         result = _generate([*arguments, "--num-prompts", str(num_prompts)], folder / "load.log")
         _require_success(server, load, result)
-        clock = _decode_time(server, at_least=before.requests + result["completed"])
+        clock = wait_for_decode_time(server, at_least=before.requests + result["completed"])
     return convert_result(result, clock.seconds - before.seconds)
 
 
@@ -198,16 +194,6 @@ def convert_result(result: dict[str, Any], decode_s: float) -> LoadResult:
             rate * drafts / steps for rate in result.get("spec_decode_per_position_acceptance_rates", ())
         ),
     )
-
-
-def _decode_time(server: VllmServer, at_least: int) -> DecodeTime:
-    """Wait until the engine counts `at_least` requests: statistics arrive after the answers."""
-    deadline = time.monotonic() + STATISTICS_TIMEOUT_S
-    while True:
-        total = parse_decode_time(httpx.get(f"{server.url}/metrics", timeout=30).text)
-        if total.requests >= at_least or time.monotonic() > deadline:
-            return total
-        time.sleep(0.05)
 
 
 def _require_healthy(server: VllmServer) -> None:

@@ -110,13 +110,15 @@ def count(results: Results, name: str, concurrency: int) -> AcceptanceCounts:
 def compare(results: Results, name: str, concurrency: int) -> dict[str, Any]:
     """A server's speed-up over the one without a draft, with its 95% interval over rounds, and where it comes from.
 
-    tokens/s = requests in flight * tau / step, so the ratio is tau over the ratio of the steps.
+    tokens/s = requests in flight * tau / step, so the ratio is tau over the ratio of the steps. A step so counted has
+    a share of the prefills in it.
     """
     ours, plain = results[name, concurrency], results[PLAIN, concurrency]
     ratios = [run.tokens_per_s / alone.tokens_per_s for run, alone in zip(ours, plain, strict=True)]
     ratio, interval = median_interval(ratios)
     counts = count(results, name, concurrency)
     rate = float(np.median([run.tokens_per_s for run in ours]))
+    outputs = [len(output.token_ids) for run in ours for output in run.outputs]
     return {
         "ratio": ratio,
         "interval": interval if len(ratios) >= 6 else None,
@@ -125,4 +127,18 @@ def compare(results: Results, name: str, concurrency: int) -> dict[str, Any]:
         "tau": counts.tau,
         "acceptance_per_position": counts.acceptance_per_position,
         "step_ms": 1000 * concurrency * counts.tau / rate,
+        "tokens_per_request": float(np.mean(outputs)),
     }
+
+
+def measure_prefill(results: Results, name: str) -> float:
+    """Seconds of an answer before it decodes, with one request in flight: the median over the rounds.
+
+    0 if the engine's clock is not known, or if no round had one request in flight.
+    """
+    before_s = [
+        (run.duration_s - run.decode_s) / len(run.outputs)
+        for run in results.get((name, 1), ())
+        if run.decode_s is not None
+    ]
+    return float(np.median(before_s)) if before_s else 0.0

@@ -21,26 +21,33 @@ NGRAM = Candidate("ngram", "n-grams", {"method": "ngram"}, 4)
 LAYERS = Candidate("layers-2", "2 of the target's layers", {"method": "draft_model", "model": "y"}, 3, 35_000_000)
 
 
-def make_run(load: int, step_ms: float, accepted: tuple[int, ...]) -> Measurement:
-    """`load` requests of 100 target steps after the prefill, in which these positions were accepted so often."""
+def make_run(load: int, step_ms: float, accepted: tuple[int, ...], prefill_s: float = 0.0) -> Measurement:
+    """`load` requests of 100 target steps after the prefill, in which these positions were accepted so often.
+
+    All requests wait for each prefill.
+    """
     steps, total = 100, sum(accepted)
     counts = AcceptanceCounts(num_drafts=steps, num_accepted=total, accepted_per_position=accepted)
     output = Output(token_ids=[7] * (steps + total + 1), counts=counts if accepted else None)
     tau = 1 + total / steps
+    decode_s = load * len(output.token_ids) / (1000 * load * tau / step_ms)
     return Measurement(
         prompts=[Prompt(token_ids=[number]) for number in range(load)],
         outputs=[output] * load,
-        duration_s=load * len(output.token_ids) / (1000 * load * tau / step_ms),
+        duration_s=decode_s + load * prefill_s,
         dtype="bfloat16",
         counts=None,
+        decode_s=decode_s if load == 1 else None,
     )
 
 
-def make_rounds(name: str, steps_ms: dict[int, float], accepted: tuple[int, ...]) -> dict[Any, Any]:
+def make_rounds(
+    name: str, steps_ms: dict[int, float], accepted: tuple[int, ...], prefills_s: tuple[float, float] = (0.0, 0.0)
+) -> dict[Any, Any]:
     """Plain steps of 10 ms up to four rows, 12 ms at eight requests, and 30 ms for 32 rows."""
     plain = {1: 10.0, 4: 10.0, 8: 12.0, 32: 30.0}
-    found: dict[Any, Any] = {(PLAIN, load): [make_run(load, ms, ())] * 2 for load, ms in plain.items()}
-    return found | {(name, load): [make_run(load, ms, accepted)] * 2 for load, ms in steps_ms.items()}
+    found: dict[Any, Any] = {(PLAIN, load): [make_run(load, ms, (), prefills_s[0])] * 2 for load, ms in plain.items()}
+    return found | {(name, load): [make_run(load, ms, accepted, prefills_s[1])] * 2 for load, ms in steps_ms.items()}
 
 
 def test_the_speed_with_fewer_tokens_follows_from_acceptance_by_position_and_the_cost_of_a_step() -> None:
@@ -57,6 +64,20 @@ def test_the_speed_with_fewer_tokens_follows_from_acceptance_by_position_and_the
     # at eight requests, 3 tokens yield 1.96 times the tokens in 3 times the time; none is best
     assert choice.best["8"].num_speculative_tokens == 0
     assert choice.speedups["8"] == 1.0
+
+
+def test_prefills_pass_neither_for_verification_nor_for_drafting() -> None:
+    """With prefills of 0.2 s, and 0.3 s with the draft, costs and the best number of tokens are the same as without."""
+    without = predict(HEAD, make_rounds("head", {1: 16.0, 8: 36.0}, (60, 30, 6)), LOADS)
+    choice = predict(HEAD, make_rounds("head", {1: 16.0, 8: 36.0}, (60, 30, 6), (0.2, 0.3)), LOADS)
+    assert choice.costs.draft_s == pytest.approx(without.costs.draft_s)
+    assert choice.speculative_config == without.speculative_config
+    # an answer of 197 tokens: 0.3 s and 100.5 steps of 16 ms; alone 0.2 s and 197 steps of 10 ms
+    three = choice.by_tokens["1"][3]
+    assert three.speedup == pytest.approx((0.2 + 1.97) / (0.3 + 197 / 1.96 * 0.016))
+    assert three.tokens_per_s == pytest.approx(197 / (0.3 + 197 / 1.96 * 0.016))
+    # eight answers at once wait for eight prefills
+    assert choice.by_tokens["8"][3].tokens_per_s == pytest.approx(8 * 197 / (8 * 0.3 + 197 / 1.96 * 0.036))
 
 
 def test_a_head_is_served_with_the_best_number_of_tokens_for_each_batch_size() -> None:

@@ -48,13 +48,16 @@ def test_a_learner_trains_on_what_is_good_among_ten_thousand_hostile_records(ran
             await until(lambda: not process.is_alive() or not spool_files(world.spool))
             await until(lambda: not process.is_alive() or world.registry.current() not in (None, "v000001"))
             assert process.is_alive()
-            assert peak_bytes(process.pid) < GIB
+            peak = peak_bytes(process.pid)
+            print(f"the learner held {peak >> 20} MiB at most")
+            assert peak < GIB
             process.terminate()
             await until(lambda: not process.is_alive())
             assert process.exitcode == 0
 
     world.spool.mkdir(exist_ok=True)
     asyncio.run(main())
-    entries = world.entries("buffer")
-    assert entries[-1].held_out > 40
-    print(entries[-1])
+    stored = world.entries("buffer")[-1]
+    assert stored.held_out > 40
+    assert sum(stored.dropped.values()) > 7_500
+    assert {"corrupt", "bad_identifier", "bad_sampling", "bad_probabilities", "not_finite"} <= stored.dropped.keys()
