@@ -46,7 +46,9 @@ def test_serve_answers_swaps_and_records(random_target, registry, tmp_path, runn
         )[0, len(prompt):].tolist()
         for prompt in prompts
     ]  # fmt: skip
-    where = {"arguments": ["--tensor-parallel-size", str(ranks)], "environment": model_runners.environment(runner)}
+    # left to itself, vLLM binds each rank to a NUMA node of its own, and refuses to start with fewer nodes than ranks
+    environment = model_runners.environment(runner) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    where = {"arguments": ["--tensor-parallel-size", str(ranks)], "environment": environment}
     with running_server(random_target, registry, tmp_path, [], **where) as server:
         status = server.status()
         assert (status["runner"][:15], status["num_ranks"]) == (f"{runner.upper()} model runner", ranks)
