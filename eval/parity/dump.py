@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# in this process, to reach the drafter; with the model runner that vLLM chooses, as a server would
+# in this process, to reach the drafter; with vLLM's choice of model runner, as a server would
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 

@@ -117,7 +117,7 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
 
 
 def _decode_step_s(measured: Mapping[str, Any], load: int, prefill_s: float) -> float:
-    """Seconds of a step that only decodes: the prefills of the answers that give `load` * tau tokens are taken out."""
+    """Seconds of a step without prefills: those of the answers with `load` * tau tokens are taken out."""
     prefills = load * measured["tau"] / measured["tokens_per_request"]
     step_s = measured["step_ms"] / 1000
     return float(max(step_s - prefills * prefill_s, 0.1 * step_s))  # noise must not leave a step without time

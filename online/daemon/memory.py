@@ -9,7 +9,7 @@ from contextlib import suppress
 import psutil
 
 CACHES = {"LRU_CACHE_CAPACITY": "32", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""Variables of PyTorch and of oneDNN, with the number of compiled operations that each may keep."""
+"""Variables of PyTorch and of oneDNN, with the number of compiled operations to keep."""
 
 
 def bound_caches() -> None:

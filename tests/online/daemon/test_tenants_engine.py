@@ -72,7 +72,7 @@ def ask_in_invented_domains(number):
 
 
 def ask_wildly(number):
-    """Answers that no draft predicts, and that are recorded: those with `allowed_token_ids` are not."""
+    """Answers no draft predicts. They are recorded; those with `allowed_token_ids` are not."""
     return make_prompt(f"wild {number}"), {"X-Redraft-Tenant": "wild"}, {"temperature": 2}
 
 
