@@ -121,7 +121,7 @@ def test_a_swap_is_done_in_all_replicas_or_in_none(replicas, marker):
         assert high > 0.1
 
     asked += [response for responses in clients.responses for response in responses]
-    records = replicas.records(asked)
+    records = replicas.records(asked, may_lack_last=True)
     assert len({record.server_id for record in records}) == 2, "both replicas record"
     assert {record.draft_version for record in records} == {RANDOM, COPY, NOISY}
     assert replicas.status()["capture"]["captured_requests"] == len(asked), "the sum of both"
