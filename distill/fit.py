@@ -92,6 +92,7 @@ def require_room(
         check(target, need, read_room(accelerator), has_servers=bool(signal.url))
     except ValueError:
         if not accelerator.is_local_main_process:
+            # One message for each machine: the other processes leave without a word.
             raise SystemExit(2) from None
         raise
 
@@ -174,6 +175,7 @@ def _size_target(name: str, dtype: torch.dtype | None) -> tuple[Any, TargetSizes
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
     outside, layers = 0, Counter[str]()
     for full_name, weight in model.named_parameters():
+        # "model.layers.3.mlp.up_proj.weight" counts for layer "3". Tied weights are listed once.
         size, (_, found, rest) = weight.numel() * weight.element_size(), full_name.partition(".layers.")
         outside += 0 if found else size
         layers[rest.partition(".")[0]] += size if found else 0
@@ -185,6 +187,7 @@ def count_head(family: str, options: Any, draft_vocab_size: int, target_config: 
     with torch.device("meta"):
         weight_VD = torch.empty(target_config.vocab_size, target_config.hidden_size)
         target = Target(config=target_config, embed_VD=weight_VD, head_VD=weight_VD)
+        # On the CPU, with values: a head checks the ids when it is made (`check_ids`).
         kept = (torch.arange(draft_vocab_size, device="cpu"),) if draft_vocab_size else ()
         return _count(find_family(family).draft_class()(options, target, *kept))
 
@@ -214,6 +217,7 @@ def bytes_by_weight(accelerator: Accelerator) -> float:
     ranks: int = accelerator.num_processes
     if accelerator.distributed_type == DistributedType.FSDP:
         offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+        # Offloaded, weights and states stay in host memory: the device holds a layer at a time.
         return 0 if offloads else (WEIGHT_BYTES + GRADIENT_BYTES + STATE_BYTES) / ranks
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         plugin = accelerator.deepspeed_plugin
@@ -227,6 +231,7 @@ def read_room(accelerator: Accelerator) -> Room:
     """The memory of this process's device and machine. A container's limit counts."""
     device, host_bytes = accelerator.device, psutil.virtual_memory().total
     if CGROUP_LIMIT.is_file() and (limit := CGROUP_LIMIT.read_text().strip()).isdigit():
+        # cgroup v2. Without a limit the file says `max`.
         host_bytes = min(host_bytes, int(limit))
     on_gpu = device.type == "cuda"
     return Room(

@@ -145,6 +145,7 @@ class HeadRun:
         Raises: ValueError or FileNotFoundError if the flags do not fit the target, or the target not the machine's
         memory, before any work.
         """
+        # 1. Flags against each other, before anything is joined, written or loaded.
         check_num_tokens(cfg.prove.num_speculative_tokens, num_steps)
         if cfg.loop.on_policy and cfg.signal.kind != "model":
             raise ValueError("only a target in this process writes text to learn on: --signal.kind model")
@@ -156,6 +157,7 @@ class HeadRun:
         self.cfg, self.family, self.started = cfg, find_family(name), time.perf_counter()
         self.forecasts: dict[Path, Forecast] = {}
         self.calibrations: dict[Path, Calibration] = {}
+        # 2. The ranks, the memory, the folder of the run.
         self.accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb)
         if convert is None:  # a converted target is one of the right layout, and its head has yet to be sized
             vocabulary = getattr(cfg, "draft_vocab_size", 0)
@@ -163,6 +165,7 @@ class HeadRun:
             require_room(cfg.target, cfg.signal, self.accelerator, size, cfg.target_dtype)
         self.run = Run.open(cfg.output, asdict(cfg), self.accelerator, resume=cfg.resume, overwrite=cfg.overwrite)
         self.target_name = cfg.target if convert is None else str(self._convert_target(convert))
+        # 3. The target and the data.
         self.model, self.tokenizer = load_target(
             self.target_name, cfg.signal, self.accelerator.device, cfg.target_dtype
         )
@@ -223,6 +226,7 @@ class HeadRun:
 
     def _copy(self, head: Any) -> Any:
         shared = (self.target.embed_VD, self.target.head_VD)  # gigabytes, which a head reads and never changes
+        # `deepcopy` takes an object found in this memo as it is.
         return copy.deepcopy(head, {id(tensor): tensor for tensor in shared})
 
     def train(
@@ -236,6 +240,7 @@ class HeadRun:
         The returned head is whole even if the ranks shared it in training; on all but the main process it is None.
         """
         cfg, loop, run = self.cfg, loop or self.cfg.loop, self.run.beside(stage) if stage else self.run
+        # Before `Distillation`, which may shard `head` in place.
         whole = self._copy(head) if self.accelerator.is_main_process else None
         signal = target_signal(
             cfg.signal, self.model, self.target_name, self.data, run.folder, self.accelerator, head.aux_layer_ids
@@ -292,6 +297,7 @@ class HeadRun:
         `before` is the forecast before training. `speculative` and `served` are those of `prove_in_engine`; without
         `speculative`, the reference decoder takes vLLM's place.
         """
+        # On the main process only.
         if before is not None:
             after = self.forecasts[draft]
             engine = self._serve(draft, speculative, served) if self.cfg.prove.engine else None

@@ -170,6 +170,7 @@ def load_data(data: Data, target: str, tokenizer: Any, loop: Loop, run: Run) -> 
     Raises: ValueError if the source is empty or nothing in it can be trained on.
     """
     day = choose_day(data.date, DATE_FLAG) if data.date else run.date
+    # A shared cache keeps the tokens of other settings, a run's folder only the latest.
     root = data.cache or run.folder / TOKENS
 
     def keep() -> Path:
@@ -204,6 +205,7 @@ def _tokenise(data: Data, tokenizer: Any, max_length: int, day: datetime.date) -
     """The tokens of both parts, made while they are read."""
     conversations = load_conversations(data.source, split=data.split, strict=data.strict)
     train, held_out = split_held_out(conversations, data.held_out)
+    # After the split, which is by question: an answer may stand below questions of both parts.
     train, overlap = remove_overlap(train, held_out)
     if not train or not held_out:
         raise ValueError(
@@ -238,6 +240,7 @@ def _stream_held_out(
 
 
 def _packed(samples: Sequence[Sample], tokenizer: Any, loop: Loop) -> PackedDataset:
+    # Any valid id does: padding is document -1, which no label row reads.
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return PackedDataset(samples, sequence_length=loop.sequence_length, pad_id=pad_id, seed=loop.seed)
 
@@ -254,6 +257,7 @@ def live_signal(
     """
     if not signal.url:
         return InProcessTarget(target, aux_layers or ())
+    # One attempt at a server: `Endpoints` tries the next one instead.
     servers = Endpoints([Endpoint(url, attempts=1) for url in signal.url])
     if aux_layers is None and not signal.exact:
         return EndpointTarget(servers, k=signal.k)
@@ -278,14 +282,18 @@ def target_signal(
     """
     if not signal.url and signal.kind != "cache":
         return live_signal(signal, target, aux_layers)
+    # As for a head that reads no auxiliary layers: the last hidden state alone.
     if signal.exact:
         aux_layers = aux_layers or ()
     device = accelerator.device
     if signal.kind != "cache":
         return OneAhead(live_signal(signal, target, aux_layers), device)
+    # Held-out samples too: evaluations read the signal from the same source.
     samples = [*data.train.samples, *data.held_out.samples]
     cache, target_print = signal.cache or folder / "target-cache", fingerprint(model_folder(name))
     with leading(target) as leads:
+        # Rank 0 writes. The others make the same passes of a sharded target, or wait below, up to
+        # LONGEST_WAIT.
         if leads and not is_complete(cache):
             write_cache(
                 samples,
@@ -294,6 +302,8 @@ def target_signal(
                 _content(signal, target, aux_layers),
                 target=target_print,
                 sequence_length=data.train.sequence_length,
+                # Fixed, not the batch of training: it is in the header, and an interrupted cache continues
+                # under an equal header only.
                 batch_size=8,
                 device=accelerator.device,
             )

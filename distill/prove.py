@@ -195,6 +195,7 @@ def publish_draft(
             "target": target,
             "target_fingerprint": fingerprint(model_folder(target)),
             "label_probe": label_probe(load_tokenizer(target), data.date),
+            # With evaluations, the last one and the last line of training: `doctor.in_engine` reads the tau.
             "metrics": run.metrics[-2:],
             "environment": environment(),
         }
@@ -211,6 +212,7 @@ def publish_draft(
                 max_tokens=cfg.max_tokens,
                 end_ids=data.end_ids,
             )
+            # `publish` writes the provenance after this function, so the entry is in it.
             provenance["forecast"] = stored.to_json()
 
     with leading(model) as leads:
@@ -265,6 +267,7 @@ def prove_in_engine(
             model,
             log=folder / f"vllm-{name}-draft.log",
             speculative_config=config,
+            # The last block may reach past the answer by all of the draft tokens.
             max_model_len=max(len(p.token_ids) for p in prompts) + cfg.max_tokens + cfg.num_speculative_tokens,
             dtype=dtype,
             extra_args=cfg.engine_args,
@@ -279,6 +282,8 @@ def prove_in_engine(
 
     config = {**speculative, "num_speculative_tokens": cfg.num_speculative_tokens}
     speed = None
+    # One server at a time, unless rounds compare them side by side. The one without a draft starts only if no
+    # earlier run has left the result.
     with start("with", served or target, config) as ours:
         with_draft = measured(ours)
         if cfg.speed_rounds:
@@ -312,6 +317,7 @@ def compare_speed(ours: VllmServer, theirs: VllmServer, prompts: Sequence[Prompt
     some = prompts[: SPEED_PROMPTS * cfg.concurrency]
     rates: dict[str, list[float]] = {ours.url: [], theirs.url: []}
     for number in Progress(range(cfg.speed_rounds), desc="speed", unit="round"):
+        # Alternating, so a drift of the machine's speed within a round does not favour one of them.
         order = (ours, theirs) if number % 2 else (theirs, ours)
         for server in order:
             run = measure(server, some, max_tokens=cfg.max_tokens, concurrency=cfg.concurrency)

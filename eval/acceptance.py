@@ -17,7 +17,9 @@ from torch import Tensor
 def probabilities(logits_NV: Tensor, temperature: float) -> Tensor:
     """softmax(logits / temperature), float32 or wider, [N, V]; one-hot at the first maximum for temperature 0."""
     if temperature == 0:
+        # The limit of the softmax, spelled out: dividing by 0 would give NaN.
         return torch.nn.functional.one_hot(logits_NV.argmax(-1), logits_NV.shape[-1]).to(torch.float32)
+    # bfloat16 has 8 significant bits, so each probability would be off by up to 0.4%.
     wide_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     return (wide_NV / temperature).softmax(-1)
 

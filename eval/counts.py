@@ -30,6 +30,7 @@ def cumulative(conditional: Sequence[float]) -> list[float]:
 
 def conditional(acceptance_per_position: Sequence[float]) -> list[float]:
     """a_j = c_j / c_{j-1}, the inverse of `cumulative`; 0 if no draft reached position j - 1."""
+    # c_0 = 1: every draft reaches the first position. [0.8, 0.4] gives [0.8, 0.5].
     before = [1.0, *acceptance_per_position[:-1]]
     return [now / earlier if earlier else 0.0 for now, earlier in zip(acceptance_per_position, before, strict=True)]
 
@@ -63,6 +64,7 @@ class AcceptanceCounts:
             num_drafts=len(accepted),
             num_accepted=sum(accepted),
             num_draft_tokens=len(accepted) * num_speculative_tokens,
+            # Accepted [2, 0, 1] in blocks of 2 tokens: (2, 1) by position.
             accepted_per_position=tuple(sum(a > j for a in accepted) for j in range(num_speculative_tokens)),
         )
 
@@ -73,6 +75,7 @@ class AcceptanceCounts:
         """The counts added after `earlier`; None if a counter fell, because the engine restarted in between."""
         difference = _combine(self, earlier, -1)
         counts = (difference.num_drafts, difference.num_accepted, difference.num_draft_tokens)
+        # A restart goes unseen if all counters have passed the earlier values again.
         return difference if min(*counts, *difference.accepted_per_position) >= 0 else None
 
     @property
@@ -137,6 +140,7 @@ def expected_blocks(
     num_rows = max(num_output_tokens - 1, 0)
     begins_T, reach_TK = walk_blocks(accept_TK[:num_rows])
     num_steps = float(begins_T.sum())
+    # [T] @ [T, K]: a row that begins no block adds nothing.
     accepted_per_position = tuple((begins_T @ reach_TK).tolist())
     return ExpectedCounts(
         num_steps=num_steps,
@@ -155,8 +159,11 @@ def walk_blocks(accept_TK: NDArray[np.float64]) -> tuple[NDArray[np.float64], ND
     reach_TK = np.cumprod(accept_TK, axis=1, dtype=np.float64)
     # Given the text, blocks are a Markov chain: one that begins at t accepts exactly n tokens with probability
     # ends[t, n] = reach[t, n] - reach[t, n + 1] (reach = 1 for n = 0), and the next one begins at t + n + 1.
+    # K = 2, accept [0.8, 0.5]: reach [0.8, 0.4], edges [1, 0.8, 0.4, 0], so a block accepts 0, 1 or 2 tokens
+    # with probability 0.2, 0.4 or 0.4.
     edges = np.concatenate([np.ones((num_rows, 1)), reach_TK, np.zeros((num_rows, 1))], axis=1)
     ends_TN = edges[:, :-1] - edges[:, 1:]
+    # The last row's block may end k + 1 rows further on. The return cuts these rows off.
     begins_T = np.zeros(num_rows + k + 1)
     begins_T[:1] = 1.0
     for row in range(num_rows):
@@ -173,6 +180,7 @@ def simulate_blocks(match_TK: ArrayLike, num_output_tokens: int) -> AcceptanceCo
     """
     accept_TK = np.asarray(match_TK, np.float64)
     walked = expected_blocks(accept_TK, num_output_tokens)
+    # Zeros and ones stay exact in float64, so `round` changes the type only.
     num_drafts = round(walked.num_drafts)
     return AcceptanceCounts(
         num_drafts=num_drafts,

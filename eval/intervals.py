@@ -75,6 +75,7 @@ def sum_weighted(estimates: Sequence[Estimate], weights: Sequence[float]) -> Est
     value = sum(weight * one.value for one, weight in zip(estimates, weights, strict=True))
     errors = [abs(weight) * one.error for one, weight in zip(estimates, weights, strict=True)]
     error = math.hypot(*errors)
+    # The formula divides by the error. At 0 or infinity the degrees of freedom do not change the interval.
     if not 0 < error < math.inf:
         return Estimate(value, error, 1.0)
     shares = sum((part / error) ** 4 / one.freedom for one, part in zip(estimates, errors, strict=True))
@@ -104,7 +105,8 @@ def median_interval(values: Sequence[float] | Array) -> tuple[float, tuple[float
     """
     sorted_N = np.sort(np.asarray(values, np.float64))
     size, outside, rank = len(sorted_N), 0.0, 0
-    # `outside` is twice P(Binomial(size, 1/2) <= rank): the chance that the median is outside, one rank in
+    # `outside` is twice P(Binomial(size, 1/2) <= rank): the chance that the median is outside, one rank in.
+    # Six values: 3% are outside the smallest and the largest (2 / 64), 22% one rank in. So it is these two.
     while (outside := outside + 2 * math.comb(size, rank) / 2**size) <= 1 - CONFIDENCE:
         rank += 1
     interval = (float(sorted_N[rank - 1]), float(sorted_N[size - rank])) if rank else UNBOUNDED
@@ -118,6 +120,7 @@ def paired_ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tup
     """
     if len(ours) < 2:
         return None
+    # On logarithms 2x and 0.5x lie equally far from 1x, and the interval stays above 0.
     log_N = np.log(np.divide(ours, theirs))
     low, high = Estimate(
         float(log_N.mean()), float(log_N.std(ddof=1) / math.sqrt(len(log_N))), len(log_N) - 1
@@ -132,7 +135,10 @@ def _leave_one_out(over_N: Array, under_N: Array) -> tuple[float, Array, float]:
     over, under = over_N.sum(), under_N.sum()
     value = float(over / under) if under > 0 else 0.0
     rest_N = under - under_N
+    # Without the one prompt that holds the whole denominator nothing is left. The ratio then stays as it is,
+    # and this prompt adds no deviation.
     left_out_N = np.divide(over - over_N, rest_N, out=np.full(len(over_N), value), where=rest_N > 0)
+    # Kish's effective number: 16 equal prompts count as 16, one long prompt among empty ones as 1.
     num_effective = under**2 / np.square(under_N).sum() if under > 0 else 0.0
     return value, left_out_N, max(1.0, float(num_effective) - 1)
 
@@ -144,6 +150,8 @@ def _error(deviation_N: Array, under_N: Array) -> float:
         return 0.0
     if num_prompts == 1:
         return math.inf
+    # Deviations from the ratio over all prompts, not from the mean of the leave-one-out ratios: the sum of
+    # squares is never smaller, so the error errs on the safe side.
     return math.sqrt((num_prompts - 1) / num_prompts * float(np.square(deviation_N).sum()))
 
 
@@ -158,11 +166,13 @@ def student_t_quantile(probability: float, freedom: float) -> float:
         return math.tan(math.pi / 2 * (1 - two_sided))
     if freedom == 2:
         return math.sqrt(2 / (two_sided * (2 - two_sided)) - 2)
+    # Names and constants are Hill's.
     a = 1 / (freedom - 0.5)
     b = 48 / a**2
     c = ((20700 * a / b - 98) * a - 16) * a + 96.36
     d = ((94.5 / (b + c) - 3) / b + 1) * math.sqrt(a * math.pi / 2) * freedom
     y = (d * two_sided) ** (2 / freedom)
+    # Near the centre: an expansion about the normal quantile.
     if y > 0.05 + a:
         x = NormalDist().inv_cdf(two_sided / 2)
         y = x * x
@@ -172,6 +182,7 @@ def student_t_quantile(probability: float, freedom: float) -> float:
         y = (((((0.4 * y + 6.3) * y + 36) * y + 94.5) / c - y - 3) / b + 1) * x
         y = math.expm1(a * y * y)
     else:
+        # Far out in the tail: a series in y.
         series = 1 / (((freedom + 6) / (freedom * y) - 0.089 * d - 0.822) * (freedom + 2) * 3) + 0.5 / (freedom + 4)
         y = (series * y - 1) * (freedom + 1) / (freedom + 2) + 1 / y
     return math.sqrt(freedom * y)

@@ -67,6 +67,7 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 def _requirements(facts: Facts) -> Iterator[Finding]:
     """Packages that are missing, or outside the range required by redraft or by an installed extra."""
+    # The empty name evaluates markers such as `python_version`, which ask for no extra.
     extras = ["", *(ENGINES[name] for name in _engines(facts))]
     extras += [extra for extra in OPTIONAL if _is_installed(facts, extra)]
     for requirement in map(Requirement, facts.requirements):
@@ -76,6 +77,7 @@ def _requirements(facts: Facts) -> Iterator[Finding]:
         wanted = f"{requirement.name}{requirement.specifier}"
         if installed is None:
             yield Finding(f"{requirement.name} is not installed", f'uv pip install "{wanted}"')
+        # By default a specifier rejects every pre-release, and a nightly build is one.
         elif not requirement.specifier.contains(installed, prereleases=True):
             yield Finding(
                 f"{requirement.name} {installed} is not {requirement.specifier}", f'uv pip install "{wanted}"'
@@ -142,6 +144,7 @@ def gather(output: Path, *, import_engine: bool) -> Facts:
     distributions = importlib.metadata.distributions()
     versions = {_normalised(d.metadata["Name"]): d.version for d in distributions if d.metadata["Name"]}
     torch_cuda, gpus = _torch_devices()
+    # The folder for runs may not exist yet, and `disk_usage` fails then: ask the nearest parent that does.
     disk = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
     return Facts(
         python=platform.python_version(),
@@ -168,6 +171,7 @@ def _torch_devices() -> tuple[str | None, tuple[str, ...]]:
 
 def _engine_error() -> str | None:
     """The last line of the error of `from vllm import LLM`, tried in a separate process."""
+    # A broken build may crash the interpreter instead of raising, so not in this process.
     command = [sys.executable, "-c", "from vllm import LLM"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return None if result.returncode == 0 else (result.stderr.strip().splitlines() or ["it crashed"])[-1]
@@ -181,6 +185,7 @@ def environment() -> dict[str, str]:
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": read_processor(),
+        # Cores this process may use: a container often has fewer than the machine.
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
         "memory": f"{memory_bytes / 2**30:.0f} GiB",
         "gpu": ", ".join(gpus) or "none",

@@ -56,6 +56,7 @@ class FixedTokens:
 
     def read(self, config: Mapping[str, Any]) -> int | None:
         """The most tokens of a draft with this config.json; None if none of the keys is there."""
+        # DFlash, block_size 16: 16 - 1 = 15 tokens. DSpark, block_size 7 and sample_from_anchor: 7.
         count = next((config[key] for key in self.keys if config.get(key)), None)
         unused = 0 if self.used_if and config.get(self.used_if, True) else self.unused
         return None if count is None else int(count) - unused
@@ -196,6 +197,7 @@ FAMILIES: tuple[Family, ...] = (
         draft="redraft.heads.families.mtp:Mtp",
         method="mtp",
         decoders=("v1", "v2", "reference"),
+        # MiMo's prefix, Qwen's, and a tensor of DeepSeek's layer.
         tensors=r"(model\.mtp_layers\.|mtp\.).*|.*\.eh_proj\.weight",
         reads="last",
         can_sample=True,
@@ -209,7 +211,9 @@ FAMILIES: tuple[Family, ...] = (
         title="P-EAGLE",
         draft="redraft.heads.families.peagle:PEagle",
         method="eagle3",
+        # vLLM's V2 runner has no parallel drafting for EAGLE.
         decoders=("v1", "reference"),
+        # Before EAGLE-3's row, because it has all tensors of an EAGLE-3 head too.
         tensors="mask_hidden",
         architectures=("PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM", "PEagleSpeculator", "PEagleDraftModel"),
         reads="layers",
@@ -249,6 +253,7 @@ FAMILIES: tuple[Family, ...] = (
         title="DSpark",
         draft="redraft.heads.families.dspark:DSpark",
         method="dspark",
+        # vLLM refuses it on the V1 runner.
         decoders=("v2",),
         tensors=r"markov_head\..*",
         # vLLM takes the second name for the first if the layers are those of Qwen3
@@ -270,6 +275,7 @@ FAMILIES: tuple[Family, ...] = (
         draft="redraft.heads.families.dflash:DFlash",
         method="dflash",
         decoders=("v1", "v2"),
+        # The whole name must match: EAGLE-3's is `midlayer.hidden_norm.weight`.
         tensors=r"hidden_norm\.weight",
         architectures=("DFlashDraftModel",),
         reads="layers",
@@ -287,6 +293,7 @@ FAMILIES: tuple[Family, ...] = (
         title="MLPSpeculator",
         draft="redraft.heads.families.mlp_speculator:MLPSpeculator",
         method=None,
+        # vLLM 0.32 has the method without a model for it, 0.33 has neither.
         decoders=("reference",),
         tensors=r"speculator\.emb\.0\.weight",
         architectures=("MLPSpeculatorPreTrainedModel",),
@@ -329,6 +336,7 @@ FAMILIES: tuple[Family, ...] = (
         draft="redraft.heads.families.standalone:StandaloneDraft",
         method="draft_model",
         decoders=("v1", "v2"),
+        # Any decoder has such a tensor, so all heads come first.
         tensors=r".*\.layers\.0\..*",
         can_sample=True,
         learns_online=True,
@@ -336,6 +344,7 @@ FAMILIES: tuple[Family, ...] = (
         checks="redraft.heads.doctor.standalone:CHECKS",
     ),
     Family(name="ngram", title="n-gram lookup", method="ngram", decoders=("v1", "v2")),
+    # vLLM is told n-grams, and our plugin puts the counted answers in place of the lookup.
     Family(name="retrieval", title="counted answers", method="ngram", decoders=("v1",), tensors=r"ngrams\.runs"),
     Family(name="suffix", title="suffix decoding", method="suffix", decoders=("v1",), varies_tokens=False),
 )
@@ -355,6 +364,7 @@ def find_family(name: str) -> Family:
 
 def find_method(method: str | None) -> Family | None:
     """The first row with this vLLM method and no further flag; None if there is none."""
+    # P-EAGLE shares EAGLE-3's method. Only the flag `parallel_drafting` tells the two apart.
     rows = (family for family in FAMILIES if family.method == method and not family.is_parallel)
     return next(rows, None) if method is not None else None
 
@@ -391,6 +401,7 @@ def detect_family(folder: Path) -> Family:
     if (foreign := find_foreign(config)) is not None:
         raise ValueError(f"{folder} holds {foreign}")
     architecture = (config.get("architectures") or [""])[0]
+    # It decides alone if it is there: our EAGLE-1 heads have the architecture of any Llama.
     named = config.get("redraft", {}).get("family")  # only in exports of redraft
     for family in FAMILIES:
         if (family.is_head and named == family.name) or (not named and architecture in family.architectures):

@@ -57,6 +57,7 @@ class Batch:
                 ids_BT[b, start:end] = torch.as_tensor(ids_T)
                 mask_BT[b, start:end] = torch.as_tensor(mask_T)
                 document_BT[b, start:end] = document
+                # Positions begin again in every document, as a server counts them for each request.
                 position_BT[b, start:end] = torch.arange(end - start)
         return Batch(
             input_ids_BT=ids_BT.to(device),
@@ -161,6 +162,7 @@ class DraftStep:
         # The dtypes may differ: autocast narrows hidden states, and a frozen head may be narrower than a trained layer.
         dtype = dtype or self.head_WD.dtype
         logits_NW = self.hidden_BTD.flatten(0, 1)[rows_N].to(dtype) @ self.head_WD.to(dtype).T
+        # The bias costs R / D of the product above: 1/16 for rank 256 and hidden size 4,096.
         if self.bias is None:
             return logits_NW
         return logits_NW + self.bias.code_BTR.flatten(0, 1)[rows_N].to(dtype) @ self.bias.head_WR.to(dtype).T
@@ -307,6 +309,7 @@ def require_prefix_rows(feature_BTD: Tensor, prefix_ids: Sequence[int]) -> int:
 
 def label_rows(batch: Batch, shift: int) -> Tensor:
     """Rows whose label x[t + 1 + shift] is in the loss mask and belongs to row t's document, bool [B, T]."""
+    # Shift 1, tokens [p, q, a, b], labels a and b: row 0 learns a, row 1 learns b, the others none.
     ahead = shift + 1
     mask_BT = torch.zeros_like(batch.loss_mask_BT)
     same_document_BT = batch.document_BT[:, ahead:] == batch.document_BT[:, :-ahead]
@@ -329,5 +332,6 @@ def draw(logits_V: Tensor, temperature: float, generator: torch.Generator | None
     if temperature == 0:
         best = int(logits_V.argmax())
         return best, torch.zeros_like(logits_V).index_fill_(0, torch.tensor([best], device=logits_V.device), 1)
+    # Callers pass float32 logits. In bfloat16 q would be rounded, and acceptance divides p by it.
     q_V = (logits_V / temperature).softmax(-1)
     return int(torch.multinomial(q_V, 1, generator=generator)), q_V

@@ -47,6 +47,7 @@ class Target:
         embed = next((t for name, t in tensors.items() if name.endswith("embed_tokens.weight")), None)
         if embed is None:
             raise ValueError(f"{folder} has no tensor embed_tokens.weight: give the folder of the target model")
+        # A checkpoint with tied weights stores the embeddings only.
         head = next((t for name, t in tensors.items() if name.endswith("lm_head.weight")), embed)
         return Target(config=AutoConfig.from_pretrained(folder).get_text_config(), embed_VD=embed, head_VD=head)
 
@@ -57,9 +58,11 @@ def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:
     Raises:
         ValueError: a layer does not exist, or they are not ascending.
     """
+    # vLLM's default for EAGLE-3. For 4 layers it is (2, 2, 1), and refused below.
     layers = tuple(chosen) or (2, num_layers // 2, num_layers - 3)
     if list(layers) != sorted(set(layers)):
         raise ValueError(f"aux layers {layers} of a target of {num_layers} layers: give distinct ones, ascending")
+    # num_layers is allowed: the stream after the last layer, before the final norm.
     if layers[0] < 0 or layers[-1] > num_layers:
         raise ValueError(f"aux layers {layers}: the target has layers 0 to {num_layers}")
     return layers
@@ -67,5 +70,6 @@ def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:
 
 def _is_shared(name: str) -> bool:
     """True for the target's embeddings and head; false for the copies in an MTP layer."""
+    # DeepSeek-V3 (61 layers) has such a copy in `model.layers.61.embed_tokens.weight`.
     is_named_so = name.endswith(("embed_tokens.weight", "lm_head.weight"))
     return is_named_so and ".layers." not in name and "mtp" not in name

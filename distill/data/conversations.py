@@ -57,6 +57,7 @@ def split_held_out(
     train: list[Conversation] = []
     held_out: list[Conversation] = []
     for conversation in conversations:
+        # 16 hex digits are 64 bits.
         is_out = int(split_key(conversation)[:16], 16) < fraction * 2**64
         (held_out if is_out else train).append(conversation)
     return train, held_out
@@ -264,6 +265,7 @@ def read_conversation(row: Mapping[str, Any], domain: str = "all", domain_column
 def _row_messages(row: Mapping[str, Any]) -> list[Message]:
     """Messages from the first shape for which the row has all columns. A column of None counts as missing."""
     has = {column for column, value in row.items() if value is not None}
+    # The whole conversation first: ultrachat_200k has `prompt` beside `messages`.
     for column in ("messages", "conversations"):
         if column in has:
             return read_messages(row[column], "user")

@@ -120,6 +120,7 @@ def _definitions(
 
 
 def _source_without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
+    # `lineno` is the line of `def`: decorators are left out.
     first, last = node.lineno - 1, node.end_lineno
     body = lines[first:last]
     if ast.get_docstring(node) is not None:

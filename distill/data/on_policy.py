@@ -46,6 +46,7 @@ def draft_written(
     real_BT = torch.arange(width, device=device) >= width - torch.tensor([[len(p)] for p in prompts], device=device)
     was_training = draft.training
     draft.eval()
+    # Forked: the generators of the training (dropout) go on as if nothing had been drawn.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         written_BT = draft.model.generate(
@@ -73,6 +74,7 @@ def _prompts(batch: Batch) -> tuple[list[Tensor], int]:
     for ids_T, labels_T, document_T in zip(batch.input_ids_BT, batch.loss_mask_BT, batch.document_BT, strict=True):
         for document in range(int(document_T.max()) + 1):
             inside_T = document_T == document
+            # Of 0s and 1s, the first maximum is the first label.
             first = int(labels_T[inside_T].long().argmax())
             if labels_T[inside_T].any() and first > 0:
                 prompts.append(ids_T[inside_T][:first])

@@ -72,6 +72,7 @@ class PackedDataset:
     def batch(self, index: int, *, batch_size: int, rank: int = 0, num_ranks: int = 1) -> Batch:
         """Batch `index` of this rank, counted from the start of the run across epochs."""
         epoch, index_in_epoch = divmod(index, self.num_batches(batch_size, num_ranks))
+        # Batches of all ranks side by side: with 2 ranks of 4 rows, rank 1 begins with row 4, then row 12.
         first = (index_in_epoch * num_ranks + rank) * batch_size
         return self._collate([self.rows[row] for row in self._order_of(epoch)[first : first + batch_size]])
 
@@ -80,6 +81,7 @@ class PackedDataset:
         kept, because a permutation of 500,000 rows takes 60 ms."""
         if epoch != self._epoch:
             self._epoch = epoch
+            # A list and not a sum: seed 1 in epoch 2 and seed 2 in epoch 1 have different orders.
             self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
         return self._order
 
@@ -87,6 +89,7 @@ class PackedDataset:
         """Every row once, for evaluation. All ranks get the same number of batches and shapes, filled with padding."""
         for start in range(0, len(self.rows), batch_size * num_ranks):
             share = self.rows[start : start + batch_size * num_ranks][rank::num_ranks]
+            # 5 rows on 2 ranks, batches of 4: both get 3 rows, and the last row of rank 1 is padding.
             width = min(batch_size, -(-(len(self.rows) - start) // num_ranks))
             yield self._collate([*share, *[[]] * (width - len(share))])
 

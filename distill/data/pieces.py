@@ -44,10 +44,12 @@ class PieceEncoder:
     def _cut(self, text: str) -> list[str]:
         """The text in pieces that each begin with a special token, but for the first."""
         found = self._tokens.finditer(text)
+        # A token at the start of the text needs no cut: 0 is there already.
         starts = [0, *(m.start() for m in found if m.start() and m.group() in self._borders), len(text)]
         return [text[start:end] for start, end in pairwise(starts)]
 
     def _is_exact(self) -> bool:
+        # `min`, because the order of a set differs from process to process.
         border = min(self._borders)
         texts = [f"{one}{border}{other}{border}{one}" for one in PROBES for other in PROBES]
         return self(texts) == self._encode(texts)

@@ -87,6 +87,7 @@ class _Regeneration:
         self.stats = RegenerationStats()
 
     async def run(self, conversations: Sequence[Conversation]) -> RegenerationStats:
+        # Of conversations with the same questions, only the last is asked: tools and domain are not in the key.
         wanted = {prompt_key(c): c for c in conversations if _questions(c)}
         self.stats.without_question = sum(not _questions(c) for c in conversations)
         async with self.endpoint:
@@ -160,6 +161,7 @@ class _Regeneration:
                 break
             if message["role"] != "assistant":
                 history.append(message)
+            # Two answers in a row become one. An answer before any question is left out.
             elif history and history[-1]["role"] != "assistant":
                 answer, cut = await self._ask(history, conversation.get("tools"))
                 if not answer["content"].strip() and "tool_calls" not in answer:
@@ -213,6 +215,7 @@ def finished_keys(output: Path, settings: dict[str, Any]) -> set[str]:
     if not output.exists():
         return set()
     whole, newline, torn = output.read_bytes().rpartition(b"\n")
+    # Appending after a torn line would damage the next one as well.
     if torn:
         os.truncate(output, len(whole) + len(newline))
     keys = set()

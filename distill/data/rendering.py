@@ -64,6 +64,7 @@ class ReasoningForm(NamedTuple):
 
 THINK = ReasoningForm("<think>\n", "\n</think>\n\n")
 
+# Granite first, because THINK would read such text too.
 REASONING_FORMS = (
     ReasoningForm("<think>", "</think><response>", "</response>"),  # Granite 3.3
     THINK,  # Qwen3, DeepSeek-R1, SmolLM3
@@ -125,6 +126,7 @@ class Renderer:
             self.template_options = {"strftime_now": midnight.strftime, **template_options}
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         longest_first = sorted(special | set(tokenizer.all_special_tokens), key=len, reverse=True)
+        # Longest first, because an alternation takes the first branch that matches. `(?!)` matches nothing.
         self.special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._encode = PieceEncoder(tokenizer)
 
@@ -162,6 +164,7 @@ class Renderer:
         ids = self.tokenise([text for turn in turns for text in (turn.prompt, turn.prompt + turn.answer)])
         pairs = []
         for turn, prompt, whole in zip(turns, ids[::2], ids[1::2], strict=True):
+            # A prompt that ends in "\n" and the answer "\nHi" may share a token "\n\n".
             keeps_prompt = whole[: len(prompt)] == prompt
             answer = whole[len(prompt) :] if keeps_prompt else self.tokenise([turn.answer])[0]
             pairs.append((prompt, answer))
@@ -206,6 +209,7 @@ class Renderer:
 
     def _turns(self, messages: Sequence[Message], conversation: Conversation) -> tuple[list[Turn], Counter[str]]:
         cut = len(messages) - 1 if conversation.get("cut") else None
+        # The context as a client sends it back; `_TurnWriter` gets the answer as the model wrote it.
         context = [self.as_context(message) for message in messages]
         turns, refused = [], Counter[str]()
         for i in range(_num_opening(messages), len(messages)):
@@ -222,6 +226,7 @@ class Renderer:
     def reasoning_form(self) -> ReasoningForm | None:
         """The target's, by the tags in its chat template or its vocabulary; None if they have none."""
         template, vocabulary = str(self.tokenizer.chat_template), self.tokenizer.get_vocab()
+        # The template counts before the vocabulary, which may hold tags of other forms too.
         granite, *others = REASONING_FORMS
         if "<response>" in template and granite.before in template:
             return granite
@@ -232,6 +237,7 @@ class Renderer:
     @cached_property
     def reads_reasoning_from(self) -> Literal["fields", "content"]:
         """The part of a message with the reasoning that the template writes."""
+        # The template writes the probe if it reads one of the fields.
         answer = {"role": "assistant", "content": "so", **dict.fromkeys(REASONING_FIELDS, PROBE)}
         try:
             return "fields" if PROBE in self([*QUESTION, answer], prompt=False) else "content"
@@ -297,12 +303,14 @@ class _TurnWriter:
     def _text(self, message: Message, answer: Message, thought: str) -> Turn:
         """An answer of text, with or without reasoning."""
         content: str = answer["content"]
-        # The template's text around an answer.
+        # The template's text around an answer, e.g. "...<|im_start|>assistant\n" and "<|im_end|>\n". The target
+        # writes the end of turn. The newline after it is the template's.
         head, _, tail = self._whole({"content": PROBE}).rpartition(PROBE)
         end = self.render.through_special(tail) if self.is_ended else ""
         whole = self._whole(answer)
         written = _strip_opening(self.prompt, content)
         if not self._continues(whole, written, thought):
+            # `_as_after_question` comes here again, with QUESTION: the recursion ends after one level.
             if self.before != QUESTION:
                 return self._as_after_question(message)
             if thought and self.render.reads_reasoning_from == "fields":
@@ -316,6 +324,7 @@ class _TurnWriter:
         """An answer with tool calls."""
         whole, calls = self._whole(answer), answer["tool_calls"]
         functions = [call["function"] for call in calls]
+        # Names of functions and of arguments: the values are written in many forms (JSON, XML, Python).
         names = [text for function in functions for text in (function["name"], *function["arguments"])]
         parts = {"tool calls": names, "text beside tool calls": [said], "reasoning before tool calls": [thought]}
         # gpt-oss's template writes the first call alone.
@@ -327,6 +336,7 @@ class _TurnWriter:
                 raise RefusedAnswerError(f"with {part} that the chat template leaves out")
         head = self._whole({"content": PROBE}).rpartition(PROBE)[0]
         prompt = self._skip_empty_reasoning(head, thought) if whole.startswith(head) else self.prompt
+        # The template's text after the arguments of the last call: is there an end of turn in it?
         probe = {"type": "function", "function": {"name": calls[-1]["function"]["name"], "arguments": {PROBE: PROBE}}}
         tail = self._whole({**answer, "tool_calls": [*calls[:-1], probe]}).rpartition(PROBE)[2]
         return Turn(prompt, self._end_calls(whole[len(prompt) :], has_end=bool(self.render.special.search(tail))))
@@ -360,6 +370,7 @@ class _TurnWriter:
         """The prompt, with the empty reasoning that the template, not the model, wrote before this answer (Qwen3)."""
         added = head.removeprefix(self.prompt).strip()
         is_empty = _dense(added) in _empty_reasoning() and head.startswith(self.prompt)
+        # The model wrote the empty block if the answer begins with it: then it is a part to learn.
         is_own = _dense(_strip_opening(self.prompt, content)).startswith(_dense(added))
         return head if is_empty and not is_own else self.prompt
 

@@ -135,6 +135,7 @@ def _json_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
     """Rows of a JSON list. A single object, and JSON Lines under the name .json, are read too."""
     content = file.read()
     try:
+        # JSON Lines under this name fail at the second line, and are read line by line below.
         value = json.loads(content)
     except ValueError:
         value = None

@@ -252,6 +252,7 @@ def _chunk_samples(
     """The samples of some conversations, and the counts that are not about samples."""
     samples, stats = [], SampleStats()
     turns = [_turns(conversation, render, stats) for _, conversation in chunk]
+    # All turns in one call: conversations share pieces, and a fast tokenizer works in parallel.
     tokenised = iter(render.tokenise_turns([turn for some in turns for turn in some]))
     for (key, conversation), some in zip(chunk, turns, strict=True):
         if is_plain_text(conversation):
@@ -287,10 +288,13 @@ def _documents(
     documents: list[tuple[list[int], list[bool]]] = []
     num_left_out = num_truncated = 0
     for prompt, answer in turns:
+        # Turns ([u1], [a1]) and ([u1 a1 u2], [a2]) make one document u1 a1 u2 a2 with the mask 0 1 0 1. If
+        # the second prompt drops a part of a1, they make two.
         ids, mask = documents[-1] if documents else ([], [])
         grows = prompt[: len(ids)] == ids
         if not grows:  # the template rewrote an earlier turn: a new sample
             ids, mask = [], []
+        # A prompt holds all earlier turns, so this is the room left in the sample.
         room = max_length - len(prompt)
         # only a first answer is cut in the middle: without it nothing of the conversation would be left
         if room < 1 or (room < len(answer) and documents):
@@ -302,6 +306,7 @@ def _documents(
         answer = answer[:room]
         documents.append((prompt + answer, mask + [False] * (len(prompt) - len(ids)) + [True] * len(answer)))
     stats.truncated += num_truncated
+    # Cut at a turn or in an answer, not both.
     stats.cut += bool(documents and num_left_out and not num_truncated)
     stats.left_out += num_left_out if documents else 0
     stats.beyond_window += bool(num_left_out and not documents)
@@ -322,6 +327,7 @@ def data_hash(samples: Iterable[Sample]) -> str:
     """SHA-256 (hex) over the token ids and masks, in order."""
     digest = hashlib.sha256()
     for sample in samples:
+        # The length first: the samples [1], [2, 3] and [1, 2], [3] differ.
         digest.update(len(sample.input_ids).to_bytes(8, "little"))
         digest.update(sample.input_ids.astype("<i4").tobytes())
         digest.update(np.packbits(sample.loss_mask).tobytes())

@@ -86,6 +86,7 @@ class MappedSamples(Sequence[Sample]):
 
 
 def _map(path: Path, dtype: Any) -> NDArray[Any]:
+    # A plain array of the same memory: slices of a memmap object are slower.
     return np.asarray(np.memmap(path, dtype, mode="r"))
 
 
@@ -131,6 +132,7 @@ def keep_tokens(root: Path, origin: Origin, make: Callable[[], Content], *, shar
         changed = [name for name in origin if before.get(name) != origin[name]]
         print(f"the data is tokenised again, because this changed: {', '.join(changed)}")
     publish(folder, lambda partial: _write(partial, origin, make()), {}, overwrite=folder.exists())
+    # Last: a kill before this leaves the old tokens whole.
     for other in others:
         shutil.rmtree(other)
     return folder
@@ -152,6 +154,7 @@ def _write(folder: Path, origin: Origin, content: Content) -> None:
         "origin": origin,
         "domains": list(domains),
         "prompts": [asdict(prompt) for prompt in content.prompts()],
+        # Of the files just written, because the samples were a stream.
         "hash": data_hash(MappedSamples(folder, PARTS[0], list(domains))),
         "stats": asdict(content.stats),
         "said": content.say(),
@@ -197,6 +200,7 @@ def describe_tokenizer(tokenizer: Any, day: str) -> Origin:
         "the chat template": _digest([json.dumps(tokenizer.chat_template)]),
         "the tokenizer": _digest(_spelling(tokenizer)),
         "the date": day if writes_date(tokenizer) else None,
+        # Any edit of this folder counts, comments too: rather tokenised twice than wrong.
         "redraft": _digest(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))),
         "the libraries": [
             f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "tokenizers", "jinja2")

@@ -109,6 +109,7 @@ def check_folder(
 ) -> tuple[Checked, int]:
     """The checks that need no engine, and the number of tokens to draft."""
     recorded = read_section(pair, "prove").get("num_speculative_tokens")
+    # As many as it was published with, so the forecast can be compared; else 3, or fewer for a short head.
     most = pair.family.max_tokens(pair.config) or DEFAULT_NUM_TOKENS
     num_tokens = num_speculative_tokens or recorded or min(DEFAULT_NUM_TOKENS, most)
     findings = static_findings(
@@ -158,4 +159,5 @@ def _run(plans: Sequence[Plan], engine: EngineCheck) -> list[Dump | Finding]:
     except ChildProcessError as error:
         if len(plans) == 1:
             return [Finding(str(error), "fix the problem that the engine names, or read its log")]
+    # One of several engines failed, and the error does not say which: run each alone.
     return [result for plan in plans for result in _run([plan], engine)]

@@ -104,6 +104,7 @@ def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck) -> Plan:
         speculative_config=speculative,
         prompts=prompts,
         max_tokens=max_tokens,
+        # The fallback questions are answered to the full length, which gives more drafts to count.
         end_ids=end_ids(pair.target, load_tokenizer(pair.target)) if are_held_out else (),
         dtype=engine.dtype or ("float32" if engine_is_cpu() else "bfloat16"),
         recorded_prompts=COMPARED_PROMPTS,
@@ -142,6 +143,7 @@ def judge_acceptance(
     facts["acceptance"] = f"tau {total.tau:.3f} over {total.num_drafts} drafts"
     yield from find_dead(total)
     if len(known) >= MIN_PROMPTS:
+        # Only the prompts of both: the others have nothing to be compared with.
         expected = sum((each for _, each in known), AcceptanceCounts.zero()).tau
         facts["forecast"] = f"tau {expected:.3f}, published for {len(known)} of these {len(served.outputs)} prompts"
         counted, expected_counts = zip(*known, strict=True)
@@ -190,9 +192,11 @@ def _prompts(
     """Token ids of the prompts to answer, and whether they come from the data of the draft's training."""
     tokenizer = load_tokenizer(pair.target)
     recorded, day = read_section(pair, "data"), day_of_training(pair)
+    # A held-out prompt must leave room for the answer and the last block.
     room = pair.target_config.max_position_embeddings - max_tokens - num_tokens
     if engine.prompts is None and not recorded:
         return ask_fallback(tokenizer, engine.num_prompts, day), False
+    # Keys of another release are left out.
     data = replace(Data(), **{k: v for k, v in recorded.items() if k in asdict(Data())})
     if engine.prompts is not None:
         conversations = load_conversations(engine.prompts)

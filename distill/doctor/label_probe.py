@@ -49,6 +49,7 @@ def compare_probes(trained: Mapping[str, Sequence[int]], served: Mapping[str, Se
             "serve with the chat template of training, or train the draft again with the one that is served",
         )
     elif labels != served_labels:
+        # Recorded from position 12, served from 11: by = 1, one token late.
         by = labels[0] - served_labels[0] if labels else 0
         side = f"begin {abs(by)} tokens {'late' if by > 0 else 'early'}" if by else "cover other tokens"
         yield Finding(

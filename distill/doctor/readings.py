@@ -81,6 +81,7 @@ def find_better_readings(
     readings = list(list_readings(pair, head, head_VD))
     if len(texts) < 2 or not readings:
         return
+    # The union of all layers read, so one pass of the target serves every reading.
     layers = sorted({*head.aux_layer_ids, *(k for r in readings for k in r.aux_layer_ids or ())})
     remembered = _Remembered(InProcessTarget(signal.model, layers))
 
@@ -97,10 +98,12 @@ def find_better_readings(
         for reading in Progress(readings, desc="other readings of the weights", unit="reading")
     ]
     gain, best = max(gains, key=lambda each: each[0].value)
+    # `tau - 1` is accepted tokens per step: the share is of these, not of the target's token.
     tau = sum(as_it_is, AcceptanceCounts.zero()).tau
     if gain.value < max(MIN_GAIN * (tau - 1), MIN_GAIN_TOKENS) or gain.interval()[0] <= 0:
         return
-    # the best of many gains some by chance, so that only what outlasts the number of readings is certain
+    # The best of many readings gains some by chance. Bonferroni: the error of each is that of one, divided by
+    # the number of readings.
     is_certain = gain.interval(1 - (1 - CONFIDENCE) / len(readings))[0] > 0
     more = "" if is_certain else f"; {len(texts)} prompts are too few to be certain, ask more with --num-prompts"
     yield Finding(
@@ -180,6 +183,7 @@ def _swapped_tensors(head: nn.Module) -> Iterator[Reading]:
         yield Reading(
             problem=f"{name} and {partner} are swapped",
             cure=f"swap the tensors {name} and {partner} in the checkpoint, and fix the converter",
+            # `partial` and not a lambda, which would see the last names of the loop.
             change=partial(_swap, name=name, partner=partner),
         )
 
@@ -247,8 +251,10 @@ def _transpose(matrix_ND: Tensor, width: int) -> Tensor:
 
 def _other_layers(pair: Pair, head: Eagle3) -> Iterator[Reading]:
     ids, num_layers = head.aux_layer_ids, pair.target_config.num_hidden_layers
+    # Off by one either way: layer k may be meant as the input of layer k or as the output.
     others = [tuple(k + shift for k in ids) for shift in (-1, 1)]
     if len(ids) == 3:
+        # vLLM's default for EAGLE-3, if config.json names no layers.
         others.append((2, num_layers // 2, num_layers - 3))
     for other in dict.fromkeys(others):
         if other != ids and list(other) == sorted(set(other)) and 0 <= other[0] <= other[-1] <= num_layers:
@@ -277,6 +283,7 @@ def _options(head: Eagle3) -> Iterator[Reading]:
 
 
 def _head_of_target(head: Eagle3, head_VD: Tensor) -> Iterator[Reading]:
+    # A head without lm_head reads the target's already.
     if not head.config.own_head:
         return
     ids_W = head._draft_ids_W
@@ -297,6 +304,7 @@ def _shapes_of_target(pair: Pair, head: Any) -> Iterator[Reading]:
     mine: LlamaShape = head.shape
     its = LlamaShape.from_config(pair.target_config)
     sizes = {name: getattr(its, name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}
+    # Other numbers of heads fit the same matrices: 32 heads of 64 have as many rows as 16 of 128.
     same_rows = [mine.head_dim * getattr(mine, n) for n in ("num_attention_heads", "num_key_value_heads")] == [
         its.head_dim * getattr(its, n) for n in ("num_attention_heads", "num_key_value_heads")
     ]

@@ -54,6 +54,7 @@ class Scratch:
 def block_rows(columns: int, device: torch.device) -> int:
     """Rows of a block whose rows have this many columns."""
     elements = BLOCK_ELEMENTS_CPU if device.type == "cpu" else BLOCK_ELEMENTS_GPU
+    # Llama 3's 128,256 columns: 4 rows (2 MiB in float32) on a CPU, 523 rows on a GPU.
     return max(1, elements // columns)
 
 
@@ -77,6 +78,7 @@ def softmax_and_log(
     """(softmax of logits / temperature, the logarithm, the argmax), the first two in the scratch memory of `name`."""
     z_MV = _wide(scratch, temperature, name, logits_MV)
     p_MV, log_sum_exp_M1, best_M1 = _softmax(scratch, name, z_MV)
+    # log p takes the memory of z: two buffers for each side, `name` and `log name`.
     return p_MV, z_MV.sub_(log_sum_exp_M1).clamp_min_(LOG_ZERO), best_M1
 
 
@@ -84,6 +86,8 @@ def _argmax(z_MV: Tensor, group: int = 64) -> Tensor:
     """First argmax of every row, [M, 1]; in two levels, because on a CPU `amax` is vectorised and `argmax` is not."""
     if z_MV.shape[1] % group:
         return z_MV.argmax(-1, keepdim=True)
+    # G groups of v = 64 columns: the first group with the largest logit, then the first place in it. So of
+    # equal logits the first wins, as in `argmax`.
     z_MGv = z_MV.view(len(z_MV), -1, group)
     best_M1 = z_MGv.amax(-1).argmax(-1, keepdim=True)
     z_M1v = z_MGv.gather(1, best_M1[..., None].expand(-1, 1, group))
@@ -127,6 +131,7 @@ class ExactBlock:
         `place_M` is None if draft row m is compared with row m.
         """
         p_RW, log_p_RW = self._probabilities(draft_ids_W)
+        # Without a gather, all draft steps share these tensors: a gradient may overwrite q, but not p.
         p_MW, log_p_MW = (p_RW, log_p_RW) if place_M is None else (p_RW[place_M], log_p_RW[place_M])
         q_MW, log_q_MW, best_M1 = softmax_and_log(self._scratch, self._temperature, "q", logits_MW)
         least_MW = self._scratch("least", q_MW.shape, q_MW.dtype, q_MW.device)
@@ -139,6 +144,7 @@ class ExactBlock:
             self._over_all = softmax_and_log(self._scratch, self._temperature, "p", self._logits_RV)[:2]
         if draft_ids_W is None:
             return self._over_all
+        # The id is a safe key: the draft steps hold the tensor as long as the block lives.
         if id(draft_ids_W) not in self._over_some:
             p_RV, log_p_RV = self._over_all
             self._over_some[id(draft_ids_W)] = p_RV[:, draft_ids_W], log_p_RV[:, draft_ids_W]
@@ -165,6 +171,8 @@ class TopKBlock:
         ids_MK, log_p_MK = self._ids_RK, self._log_probs_RK
         if place_M is not None:
             ids_MK, log_p_MK = ids_MK[place_M], log_p_MK[place_M]
+        # An id out of reach gets column 0, with p = q = 0 below. So it adds nothing to alpha_greedy or to the
+        # gradient of column 0.
         columns_MK, reachable_MK = draft_columns(ids_MK, draft_ids_W, logits_MW.shape[1])
 
         # The draft's logit of each kept id; the tail's is the log sum exp of all other logits, so mask the kept ones.
@@ -179,10 +187,12 @@ class TopKBlock:
 
         log_p_MX = top_k_buckets(log_p_MK.to(z_MW.dtype), reachable_MK, z_MW.shape[1])
         p_MX, q_MX = log_p_MX.exp(), log_q_MX.exp()
+        # Without the tail: p of a token there is not known, and counts as 0.
         alpha_greedy_M = (p_MX[:, :-1] * (columns_MK == best_M1)).sum(-1)
 
         def at_logits(dz_MX: Tensor) -> Tensor:
             # The tail's gradient is shared out by each outcome's part of the tail, which is 0 for a kept id.
+            # In place, so only for one call.
             return tail_MW.mul_(dz_MX[:, -1:]).scatter_add_(1, columns_MK, dz_MX[:, :-1])
 
         return Compared(p_MX, log_p_MX, q_MX, log_q_MX, alpha(p_MX, q_MX)), alpha_greedy_M, at_logits

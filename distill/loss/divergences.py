@@ -85,7 +85,10 @@ def draft_columns(ids: Tensor, draft_ids_W: Tensor | None, draft_vocabulary: int
     """(column of each target id in the draft's logits, whether it has one). An id without a column gets column 0."""
     if draft_ids_W is None:
         reachable = (ids >= 0) & (ids < draft_vocabulary)
+        # -1 stands for a row without a record.
         return ids * reachable, reachable
+    # Draft ids [3, 5, 9] and ids [5, 4, 12]: insertion points [1, 1, 3], clamped to [1, 1, 2]. Only 5 is
+    # there, so the columns are [1, 0, 0]. Without the clamp, 12 would index past the end.
     columns = torch.searchsorted(draft_ids_W, ids).clamp(max=draft_vocabulary - 1)
     reachable = draft_ids_W[columns] == ids
     return columns * reachable, reachable
@@ -102,11 +105,13 @@ def forward_kl(log_p_MX: Tensor, log_q_MX: Tensor) -> Tensor:
     """
     p_MX = log_p_MX.exp()
     mass_M = p_MX.sum(-1)
+    # `xlogy`, because the mass may be 0, and 0 log 0 is 0.
     return (p_MX * (log_p_MX - log_q_MX)).sum(-1) - torch.xlogy(mass_M, mass_M)
 
 
 def reverse_kl(log_p_MX: Tensor, log_q_MX: Tensor) -> Tensor:
     """KL(q || p) = sum_v q (log q - log p), in nats, [M]. Mode-seeking. At least -log P if p sums to P < 1."""
+    # An outcome with p = 0 costs 1e4 nats per unit of q (LOG_ZERO), not infinity.
     return (log_q_MX.exp() * (log_q_MX - log_p_MX)).sum(-1)
 
 
@@ -145,6 +150,7 @@ def lk_hybrid(log_p_MX: Tensor, log_q_MX: Tensor, eta: float) -> Tensor:
     KL leads while the draft is poor, TV once it is good.
     """
     tv_M = total_variation(log_p_MX, log_q_MX)
+    # eta = 3: KL weighs 1 at alpha 0, 0.22 at 0.5, 0.07 at 0.9.
     kl_weight_M = torch.exp(-eta * (1 - tv_M)).detach()
     return kl_weight_M * forward_kl(log_p_MX, log_q_MX) + (1 - kl_weight_M) * tv_M
 

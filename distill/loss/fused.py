@@ -194,12 +194,14 @@ class _FusedLinearDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, request: _Request, *leaves: Tensor) -> tuple[Tensor, ...]:
+        # The first input is the request, which is no tensor.
         needed = [request.grad_enabled and needs for needs in ctx.needs_input_grad[1:]]
         gradients = [_Gradient(leaf) if needs else None for leaf, needs in zip(leaves, needed, strict=True)]
         steps, target = _make_steps(request, leaves, gradients), _in_matmul_dtype(request.target)
         # The operands already have the dtype of the matmuls; autocast must not change any other dtype.
         with torch.autocast(autocast_kind(leaves[0].device), enabled=False):
             _run_chunks(request, target, steps)
+        # Not `save_for_backward`: `backward` scales these in place, and autograd refuses a changed tensor.
         ctx.gradients = [None if gradient is None else gradient.finish() for gradient in gradients]
         values = [step.values_3M for step in steps]
         ctx.mark_non_differentiable(*values)
@@ -284,6 +286,8 @@ def _make_steps(request: _Request, leaves: Sequence[Tensor], gradients: Sequence
     # By identity: under autocast a shared head is converted once, and all steps add to one gradient.
     heads = {id(head): head.to(dtype) for _, head in pairs}
     d_heads = dict(zip(heads, gradients[len(pairs) :], strict=True))
+    # One generator for all steps: each takes the next pair, or two with a bias. So `pairs` must be in the
+    # order of the steps.
     factors = (
         _Factors(left.to(dtype), heads[id(head)], d_left, d_heads[id(head)])
         for (left, head), d_left in zip(pairs, gradients[: len(pairs)], strict=True)
@@ -331,9 +335,11 @@ def _in_matmul_dtype(target: ExactRows | TopKRows) -> ExactRows | TopKRows:
 
 def _run_chunks(request: _Request, target: ExactRows | TopKRows, steps: Sequence[_Step]) -> None:
     """Values of every step's rows into `values_3M`, and gradients into `d_hidden` and `d_head`."""
+    # Sorted, because `_split_into_parts` searches in it.
     needed_N = torch.unique(torch.cat([step.target_row_M for step in steps]))
     if not len(needed_N):  # `torch.split` would give one chunk without rows
         return
+    # A list for each step, of lists for each chunk, of parts.
     parts_by_chunk = [_split_into_parts(step, needed_N, request.chunk_tokens) for step in steps]
     for index, rows_C in enumerate(torch.split(needed_N, request.chunk_tokens)):
         chunk = _select_target(request, target, rows_C, steps[0].factors[0].left_MD)
@@ -370,6 +376,7 @@ def _split_into_parts(step: _Step, needed_N: Tensor, chunk_tokens: int) -> list[
     place_M, order_M = torch.searchsorted(needed_N, step.target_row_M).sort(stable=True)
     starts = torch.arange(0, len(needed_N) + chunk_tokens, chunk_tokens, device=place_M.device)
     bounds = torch.searchsorted(place_M, starts).tolist()  # a GPU waits here: once per step, not once per chunk
+    # Before the modulo, which begins at 0 again in every chunk.
     is_distinct = bool((place_M.diff() > 0).all())
     place_M = place_M % chunk_tokens
     parts_by_chunk = []
@@ -416,24 +423,28 @@ class _Group:
         for index, left_MD in enumerate(self.lefts):
             factors = [part.step.factors[index] for part in self.parts]
             if any(each.d_left is not None for each in factors):
+                # [M, W] @ [W, D], over the rows of all parts. A part without a gradient costs its share of
+                # the product.
                 d_left_MD = self.logits_MW @ factors[0].head_WD
                 for part, each, here in zip(self.parts, factors, self.slices, strict=True):
                     if each.d_left is not None:
                         each.d_left.set_rows(part.rows_M, d_left_MD[here])
             if factors[0].d_head is not None:
-                factors[0].d_head.add_product(self.logits_MW.T, left_MD)
+                factors[0].d_head.add_product(self.logits_MW.T, left_MD)  # [W, M] @ [M, D]
 
 
 def _group(request: _Request, parts: Sequence[_Part]) -> list[_Group]:
     """The parts by head, with the draft's logits."""
     by_heads: dict[tuple[int, ...], list[_Part]] = {}
     for part in parts:
+        # By identity: steps with equal but separate heads need separate gradients.
         by_heads.setdefault(tuple(id(each.head_WD) for each in part.step.factors), []).append(part)
     groups = []
     for index, same in enumerate(by_heads.values()):
         per_factor = zip(*([each.left_MD[part.rows_M] for each in part.step.factors] for part in same), strict=True)
         lefts = [torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in per_factor]
         heads = [each.head_WD for each in same[0].step.factors]
+        # The index in the name keeps the groups apart: all are alive until `add_gradients`.
         logits_MW = request.scratch.product(f"draft logits {index}", lefts[0], heads[0].T)
         for left_MD, head_WD in zip(lefts[1:], heads[1:], strict=True):
             logits_MW.addmm_(left_MD, head_WD.T)
@@ -468,8 +479,10 @@ def _run_block(
     is_row_for_row = part.is_distinct and len(rows_M) == block.num_rows
     place_M = None if is_row_for_row else part.place_M[here] - first
     values_3M, dz_MW = _divergence(request, block, step, rows_M, place_M, logits_MW)
+    # Each row of a step is in one part of one chunk, so nothing is written twice.
     step.values_3M[:, rows_M] = values_3M
-    # dz is the gradient at logits / temperature
+    # dz is the gradient at logits / temperature: one more division for the gradient at the logits.
+    # `logits_MW` is a slice of the group's matrix. The copy rounds to the dtype of the matmuls.
     logits_MW.copy_(dz_MW.mul_(step.scale_M[rows_M, None] / request.divergence.temperature))
 
 
@@ -489,6 +502,7 @@ def _divergence(
         label_M = request.labels_N[step.target_row_M[rows_M]]
         columns = draft_columns(label_M, step.draft_ids_W, logits_MW.shape[1])
         # q is computed again: for a top-k target `compared` holds the kept ids and a tail, not all of q.
+        # It lands in the same scratch memory, so of `compared` only alpha may be read from here on.
         q_and_log_q = softmax_and_log(request.scratch, divergence.temperature, "q", logits_MW)[:2]
         loss_M, dz_MW = cross_entropy(*q_and_log_q, *columns)
     else:
@@ -557,6 +571,7 @@ class _KernelChunk:
         """(logits on the draft's ids, sums), as `target_rows` gives them; once for all groups with these ids."""
         assert self.logits_CV is not None
         if id(draft_ids_W) not in self._on_ids:
+            # Without draft ids the kernel copies nothing: the chunk's logits are the rows to compare with.
             kept_CW, sums_2C = target_rows(self.logits_CV, draft_ids_W, temperature)
             self._on_ids[id(draft_ids_W)] = (self.logits_CV if draft_ids_W is None else kept_CW, sums_2C)
         return self._on_ids[id(draft_ids_W)]

@@ -35,6 +35,7 @@ Gradient = tuple[Tensor, Tensor]
 
 def forward_kl(c: Compared) -> Gradient:
     """dz = P q - p."""
+    # g = -p / q, so q g = -p and sum q g = -P.
     mass_M = c.p_MX.sum(-1)
     # log q ends here: its memory now holds p (log q - log p)
     cross_M = c.log_q_MX.sub_(c.log_p_MX).mul_(c.p_MX).sum(-1)
@@ -43,6 +44,7 @@ def forward_kl(c: Compared) -> Gradient:
 
 def reverse_kl(c: Compared) -> Gradient:
     """dz = q (log q - log p - KL(q || p))."""
+    # g = log q - log p + 1. The 1 cancels against the 1 in sum q g.
     log_ratio_MX = c.log_q_MX.sub_(c.log_p_MX)
     kl_M = (c.q_MX * log_ratio_MX).sum(-1)
     return kl_M, log_ratio_MX.sub_(kl_M[:, None]).mul_(c.q_MX)
@@ -50,6 +52,8 @@ def reverse_kl(c: Compared) -> Gradient:
 
 def jensen_shannon(c: Compared, beta: float) -> Gradient:
     """dz = (1 - beta) q (log q - log m - KL(q || m)); the derivatives of m in both KLs cancel."""
+    # g = (1 - beta) (log q - log m + 1) - (1 - beta) (beta p + (1 - beta) q) / m. The fraction is 1, because
+    # its numerator is m.
     log_m_MX = mixture(c.p_MX, c.q_MX, beta).log_()
     kl_pm_M = (c.log_p_MX - log_m_MX).mul_(c.p_MX).sum(-1) - (1 - c.p_MX.sum(-1)) * math.log(beta)
     # log m is not needed any more, so the ratio takes its memory
@@ -83,6 +87,8 @@ def alpha_gradient(c: Compared) -> Tensor:
 
     All terms are of the size of alpha, so neg_log_alpha can divide by alpha, however small it is.
     """
+    # The sign is 1, 0 or -1, so `below` is 1, 1/2 or 0. Autograd halves the gradient of `minimum` at a tie
+    # too, so the oracle of the tests agrees.
     below_q_MX = torch.sub(c.p_MX, c.q_MX).sign_().add_(1).mul_(0.5).mul_(c.q_MX)
     return below_q_MX.sub_(c.q_MX * below_q_MX.sum(-1, keepdim=True))
 

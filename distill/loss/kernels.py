@@ -104,10 +104,12 @@ def _gradient(log_p, log_q, mass, alpha, a, b, beta, eta, NAME: tl.constexpr):
 @triton.jit
 def _log_sum_exp(row_ptr, width, inverse_temperature, BLOCK: tl.constexpr):
     """(log sum exp, largest, its first column) of a row."""
+    # Online softmax (arXiv 1805.02867): a new maximum rescales the sum so far. One pass is enough.
     largest, total, at = -2e30, 0.0, 0  # below every logit
     for start in range(0, width, BLOCK):
         z = _load(row_ptr, start + tl.arange(0, BLOCK), width, inverse_temperature)
         tile_largest, tile_at = tl.max(z, 0, return_indices=True)
+        # `>`, and `tl.max` breaks ties to the left: of equal logits the first column wins.
         at = tl.where(tile_largest > largest, start + tile_at, at)
         new_largest = tl.maximum(largest, tile_largest)
         total = total * tl.exp(largest - new_largest) + tl.sum(tl.exp(z - new_largest), 0)
@@ -172,6 +174,7 @@ def draft_rows(
     NAME: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # int64, because row * width may pass 2**31: seven draft steps of 2,048 rows by 151,936 columns do.
     row = tl.load(order_ptr + tl.program_id(0)).to(tl.int64)
     place = tl.load(place_ptr + row).to(tl.int64)
     row_ptr, p_ptr = logits_ptr + row * width, target_ptr + place * width
@@ -208,6 +211,7 @@ def draft_rows(
     value = _value(mass, alpha, a, b, beta, eta, NAME)
     if NAME == "cross_entropy":
         value = tl.where(label >= 0, -tl.maximum(z_label - log_sum_q, LOG_ZERO), 0.0)
+    # p is only read, so this may follow the stores to q's row.
     z_best = _load(p_ptr, best, width, inverse_temperature)
     _store_values(values_ptr, row, num_rows, value, alpha, tl.exp(tl.maximum(z_best - log_sum_p, LOG_ZERO)))
 
@@ -264,6 +268,7 @@ def top_k_rows(
     # The tail's gradient is shared out by each outcome's part of the tail, which is 0 for a kept id.
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
+        # If no id is left for the tail, q there is 0, and so is d_tail.
         d_row = tl.exp(_load(row_ptr, columns, width, 1.0) - z_tail) * d_tail
         if NAME == "cross_entropy":
             d_row = tl.where(label >= 0, d_row - tl.where(columns == label, 1.0, 0.0), 0.0)

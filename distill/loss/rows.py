@@ -30,6 +30,7 @@ def has_triton() -> bool:
 def runs_kernels(logits_dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels compute on this device: on a GPU with Triton. Tensors without memory stand for it."""
     is_gpu = device.type == "meta" or (device.type == "cuda" and has_triton())
+    # The kernels compute in float32: float64 is for gradcheck, in the plain form.
     return is_gpu and logits_dtype != torch.float64
 
 
@@ -55,6 +56,7 @@ def target_rows(logits_CV: Tensor, draft_ids_W: Tensor | None, temperature: floa
     if rows:
         _kernels().target_rows[(rows,)](
             logits_CV,
+            # A kernel needs some pointer here. It is not read unless REDUCED.
             logits_CV if draft_ids_W is None else draft_ids_W,
             kept_CW,
             sums_2C,
@@ -69,6 +71,7 @@ def target_rows(logits_CV: Tensor, draft_ids_W: Tensor | None, temperature: floa
     return kept_CW, sums_2C
 
 
+# The fake of the operation, and the allocation in it: shapes and types are written once.
 @torch.library.register_fake("redraft::target_rows")  # type: ignore[untyped-decorator]
 def _target_results(logits_CV: Tensor, draft_ids_W: Tensor | None, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     rows = logits_CV.shape[0]
@@ -113,6 +116,7 @@ def draft_rows(
             place_M.argsort(),
             place_M,
             scale_M,
+            # Again some pointer, read for cross_entropy only.
             place_M if label_C is None else label_C,
             values_3M,
             rows,
@@ -171,6 +175,7 @@ def top_k_rows(
             eta,
             NAME=name,
             BLOCK=_tile(width),
+            # K = 32 makes 33 outcomes, in 64 lanes.
             OUTCOMES=1 << (outcomes - 1).bit_length(),
             num_warps=WARPS,
         )

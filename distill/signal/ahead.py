@@ -47,6 +47,7 @@ class OneAhead:
         flight = self._flight
         if flight is not None:
             flight.thread.join()  # a source is for one thread at a time
+        # A held-out batch may come between: it is got now, and the flight stays for the next step.
         if flight is None or flight.batch is not batch:
             signal = self._get(batch)
         else:
@@ -91,6 +92,7 @@ class _Flight:
         try:
             self._result.set_result(self._get())
         except BaseException as error:
+            # Raised by `take`, in the step that needs the signal.
             self._result.set_exception(error)
 
     def take(self) -> TargetSignal:

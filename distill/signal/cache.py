@@ -56,6 +56,7 @@ class TopK:
         if isinstance(signal.distribution, ExactTarget):
             ids_NK, log_probs_NK = top_k(signal.distribution, rows_N, self.k)
         else:
+            # In descending order, so the first k are the largest.
             known = signal.distribution
             ids_NK = known.ids_BTK.flatten(0, 1)[rows_N, : self.k]
             log_probs_NK = known.log_probs_BTK.flatten(0, 1)[rows_N, : self.k]
@@ -112,6 +113,7 @@ class CachedTarget:
 
     def __call__(self, batch: Batch) -> TargetSignal:
         """Raises ValueError if a document of the batch was not cached."""
+        # Something to concatenate if no document of the batch has a label.
         ids_NK, log_probs_NK = [torch.empty(0, self.k, dtype=torch.int32)], [torch.empty(0, self.k)]
         rows_N = [torch.empty(0, dtype=torch.int64)]
         for key, rows in keyed_rows(batch, label_rows(batch, 0)):
@@ -145,6 +147,7 @@ class CachedHiddenStates:
                 f"{folder} holds target layers {content['layers']}, but this head reads {sorted(layers)}: layers "
                 f"{missing} are missing; write a cache for this head"
             )
+        # A cache of layers [2, 8, 13] and a head of [2, 13]: places [0, 2].
         self._places = [content["layers"].index(layer) for layer in sorted(layers)]
 
     def __call__(self, batch: Batch) -> TargetSignal:

@@ -55,6 +55,7 @@ class Endpoint:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.attempts, self.backoff_s, self.concurrency = attempts, backoff_s, concurrency
         self._model = model
+        # Beside httpx's limit: a request that waits for a connection there would spend `timeout_s`.
         self._slots = asyncio.Semaphore(concurrency)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=concurrency)
@@ -94,6 +95,7 @@ class Endpoint:
         url, failure = self.url + path, ""
         for attempt in range(self.attempts):
             if attempt:
+                # The pause holds no slot, so other requests go on.
                 await asyncio.sleep(self.backoff_s * 2 ** (attempt - 1))
             try:
                 async with self._slots:

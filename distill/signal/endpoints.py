@@ -110,10 +110,12 @@ class Endpoints:
             RequestRefusedError: if the server refuses it.
             ConnectionError: after `attempts` tries, or if all servers stay dead.
         """
+        # Prompts are lists of ids here; of a text this would count characters.
         tokens, failure = len(body.get("prompt", "")), ""
         for _ in range(self.attempts):
             member = await self._free_member()
             try:
+                # No `await` since the choice: else two requests could take the last slot.
                 with member.busy(tokens):
                     answer = await member.endpoint.post(path, **body)
                 member.failures = 0

@@ -44,10 +44,11 @@ def server_args(layers: Sequence[int], num_layers: int, storage: str) -> list[st
     """
     if wrong := [layer for layer in layers if not 0 <= layer <= num_layers]:
         raise ValueError(f"auxiliary layers {wrong} of a target that has {num_layers} layers")
+    # With the last stream, from which the final norm and the head make the distribution.
     ids = {"eagle_aux_hidden_state_layer_ids": sorted({*layers, num_layers})}
     speculative = {
         "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
+        "num_speculative_tokens": 1,  # vLLM takes no other number with this method
         "draft_model_config": {"hf_config": ids},
     }
     connector = {
@@ -83,6 +84,8 @@ def load_skeleton(target: str, dtype: torch.dtype | None, device: torch.device) 
     stored = {name if name in there else name.replace("model.", "model.language_model.", 1): name for name in wanted}
     if missing := sorted(stored.keys() - there):
         raise ValueError(f"{folder} has no tensor {stored[missing[0]]}: give the folder of the target model")
+    # `assign`, because a copy into a tensor on `meta` would be lost. A tied head has no tensor in the file:
+    # `tie_weights` gives it the embeddings.
     tensors = {stored[name]: tensor.to(device, model.dtype) for name, tensor in read_tensors(folder, stored).items()}
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
@@ -132,6 +135,7 @@ class EndpointHiddenStates(EndpointTarget):
         answer = await self._read(endpoint, last_TD, aux_TLD, prompt=prompt, prompt_logprobs=1)
         hidden_TD = self._norm(last_TD.to(self.head_VD.device))
         entries = answer["choices"][0]["prompt_logprobs"][1:]
+        # Entry t + 1 is about token t + 1, which row t predicts: 15 rows of 16 tokens.
         theirs_T = torch.tensor(
             [entry[str(token)]["logprob"] for entry, token in zip(entries, prompt[1:], strict=True)]
         )
@@ -147,6 +151,7 @@ class EndpointHiddenStates(EndpointTarget):
 
     async def _signal(self, batch: Batch) -> TargetSignal:
         shape, hidden_size = batch.input_ids_BT.shape, self.head_VD.shape[1]
+        # Rows that are not asked for (padding, last tokens) stay zero: finite, and no label reads them.
         last_BTD = self._host_zeros(*shape, hidden_size)
         aux_BTLD = self._host_zeros(*shape, len(self.layers), hidden_size)
         last_ND, aux_NLD = last_BTD.flatten(0, 1), aux_BTLD.flatten(0, 1)
@@ -160,6 +165,7 @@ class EndpointHiddenStates(EndpointTarget):
 
         wanted = [tokens for tokens in documents(batch) if is_label_row_N[tokens].any()]
         with torch.no_grad():
+            # The longest first, as in `EndpointTarget`.
             await asyncio.gather(*(fill(tokens) for tokens in sorted(wanted, key=len, reverse=True)))
             device = self.head_VD.device
             hidden_BTD = self._norm(last_BTD.to(device, non_blocking=True))
@@ -189,6 +195,7 @@ class EndpointHiddenStates(EndpointTarget):
         for _ in range(ATTEMPTS):
             answer = await endpoint.post("/v1/completions", max_tokens=1, **body)
 
+            # The server's answer sets number and width of these rows: check both before copying.
             def put(first: int, states_tLD: Tensor, held: Sequence[int]) -> None:
                 rows = slice(first, first + len(states_tLD))
                 if rows.stop > len(last_TD) or states_tLD.shape[2] != last_TD.shape[1]:

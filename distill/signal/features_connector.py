@@ -35,6 +35,7 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
     def _url(self, filename: str) -> str:
         """URL of the states. vLLM derives `filename` from the request's id."""
         storage: str = self._kv_transfer_config.get_from_extra_config("storage", "")
+        # E.g. ./cmpl-1.safetensors: the storage and cmpl-1.
         return f"{storage.rstrip('/')}/{PurePath(filename).stem}"
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -45,6 +46,7 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         delays, answer = super().request_finished(request, block_ids)
         return delays, answer and {"hidden_states": self._url(answer["hidden_states_path"])}
 
+    # vLLM's is a static method, but it is submitted as `self._write_tensors`. So a method may take over.
     def _write_tensors(self, tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: None) -> None:
         event.synchronize()
         config = self._vllm_config.speculative_config.draft_model_config.hf_config
@@ -56,12 +58,14 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
             super()._submit_async_write(pending)
             return
         blocks = torch.tensor(pending.block_ids)[:, None] * self._block_size
+        # Block 3 of 16 slots: slots 48 to 63. `extract_from_kv_cache` cuts the unused slots of the last block.
         slots = (blocks + torch.arange(self._block_size)).flatten()
         # A copy, because vLLM may reuse the blocks while the thread writes.
         states_TLD = extract_from_kv_cache(self._kv_cache, slots, len(pending.token_ids)).contiguous()
         written: Future[None] = self._executor.submit(
             self._write_tensors, {"hidden_states": states_TLD}, _COPIED, pending.filename, None
         )
+        # Set before the callback, which removes the future again.
         self._req_copy_events[pending.req_id] = _COPIED
         self._req_futures[pending.req_id] = written
         written.add_done_callback(lambda future: self._on_write_done(pending.req_id, future))

@@ -97,6 +97,7 @@ def write_states(url: str, states_TLD: Tensor, layers: Sequence[int]) -> None:
     """Write the states of one text under `url`. Errors of the storage are passed on."""
     storage, path = fsspec.core.url_to_fs(url)
     storage.makedirs(storage._parent(path), exist_ok=True)
+    # As bytes, because numpy has no bfloat16.
     data, crc = states_TLD.contiguous().view(torch.uint8).flatten().numpy().data, 0
     with storage.open(f"{path}.bin", "wb") as file:
         for start in range(0, len(data), BLOCK_BYTES):
@@ -110,6 +111,7 @@ def write_states(url: str, states_TLD: Tensor, layers: Sequence[int]) -> None:
         layers=tuple(layers),
         crc32=crc,
     )
+    # Last: the description tells readers that the bytes are complete.
     storage.pipe_file(f"{path}.json", json.dumps(asdict(description)).encode())
 
 
@@ -153,6 +155,7 @@ class Storage:
         except OSError as error:
             raise StatesLostError(f"{url} cannot be read: {error}") from error
         finally:
+            # After an error too: a second request for the text gets another name.
             _remove(self._files, path)
         if crc != description.crc32:
             raise StatesLostError(f"{url} is corrupt: its CRC-32 is {crc:08x}, not {description.crc32:08x}")
@@ -170,6 +173,7 @@ class Storage:
         """The file `path`, to read; on a local disk no link and no pipe, which would block."""
         if not isinstance(self._files, LocalFileSystem):
             return self._files.open(path, "rb", block_size=BLOCK_BYTES)
+        # The check follows on the open file, so nobody can swap it in between.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -180,6 +184,8 @@ class Storage:
         deadline_s, pause_s = time.monotonic() + wait_s, FIRST_PAUSE_S
         while True:
             try:
+                # ValidationError is a DecodeError, so it must be caught first: whole JSON of another shape
+                # will not become better by waiting.
                 return msgspec.json.decode(self._read_start(f"{path}.json"), type=Description)
             except (msgspec.ValidationError, RecursionError) as error:
                 raise StatesLostError(f"{url} is not described as states are: {error}") from None
@@ -198,6 +204,7 @@ class Storage:
 
 
 def _remove(storage: Any, path: str) -> None:
+    # The description first: without it, no reader opens the bytes.
     for kind in ("json", "bin"):
         with suppress(FileNotFoundError, IsADirectoryError):
             storage.rm_file(f"{path}.{kind}")
@@ -205,6 +212,7 @@ def _remove(storage: Any, path: str) -> None:
 
 def _read_rows(file: Any, description: Description, use: Use) -> int:
     """Pass all rows to `use`, and return the CRC-32."""
+    # At most LONGEST_ROW bytes: a row longer than a block is a block of one row.
     tokens, num_layers, hidden = description.shape
     rows_per_block, crc = max(1, BLOCK_BYTES // description.row_bytes), 0
     buffer = torch.empty(min(tokens, rows_per_block) * description.row_bytes, dtype=torch.uint8)

@@ -30,14 +30,19 @@ def load_sharded(name: str, dtype: torch.dtype | None, device: torch.device) -> 
     Raises:
         FileNotFoundError, ValueError: as `load_causal_lm`, on the first rank.
     """
+    # 1. Rank 0 reads the files. The dtype may be that of the files, which only this rank knows.
     whole = load_causal_lm(name, dtype) if dist.get_rank() == 0 else None
     chosen = [None if whole is None else whole.dtype]
     dist.broadcast_object_list(chosen, 0)
     register_models()
+    # 2. The same architecture on every rank, without memory.
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(name)
         model = AutoModelForCausalLM.from_config(config, dtype=chosen[0], attn_implementation="sdpa")
     model.requires_grad_(False).eval()
+    # 3. Each layer is gathered by itself. The root is wrapped too, so the layers share one root, and one is
+    # gathered while another computes. It shards nothing: embeddings, norm and head stay whole, because they
+    # are read outside of a pass too.
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     layers = list(model.base_model.layers)
     for layer in layers:
@@ -45,13 +50,16 @@ def load_sharded(name: str, dtype: torch.dtype | None, device: torch.device) -> 
     inside = {id(p) for layer in layers for p in layer.parameters()}
     others = {p for p in model.parameters() if id(p) not in inside}
     fully_shard(model.base_model, mesh=mesh, ignored_params=others)
+    # 4. Memory for the shards. `to_empty` makes two tensors of tied ones, so they are tied again.
     model.to_empty(device=device)
     model.tie_weights()
+    # 5. The values, one tensor at a time.
     _fill(model, None if whole is None else _tensors(whole), device)
     return model
 
 
 def _tensors(model: Any) -> dict[str, Tensor]:
+    # Buffers too: the rotary frequencies are in no state dict, and `to_empty` leaves them undefined.
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -59,6 +67,8 @@ def _tensors(model: Any) -> dict[str, Tensor]:
 def _fill(model: Any, whole: dict[str, Tensor] | None, device: torch.device) -> None:
     """Give every rank a part of each tensor of rank 0."""
     for name, place in _tensors(model).items():
+        # The full shape on every rank; values on rank 0 only, from which `distribute_tensor` and `broadcast`
+        # send them.
         full = torch.empty(place.shape, dtype=place.dtype, device=device)
         if whole is not None:
             full.copy_(whole[name])
@@ -87,8 +97,11 @@ def leading(model: Any) -> Iterator[bool]:
     if not is_sharded(model):
         yield not dist.is_initialized() or dist.get_rank() == 0
     elif id(model) in _led:
+        # Entered again by rank 0: the hook is there already.
         yield True
     elif dist.get_rank() == 0:
+        # `prepend` puts it before FSDP's hook: the others must hear of the pass before rank 0 waits for them
+        # in a gather.
         hook = model.base_model.register_forward_pre_hook(lambda *_: _tell(model, goes_on=True), prepend=True)
         _led.add(id(model))
         try:
@@ -96,6 +109,7 @@ def leading(model: Any) -> Iterator[bool]:
         finally:
             _led.remove(id(model))
             hook.remove()
+            # After an error too, because the others wait for this word.
             _tell(model, goes_on=False)
     else:
         while _is_told(model):

@@ -123,6 +123,7 @@ def write_cache(
     with Progress(total=num_batches, desc="caching the target", unit="batch") as bar:
         batches = data.in_order(batch_size)
         for shard in range(header.num_shards):
+            # Drawn for a finished shard too, because the generator has to move on.
             shard_batches = list(islice(batches, batches_per_shard))
             if (folder / _shard_name(shard)).exists():
                 bar.update(len(shard_batches))
@@ -196,6 +197,7 @@ def _write_shard(
     tensors = {
         "keys": torch.from_numpy(np.frombuffer(b"".join(keys), np.uint8).copy()).view(-1, KEY_BYTES),
         "num_rows": torch.tensor(num_rows, dtype=torch.int64),
+        # int64, because a CRC-32 is unsigned.
         "crcs": torch.tensor(crcs, dtype=torch.int64),
     }
     names = list(kept[0]) if kept else []
@@ -212,6 +214,7 @@ def keyed_rows(batch: Batch, wanted_BT: Tensor) -> Iterator[tuple[bytes, Tensor]
     ids_N, mask_N = batch.input_ids_BT.flatten(), batch.loss_mask_BT.flatten()
     for tokens in documents(batch):
         if is_label_row_N[tokens].any():
+            # With the mask, which decides the rows kept: the same text with other labels is another document.
             digest = hashlib.blake2b(ids_N[tokens].cpu().numpy().astype("<i4").tobytes(), digest_size=KEY_BYTES)
             digest.update(mask_N[tokens].cpu().numpy().tobytes())
             yield digest.digest(), tokens[is_wanted_N[tokens]]
@@ -249,6 +252,7 @@ class Shards:
         self._places: dict[bytes, tuple[int, int, slice]] = {}
         self._checked: set[bytes] = set()
         for shard, tensors in enumerate(self._tensors):
+            # Rows [3, 2] of two documents: ends [3, 5], starts [0, 3].
             keys, ends = tensors.pop("keys").numpy(), tensors["num_rows"].cumsum(0)
             bounds = zip((ends - tensors.pop("num_rows")).tolist(), ends.tolist(), strict=True)
             for index, (key, (start, end)) in enumerate(zip(keys, bounds, strict=True)):
@@ -265,6 +269,7 @@ class Shards:
         shard, index, rows = self._places[key]
         tensors = self._tensors[shard]
         kept = {name: tensor[rows] for name, tensor in tensors.items() if name != "crcs"}
+        # Once for each document: a second epoch does not compute it again.
         if key not in self._checked:
             if _crc(kept) != int(tensors["crcs"][index]):
                 path = self.folder / _shard_name(shard)
@@ -306,6 +311,7 @@ def _map_file(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, mapped: the kernel reads a page when it is first used."""
     try:
         with safe_open(path, framework="pt") as file:
+            # The tensors keep the mapping after the file is closed.
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is corrupt or truncated ({error}): delete it and write the cache again") from error

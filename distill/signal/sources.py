@@ -62,6 +62,7 @@ class InProcessTarget:
     def __call__(self, batch: Batch) -> TargetSignal:
         with self._streams() as streams:
             hidden_BTD = self._hidden(batch.input_ids_BT, batch.position_ids_BT)
+        # [B, T, L, D], in the order of `aux_layers`: ascending.
         aux_BTLD = torch.stack([streams[k] for k in self.aux_layers], dim=2) if self.aux_layers else None
         return TargetSignal(distribution=ExactTarget(hidden_BTD=hidden_BTD, head_VD=self._head()), aux_BTLD=aux_BTLD)
 
@@ -90,6 +91,7 @@ class InProcessTarget:
         streams: dict[int, Tensor] = {}
 
         def keep(k: int, hidden: Any) -> None:
+            # A pre-hook gets a tuple of arguments, and some layers return a tuple: the stream comes first.
             streams[k] = hidden[0] if isinstance(hidden, tuple) else hidden
 
         handles = []
@@ -114,6 +116,7 @@ class InProcessTarget:
             ValueError: if the logits are not head @ hidden, or a document sees the one packed before it.
         """
         name, half = type(self.model).__name__, 8
+        # [2, 16]: two documents of 8 tokens in each row. The second must get the states it gets alone.
         ids_BT = torch.arange(4 * half, device=self.model.device).view(2, -1) * 7 % self._head().shape[0]
         positions_BT = torch.arange(half, device=ids_BT.device).repeat(2, 2)
         alone_BTD = self._hidden(ids_BT[:, half:], positions_BT[:, half:])
@@ -151,6 +154,7 @@ def top_k(exact: ExactTarget, rows_N: Tensor, k: int) -> tuple[Tensor, Tensor]:
     hidden_ND = exact.hidden_BTD.flatten(0, 1)[rows_N]
     ids, log_probs = [], []
     for hidden_CD in torch.split(hidden_ND, CHUNK):
+        # The product in the target's dtype, as it is served; only the softmax is wider.
         top = F.linear(hidden_CD, exact.head_VD).float().log_softmax(-1).topk(k)
         ids.append(top.indices)
         log_probs.append(top.values)
@@ -172,6 +176,7 @@ def documents(batch: Batch) -> Iterator[Tensor]:
     """Indices into the flattened batch of each document's tokens, in order."""
     tokens = batch.document_BT.shape[1]
     for b, document_T in enumerate(batch.document_BT):
+        # A row of padding only has the maximum -1, and so no document.
         for document in range(int(document_T.max()) + 1):
             yield (document_T == document).nonzero().squeeze(1) + b * tokens
 
@@ -185,6 +190,7 @@ class EndpointTarget:
     def __init__(self, endpoint: Endpoint | Endpoints, k: int = 20) -> None:
         """The endpoint must not be shared: the connections belong to this source's event loop."""
         self.endpoint, self.k = endpoint, k
+        # One event loop for all calls: the connections stay open between batches, and belong to a loop.
         self._runner = asyncio.Runner()
 
     def __call__(self, batch: Batch) -> TargetSignal:
@@ -235,6 +241,8 @@ class EndpointTarget:
 
     async def _score(self, ids_T: Tensor, rows_N: Tensor) -> tuple[Tensor, Tensor]:
         """(ids, log-probabilities), [N, K] each, of the given rows of one document."""
+        # Row r is read off token r + 1, so the prompt ends with the token after the last wanted row. vLLM
+        # generates at least one token.
         prompt = ids_T[: int(rows_N[-1]) + 2].tolist()
         try:
             answer = await self._complete(prompt=prompt, prompt_logprobs=self.k, max_tokens=1)

@@ -134,6 +134,7 @@ def make_accelerator(accumulation: int, mixed_precision: str | None, wandb_proje
     if wandb_project:
         write_offline_unless_logged_in()
     die_with_launcher()
+    # Before the Accelerator, which takes over the process state made here.
     if not torch.cuda.is_available():
         join_on_cpu()
     accelerator = Accelerator(
@@ -142,6 +143,7 @@ def make_accelerator(accumulation: int, mixed_precision: str | None, wandb_proje
         mixed_precision=mixed_precision,
         log_with="wandb" if wandb_project else None,
         kwargs_handlers=[
+            # Gradients live in DDP's buckets, not a second time beside them.
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             InitProcessGroupKwargs(timeout=LONGEST_WAIT),
         ],
@@ -184,6 +186,7 @@ def train(
         distillation.num_steps = loop.steps
     trainer.train_until(loop.steps, loop)
     if loop.stop_by == "acceptance":
+        # All ranks, because the weights of a sharded draft are spread over them.
         run.restore_best(distillation.resume)
         if accelerator.is_main_process:
             print(f"the draft of step {distillation.step_index} is kept: no later evaluation had a higher tau")
@@ -222,12 +225,14 @@ class _Trainer:
             return int(planned[-1])
         assert loop.minutes is not None
         first, started = self.distillation.step_index, time.perf_counter()
+        # The first step also allocates and compiles, so it is outside the measured time.
         self.train_until(first + 1, loop, desc="first step")
         timed = time.perf_counter()
         self.train_until(first + 1 + TIMED_STEPS, loop, desc="speed")
         now = time.perf_counter()
         left_s = 60 * loop.minutes - (now - started)
         steps = [first + 1 + TIMED_STEPS + max(1, round(left_s * TIMED_STEPS / (now - timed)))]
+        # A list, because it is filled in place on the other ranks.
         broadcast_object_list(steps)
         self.run.log(self.distillation.step_index, planned_steps=steps[0])
         return steps[0]
@@ -246,6 +251,7 @@ class _Trainer:
             total=last,
             disable=not accelerator.is_main_process,
         )
+        # Kept and not made again: the signal ahead is found by the identity of the batch.
         upcoming: list[Batch] = []
         for step in bar:
             if _is_past_its_best(run.metrics, loop):  # also at once, if a run is resumed that had ended by this
@@ -266,6 +272,7 @@ class _Trainer:
                 rate = self.meter.rate()
                 run.log(done, **_describe(stats), tokens_per_s=rate)
                 bar.set_postfix(loss=f"{stats.loss:.3f}", alpha=f"{stats.alpha[0]:.3f}", tok_s=f"{rate:,.0f}")
+            # After the log: a run killed right after the checkpoint still has the line of this step.
             if loop.save_every and (done % loop.save_every == 0 or is_last):
                 with self.meter.paused():
                     run.save(done, distillation.save)
@@ -347,6 +354,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def peak_rss_mib() -> float:
     """Largest resident memory of this process so far, in MiB."""
+    # Linux counts `ru_maxrss` in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

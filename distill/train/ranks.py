@@ -49,8 +49,10 @@ def join_on_cpu() -> None:
     Without this, accelerate reads these settings only for GPUs.
     """
     if uses_deepspeed():
+        # Before the first import of deepspeed, which reads it.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         refuse_abandoned_build()
+    # All instances of PartialState share one state: the Accelerator finds this one and joins no second group.
     state = PartialState(cpu=True, timeout=LONGEST_WAIT)
     if state.distributed_type == DistributedType.MULTI_CPU and _is_requested("FSDP"):
         state.distributed_type = (
@@ -133,6 +135,7 @@ def fit_fsdp(accelerator: Accelerator, module: nn.Module) -> None:
 def shards_parameters(accelerator: Accelerator) -> bool:
     """Whether no rank holds the whole draft outside a forward pass."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # Stages 1 and 2 share out the optimizer's state and the gradients, not the parameters.
         return bool(accelerator.deepspeed_plugin.zero_stage == 3)
     return bool(accelerator.distributed_type == DistributedType.FSDP)
 

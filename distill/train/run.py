@@ -43,6 +43,7 @@ def _lasting(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a config on which a resumed run must agree. Servers, storage and the data's cache may move."""
     kept = {key: value for key, value in config.items() if key not in MAY_CHANGE}
     if "signal" in kept:
+        # Whether servers give the signal is a part of the training. The addresses are not.
         kept["signal"] = {**kept["signal"], "url": bool(kept["signal"]["url"]), "storage": None}
     if isinstance(kept.get("data"), dict):
         kept["data"] = {**kept["data"], "cache": None}
@@ -69,6 +70,7 @@ class Run:
         differs from the resumed run's, or if not all ranks see the folder.
         """
         run = cls(folder, accelerator)
+        # As it will be read back: tuples are lists and paths are text, so an equal config compares equal.
         run.config = json.loads(json.dumps(config, default=str))
         run.on_main(lambda: run._claim(resume, overwrite))
         if not (folder / "run.json").exists():
@@ -98,6 +100,7 @@ class Run:
                 told[0] = str(error)
                 raise
             finally:
+                # Also after an error, because the others wait for this broadcast.
                 broadcast_object_list(told, from_process=0)
         elif broadcast_object_list(told, from_process=0) and told[0] is not None:
             raise ValueError(told[0])
@@ -165,12 +168,15 @@ class Run:
         self.accelerator.wait_for_everyone()
 
     def _write_together(self, partial: Path | None, write: Callable[[Path], None]) -> None:
+        # The folder's name is random, and known to the main process only.
         shared = [str(partial)]
         broadcast_object_list(shared, from_process=0)
         write(Path(shared[0]))
+        # The manifest, written next, holds the digests of all ranks' files.
         self.accelerator.wait_for_everyone()
 
     def _checkpoints(self) -> list[Path]:
+        # Six digits sort as numbers do, up to step 999,999.
         return sorted((self.folder / "checkpoints").glob("step-*"))
 
     def restore(self, read: Callable[[Path], None]) -> int:
@@ -191,7 +197,9 @@ class Run:
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         whole = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may have cut the last line
+        # The steps after the checkpoint will be done, and logged, again.
         self.metrics = [entry for entry in whole if entry["step"] <= step]
+        # Every rank has read the file before it is replaced.
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             write_whole(path, "".join(json.dumps(entry) + "\n" for entry in self.metrics))

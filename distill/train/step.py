@@ -66,6 +66,7 @@ class Optim:
         """Learning rate at `step` as a share of `lr`."""
         warmup = max(1, round(self.warmup_fraction * num_steps))
         if step < warmup:
+            # Step 0 has 1 / warmup of the rate. With 0 it would change nothing.
             return (step + 1) / warmup
         if self.schedule == "constant":
             return 1.0
@@ -133,6 +134,7 @@ def distill_loss(
     Never holds [rows, V] of both target and draft: `fused_linear_divergence` computes it in blocks.
     """
     rows = [step.mask_BT.flatten().nonzero().squeeze(1) for step in steps]
+    # A flat row plus the shift stays in the document: for a row t of the mask, token t + 1 + shift is in it.
     target_rows = [row + step.shift for row, step in zip(rows, steps, strict=True)]
     # Several draft steps compare with the same target rows. Each needed row is selected once: new_index maps a flat row
     # to a place among the kept ones. E.g. rows 1 and 3 of 4: needed = 0101, kept = [1, 3], new_index = [-1, 0, 0, 1].
@@ -152,6 +154,7 @@ def distill_loss(
         )
         for step, row, target_row in zip(steps, rows, target_rows, strict=True)
     ]
+    # The target's row n is about token n + 1.
     labels_N = batch.input_ids_BT.flatten()[(kept + 1).clamp(max=needed.numel() - 1)]
     result = fused_linear_divergence(drafts, select_rows(signal, kept), divergence, labels_N=labels_N, normaliser=1.0)
     loss = result.loss
@@ -159,6 +162,8 @@ def distill_loss(
         if step.extra_loss_BT is not None:
             loss = loss + scale * (step.weights(row) * step.extra_loss_BT.flatten()[row]).sum()
         if step.confidence_BT is not None:
+            # alpha carries no gradient (`mark_non_differentiable`): the estimate learns from it, not the
+            # other way round. A sum of rounded minima may pass 1, hence the clamp.
             confidence_M = step.confidence_BT.flatten()[row].to(alpha_M.dtype)
             loss = loss + scale * binary_cross_entropy_with_logits(
                 confidence_M, alpha_M.clamp(0, 1), weight=step.weights(row), reduction="sum"
@@ -220,6 +225,7 @@ class Distillation:
     def weights(self) -> dict[str, Tensor]:
         """The draft's state dict, whole on the main process even if the ranks shard it. All ranks must call this."""
         state = self.accelerator.get_state_dict(self.module)
+        # Names as in the draft, without the wrapper `DistillStep`. Ranks other than the first may get None.
         return {name.removeprefix("draft."): tensor for name, tensor in (state or {}).items()}
 
     def step(self, batches: Sequence[Batch], upcoming: Batch | None = None) -> StepStats:
@@ -238,18 +244,26 @@ class Distillation:
         stats.lr = lr
         # accelerate averages over ranks and micro-batches. We want the sum over all rows, divided by the labels of all
         # ranks: otherwise the labels of a rank with few would weigh more.
+        # E.g. two ranks with 10 and 30 labels, one batch each: 2 / 40 on both, and the mean of both losses is
+        # the sum / 40.
         scale = self.accelerator.num_processes * len(batches) / max(1, stats.labels)
         sums, finite = None, True
         self.module.train()
+        # Batches a, b and upcoming c: the pairs (a, b) and (b, c).
         for batch, following in zip(batches, [*batches[1:], upcoming], strict=True):
+            # Fetch before `start`, which drops a signal under way.
             signal = self.target(batch)
             if following is not None and isinstance(self.target, OneAhead):
                 self.target.start(following)
             with self.accelerator.accumulate(self.module):
                 loss, batch_sums_S3 = self.module(batch, signal, scale=scale)
+                # The sum over the ranks decides, so all of them skip `backward` or none. If one rank
+                # skipped alone, the others would wait for it in the reduction of the gradients.
                 finite = finite and self._all_finite(loss)
                 if finite:
                     self.accelerator.backward(loss)
+                    # Without the factor of `scale`, so the sum over ranks is the loss per label.
+                    # `_all_finite` has waited for the device already.
                     stats.loss += loss.item() / (self.accelerator.num_processes * len(batches))
                 if self.accelerator.sync_gradients and finite:
                     finite = self._update(stats)
@@ -266,6 +280,7 @@ class Distillation:
 
     def _update(self, stats: StepStats) -> bool:
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.optim.max_grad_norm)
+        # DeepSpeed may have no norm to give.
         finite = norm is None or bool(torch.isfinite(torch.as_tensor(norm)))
         if uses_deepspeed():  # `backward` has made the step already
             finite = finite and not self.optimizer.step_was_skipped
@@ -309,6 +324,7 @@ class Distillation:
 
     def evaluate(self, batches: Sequence[Batch], num_speculative_tokens: int) -> QuickMetrics:
         """Held-out acceptance over the batches of all ranks, by the definitions of `redraft.eval.forecast`."""
+        # `self.module` and not `self.draft`: outside of the wrapped forward a rank may hold shards only.
         self.module.eval()
         sums = torch.zeros(4 + num_speculative_tokens, dtype=torch.float64)
         with torch.no_grad():

@@ -45,9 +45,11 @@ def without_code(checkpoint: Path, *, deepspeed: bool = False) -> Iterator[None]
     Raises:
         ValueError: if it holds anything else; nothing of it ran. The message names it.
     """
+    # Both, because torch refuses to load with both set: the user may have set the second one.
     switches = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}  # for every torch.load
     before = {name: os.environ.get(name) for name in switches}
     os.environ.update(switches)
+    # FSDP's reader calls `pickle.load` by this module-level name.
     known = vars(filesystem)["pickle"] = _KnownPickles()
     try:
         with torch.serialization.safe_globals(_list_deepspeed_classes() if deepspeed else []):

@@ -56,11 +56,13 @@ def find_counts(metrics: str) -> AcceptanceCounts | None:
     for sample in _samples(metrics, SPEC_DECODE):
         sums[sample.name] = sums.get(sample.name, 0) + sample.value
         if sample.name == ACCEPTED_PER_POSITION:
+            # Labels are text, and "10" sorts before "2".
             position = int(sample.labels["position"])
             per_position[position] = per_position.get(position, 0) + sample.value
     # vLLM registers these with value 0 when it starts with a draft, so they are missing only without one.
     if not {DRAFTS, DRAFT_TOKENS, ACCEPTED} <= sums.keys():
         return None
+    # Prometheus writes counts as floats.
     return AcceptanceCounts(
         num_drafts=round(sums[DRAFTS]),
         num_accepted=round(sums[ACCEPTED]),

@@ -22,6 +22,7 @@ def patch_grouped_norm() -> None:
         return
     from vllm import _custom_ops
 
+    # vLLM's DFlash model calls `ops.rms_norm` through the module, so it sees this even if imported earlier.
     _custom_ops.rms_norm = with_groups(_custom_ops.rms_norm)
 
 
@@ -32,6 +33,7 @@ def with_groups(rms_norm: RmsNorm) -> RmsNorm:
         if weight is None or weight.dim() == 1:
             rms_norm(out, input, weight, epsilon)
             return
+        # [L, context, heads, head_dim] meets weights [L, 1, 1, head_dim].
         wide = input.to(torch.float32)
         shape = [len(weight), *[1] * (input.dim() - 2), weight.shape[1]]
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)

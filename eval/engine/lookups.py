@@ -31,6 +31,7 @@ def lookup_env(config: Mapping[str, Any] | None) -> dict[str, str]:
     none.
     """
     config = config or {}
+    # Any other draft runs on the model runner of vLLM's choice.
     if config.get("method") != "ngram" and not needs_plugin(config):
         return {}
     counted = {name: str(config[key]) for key, name in VARIABLES.items() if key in config}
@@ -52,6 +53,7 @@ def patch_lookups() -> None:
     # vLLM calls this on every worker, after the target and the draft are loaded
     def initialize_and_install(self: Any, kv_cache_configs: list[Any]) -> None:
         initialize(self, kv_cache_configs)
+        # Both do nothing without the variables, or with the proposer in place.
         ngrams_first.install(self.worker.model_runner)
         install(self.worker.model_runner)
 
@@ -69,10 +71,12 @@ def install(runner: Any) -> None:
     folder, cost = (os.environ.get(VARIABLES[key]) for key in (FOLDER, VERIFY_COST))
     if not folder or isinstance(getattr(runner, "redraft_counted", None), Counted):
         return
+    # V2 calls it `speculator`.
     if not hasattr(runner, "drafter"):
         raise ValueError("only vLLM's V1 model runner drafts from counted answers: set VLLM_USE_V2_MODEL_RUNNER=0")
     changes = {VERIFY_COST: float(cost)} if cost else {}
     runner.redraft_counted = Counted(runner, Retrieval.read(Path(folder), **changes))
+    # An attribute of the instance hides the method of the class, which stays as vLLM wrote it.
     runner.propose_draft_token_ids = runner.redraft_counted.propose
 
 

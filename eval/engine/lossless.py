@@ -76,6 +76,7 @@ def compare_lossless(
 def _difference(
     index: int, prompt: Prompt, mine: list[int], other: list[int], target_logits: NextLogits | None, tie_gap: float
 ) -> Difference:
+    # If one output is the beginning of the other, the difference is at the end of the shorter one.
     pairs = enumerate(zip(mine, other, strict=False))
     position = next((i for i, (a, b) in pairs if a != b), min(len(mine), len(other)))
     pair = [ids[position] if position < len(ids) else None for ids in (mine, other)]
@@ -83,6 +84,7 @@ def _difference(
     if target_logits is not None and None not in pair:
         # Both outputs have the same prefix here, so one pass gives the logits of both tokens.
         logits_V = target_logits([*prompt.token_ids, *mine[:position]])
+        # Against the best of all tokens: a tie needs both of them near the top.
         gap = float(logits_V.max() - logits_V[pair].min())
     return Difference(
         prompt=index,

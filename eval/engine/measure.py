@@ -86,6 +86,7 @@ def measure(
     """
     if not prompts:
         raise ValueError("there is no prompt to measure: every one was filtered out, or the data set is empty")
+    # As many requests at once as below, so no batch size is new to the engine when the clock runs.
     asyncio.run(complete_all(server, prompts[:concurrency], WARM_UP_TOKENS, sampling, concurrency, "warm-up"))
     # Counters include the warm-up and whatever came before: only differences count.
     before, decode = read_counters(server), wait_for_decode_time(server)
@@ -94,6 +95,7 @@ def measure(
     duration_s = time.perf_counter() - started
     counts = None
     if server.num_speculative_tokens:
+        # The requests' metrics tell the counts by prompt. The engine's counters check the sum.
         counts = _total(outputs)
         _require_equal_counters(server, before, counts)
     expected = decode.requests + len(prompts)
@@ -121,6 +123,7 @@ async def complete_all(
     Raises: ValueError, ConnectionError as `measure`.
     """
     slots = asyncio.Semaphore(concurrency)
+    # No timeout: nothing is streamed, and a long answer takes minutes.
     async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=concurrency)) as client:
         with Progress(total=len(prompts), desc=label, unit="prompt") as bar:
 
@@ -145,6 +148,7 @@ async def _complete(
         "model": server.model,
         "prompt": prompt.token_ids,
         "max_tokens": max_tokens,
+        # Ids, because decoded text may split into other tokens when it is encoded again.
         "return_token_ids": True,
         # All of them: a server takes what is not set from the target's generation_config.json.
         **({} if sampling is None else asdict(sampling) | PENALTIES),
@@ -153,6 +157,7 @@ async def _complete(
     if response.is_error:
         raise ValueError(f"the engine refused a prompt of {len(prompt.token_ids)} tokens: {_error_message(response)}")
     answer = response.json()
+    # Servers send them with --per-request-spec-decode-metrics.
     metrics = (answer.get("metrics") or {}).get("speculative_decoding")
     return Output(
         token_ids=answer["choices"][0]["token_ids"],

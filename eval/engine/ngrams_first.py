@@ -61,6 +61,8 @@ def mix(lookup: Mapping[str, Any], head: Mapping[str, Any], limits: HeadLimits) 
     if head.get("draft_sample_method") == "probabilistic":
         raise ValueError("n-grams go before greedy drafts only: leave out --draft-sample-method probabilistic")
     limited = {f"head_{name}": value for name, value in vars(limits).items() if value is not None}
+    # With `disable_padded_drafter_batch` vLLM hands the accepted tokens over as lists on the host, which a
+    # lookup can read. By default a head gets a padded tensor on the device.
     return {**head, **{key: lookup[key] for key in LOOKUP}, "disable_padded_drafter_batch": True, **limited}
 
 
@@ -104,12 +106,14 @@ def install(runner: Any) -> None:
     if not hasattr(runner, "drafter"):
         raise ValueError("only vLLM's V1 model runner looks n-grams up before a head: set VLLM_USE_V2_MODEL_RUNNER=0")
     speculative = runner.vllm_config.speculative_config
+    # For the checks only: the result is dropped.
     mix(wanted, vars(speculative), HeadLimits())
     if not speculative.disable_padded_drafter_batch:
         raise ValueError('n-grams before a head need "disable_padded_drafter_batch": true in the speculative config')
     limits = HeadLimits(tokens=wanted.get("head_tokens"), requests=wanted.get("head_requests"))
     # vLLM's lookup reads the lengths from here; nothing else does beside a head
     speculative.prompt_lookup_min, speculative.prompt_lookup_max = (wanted[key] for key in LOOKUP)
+    # The proposer keeps the head's method, so it must be made before the method is replaced.
     runner.redraft_ngrams = NgramsFirst(runner, limits)
     runner.propose_draft_token_ids = runner.redraft_ngrams.propose
 
@@ -121,6 +125,7 @@ class NgramsFirst:
         from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
         self.runner, self.limits = runner, limits
+        # Compiles the lookup here, before the first request.
         self.ngrams = NgramProposer(runner.vllm_config)
         self.propose_by_head = runner.propose_draft_token_ids
 
@@ -134,7 +139,8 @@ class NgramsFirst:
         found = self.ngrams.propose(most, sampled, batch.num_tokens_no_spec, batch.token_ids_cpu)
         is_wanted = any(tokens and not match for tokens, match in zip(sampled, found, strict=True))
         by_head = self.limits.choose(most, len(sampled)) if is_wanted else 0
-        # with 0 tokens vLLM's proposer still reads the step, for the keys
+        # With 0 tokens vLLM's proposer still reads the step, for the keys, and returns a tensor [B, 0].
+        # `replace` copies, because vLLM reads `scheduled` again afterwards.
         drafted = self.propose_by_head(replace(scheduled, num_spec_tokens_to_schedule=by_head), sampled, *rest).tolist()
         return [
             match or (draft if tokens else []) for tokens, match, draft in zip(sampled, found, drafted, strict=True)

@@ -25,6 +25,7 @@ LIBC = ctypes.CDLL(None)
 def free_port() -> int:
     """A free loopback port, for a child with the port as an argument."""
     with socket.socket() as probe:
+        # Free again once the socket closes: another process may take it before the child binds it.
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
@@ -34,6 +35,7 @@ def process_group(
     command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """`start_group`; the whole group is stopped on exit."""
+    # The cause of a death is looked for in the whole log, so it must hold no earlier run.
     log.unlink(missing_ok=True)
     process = start_group(command, log=log, env=env)
     try:
@@ -51,6 +53,7 @@ def start_group(command: Sequence[str], *, log: Path, env: Mapping[str, str] | N
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
+        # The child has a copy of the descriptor, so closing `output` here does no harm.
         return subprocess.Popen(
             command,
             stdout=output,

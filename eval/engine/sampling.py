@@ -59,6 +59,7 @@ class Sampling:
     def at(self, temperature: float) -> Sampling:
         """The same filters at another temperature, as vLLM serves it: none at 0, and none between 0 and 0.01."""
         if temperature == 0:
+            # Filters cannot change the most probable token, so all greedy requests compare equal.
             return GREEDY
         return replace(self, temperature=max(temperature, MIN_TEMPERATURE))
 

@@ -57,6 +57,7 @@ def serve_and_count(
             draft.served or target.name,
             log=folder / f"vllm-{draft.name}-{num_speculative_tokens}.log",
             speculative_config=config,
+            # With room for one more block: near the end of the window vLLM's drafter stops proposing.
             max_model_len=max(len(p.token_ids) for p in prompts) + protocol.max_tokens + num_speculative_tokens,
             dtype=options.dtype,
             extra_args=options.args,
@@ -74,6 +75,8 @@ def serve_and_count(
             ]
         return [[_counts(output, by_step=draft.forecast is None) for output in run.outputs] for run in runs]
 
+    # All that the counts depend on, or those of another run would pass for these. The dtype is left out,
+    # because `redraft eval` gives each one a `folder`.
     key = [
         target.fingerprint,
         draft.fingerprint,
@@ -100,6 +103,7 @@ def _counts(output: Output, *, by_step: bool) -> AcceptanceCounts:
 def count_steps(output: Output) -> AcceptanceCounts:
     """The counts of one request, with an empty draft for each target step without one: vLLM does not count those."""
     counts = output.counts or AcceptanceCounts.zero()
-    # The prefill gives one token, and every step its accepted tokens and one more.
+    # The prefill gives one token, and every step its accepted tokens and one more. The last block may accept
+    # tokens past the end of the answer: the difference is then too small, by at most K steps.
     num_steps = len(output.token_ids) - 1 - sum(counts.accepted_per_position)
     return replace(counts, num_drafts=max(counts.num_drafts, num_steps))

@@ -87,6 +87,7 @@ def vllm_server(
     env = {"VLLM_NO_USAGE_STATS": "1", engine_wait.ENABLED: "1", **lookup_env(speculative_config), **(extra_env or {})}
     if cpu_cores:
         env["VLLM_CPU_OMP_THREADS_BIND"] = cpu_cores
+    # The caller's arguments come last, so they win over those above.
     with process_group(vllm_command(model, [*arguments, *extra_args]), log=log, env=env) as process:
         server = VllmServer(
             url=f"http://127.0.0.1:{port}",
@@ -130,6 +131,7 @@ def require_runner(
     if family is None:
         return
     version = engine_version()
+    # Compared as (0, 33) > (0, 32): patch releases count as the same version.
     if family.last_vllm and version and Version(version).release[:2] > Version(family.last_vllm).release:
         raise ValueError(
             f"vLLM {version} no longer serves {family.title}: install vLLM {family.last_vllm}, or train another draft"
@@ -177,6 +179,7 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path, *,
     started = time.monotonic()
     with Progress(desc=f"{name} starts", bar_format="{desc}: {elapsed}", leave=False, disable=None) as bar:
         while time.monotonic() - started < START_TIMEOUT_S:
+            # A dead engine is not waited for until the timeout.
             if process.poll() is not None:
                 raise ChildProcessError(f"{name} did not start: {last_error(log)} (whole log: {log})")
             with contextlib.suppress(httpx.TransportError):

@@ -46,6 +46,8 @@ def patch_engine_wait() -> None:
     run = EngineCoreProc.run_busy_loop
 
     def run_busy_loop(self: Any) -> None:  # runs in the engine core's process only; workers wait as before
+        # shm_broadcast imported the function by name, so the name there is replaced, not the one in
+        # vllm.distributed.utils.
         shm_broadcast.sched_yield = with_sleeps(shm_broadcast.sched_yield)
         run(self)
 

@@ -90,9 +90,11 @@ AS_IS = Correction(1.0, 0.0)
 
 def calibration_error(estimate_N: Array, outcomes: Outcomes) -> float:
     """The expected calibration error of estimates, between 0 and 1; 0 if no token is reached."""
+    # An estimate of 1 belongs to the last bin.
     bin_N = np.minimum((estimate_N * NUM_BINS).astype(np.int64), NUM_BINS - 1)
     missed_N = outcomes.weight_N * (estimate_N - outcomes.accepted_N)
     whole = outcomes.weight_N.sum()
+    # |sum of missed| in a bin is the bin's weight times |mean estimate - acceptance|, also in an empty one.
     return float(np.abs(np.bincount(bin_N, missed_N, NUM_BINS)).sum() / whole) if whole > 0 else 0.0
 
 
@@ -115,6 +117,7 @@ def fit_correction(outcomes: Outcomes) -> Correction:
     for _ in range(MAX_STEPS):
         estimate_N = _sigmoid(z_N2 @ found)
         slope = z_N2.T @ (outcomes.weight_N * (estimate_N - outcomes.accepted_N)) + found - start
+        # The identity is the prior's part. It keeps the matrix regular even if all logits are equal.
         bend = (z_N2.T * (outcomes.weight_N * estimate_N * (1 - estimate_N))) @ z_N2 + np.eye(2)
         step = np.linalg.solve(bend, slope)
         # far from the optimum a whole step may climb; half of it, or of that, goes down
@@ -173,6 +176,7 @@ def calibrate(texts: Sequence[Outcomes]) -> Calibration | None:
     """
     if len(texts) < 2:
         return None
+    # Alternate texts: both halves get the same mix, however the texts are ordered.
     fitted, measured = Outcomes.join(texts[::2]), Outcomes.join(texts[1::2])
     for half in (fitted, measured):
         if not (np.isfinite([half.logit_N, half.accepted_N]).all() and half.weight_N.sum() > 0):

@@ -105,6 +105,7 @@ def _require_distinct(names: Sequence[str]) -> None:
 
 
 def _load(name: str, source: str, target: LoadedTarget, ngram: Ngram, sampling: SampleMethod) -> NamedDraft:
+    # Names before folders: ./ngram is a folder of this name.
     if source == "ngram":
         return _make_ngram(name, ngram)
     if source == "suffix":
@@ -117,6 +118,8 @@ def _load(name: str, source: str, target: LoadedTarget, ngram: Ngram, sampling: 
         return _make_retrieval(name, folder)
     pair = Pair.read(target.folder, folder)
     family = pair.family
+    # A head reads the hidden states of one target. A standalone draft reads tokens: `_make_forecast` compares
+    # the tokenizers.
     if family.is_head:
         _require_target(folder, pair.provenance, target)
     return NamedDraft(

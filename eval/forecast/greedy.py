@@ -156,7 +156,8 @@ def generate_answers(
         if sampling.temperature == 0:
             return logits_BV.argmax(-1)
         # Inverse of the cumulative distribution; float64, because the rounding of float32 sums over a
-        # large vocabulary would change how often rare tokens are drawn.
+        # large vocabulary would change how often rare tokens are drawn. The draw is scaled by the last sum,
+        # which is not exactly 1, and `right` passes over tokens of probability 0.
         cumulative_BV = sampled_probabilities(logits_BV.double(), sampling).cumsum(-1)
         drawn_B1 = uniform_BT[:, step, None].to(cumulative_BV) * cumulative_BV[:, -1:]
         return torch.searchsorted(cumulative_BV, drawn_B1, right=True).squeeze(-1)
@@ -169,6 +170,7 @@ def _uniform(prompt: Prompt, num_tokens: int, temperature: float, seed: int) -> 
     """Random numbers in [0, 1), one per token of an answer."""
     # A seed per prompt: an answer must not depend on the batch that it is generated in.
     digest = hashlib.sha256(repr((seed, temperature, prompt.token_ids)).encode()).digest()
+    # A generator of the CPU: all devices get the same numbers.
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return torch.rand(num_tokens, dtype=torch.float64, generator=generator)
 
@@ -209,6 +211,7 @@ def _generate(
     # Padding is on the left, so that the last column is the next token of every prompt.
     device = target.device
     width = max(map(len, prompts))
+    # Any id will do as padding: the attention mask hides it.
     ids_BT = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts], device=device)
     mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
     ends = torch.tensor(sorted(end_ids), device=device)
@@ -216,6 +219,7 @@ def _generate(
     tokens: list[Tensor] = []
     cache = None
     while len(tokens) < int(needed_B.max()):
+        # Positions count real tokens only. After the first pass only the last column is new.
         position_ids_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
         output = target(
             input_ids=ids_BT,
@@ -223,7 +227,7 @@ def _generate(
             position_ids=position_ids_BT,
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=1,  # [B, 1, V] instead of [B, T, V]
         )
         tokens.append(choose(output.logits[:, -1], len(tokens)))
         # A text that has ended only needs the tokens beyond; the batch stops when no text needs more.
@@ -296,6 +300,8 @@ def _compare(
 
 def _first_block(steps: Sequence[DraftStep], continuation: Continuation) -> int:
     """The first row to draft: output token 0 comes from the prefill."""
+    # Prompt x[0..3]: output token 0 is x[4], so the first block drafts x[5], from row 4 with shift 0 and from
+    # row 3 with shift 1.
     return len(continuation.prompt.token_ids) - steps[0].shift
 
 
@@ -371,8 +377,9 @@ def metric_sums(draft: Draft, batch: Batch, signal: TargetSignal, num_speculativ
     with torch.autocast(batch.input_ids_BT.device.type, enabled=False):
         compared = [compare_rows(step, signal.distribution) for step in steps]
     match_BTK, labelled_BTK = block_matches(compared, num_speculative_tokens, draft.is_autoregressive)
+    # Whole blocks only: one cut by the end of the text would count as rejected there.
     blocks_NK = match_BTK[labelled_BTK.all(-1)]
     first = compared[0]
     rates = [first.mask_BT.sum(), first.alpha_BT.double().sum(), first.alpha_greedy_BT.double().sum()]
-    accepted_K = blocks_NK.long().cumprod(-1).sum(0)
+    accepted_K = blocks_NK.long().cumprod(-1).sum(0)  # 1 up to the first mismatch of a block, then 0
     return torch.tensor([*map(float, rates), len(blocks_NK), *accepted_K.tolist()], dtype=torch.float64)

@@ -71,7 +71,7 @@ def propose_ngrams(
     ids: Sequence[int], first: int, num_prefixes: int, ngram: Ngram, num_speculative_tokens: int
 ) -> Iterator[list[int]]:
     """For each prefix ids[:first], ids[:first + 1], ...: at most K tokens, none if no n-gram occurred before."""
-    follows: dict[tuple[int, ...], int] = {}
+    follows: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after it
     known = 0
     for end in range(first, first + num_prefixes):
         # an n-gram at the very end of the prefix is not followed by anything to propose
@@ -82,5 +82,6 @@ def propose_ngrams(
         known = max(known, end - 1)
         # longest first
         suffixes = (tuple(ids[end - n : end]) for n in range(min(ngram.max, end), ngram.min - 1, -1))
+        # Without a match the slice is ids[end:end]: no token.
         start = next((follows[suffix] for suffix in suffixes if suffix in follows), end)
         yield list(ids[start : min(start + num_speculative_tokens, end)])

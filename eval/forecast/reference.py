@@ -35,7 +35,9 @@ class TargetReader:
         """After the final norm, [T, D]."""
         pairs = enumerate(zip(ids, self._ids, strict=False))
         known = next((i for i, (new, old) in pairs if new != old), min(len(ids), len(self._ids)))
+        # Otherwise `ids` begins the cached text, and attention is causal: the cached rows are right.
         if known < len(ids):
+            # The cache holds another branch: draft tokens of which one was rejected.
             if known < len(self._ids):
                 self._cache.crop(known - len(self._ids))  # negative: how many to forget
             output = self.model.base_model(
@@ -70,6 +72,7 @@ def measure_by_reference(
     ) -> list[tuple[int, Tensor]]:
         if num_tokens == 0:
             return []
+        # Without the last token, which the target has sampled and not read, as in an engine.
         drafted: list[tuple[int, Tensor]] = head.propose(
             prefix, reader.signal(prefix[:-1]), num_tokens, temperature, generator
         )

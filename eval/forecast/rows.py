@@ -38,6 +38,7 @@ class TargetRows:
         """p(token), [N]; 0 if the token was not kept."""
         if self.ids_NM is None:
             return self.p_NM.gather(-1, token_N[:, None]).squeeze(-1)
+        # Ids are distinct within a row, so the sum has one term at most.
         return torch.where(self.ids_NM == token_N[:, None], self.p_NM, 0).sum(-1)
 
     @property
@@ -84,6 +85,7 @@ class StepRates:
         target = self.target
         if target.ids_NM is not None:
             return alpha(target.p_NM, self._look_up_q(target.ids_NM))
+        # Outside the draft's vocabulary q is 0, and so is min(p, q): those columns may be left out.
         p_NW = target.p_NM if self.draft_ids_W is None else target.p_NM[:, self.draft_ids_W]
         return alpha(p_NW, self.q_NW)
 
@@ -105,7 +107,8 @@ class StepRates:
         if not is_sampled:
             return (self.token == label_N).float()
         q_N = self._look_up_q(label_N[:, None]).squeeze(-1)
-        # 0 / 0: a label that neither draft nor target can produce at this temperature
+        # 0 / 0 is NaN: neither draft nor target can produce this label at this temperature, so it counts as 0.
+        # Any other number over 0 is infinite, and clamped to 1.
         return (q_N / self.target.probability(label_N)).nan_to_num(0).clamp(max=1)
 
     def _look_up_q(self, ids_NM: Tensor) -> Tensor:
@@ -140,6 +143,7 @@ class ComparedRows:
 def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> ComparedRows:
     """alpha, alpha_greedy and agreement of one draft step in every row of the mask, at temperature 1."""
     rows_N = step.mask_BT.flatten().nonzero().squeeze(-1)
+    # Rows outside the mask stay 0.
     results_3N = torch.zeros(3, step.mask_BT.numel(), device=rows_N.device)
     for chunk_N in torch.split(rows_N, ROWS_A_CHUNK):
         # in the flattened batch `shift` rows further on is the same text: the step's mask sees to it
@@ -183,4 +187,5 @@ def block_matches(
     ahead = (0, num_speculative_tokens - 1)
     agree_BT = torch.nn.functional.pad(compared[0].agree_BT, ahead)
     mask_BT = torch.nn.functional.pad(compared[0].mask_BT, ahead)
+    # [B, T + K - 1] in windows of K: [B, T, K]. The padding is False, so no block reaches past the row's end.
     return agree_BT.unfold(1, num_speculative_tokens, 1), mask_BT.unfold(1, num_speculative_tokens, 1)

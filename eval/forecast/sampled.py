@@ -30,6 +30,7 @@ def sampled_probabilities(logits_NV: Tensor, sampling: Sampling) -> Tensor:
     if not sampling.has_filter:
         return p_NV
     num_tokens = p_NV.shape[-1]
+    # Twice top_k, so the tokens after the last one kept show whether there is a tie.
     size = min(num_tokens, 2 * sampling.top_k or PREFIX)
     top_NM, ids_NM = p_NV.topk(size)
     rest_N = 1 - top_NM.sum(-1)
@@ -64,6 +65,7 @@ def sampled_topk(log_probs_NK: Tensor, sampling: Sampling) -> Tensor:
 
 def filter_sorted(p_NM: Tensor, rest_N: Tensor, sampling: Sampling) -> Tensor:
     """p after the filters, [N, M]; `rest_N` is the mass of the less probable tokens, which are not known one by one."""
+    # vLLM's order: min_p, top_k, top_p. Each one sees the probabilities that the one before has left.
     if sampling.min_p:
         cut_N1 = sampling.min_p * p_NM[:, :1]
         p_NM, rest_N = _renormalise(p_NM * (p_NM >= cut_N1), rest_N * (p_NM[:, -1] >= cut_N1[:, 0]))
@@ -73,6 +75,7 @@ def filter_sorted(p_NM: Tensor, rest_N: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1:
         # A token stays if the mass before it has not reached top_p, so the first always stays.
         kept_NM = p_NM * (p_NM.cumsum(-1) - p_NM < sampling.top_p)
+        # If the known tokens do not reach top_p, the filter ends in the rest and keeps about this much of it.
         missing_N = torch.minimum((sampling.top_p - kept_NM.sum(-1)).clamp_min(0), rest_N)
         p_NM, _ = _renormalise(kept_NM, missing_N)
     return p_NM
@@ -84,6 +87,7 @@ def _decides(top_NM: Tensor, rest_N: Tensor, sampling: Sampling) -> bool:
     if sampling.min_p:
         outside_N |= top_NM[:, -1] < sampling.min_p * top_NM[:, 0]
     if sampling.top_k:
+        # Strictly smaller, so no tie with the last token kept. top_p comes later and keeps no more.
         outside_N |= top_NM[:, -1] < top_NM[:, sampling.top_k - 1]
     elif not sampling.min_p:  # min_p would renormalise first
         outside_N |= rest_N < 1 - sampling.top_p

@@ -62,11 +62,13 @@ def verify_block(
     tokens = list(prefix)
     for token, q_V in drafted:
         p_V = probabilities(target(tokens), temperature)
-        # rejected if u >= p / q; written without the division
+        # Rejected if u >= p / q, without the division. With `>`, u = 0 would accept a token of p = 0. At
+        # temperature 0 both are one-hot, and a match is always accepted, because u < 1.
         if _uniform(generator) * q_V[token] >= p_V[token]:
             # the part of p that q has not covered: accepted and drawn tokens together then follow p
             return [*tokens[len(prefix) :], _draw((p_V - q_V).clamp(min=0), generator)]
         tokens.append(token)
+    # All are accepted: the target's row after the last of them gives one more, the bonus token.
     return [*tokens[len(prefix) :], _draw(probabilities(target(tokens), temperature), generator)]
 
 

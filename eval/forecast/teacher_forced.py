@@ -190,19 +190,23 @@ def evaluate_batch(
     device: torch.device | str = "cpu",
 ) -> list[dict[str, PromptRows]]:
     """Every draft on every text, after one pass of the target over all of them."""
+    # 1. One pass of the target over all texts.
     ids = [[*text.prompt.token_ids, *text.output_ids, *text.beyond_ids] for text in texts]
     batch = Batch.padded(ids, [len(text.prompt.token_ids) for text in texts], device=device)
     known = signal(batch)
     assert isinstance(known.distribution, ExactTarget), "the target's whole distribution"
     union = sorted({layer for draft in drafts.values() for layer in draft.aux_layer_ids})
+    # 2. The proposals of every draft for every label.
     labels, proposed = _labels(texts, batch), {}
     for name, draft in drafts.items():
         layers = _select_layers(known, union, draft)
         for most in _list_passes(draft, protocol):
             proposed[name, most] = _propose(draft, batch, layers, texts, most)
-    # All drafts go through the labels together, so the target's logits are computed once.
+    # 3. All drafts go through the labels together, so the target's logits are computed once.
+    # `verified` is read below in the order of `proposed`.
     flat = [each for steps in proposed.values() for each in steps]
     verified = iter(verify_labels(flat, known.distribution, labels, protocol.filters.at(temperature)))
+    # 4. The expected counts of each text.
     results: list[dict[str, PromptRows]] = [{} for _ in texts]
     for (name, most), steps in proposed.items():
         # at temperature 0 the two ways to draft are the same
@@ -221,6 +225,7 @@ def _list_passes(draft: Forecastable, protocol: Protocol) -> list[int]:
     """The numbers of draft tokens that take a pass of their draft each."""
     limit = draft.max_tokens or protocol.most_tokens
     if draft.is_block:
+        # If all numbers are above the limit, one pass at the limit still gives alpha.
         return [k for k in protocol.num_speculative_tokens if k <= limit] or [limit]
     return [min(protocol.most_tokens, limit)]
 
@@ -240,7 +245,8 @@ def _add_counts(earlier: PromptRows | None, row: PromptRows) -> PromptRows:
 def _labels(texts: Sequence[Continuation], batch: Batch) -> Labels:
     """The tokens of the answers and beyond, text after text."""
     width = batch.input_ids_BT.shape[1]
-    # The row of the prompt's last token predicts the first label.
+    # The row of the prompt's last token predicts the first label. Prompt x[0..3] in row 1 of a batch of width
+    # 10: flat row 10 + 3 predicts x[4].
     rows = [row * width + len(t.prompt.token_ids) - 1 + i for row, t in enumerate(texts) for i in range(_num_labels(t))]
     target_rows_N = torch.tensor(rows, device=batch.input_ids_BT.device)
     return Labels(target_rows_N=target_rows_N, ids_N=batch.input_ids_BT.flatten()[target_rows_N + 1], length=width)
@@ -252,6 +258,7 @@ def _num_labels(text: Continuation) -> int:
 
 def _select_layers(signal: TargetSignal, union: Sequence[int], draft: Forecastable) -> TargetSignal:
     """The signal with only the layers read by this draft."""
+    # [B, T, L, D]: the signal has the layers of all drafts, in ascending order.
     if not draft.aux_layer_ids or signal.aux_BTLD is None:
         return replace(signal, aux_BTLD=None)
     return replace(signal, aux_BTLD=signal.aux_BTLD[:, :, [union.index(layer) for layer in draft.aux_layer_ids]])
@@ -285,7 +292,8 @@ def _mix(looked_up: Sequence[Proposals], verified: Sequence[VerifiedLabels]) -> 
     matched_N = _is_found(looked_up[0])
     mixed = []
     for j, found in enumerate(by_lookup):
-        # token j of a block stands j labels after the first; no block begins before a text
+        # Token j of a block stands j labels after the first. `roll` brings the end of another text to the
+        # first j labels, but no block of this text reaches them, and `_block_table` leaves them out.
         matches_N = matched_N.roll(j)
         rates = {
             name: torch.where(matches_N, rate_N, getattr(by_head[j], name) if j < len(by_head) else 0.0)
@@ -377,7 +385,9 @@ def _prompt_rows(
 def _block_table(accept_SN: Tensor, num_output: int, is_autoregressive: bool, most_tokens: int) -> NDArray[np.float64]:
     """P(accepted) of the j-th token of a block begun after output token t, [T, K]."""
     num_rows = max(num_output - 1, 0)
+    # S = 1 for an autoregressive draft: the same step proposes every token, from later rows.
     steps = accept_SN[:1].expand(most_tokens, -1) if is_autoregressive else accept_SN
     # the block begun after output token t drafts labels t + 1, t + 2, ...
+    # For j = K - 1 the slice ends at label num_output + K - 2: the reason for K - 1 tokens beyond the answer.
     columns = [step_N[1 + j : 1 + j + num_rows].double().numpy() for j, step_N in enumerate(steps)]
     return np.stack(columns, axis=1)

@@ -89,6 +89,7 @@ def verify_labels(
 
 def _verify_lookup(token_N: Tensor, target: TargetRows, ids_N: Tensor) -> Tensor:
     """The four rates of one proposed token per row, [4, N]."""
+    # NOTHING is -1, which no column has: token 0 is read instead, and the rate set to 0.
     rate_N = target.probability(token_N.clamp(min=0)).masked_fill(token_N == NOTHING, 0)
     accept_N = (token_N == ids_N).float()
     return torch.stack([accept_N, accept_N, rate_N, rate_N])
@@ -98,6 +99,8 @@ def _verify_step(
     step: DraftStep, target: TargetRows, rows_N: Tensor, ids_N: Tensor, length: int, temperature: float
 ) -> Tensor:
     """The four rates of a draft step, [4, N]; 0 for a label whose draft row is before the text."""
+    # Flat rows: the remainder is the row within one text. The label that row 4 of the target predicts was
+    # drafted from row 4 - shift.
     has_row_N = rows_N % length >= step.shift
     # without a row of the draft any row is read, and its rates are set to 0 below
     rates = step_rates(step, rows_N - step.shift * has_row_N, target, temperature)

@@ -43,6 +43,7 @@ def find_missed_forecast(
     `is_exact` for an engine in float32, which counts the same on nearly every prompt, so that a small fault shows too.
     In bfloat16 ties are broken otherwise here and there, and only a difference in the mean counts.
     """
+    # Columns: served, expected.
     accepted_N2, drafts_N2 = (
         np.array([[getattr(s, name), getattr(e, name)] for s, e in zip(served, expected, strict=True)], np.float64)
         for name in ("num_accepted", "num_drafts")
@@ -51,6 +52,7 @@ def find_missed_forecast(
     difference = estimate_gain(accepted_N2, drafts_N2)
     low, high = difference.interval()
     forecast = float(accepted_N2[:, 1].sum() / drafts_N2[:, 1].sum())
+    # More than chance, and large enough to matter.
     in_mean = not low <= 0 <= high and abs(difference.value) >= MIN_DIFFERENCE * forecast
     if not in_mean and not (is_exact and num_apart > MAX_APART * len(served)):
         return
@@ -102,6 +104,6 @@ def _standard_error(counts: AcceptanceCounts) -> float:
     """Standard error of the mean number of accepted tokens per draft."""
     c = counts.acceptance_per_position
     mean = sum(c)
-    # E[n^2] = sum_j (2j + 1) c_j for n the accepted tokens of a block
+    # E[n^2] = sum_j (2j + 1) c_j for n the accepted tokens of a block: n = 2 has c = (1, 1), and 1 + 3 = 4
     variance = sum((2 * j + 1) * share for j, share in enumerate(c)) - mean**2
     return math.sqrt(max(variance, 0.0) / max(counts.num_drafts, 1))

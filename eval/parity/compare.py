@@ -78,11 +78,13 @@ def compare(draft: Any, family: str, signal: SignalFunction | None, dump: Dump, 
         served = _served(block, parity, draft, trained.passes)
         # later blocks also have rows of rejected tokens, batched as the engine likes
         kinds = _pass_differences(trained.passes, served, tolerance) if block.num_output == 1 else iter(())
+        # One wrong id changes every number after it, so only the first difference of a block is evidence.
         first = next(itertools.chain(kinds, _token_differences(trained, block, dump.run.dtype),
                                      _confidence_differences(trained, block, tolerance)), None)  # fmt: skip
         if first is not None:
             kind, difference = first
             place = f"prompt {block.request}, after {block.num_output} tokens of its answer"
+            # The first block with this kind of difference stands for all.
             found.setdefault(kind, Finding(f"{difference} ({place})", CURES[kind]))
     return list(found.values())
 
@@ -104,6 +106,7 @@ def _pass_differences(trained: Sequence[Pass], served: Sequence[Pass], tolerance
         yield "ids", f"the drafter makes {len(served)} passes for a block, training {len(trained)}"
         return
     for k, (mine, other) in enumerate(zip(trained, served, strict=True)):
+        # The engine may pad a pass: its rows after ours do not count.
         rows = len(mine.positions_N)
         for kind, wanted, given in (
             ("ids", mine.ids_N, other.ids_N),
@@ -193,6 +196,9 @@ Expected = tuple[list[Pass], list[tuple[DraftStep, int]]]
 def _recurrent(_: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
     """EAGLE and MTP: the prefix with tokens shifted by one, then one row per further token."""
     assert feature_BTD is not None
+    # A prefix x[0..4] and 3 drafted tokens: T = 8, and num_rows = 4, because the target has not read x[4].
+    # The first pass gets ids x[1..4] and the features of rows 0 to 3. The next two get the first two drafted
+    # tokens.
     ids_T, num_rows = batch.input_ids_BT[0].cpu(), batch.input_ids_BT.shape[1] - num_drafted - 1
     first = Pass(
         ids_N=ids_T[1 : num_rows + 1],
@@ -216,6 +222,7 @@ def _recurrent(_: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor
 def _parallel(_: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
     """Medusa: every head reads the target's last hidden state; each head counts as a pass."""
     assert feature_BTD is not None
+    # The last row that the target has computed: the one before the prefix's last token.
     row = batch.input_ids_BT.shape[1] - num_drafted - 2
     last = [step.hidden_BTD[0, row] for step in steps[:num_drafted]]
     at, feature_1D = torch.tensor([row]), feature_BTD[0, row : row + 1].cpu()
@@ -230,6 +237,7 @@ def _block(draft: Any, steps: list[DraftStep], batch: Batch, _: Tensor | None, n
     """
     row = batch.input_ids_BT.shape[1] - num_drafted - 2
     last = [step.hidden_BTD[0, row] for step in steps[:num_drafted]]
+    # Slot 0 stands on the prefix's last token, at position row + 1.
     at_N = row + 1 + draft.config.first_slot + torch.arange(num_drafted)
     slots = Pass(ids_N=None, positions_N=at_N, feature_ND=None, hidden_ND=torch.stack(last).cpu())
     return [slots], [(step, row) for step in steps[:num_drafted]]
@@ -287,6 +295,7 @@ def _served(block: Block, parity: Parity, draft: Any, trained: Sequence[Pass]) -
         return [Pass(ids_N=None, positions_N=at, feature_ND=None, hidden_ND=hidden_ND)]
     if parity == "prefix_and_masks":
         (only,) = block.passes
+        # One pass in the engine, cut at the rows of training's two.
         ends = np.cumsum([0, *(len(each.positions_N) for each in trained)])
         parts = [slice(begin, end) for begin, end in itertools.pairwise(ends.tolist())]
         return [

@@ -39,17 +39,20 @@ class Recorder:
         self._num_output: dict[str, int] = {}
         self._order: list[str] = []
         self.blocks: list[dict[str, Any]] = []
+        # V2 has a speculator, V1 a drafter.
         if hasattr(runner, "speculator"):
             self._model, self._propose = runner.speculator.model, runner.speculator.propose
             runner.speculator.propose = self.propose_v2
         else:
             self._model, self._propose = runner.drafter.model, runner.propose_draft_token_ids
             runner.propose_draft_token_ids = self.propose_v1
+        # `nn.Module.__call__` looks `forward` up on the instance, so every call of the model comes by here.
         self._forward, self._model.forward = self._model.forward, self.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._passes is None:
             return self._forward(*args, **kwargs)
+        # Before the call: the engine reuses these buffers for the next pass.
         given = {"args": copied(args), **{name: copied(value) for name, value in kwargs.items()}}
         out = self._forward(*args, **kwargs)
         self._passes.append({**given, "out": copied(out if isinstance(out, list | tuple) else [out])})
@@ -62,6 +65,7 @@ class Recorder:
         return self.record(self._runner.input_batch.req_ids[0], emitted, propose)
 
     def propose_v2(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        # By name: vLLM may pass it in any place.
         num_sampled = inspect.signature(self._propose).bind(input_batch, *args, **kwargs).arguments["num_sampled"]
         propose = functools.partial(self._propose, input_batch, *args, **kwargs)
         return self.record(input_batch.req_ids[0], int(num_sampled[0]), propose)
@@ -95,6 +99,7 @@ class Recorder:
         """
         if getattr(getattr(self._model, "model", None), "confidence_head", None) is None:
             return []
+        # The Markov head reads the token before each drafted one: the anchor, then all drafted but the last.
         before = torch.tensor([int(given["input_ids"][0]), *drafted[:-1]])
         hidden, device = given["out"][0][-len(drafted) :], next(self._model.parameters()).device
         estimated = self._model.compute_confidence(hidden.to(device), self._model.markov_embed(before.to(device)))
@@ -119,7 +124,7 @@ def dump(run: dict[str, Any]) -> dict[str, Any]:
         speculative_config=run["speculative_config"],
         dtype=run["dtype"],
         max_model_len=max_model_len,
-        max_num_seqs=1,
+        max_num_seqs=1,  # every row of a pass belongs to one request
         max_num_batched_tokens=max(2048, max_model_len),  # no prompt is prefilled in pieces
         enforce_eager=True,
         skip_tokenizer_init=True,

@@ -74,6 +74,7 @@ class Dump:
 
     def recorded(self) -> list[Block]:
         """Blocks with passes, drafted while the request still ran."""
+        # The step that ends a request may emit more tokens than the answer keeps.
         return [b for b in self.blocks if b.passes and b.num_output <= len(self.outputs[b.request])]
 
     def counts_by_prompt(self) -> list[AcceptanceCounts]:
@@ -126,6 +127,7 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read(run: EngineRun, path: Path) -> Dump:
+    # Tensors, lists and numbers only, so the loader may refuse all other objects.
     saved = torch.load(path, weights_only=True)
     return Dump(run=run, outputs=saved["outputs"], blocks=[Block(**block) for block in saved["blocks"]])
 

@@ -141,6 +141,7 @@ def _advise_drafts(
     configs = {draft.name: draft.speculative for draft in drafts}
     advised = []
     for row in rows:
+        # The largest k: the advice takes the smaller ones from the same acceptance by position.
         entry = next(reversed(row["by_num_speculative_tokens"]), None)
         if row["domain"] is not None or not entry or not entry["forecast"] or row["draft"] not in costs:
             continue

@@ -132,6 +132,7 @@ def _lines(points: Rows, names: Sequence[str], x_title: str, y_title: str) -> al
         ],
     )
     y = alt.Y("value:Q", title=y_title, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
+    # The sixth draft has the first colour again, with the second shape.
     shapes = alt.Scale(domain=list(names), range=[SHAPES[i // COLORS % len(SHAPES)] for i in range(len(names))])
     shape = alt.Shape("series:N", scale=shapes, legend=_legend() if len(names) > 1 else None)
     interval = base.mark_rule(strokeWidth=1.5, opacity=0.6).encode(y="low:Q", y2="high:Q")

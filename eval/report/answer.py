@@ -48,6 +48,7 @@ def _headline(report: Report, best: str, temperature: float, k: int) -> str:
     for row in shown:
         if entry := find_entry(row, k):
             taus.append((read_tau(entry), row["domain"]))
+    # Equal taus are ordered by domain. None is no problem: it only occurs alone.
     (tau, domain), *others = sorted(taus, reverse=True)
     parts = [f"{tau:.2f} tokens per target step{_on(domain)}"]
     parts += [f"{tau:.2f}{_on(domain)}" for tau, domain in others]
@@ -63,6 +64,7 @@ def _compare_with_next(
         return f"Second is {second}: {numbers}."
     value, low, high = lead
     interval = f"difference {value:+.2f}, 95% interval {low:+.2f} to {high:+.2f}"
+    # `best` has the higher tau, so the lead is proven if even the lower end is positive.
     if low > 0:
         return f"Second is {second}: {numbers} ({interval})."
     return f"It cannot be told apart from {second}: {numbers} ({interval})."

@@ -183,12 +183,14 @@ def write_page(
 
     Raises: ValueError if a number is not finite.
     """
+    # Sorted keys, for equal bytes. NaN and infinity are not JSON.
     text = json.dumps(report, indent=2, sort_keys=True, allow_nan=False)
     write_whole(folder / f"{stem}.json", text + "\n")
     if not all(importlib.util.find_spec(package) for package in ("altair", "vl_convert")):
         print(f"{stem}.html was not written: its charts need `pip install 'redraft[report]'`")
         return folder / f"{stem}.json"
     html = folder / f"{stem}.html"
+    # From the JSON, so page and file cannot differ, not even in the type of a key.
     write_whole(html, _render(json.loads(text), template, charts, extras or {}))
     return html
 

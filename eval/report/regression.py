@@ -85,7 +85,7 @@ SAME_SETTINGS: Mapping[str, Any] = {
     "max_tokens": None,
     "draft_sample_method": None,
     "ngram": None,
-    # reports from before there were filters were measured without
+    # a report without these keys sampled from the whole vocabulary
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
@@ -140,6 +140,7 @@ def compare_reports(report: Mapping[str, Any], baseline: Mapping[str, Any], max_
             "and numbers of draft tokens that it has"
         )
     # Every comparison could fall by chance, so each gets an equal share of the false alarms (Bonferroni).
+    # Twice, because a two-sided interval misses on either side, and only the lower end counts as a fall.
     confidence = 1 - 2 * FALSE_ALARMS / len(changes) if changes else CONFIDENCE
     entries = []
     for change, loss in changes:
@@ -203,6 +204,7 @@ def _measure_change(
         before, after = ({prompt: sums[prompt] for prompt in common} for sums in (before, after))
     was, now = _estimate_accepted(before), _estimate_accepted(after)
     if is_paired:
+        # [N, before or after, accepted or steps]
         paired_N22 = np.array([(before[prompt], after[prompt]) for prompt in common], float)
         loss = estimate_gain(paired_N22[:, :, 0], paired_N22[:, :, 1])
     else:

@@ -103,6 +103,7 @@ def _build_entries(
 
 def _summarise_forecast(rows: Sequence[PromptRows], k: int) -> dict[str, Any]:
     accepted_NK, steps_N, drafts_N = _stack_counts(rows, k)
+    # Column 0 is tau - 1, the others are the acceptance by position. All are per target step.
     over_NM = np.column_stack([accepted_NK.sum(1), accepted_NK])
     most = [float(k)] + [1.0] * k
     accepted, *per_position = _with_intervals(over_NM, np.column_stack([steps_N] * (k + 1)), most)
@@ -177,10 +178,12 @@ def _compare_with_engine(
     interval of the difference excludes 0. At temperature 0 the answers are the same and the error alone decides.
     """
     accepted_NK, _, forecast_drafts_N = _stack_counts(rows, k)
+    # Columns: forecast, engine. Per draft and not per step: vLLM's counters know no step without a draft.
     over_N2 = np.column_stack([accepted_NK.sum(1), [c.num_accepted for c in counts]]).astype(float)
     under_N2 = np.column_stack([forecast_drafts_N, [c.num_drafts for c in counts]]).astype(float)
     forecast, engine = over_N2.sum(0) / np.maximum(under_N2.sum(0), 1)
     low, high = estimate_gain(over_N2, under_N2).interval(bounds=(-float(k), float(k)))
+    # Both are tau - 1, so the error is a share of the engine's tau.
     error = (forecast - engine) / (1 + engine)
     by_chance = temperature > 0 and low <= 0 <= high
     return {
@@ -239,6 +242,7 @@ def find_entry(row: Mapping[str, Any], num_speculative_tokens: int) -> Mapping[s
 def choose_common_k(rows: Sequence[Mapping[str, Any]]) -> int:
     """The number of draft tokens to compare drafts at: the largest in all rows, or else the largest in any row."""
     sets = [{entry["num_speculative_tokens"] for entry in row["by_num_speculative_tokens"]} for row in rows]
+    # No k is in all rows if one draft cannot propose even the fewest tokens asked for.
     return int(max(set.intersection(*sets) or set.union(*sets)))
 
 

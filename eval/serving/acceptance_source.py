@@ -54,6 +54,7 @@ def read_acceptance(path: Path, draft: str | None, served: Sampling) -> Acceptan
     if draft is not None and draft not in names:
         raise ValueError(f"{path} has no draft {draft!r}, only {', '.join(names)}")
     measured = [one for one in found if draft in (None, one.draft)]
+    # `at` drops the filters at temperature 0: all greedy requests fit.
     fitting = (one for one in measured if one.sampling.at(one.sampling.temperature) == served.at(served.temperature))
     if (chosen := next(fitting, None)) is None:
         words = " and ".join(one.sampling.words for one in measured)
@@ -101,7 +102,7 @@ def _list_acceptances(report: Mapping[str, Any]) -> Iterator[Acceptance]:
 
 def _list_evaluated(report: Mapping[str, Any]) -> Iterator[Acceptance]:
     """Acceptance over all domains with the most draft tokens, of every draft and temperature."""
-    # reports of before the filters were settings sampled from the whole vocabulary
+    # A report without filters in its settings sampled from the whole vocabulary.
     filters = {name: value for name, value in report.get("settings", {}).items() if name in FILTERS}
     sampled = {about["name"]: about["is_sampled"] for about in report.get("drafts", ())}
     for row in report["results"]:

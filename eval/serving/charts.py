@@ -96,6 +96,7 @@ def _ideal(entries: Rows) -> alt.LayerChart | None:
             continue
         speeds[WITH] = max(speeds.get(WITH, 0.0), speed)
         if row["speedup"] and row["speedup_ideal"]:
+            # speed / speedup is the speed without a draft under the same load.
             speeds[IDEAL] = max(speeds.get(IDEAL, 0.0), speed / row["speedup"] * row["speedup_ideal"])
     if len(by_concurrency) < 2:
         return None

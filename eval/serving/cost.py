@@ -79,6 +79,7 @@ class StepCosts:
 
     def step_s(self, batch_size: float, num_speculative_tokens: int) -> float:
         """Duration in seconds of a whole step: drafting and verifying k tokens for each of b requests."""
+        # First along k at every measured batch size, then along the batch size.
         steps = {b: _line(by_k, num_speculative_tokens) for b, by_k in self.target_s.items()}
         return _line(steps, batch_size) + num_speculative_tokens * _line(self.draft_s, batch_size)
 
@@ -119,6 +120,7 @@ def _draft_step_s(batch_size: int, step_s: Mapping[int, float], plain_s: Mapping
     drafted = {k: s for k, s in step_s.items() if k}
     if not drafted or not plain_s:
         return 0.0
+    # b = 2, k = 3: verification costs as much as a plain step of 8 requests. The rest is three draft steps.
     each = [(s - _line(plain_s, batch_size * (k + 1))) / k for k, s in drafted.items()]
     most = 0.9 * min(s / k for k, s in drafted.items())  # noise must not leave verification without time
     return min(max(statistics.median(each), 0.0), most)
@@ -130,6 +132,7 @@ def _line(points: Mapping[int, float], x: float) -> float:
     if x <= known[0][0] or len(known) == 1:
         return known[0][1]
     (x0, y0), (x1, y1) = next((pair for pair in itertools.pairwise(known) if x <= pair[1][0]), known[-2:])
+    # If the last two points fall, this is noise: continued, it would reach a time below 0.
     slope = (y1 - y0) / (x1 - x0)
     return y0 + (x - x0) * slope if x <= x1 else y1 + (x - x1) * max(slope, 0.0)
 
@@ -246,6 +249,7 @@ class Advice:
         speedups: dict[int, float] = {}
         for row in self.table:
             speedups[row.num_speculative_tokens] = speedups.get(row.num_speculative_tokens, 0.0) + row.speedup
+        # All k have the same batch sizes, so the highest sum is the highest mean. -k prefers the smaller one.
         return max((k for k in speedups if k), key=lambda k: (speedups[k], -k))
 
     def to_json(self) -> dict[str, Any]:
@@ -283,6 +287,7 @@ def advise(
         return max(ks, key=lambda k: (row(batch_size, k).tokens_per_s, -k))
 
     batch_sizes = range(1, costs.batch_sizes[-1] + 1)
+    # Runs of batch sizes with the same best k: [4, 4, 2, 2, 0] becomes 1-2: 4, 3-4: 2, 5: 0.
     groups = [(k, list(same)) for k, same in itertools.groupby(batch_sizes, key=best)]
     return Advice(
         acceptance_per_position=rates,

@@ -58,6 +58,7 @@ def _sampled(family: Family | None, sample_method: SampleMethod) -> dict[str, st
 def cure(target: str, draft: str, num_speculative_tokens: int) -> str:
     """The doctor's first finding in a refused draft, with the cure; empty if there is none."""
     mixed = Mix.parse(draft)
+    # For a mix, the doctor reads the folder of the head.
     folder = mixed.head if mixed else draft
     if folder in list_without_model() or is_retrieval(folder):
         return ""

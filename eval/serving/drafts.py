@@ -88,26 +88,32 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
     pass for verification.
     """
     k, name = candidate.num_speculative_tokens, candidate.name
+    # 1. The time of a step without prefills, by load: k = 0 is the target alone.
     prefill_s = {server: measure_prefill(results, server) for server in (PLAIN, name)}
     steps: dict[int, dict[int, float]] = {}
     for server, load in results:
         if server in prefill_s:
             seconds = _decode_step_s(compare(results, server, load), load, prefill_s[server])
             steps.setdefault(load, {})[0 if server == PLAIN else k] = seconds
+    # 2. Step costs. The target alone was measured at further loads, for the price of verification only.
     whole = StepCosts.from_steps(steps)
     costs = StepCosts(
         target_s={load: whole.target_s[load] for load in loads}, draft_s={load: whole.draft_s[load] for load in loads}
     )
+    # 3. The best number of tokens.
     measured = {str(load): compare(results, name, load) for load in loads}
     if candidate.is_lookup:
+        # Counted answers propose less in a step of many requests, so every load has rates and an advice.
         rates = {load: measured[str(load)]["acceptance_per_position"] for load in loads}
         by_load = {load: advise(rates[load], costs, choices=[k]) for load in loads}
         config: Mapping[str, Any] = candidate.speculative_config
     else:
+        # A model's acceptance does not depend on the load: all loads together give the narrower estimate.
         counts = sum((count(results, name, load) for load in loads), AcceptanceCounts.zero())
         advice = advise(counts.acceptance_per_position, costs)
         by_load = dict.fromkeys(loads, advice)
         config = advice.speculative_config(candidate.config) or candidate.speculative_config
+    # 4. The speed of whole answers, with the prefills added again.
     tokens = {load: measured[str(load)]["tokens_per_request"] for load in loads}
     by_tokens = {}
     for load, advice in by_load.items():
@@ -118,6 +124,7 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
 
 def _decode_step_s(measured: Mapping[str, Any], load: int, prefill_s: float) -> float:
     """Seconds of a step without prefills: those of the answers with `load` * tau tokens are taken out."""
+    # A step emits load * tau tokens, so it ends this many answers, and as many new ones begin with a prefill.
     prefills = load * measured["tau"] / measured["tokens_per_request"]
     step_s = measured["step_ms"] / 1000
     return float(max(step_s - prefills * prefill_s, 0.1 * step_s))  # noise must not leave a step without time
@@ -128,6 +135,7 @@ def _add_prefills(rows: Sequence[Prediction], tokens: float, plain_s: float, dra
 
     All requests wait for a prefill. `rows` begin with no draft.
     """
+    # 1 / rate is the time of a token, over all requests. An answer adds one prefill to all of its tokens.
     rates = [
         1 / (1 / row.tokens_per_s + (drafting_s if row.num_speculative_tokens else plain_s) / tokens) for row in rows
     ]

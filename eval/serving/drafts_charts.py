@@ -27,6 +27,7 @@ def _pays(report: Mapping[str, Any], load: str) -> alt.LayerChart:
     rows = [
         {
             "series": draft["title"],
+            # ratio = tau / step, with the step in plain steps.
             "step": (entry := draft["measured"][load])["tau"] / entry["ratio"],
             "tau": entry["tau"],
             "speed": entry["ratio"],

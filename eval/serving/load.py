@@ -142,6 +142,7 @@ def run_load(server: VllmServer, load: Load, folder: Path) -> LoadResult:
     folder.mkdir(parents=True, exist_ok=True)
     arguments = ["--base-url", server.url, "--model", server.model, "--backend", "openai"]
     arguments += ["--extra-body", json.dumps(sampling_fields(load, server.model))]
+    # `convert_result` needs the times of every request, which only the detailed result has.
     arguments += ["--seed", str(load.seed), "--save-detailed", "--disable-tqdm"]
     if load.concurrency:
         arguments += ["--max-concurrency", str(load.concurrency)]
@@ -154,6 +155,7 @@ def run_load(server: VllmServer, load: Load, folder: Path) -> LoadResult:
         before = clock
         result = _generate([*arguments, "--num-prompts", str(num_prompts)], folder / "load.log")
         _require_success(server, load, result)
+        # The engine's statistics arrive after the answers: without the wait, the load would get the warm-up's.
         clock = wait_for_decode_time(server, at_least=before.requests + result["completed"])
     return convert_result(result, clock.seconds - before.seconds)
 
@@ -171,6 +173,7 @@ def convert_result(result: dict[str, Any], decode_s: float) -> LoadResult:
     """
     requests = list(zip(result["latencies"], result["ttfts"], result["output_lens"], strict=True))
     decode_tokens = sum(tokens - 1 for *_, tokens in requests)
+    # The generator leaves these out if nothing was proposed during the load.
     drafts, accepted = (result.get(f"spec_decode_{name}", 0) for name in ("num_drafts", "accepted_tokens"))
     # A step verifies one draft. An n-gram draft may find nothing for a step: then count the target's own tokens, one
     # a step. The drafts may exceed these by the steps whose tokens were cut off at the length of the answer.
@@ -190,6 +193,7 @@ def convert_result(result: dict[str, Any], decode_s: float) -> LoadResult:
         num_steps=steps,
         step_s=decode_s / steps,
         tau=1 + accepted / steps,
+        # The generator's rates are per draft. n-grams have steps without one.
         acceptance_per_position=tuple(
             rate * drafts / steps for rate in result.get("spec_decode_per_position_acceptance_rates", ())
         ),
@@ -265,6 +269,7 @@ def data_arguments(load: Load, tokenizer: str, folder: Path) -> list[str]:
 
 
 def _custom(path: str, tokenizer: str) -> list[str]:
+    # By default the generator applies the chat template, which a base model does not have.
     plain = [] if _tokenizer(tokenizer).chat_template else ["--skip-chat-template"]
     return ["--dataset-name", "custom", "--dataset-path", path, "--disable-shuffle", *plain]
 
@@ -310,6 +315,7 @@ def write_sonnet(output: Path, text: Path | None, tokenizer: str, load: Load) ->
     Raises: ValueError if the text has too few lines, or the chat template leaves no room for them.
     """
     if text is None:
+        # In every Python's standard library: prose without a download.
         from pydoc_data.topics import topics
 
         source = "\n".join(topics[name] for name in sorted(topics))
@@ -335,6 +341,7 @@ def _sonnet(lines: Sequence[str], tokenizer: str, input_tokens: int, room: int, 
     while len(body) < room:
         line = lines[int(rng.integers(len(lines)))]
         body += _tokenizer(tokenizer).encode(line + "\n", add_special_tokens=False)
+    # Encoded again each time, because decoding and encoding are not inverse.
     for size in range(min(room + 4, len(body)), 0, -1):  # at the seam with the request, tokens may merge
         prompt: str = SONNET_REQUEST + _tokenizer(tokenizer).decode(body[:size])
         if _num_tokens(tokenizer, prompt) <= input_tokens:

@@ -116,6 +116,7 @@ def find_fastest(report: Mapping[str, Any]) -> dict[int, Row | None]:
     Empty if the benchmark did not vary the concurrency.
     """
     rows = [row for row in report["tables"].get(GRID, ()) if row["concurrency"] and not row["quantization"]]
+    # All concurrencies get an entry first, so one without a faster draft stays None.
     found: dict[int, Row | None] = dict.fromkeys(sorted({row["concurrency"] for row in rows}))
     for row in rows:
         best = found[row["concurrency"]]
@@ -128,6 +129,7 @@ def _is_faster(row: Row) -> bool:
     """Whether output with this draft is faster than without, by the whole interval if there is one."""
     if not row["draft"] or row["speedup"] is None:
         return False
+    # One round has no interval: the ratio alone decides.
     return bool((row.get("speedup_interval") or [row["speedup"]])[0] > 1)
 
 

@@ -57,6 +57,7 @@ def start_servers(
             log = logs / f"vllm-{name}.log"
             return stack.enter_context(vllm_server(target, log=log, speculative_config=drafts[name], **options))
 
+        # `pool.map` starts all before it waits for the first.
         yield dict(zip(drafts, pool.map(start, drafts), strict=True))
 
 
@@ -72,8 +73,10 @@ def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], pla
         for number in range(plan.rounds):
             turn = number % len(names)
             for concurrency, count in plan.prompts.items():
+                # In rounds of 8: prompts 0 to 7, then 8 to 15, and from 0 again after the last.
                 some = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
                 for name in (*names[turn:], *names[:turn]):
+                    # The servers share the cores, and the worker of the one before still spins.
                     time.sleep(IDLE_S)
                     run = measure(servers[name], some, max_tokens=plan.max_tokens, concurrency=concurrency)
                     results[name, concurrency].append(run)
@@ -90,6 +93,7 @@ def merge(runs: Sequence[Measurement]) -> Measurement:
     for run in runs:
         for prompt, output in zip(run.prompts, run.outputs, strict=True):
             outputs.setdefault(tuple(prompt.token_ids), (prompt, output))
+    # In the order of tokens, so the merged runs of two servers pair up prompt by prompt.
     outputs = dict(sorted(outputs.items()))
     counted = [output.counts for _, output in outputs.values() if output.counts is not None]
     return Measurement(
@@ -121,6 +125,7 @@ def compare(results: Results, name: str, concurrency: int) -> dict[str, Any]:
     outputs = [len(output.token_ids) for run in ours for output in run.outputs]
     return {
         "ratio": ratio,
+        # With fewer it is infinite, and JSON has no infinity.
         "interval": interval if len(ratios) >= 6 else None,
         "ratios": ratios,
         "tokens_per_s": rate,
@@ -136,6 +141,7 @@ def measure_prefill(results: Results, name: str) -> float:
 
     0 if the engine's clock is not known, or if no round had one request in flight.
     """
+    # With one request in flight, decode times do not overlap: the rest is the time before decoding.
     before_s = [
         (run.duration_s - run.decode_s) / len(run.outputs)
         for run in results.get((name, 1), ())

@@ -93,6 +93,7 @@ class Sweep:
             data=changes.get("data", self.data[0]),
             input_tokens=changes.get("input_tokens", self.input_tokens[0]),
             output_tokens=self.output_tokens,
+            # Without a limit on the concurrency: as many prompts as at the first one.
             num_prompts=self.prompts_per_client * (concurrency or self.concurrency[0]),
             sampling=self.sampling,
             concurrency=concurrency,
@@ -117,6 +118,7 @@ def plan(sweep: Sweep) -> dict[str, list[Cell]]:
     lengths: list[Load] = []
     if not base.has_fixed_lengths:
         lengths = [sweep.load(input_tokens=length) for length in sorted(sweep.input_tokens)]
+    # Cells of several questions are equal, and `group_by_variant` measures them once.
     questions = {
         "draft": _cross([ALONE, *drafts, *ideal[1:]], [base]),
         # the other drafts with the first number of tokens: costs at every batch size, to choose between drafts
@@ -149,6 +151,7 @@ class Results:
         self.folder, self._served = folder / "cells", dict(served)
 
     def path(self, cell: Cell, repeat: int) -> Path:
+        # `ngram+HEAD` is no path: the head's files tell whether the draft has changed.
         mixed = Mix.parse(cell.variant.draft or "")
         read = (mixed.head if mixed else cell.variant.draft, cell.load.file)
         files = [fingerprint_path(name) for name in read if name]
@@ -203,6 +206,7 @@ def _build_rows(
     cells: Sequence[Cell], measured: Mapping[Cell, LoadResult], intervals: Intervals
 ) -> Iterator[dict[str, Any]]:
     for cell in cells:
+        # An ideal cell gives the draft's row a column, `speedup_ideal`, and gets no row.
         if cell in measured and not cell.variant.is_ideal:
             ideal = replace(cell, variant=replace(cell.variant, is_ideal=True))
             row = build_row(cell, measured[cell], measured.get(cell.alone()), measured.get(ideal))
@@ -247,7 +251,7 @@ def fit_step_costs(rows: Iterable[Mapping[str, Any]], draft: str) -> StepCosts |
     steps: dict[int, dict[int, float]] = {}
     for entry in rows:
         if entry["draft"] in (None, draft) and entry["concurrency"] and entry["measured"]["step_s"] > 0:
-            by_k = steps.setdefault(entry["concurrency"], {})
+            by_k = steps.setdefault(entry["concurrency"], {})  # k = 0 is the row without a draft
             by_k[entry["num_speculative_tokens"]] = entry["measured"]["step_s"]
     whole = {b: by_k for b, by_k in steps.items() if 0 in by_k and len(by_k) > 1}
     return StepCosts.from_steps(whole) if whole else None
@@ -270,5 +274,6 @@ def pool_acceptance(rows: Iterable[Mapping[str, Any]], draft: str) -> list[float
                     steps.append(0)
                 accepted[position] += rate * measured["num_steps"]
                 steps[position] += measured["num_steps"]
+    # Weighted by steps: a short run counts for little.
     rates = [hits / total for hits, total in zip(accepted, steps, strict=True)]
     return [min(rates[: position + 1]) for position in range(len(rates))]

@@ -81,7 +81,7 @@ def _steps(exchange: Exchange, ngram: Ngram, k: int) -> Iterable[tuple[bool, int
         while run < min(len(proposed[row]), len(follows)) and proposed[row][run] == follows[run]:
             run += 1
         yield bool(proposed[row]), run
-        row += run + 1
+        row += run + 1  # the accepted tokens, and the target's next one
 
 
 def _grams(ids: Sequence[int]) -> list[tuple[int, ...]]:

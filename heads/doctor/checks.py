@@ -25,6 +25,7 @@ def static_findings(
         num_speculative_tokens: Tokens to draft per step.
         adaptive_verification: The engine verifies fewer of them where the draft is unsure.
     """
+    # `first_cure` shows the first problem, so causes come before consequences.
     checks: list[Check] = [
         check_origin.manifest,
         check_origin.target_fingerprint,

@@ -114,6 +114,7 @@ def rotation(pair: Pair) -> Iterator[Finding]:
 
 def _section(pair: Pair, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """The part of `config` with the keys of the family, and the name of the part."""
+    # "dflash_config" for DFlash; empty for DSpark, with all keys at the top.
     name = pair.family.layers_key.rpartition(".")[0]
     return (config.get(name) or {}, name) if name else (config, "config.json")
 
@@ -121,6 +122,7 @@ def _section(pair: Pair, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], 
 def _off_by_one(key: str, section: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
     if key != "target_layer_ids" or len(section[key]) != len(trained[key]):
         return ""
+    # DFlash counts layers from 0, EAGLE-3 the streams between them: layer 1 is stream 2.
     shifts = {served - was for served, was in zip(section[key], trained[key], strict=True)}
     return ": off by one; layer k is counted from 0" if shifts in ({1}, {-1}) else ""
 

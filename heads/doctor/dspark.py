@@ -26,6 +26,7 @@ def markov_head(pair: Pair) -> Iterator[Finding]:
     vocab_size = pair.target_config.vocab_size
     rows = {"markov_w1": vocab_size, "markov_w2": pair.shapes.get("lm_head.weight", (vocab_size,))[0]}
     if rank is None:
+        # The rank is the smaller side of either matrix.
         ranks = sorted({min(shape) for shape in found.values() if shape})
         yield Finding(
             "config.json has no markov_rank, so vLLM does not start", f'write "markov_rank": {ranks[0]} into it'

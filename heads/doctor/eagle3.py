@@ -31,6 +31,7 @@ def aux_layers(pair: Pair) -> Iterator[Finding]:
             f"the aux layer ids {nested} are nested in another section of config.json, where not every engine looks",
             f'write "{AUX_IDS}": {nested} at the top level of config.json',
         )
+    # vLLM's default, if config.json names none.
     served = list(top or nested or (2, num_layers // 2, num_layers - 3))
     trained = (pair.trained_with or {}).get(AUX_IDS)
     if served != sorted(set(served)) or served[0] < 0 or served[-1] > num_layers:
@@ -54,6 +55,7 @@ def _number_of_aux_layers(pair: Pair, served: Sequence[int]) -> Iterator[Finding
         )
         return
     in_eagle_config = (pair.config.get("eagle_config") or {}).get(AUX_IDS)
+    # In vLLM's order (`llama_eagle3.py`). It does not count the ids at the top level.
     counted = pair.layer_config.get(NUM_AUX) or len(in_eagle_config or ()) or DEFAULT_NUM_AUX
     if counted != read:
         where = "transformer_layer_config" if pair.is_speculators else "config.json"
@@ -139,6 +141,8 @@ def _check_map(pair: Pair, rows: int, vocab_size: int) -> Iterator[Finding]:
 def compare_maps(offset_W: Tensor, kept_W: Tensor | None, vocab_size: int) -> Iterator[Finding]:
     """The faults of a map; `kept_W` are the ids marked in t2d, None if it is absent."""
     ids_W = offset_W + torch.arange(len(offset_W))
+    # Ascending ids taken for offsets lead to ascending ids again: [5, 9] to [5, 10]. So t2d decides.
+    # Without it, only ids beyond the vocabulary give the mistake away.
     is_ids = _ascends_within(ids_W, vocab_size)
     as_ids = torch.equal(offset_W, kept_W) if kept_W is not None else not is_ids
     if as_ids and _ascends_within(offset_W, vocab_size) and (kept_W is None or not torch.equal(ids_W, kept_W)):

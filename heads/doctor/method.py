@@ -31,6 +31,7 @@ def method_flag(pair: Pair, method: str | None) -> Iterator[Finding]:
             f"config.json names the family {named}, the tensors are those of {family}",
             "export the head again: weights and config are of different heads",
         )
+    # The whole path counts, the names of parent folders too. vLLM skips the search for these four methods.
     path = str(pair.draft).lower()
     steered = next((method for part, method in STEERING.items() if part in path), right)
     if steered != right and right not in STEERING.values():

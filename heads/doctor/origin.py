@@ -24,6 +24,7 @@ def manifest(pair: Pair) -> Iterator[Finding]:
 def target_fingerprint(pair: Pair) -> Iterator[Finding]:
     """The target in the provenance is the given one. A folder with both target and draft passes."""
     trained_for = (pair.provenance or {}).get("target_fingerprint")
+    # A folder with the layer in it differs from the target of the layer's training.
     if trained_for is None or pair.is_own_target or trained_for == fingerprint(pair.target):
         return
     name = (pair.provenance or {}).get("target", "another model")

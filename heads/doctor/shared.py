@@ -99,6 +99,7 @@ def _known(parameters: Mapping[str, Any]) -> dict[str, Any]:
 def positions(pair: Pair) -> Iterator[Finding]:
     """The draft has as many positions as the target; engines draft nothing beyond the last."""
     mine, its = pair.layer_config.get("max_position_embeddings"), pair.target_config.max_position_embeddings
+    # More positions than the target are harmless: no served text is so long.
     if mine is not None and mine < its:
         yield Finding(
             f"the draft has {mine} positions, the target serves {its}: nothing is drafted beyond",

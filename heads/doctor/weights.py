@@ -22,6 +22,7 @@ QUANTIZED = {"F8_E4M3", "F8_E5M2", "U8", "I8"}
 def numbers(pair: Pair) -> Iterator[Finding]:
     """Every value is finite, and no matrix is all zeros. Zero biases and zero-centred norms are usual."""
     for name in draft_tensors(pair):
+        # F64, F32, F16, BF16. Not BOOL (t2d), which begins with B as well.
         if pair.dtypes[name] in QUANTIZED or not pair.dtypes[name].startswith(("F", "BF")):
             continue
         tensor = read_tensors(pair.draft, [name])[name]
@@ -72,4 +73,5 @@ def _is_same(pair: Pair, name: str) -> bool:
 
 
 def _narrow(tensor: Tensor) -> Tensor:
+    # A copy may be stored in another type: compare after rounding.
     return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor

@@ -167,6 +167,7 @@ class DFlash(nn.Module):
             raise ValueError(
                 "this head cannot read layer 0, the embeddings: engines count from the first layer's output"
             )
+        # A plain tensor is no parameter: not trained, not saved, and `.to` and `.float` leave it alone.
         self._embed_VD = target.embed_VD
         self._rotary = Rotary.from_shape(self.shape)
         if draft_ids_W is not None:
@@ -190,6 +191,7 @@ class DFlash(nn.Module):
         Raises:
             ValueError: the signal has another number of aux layers, or none.
         """
+        # [B, T, L, D] with ascending layers, flattened to the L * D columns of `fc`.
         aux_BTLD = aux_streams(signal, self.aux_layer_ids).to(self.fc.weight.dtype)
         out: Tensor = self.hidden_norm(self.fc(aux_BTLD.flatten(2)))
         return out
@@ -199,12 +201,14 @@ class DFlash(nn.Module):
 
         While gradients are recorded, a row of the batch has at most `num_anchors` anchors. Otherwise it has all.
         """
+        # 1. The blocks, as long as the tokens asked for: fewer tokens are a shorter block, in an engine too.
         num_tokens = min(num_steps or self.max_tokens, self.max_tokens)
         # a sample of the anchors is enough for a gradient; a metric or a forecast needs every row
         limit = self.config.num_anchors if torch.is_grad_enabled() else None
         rows_BA, is_anchor_BT = choose_anchors(batch, limit)
         first = self.config.first_slot
         hidden_BASD = self._blocks(batch, self.feature(signal), rows_BA, first + num_tokens)
+        # 2. A slot of all blocks, [B, A, D], becomes a draft step [B, T, D]. No two blocks share a row.
         at_BAD = rows_BA[..., None].expand(-1, -1, hidden_BASD.shape[-1])
         # losses and metrics read rows of the batch: a block goes back to the row before its anchor, others are masked
         empty_BTD = hidden_BASD.new_zeros(*batch.input_ids_BT.shape, hidden_BASD.shape[-1])
@@ -212,6 +216,7 @@ class DFlash(nn.Module):
             self._draft_step(batch, empty_BTD.scatter(1, at_BAD, hidden_BASD[:, :, first + k]), k + 1, is_anchor_BT)
             for k in range(num_tokens)
         ]
+        # 3. The weights of D-PACE depend on the probabilities of the whole block, so they come last.
         if self.config.pace is None or not torch.is_grad_enabled():
             return steps
         weights = pace_weights(steps, batch, self.config.pace)
@@ -239,11 +244,13 @@ class DFlash(nn.Module):
             # a row at the end of the batch has no anchor after it; it is clamped here, and has no label
             anchor_BA = (chunk_BA + 1).clamp(max=batch.input_ids_BT.shape[1] - 1)
             slots_S = torch.arange(num_slots, device=chunk_BA.device)
+            # A block may run past the end of the document or of the batch. Those slots have no label.
             positions_BN = (batch.position_ids_BT.gather(1, anchor_BA)[..., None] + slots_S).flatten(1)
             ids_BAS = anchor_BA.new_full((*anchor_BA.shape, num_slots), self._mask_token_id)
             ids_BAS[..., 0] = batch.input_ids_BT.gather(1, anchor_BA)
             mask = BlockMask.make(chunk_BA, batch.document_BT, num_slots)
             x_BND = F.embedding(ids_BAS.flatten(1), self._embed_VD).to(context_BTD.dtype)
+            # Keys of the context are rotated already. Both rotations are by absolute position.
             cos_sin = self._rotary(positions_BN, context_BTD)
             for layer, context in zip(layers, contexts, strict=True):
                 x_BND = layer(x_BND, cos_sin, context, mask)
@@ -265,6 +272,7 @@ class DFlash(nn.Module):
         num_rows = require_prefix_rows(context_BTD, prefix_ids)
         batch = Batch.padded([prefix_ids], device=context_BTD.device)
         # the anchor is the prefix's last token, whose row the target has not computed
+        # The zero row only makes lengths equal. The block's range ends one row earlier.
         context_BTD = F.pad(context_BTD, (0, 0, 0, 1))
         rows_BA = torch.tensor([[num_rows - 1]], device=context_BTD.device)
         first = self.config.first_slot
@@ -319,6 +327,7 @@ class DFlash(nn.Module):
         config = {
             **self.shape.hf_config(),
             "architectures": [self.architecture],
+            # `hf_config` says llama, because the shape knows nothing of this file's norms of queries and keys.
             "model_type": "qwen3",
             "num_hidden_layers": self.config.num_layers,
             "layer_types": ["full_attention"] * self.config.num_layers,
@@ -362,6 +371,7 @@ def load_head(
         # compare in the type of the copy: an export in bfloat16 rounds the rows of a float32 target
         if held is not None and not torch.equal(held, rows.to(held)):
             raise ValueError(f"{folder}: {name} is not the target's: a leftover, trained, or of another target")
+    # Read as a Llama: the norms of queries and keys are part of this file's `Attention`, not of the shape.
     shape = LlamaShape.from_head_config({**config, "model_type": "llama"}, target.config)
     head = head_class(read(config, folder), target, draft_ids_W, replace(shape, head_dim=config["head_dim"]))
     load_into(head, tensors, folder)
@@ -386,6 +396,7 @@ def choose_anchors(batch: Batch, limit: int | None) -> tuple[Tensor, Tensor]:
     """
     has_label_BT = label_rows(batch, 1)
     if limit is None:
+        # `int` waits for the device. Training passes a limit and never comes here.
         limit = max(int(has_label_BT.sum(1).max()), 1)
     rows_BA = choose_rows(batch, has_label_BT, limit).sort(dim=1).values
     chosen_BT = torch.zeros_like(has_label_BT).scatter(1, rows_BA, True)
@@ -412,6 +423,7 @@ def pace_weights(steps: Sequence[DraftStep], batch: Batch, smoothing: float) -> 
         q_BT = _label_probability(step, batch)
         reached = reached * ((1 - smoothing) * q_BT + smoothing) * step.mask_BT
         terms.append(reached)
+    # A sum from the last token backwards: w_j = terms[j] + terms[j + 1] + ...
     return list(torch.stack(terms).flip(0).cumsum(0).flip(0))
 
 
@@ -421,12 +433,14 @@ def _label_probability(step: DraftStep, batch: Batch) -> Tensor:
     labels_N = batch.input_ids_BT.roll(-(1 + step.shift), dims=1).flatten()[rows_N]
     columns_N, is_known_N = labels_N, torch.ones_like(labels_N, dtype=torch.bool)
     if step.draft_ids_W is not None:
+        # For a label outside the draft's vocabulary this is the place of the next larger id, so compare.
         columns_N = torch.searchsorted(step.draft_ids_W, labels_N).clamp(max=len(step.draft_ids_W) - 1)
         is_known_N = step.draft_ids_W[columns_N] == labels_N
     q_BT = torch.zeros(batch.input_ids_BT.shape, device=rows_N.device)
     for part in torch.split(torch.arange(len(rows_N), device=rows_N.device), ROWS_A_PRODUCT):
         logits_MW = step.logits(rows_N[part], step.hidden_BTD.dtype).float()
         log_q_M = logits_MW.gather(1, columns_N[part, None]).squeeze(1) - logits_MW.logsumexp(1)
+        # `view` shares the storage, so this writes into `q_BT`; `flatten` might write into a copy.
         q_BT.view(-1)[rows_N[part]] = log_q_M.exp() * is_known_N[part]
     return q_BT
 

@@ -85,6 +85,7 @@ class ConfidenceHead(nn.Module):
         """The logit of the estimated acceptance, in float32 as in engines, [B, T]."""
         wide = torch.promote_types(hidden_BTD.dtype, torch.float32)
         # the two parts apart: one row of both, of every token and slot, would take gigabytes
+        # The weight is [1, D + R], hidden state first, as in vLLM's concatenation.
         of_hidden_D, of_code_R = self.proj.weight[0].to(wide).tensor_split([self._hidden_size])
         with torch.autocast(autocast_kind(hidden_BTD.device), enabled=False):
             out: Tensor = hidden_BTD.to(wide) @ of_hidden_D + code_BTR.to(wide) @ of_code_R + self.proj.bias.to(wide)
@@ -108,6 +109,7 @@ class DSpark(DFlash):
 
     def _draft_step(self, batch: Batch, hidden_BTD: Tensor, shift: int, is_anchor_BT: Tensor) -> DraftStep:
         # row t belongs to the anchor t + 1, so x[t + shift] is the token before the one to predict
+        # For the first token, shift 1, it is the anchor itself. Rows at the end wrap around and have no label.
         code_BTR = self.markov_head.markov_w1(batch.input_ids_BT.roll(-shift, dims=1)).to(hidden_BTD.dtype)
         return replace(
             super()._draft_step(batch, hidden_BTD, shift, is_anchor_BT),
@@ -120,6 +122,7 @@ class DSpark(DFlash):
     ) -> Drafted:
         drafted: Drafted = []
         before = anchor_id
+        # The one sequential part: each bias needs the token drawn in the slot before.
         for logits_W in logits_KW:
             bias_W = self.markov_head.markov_w2(self.markov_head.markov_w1.weight[before]).to(logits_W.dtype)
             logits_V = over_target_vocabulary(logits_W + bias_W, self._draft_ids_W, self.shape.vocab_size)
@@ -145,6 +148,7 @@ class DSpark(DFlash):
         """Change the logit z of the estimate to scale * z + shift in an exported folder. All else stays as it is."""
         tensors = load_file(folder / WEIGHTS)
         weight, bias = (tensors[f"{CONFIDENCE_HEAD}proj.{name}"] for name in ("weight", "bias"))
+        # z = w x + b: the scale multiplies both, the shift moves b alone.
         weight *= scale
         bias.mul_(scale).add_(shift)
         save_file(tensors, folder / WEIGHTS, {"format": "pt"})
@@ -168,6 +172,7 @@ def _read(config: Mapping[str, Any], folder: Path) -> Config:
     if (kind := config.get("markov_head_type") or "vanilla") != "vanilla":
         raise ValueError(f"{folder}: a Markov head of type {kind} is not supported here, only vanilla")
     has_confidence = bool(config.get("enable_confidence_head"))
+    # vLLM takes false if the key is absent, so an absent key is refused as well.
     if has_confidence and not config.get("confidence_head_with_markov"):
         raise ValueError(f"{folder}: a confidence head that does not read the Markov head is not supported here")
     # an engine looks there first

@@ -65,6 +65,7 @@ class Eagle1(nn.Module):
         self.shape = shape or LlamaShape.from_config(target.config)
         self._embed_VD, self._head_VD = target.embed_VD, target.head_VD
         self._rotary = Rotary.from_shape(self.shape)
+        # Without a bias, because vLLM builds it so.
         self.fc = nn.Linear(2 * self.shape.hidden_size, self.shape.hidden_size, bias=False)
         # a list of one, because checkpoints name the tensors `layers.0`
         self.layers = nn.ModuleList([Layer(self.shape)])
@@ -121,6 +122,7 @@ class Eagle1(nn.Module):
         Embeddings and head are left out, so that vLLM shares the target's.
         """
         training = {"family": "eagle1", **asdict(self.config), TRAINED_WITH: self.shape.record()}
+        # For the method eagle, vLLM puts "Eagle" in front of this name itself.
         config = {**self.shape.hf_config(), "architectures": ["LlamaForCausalLM"], "redraft": training}
         write_head(folder, weights or self.state_dict(), config, dtype or self.fc.weight.dtype)
 
@@ -139,6 +141,7 @@ class Eagle1(nn.Module):
         head = Eagle1(Config(**training), target, LlamaShape.from_head_config(config, target.config))
         tensors = read_tensors(folder, tensor_files(folder))
         for name, shared_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
+            # In the type of the copy: an export in bfloat16 rounds the rows of a float32 target.
             copy_VD = tensors.pop(name, shared_VD)
             if not torch.equal(copy_VD, shared_VD.to(copy_VD)):
                 raise ValueError(f"{folder}: {name} is not the target's: a leftover, or of another target")

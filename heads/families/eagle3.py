@@ -71,6 +71,7 @@ class Layer(nn.Module):
     def forward(self, embed_BTD: Tensor, feature_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
         normed_BTD = self.hidden_norm(feature_BTD)
         x_BTD = normed_BTD if self._norm_before_residual else feature_BTD
+        # [B, T, 2 D], the embedding first. The other order has the same shapes, and would fail in silence.
         attended = self.self_attn(torch.cat([self.input_layernorm(embed_BTD), normed_BTD], dim=-1), cos_sin, memory)
         x_BTD = x_BTD + attended
         out: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
@@ -102,6 +103,7 @@ class Eagle3(nn.Module):
         self.shape = shape or LlamaShape.from_config(target.config)
         self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
         hidden = self.shape.hidden_size
+        # A plain tensor is no parameter: not trained, not saved, and `.to` and `.float` leave it alone.
         self._embed_VD = target.embed_VD
         self._rotary = Rotary.from_shape(self.shape)
         if draft_ids_W is not None:
@@ -147,6 +149,7 @@ class Eagle3(nn.Module):
 
     def mix(self, aux_BTLD: Tensor) -> Tensor:
         """fc(concat of the streams), [B, T, D]."""
+        # One norm over all L * D numbers, or one for each stream. vLLM has the same order.
         if self.config.norm_before_fc:
             aux_BTLD = self.input_norm(aux_BTLD.flatten(2)).view_as(aux_BTLD)
         if self.config.fc_norm:
@@ -192,6 +195,7 @@ class Eagle3(nn.Module):
                     own.copy_(value)
                 elif value is not None and value.ndim == 2 and own.shape == (len(value), 2 * hidden):
                     own[:, hidden:].copy_(value)
+            # [0 ... 0 I]: g begins as the stream of the highest layer.
             self.fc.weight.zero_()[:, -hidden:].fill_diagonal_(1.0)
 
     def export(
@@ -251,6 +255,7 @@ class Eagle3(nn.Module):
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
             "speculators_version": "0.9.0",
+            # null means as wide as the head.
             "target_hidden_size": None,
             "tie_word_embeddings": False,
             "transformer_layer_config": layer,
@@ -310,6 +315,7 @@ def read_checkpoint(folder: Path, target: Target) -> Checkpoint:
     """Raises ValueError if d2t and t2d disagree, or the embeddings are not the target's."""
     config = read_config(folder)
     tensors = read_tensors(folder, tensor_files(folder))
+    # speculators' name for the layer. vLLM renames in the other direction.
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
     embed_VD = tensors.pop("embed_tokens.weight", target.embed_VD)
@@ -334,5 +340,7 @@ def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:
         norm_before_residual=config.get("norm_before_residual", is_speculators),
         fc_norm=config.get("fc_norm", False),
         norm_output=config.get("norm_output", False),
+        # A reduced vocabulary puts a frozen head into the file as well. So our record decides,
+        # and the tensor only without one.
         **{"own_head": own_head, **training},
     )

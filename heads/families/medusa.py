@@ -63,6 +63,7 @@ class Medusa(nn.Module):
         self.lm_heads = nn.ModuleList(
             nn.Linear(self.hidden_size, self.vocab_size, bias=False) for _ in range(config.num_heads)
         )
+        # h + silu(0) = h: with zero blocks every head proposes the target's next token again.
         for parameter in self.blocks.parameters():
             nn.init.zeros_(parameter)
         for parameter in self.lm_heads.parameters():
@@ -91,6 +92,7 @@ class Medusa(nn.Module):
                 mask_BT=label_rows(batch, i + 1),
                 weight=self.config.step_decay**i,
             )
+            # `[:None]` is all of them.
             for i, block in enumerate(self.blocks[:num_steps])
         ]
 
@@ -160,6 +162,7 @@ def _read(config: Mapping[str, Any]) -> Config:
     return Config(
         num_heads=config.get("num_heads") or config["medusa_num_heads"],
         num_layers=config.get("num_hidden_layers") or config["medusa_num_layers"],
+        # vLLM's default. Without the key, vLLM drops the biases of a checkpoint; here it is refused.
         bias=config.get("medusa_fc_bias", False),
         step_decay=config.get("redraft", {}).get("step_decay", Config.step_decay),
     )

@@ -49,6 +49,7 @@ def attend_memory(
     return memory.attend(query, key, value, scaling).transpose(1, 2), None
 
 
+# A layer finds it by the name that `Layout.block` writes into the config.
 AttentionInterface.register(MEMORY_ATTENTION, attend_memory)
 
 
@@ -93,11 +94,13 @@ class Mtp(nn.Module):
         """The normed output, [B, T, D], twice: the head reads it, and it is fed back."""
         dtype = self.combine.weight.dtype
         embed_BTD = F.embedding(ids_BT, self._embed_VD).to(dtype)
+        # By position, not by row: a packed batch begins several documents, and vLLM tests the position too.
         if self.layout.zero_at_start:
             embed_BTD = embed_BTD.masked_fill((position_ids_BT == 0)[..., None], 0)
         parts = [self.embed_norm(embed_BTD), self.hidden_norm(feature_BTD.to(dtype))]
         x_BTD = self.combine(torch.cat(parts if self.layout.embedding_first else parts[::-1], dim=-1))
         cos_sin = self._rotary(position_ids_BT, x_BTD)
+        # The layer hands `memory`, an argument it does not know, on to `attend_memory`.
         out_BTD = self.final_norm(self.block(x_BTD, position_embeddings=cos_sin, attention_mask=None, memory=memory))
         return out_BTD, out_BTD
 
@@ -131,6 +134,7 @@ class Mtp(nn.Module):
         """Start as a layer of the target, with the feature as input; the weights for the embedding stay random."""
         mine = self.block.state_dict()
         same = {n: t for n, t in layer.state_dict().items() if n in mine and t.shape == mine[n].shape}
+        # Tensors of another name or shape keep the random weights.
         self.block.load_state_dict({**mine, **same})
         self.final_norm.load_state_dict(final_norm.state_dict())
         hidden = self.combine.out_features

@@ -43,16 +43,20 @@ def stitch(target_folder: Path, tensors: Mapping[str, Tensor], out: Path, config
     """
     require_free(out)
     out.mkdir(parents=True, exist_ok=True)
+    # 1. Tokenizer, templates and so on. The target's manifest and provenance do not describe the new folder.
     files = tensor_files(target_folder)
     shards = set(files.values())
     for path in target_folder.iterdir():
         if path.is_file() and path not in shards and path.name not in (CONFIG, INDEX, MANIFEST, PROVENANCE):
             link(path, out / path.name)
+    # 2. The target's shards, without the tensors to replace.
     kept: dict[str, str] = {}
     for path in sorted(shards):
         kept |= _keep_shard(path, {name for name, file in files.items() if file == path}, set(tensors), out)
+    # 3. The new tensors, in a file of another name than an earlier stitch left.
     added = next(name for i in count() if (name := f"model-added-{i}.safetensors") not in kept.values())
     save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, out / added, {"format": "pt"})
+    # 4. Index and config last: they name files that are there.
     weight_map = {**kept, **dict.fromkeys(tensors, added)}
     _write_json(out / INDEX, {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))})
     _write_json(out / CONFIG, {**read_config(target_folder), **config})
@@ -73,6 +77,8 @@ def _keep_shard(path: Path, names: set[str], replaced: set[str], out: Path) -> d
 def link(source: Path, copy: Path) -> None:
     """Make `copy` a hard link to the file behind `source`, or a copy on another disk."""
     try:
+        # Both names share bytes and mode: never write into the copy.
+        # A folder of the hub's cache holds symbolic links, so resolve.
         os.link(source.resolve(), copy)
     except OSError:
         shutil.copy2(source, copy)
@@ -97,6 +103,7 @@ def as_mimo(llama_folder: Path, out: Path) -> None:
         name.replace(".weight", ".bias"): torch.zeros(len(weight), dtype=weight.dtype)
         for name, weight in read_tensors(llama_folder, weights).items()
     }
+    # vLLM knows MiMo by the architecture, transformers opens the rest as a Qwen2.
     mimo = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "use_sliding_window": False, MIMO.count_key: 1}
     stitch(llama_folder, biases, out, mimo)
 

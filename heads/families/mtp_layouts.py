@@ -47,6 +47,7 @@ class Layout:
         config = copy.deepcopy(config)
         config._attn_implementation = MEMORY_ATTENTION
         config._experts_implementation = config._experts_implementation or "grouped_mm"
+        # DeepSeek: past `first_k_dense_replace`, so the layer has experts, as in the checkpoint.
         index = config.num_hidden_layers
         if getattr(config, "layer_types", None):
             # engines build it as a layer 0 with full attention, whatever the target's first layer has
@@ -178,6 +179,7 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if name.endswith("experts.gate_up_proj"):
             for i, expert in enumerate(tensor):
+                # [2 I, D] with the gate first; I is the size of an expert.
                 gate, up = expert.chunk(2)
                 stem = f"{name.removesuffix('gate_up_proj')}{i}."
                 split |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
@@ -199,5 +201,6 @@ def join_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             torch.stack([joined.pop(f"{stem}{i}.{kind}_proj.weight") for i in range(count)])
             for kind in ("gate", "up", "down")
         )
+        # gate and up [experts, I, D] become [experts, 2 I, D], down is [experts, D, I].
         joined |= {f"{stem}gate_up_proj": torch.cat([gate, up], dim=1), f"{stem}down_proj": down}
     return joined

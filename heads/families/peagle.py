@@ -115,6 +115,7 @@ class PEagle(Eagle3):
         self.max_tokens = config.num_steps
         # named by their place among all layers, as in a checkpoint: the first one is `midlayer`
         self.layers = nn.ModuleDict({str(i): Layer(self.shape) for i in range(1, config.num_layers)})
+        # As wide as the streams, not as a feature: engines send it through `fc` too.
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
@@ -125,6 +126,7 @@ class PEagle(Eagle3):
         num_tokens = min(num_steps or self.options.num_steps, self.options.num_steps)
         # a sample is enough for a gradient; a metric or a forecast needs every row
         rows_BN = self._sample_rows(batch) if torch.is_grad_enabled() else None
+        # One for each layer. Every pass adds a step to all of them, so their order matters.
         memories = [StepMemory(batch, rows_BN) for _ in range(1 + len(self.layers))]
         # the last rows of a document read the tokens of the next; their labels are masked and no other row sees them
         ids_BT = batch.input_ids_BT.roll(-1, dims=1)
@@ -151,6 +153,7 @@ class PEagle(Eagle3):
     def _sample_rows(self, batch: Batch) -> Tensor:
         """The rows that step 1 could train, in the order in which they are kept, int64 [B, N]."""
         has_label_BT = label_rows(batch, 2)
+        # `int` waits for the device, once a batch.
         return choose_rows(batch, has_label_BT, max(int(has_label_BT.sum(1).max()), 1))
 
     def _keep(self, batch: Batch, rows_BN: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -159,7 +162,9 @@ class PEagle(Eagle3):
         Every row of the batch keeps a share of its labels, whatever the other rows have: two processes with a half of
         the batch each train what one with all of it would.
         """
+        # The defaults, 0.7 and 0.2: steps 1, 2, ... train 70, 49, 34, 24, 20, 20, 20% of the labels.
         share = max(self.options.keep_ratio**k, self.options.min_share)
+        # In float64, which rounds as Python's product does two lines below.
         count_B = (label_rows(batch, 2).sum(1).double() * share).long()
         rows_Bn = rows_BN[:, : max(int(rows_BN.shape[1] * share), 1)]
         return rows_Bn, torch.arange(rows_Bn.shape[1], device=rows_Bn.device) < count_B[:, None]
@@ -203,6 +208,7 @@ class PEagle(Eagle3):
         masks_1ND = self._mask_feature().expand(1, num_tokens - 1, -1)
         caches = [KeyCache() for _ in range(1 + len(self.layers))]
         hidden_ND = self._pass(ids_1N, torch.cat([feature_BTD, masks_1ND], dim=1), at_1N, caches)[0]
+        # The last known row proposes the first token, each mask one more: `num_tokens` rows.
         return [draw(self.logits(hidden_D).float(), temperature, generator) for hidden_D in hidden_ND[num_rows - 1 :]]
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
@@ -276,6 +282,7 @@ def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:
         aux_layer_ids=tuple(config.get("eagle_aux_hidden_state_layer_ids") or ()),
         num_layers=layers["num_hidden_layers"],
         mask_token_id=config.get("mask_token_id", config.get("pard_token")),
+        # False in both layouts, unlike EAGLE-3: vLLM reads speculators' P-EAGLE configs so.
         norm_before_residual=config.get("norm_before_residual", False),
         norm_before_fc=config.get("norm_before_fc", False),
         fc_norm=config.get("fc_norm", False),

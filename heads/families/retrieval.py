@@ -93,9 +93,12 @@ class Retrieval:
 
     def propose(self, ids: Ids, most: int, num_requests: int = 1) -> list[int]:
         """At most `most` tokens to draft behind `ids` ([T], int32), in a step with `num_requests` requests."""
+        # Every request of the step pays for a row of this one, so a busy server drafts only likely tokens.
         floor = min(1.0, self.config.verify_cost * num_requests)
+        # Bytes, because `bytes.find` is one fast call. The machine's order is taken to be little-endian.
         data, drafted, probability = ids.tobytes(), list[int](), 1.0
         while len(drafted) < most:
+            # The first of equals, so the request wins a tie.
             token, its = max(self._in_request(data), self._in_answers(data), key=_probability)
             probability *= its
             if token < 0 or probability < floor:
@@ -120,6 +123,7 @@ class Retrieval:
 
     def _in_answers(self, data: bytes) -> tuple[int, float]:
         last = tuple(np.frombuffer(data[-TOKEN_BYTES * self.config.max_run :], np.int32).tolist())
+        # The longest run first: last[0:], last[1:], ...
         return next((self.entries[last[i:]] for i in range(len(last)) if last[i:] in self.entries), NOTHING)
 
     @staticmethod
@@ -194,6 +198,7 @@ def find_run(data: bytes, max_run: int) -> tuple[int, int]:
 
 def _find_aligned(data: bytes, run: bytes, start: int) -> int:
     """Offset of `run` as whole tokens in all but the last token of `data`, -1 if it is not there."""
+    # An unaligned hit straddles two tokens. -1 % 4 is 3, so a miss needs the second condition.
     while (at := data.find(run, start, len(data) - TOKEN_BYTES)) % TOKEN_BYTES and at >= 0:
         start = at + 1
     return at
@@ -210,9 +215,12 @@ def count_answers(texts: Sequence[Text], config: Config) -> Retrieval:
     """
     if not any(text.is_label.any() for text in texts):
         raise ValueError("no answer to count: the data has no label")
+    # 1. Learn from held-out texts how often predictions come true. With ten texts or fewer the
+    # two sets overlap, and the probabilities are too high.
     held_out = texts[::HELD_OUT] if len(texts) > HELD_OUT else texts
     others = [text for number, text in enumerate(texts) if number % HELD_OUT] or texts
     hits = measure_hits(held_out, {row.run: row for row in _count(others, config)}, config)
+    # 2. Count all texts, and give each run the probability of runs of the same kind.
     kept = [row for row in _count(texts, config) if row.num_texts >= config.min_texts]
     entries: dict[Run, tuple[int, float]] = {}
     for row in sorted(kept, key=lambda row: -row.seen)[: config.max_entries]:
@@ -236,6 +244,7 @@ class Row:
     @property
     def kind(self) -> tuple[int, int, int]:
         """Rows of one kind are measured together: by length, times seen and share."""
+        # The share in quarters, 0 to 4. E.g. 3 of 5 times after two tokens: (2, 4, 2).
         return len(self.run), min(self.seen, 4), 4 * self.followed // self.seen
 
 
@@ -255,6 +264,7 @@ class Hits:
     def by_length(self, max_run: int) -> list[float]:
         """The probability of a token found in the request, by the length of the run; 0 for no run."""
         counts = [self.in_request.get(length, (0, 0)) for length in range(max_run + 1)]
+        # Half a hit in one more trial: a length never met counts as 0.5, not as 0 / 0.
         return [0.0, *((hits + 0.5) / (total + 1) for hits, total in counts[1:])]
 
 
@@ -290,6 +300,7 @@ def _count(texts: Sequence[Text], config: Config) -> Iterator[Row]:
 
 def _windows(text: Text, length: int, number: int) -> Ids:
     """The runs of this length before each label, then the label and the number of the text."""
+    # Row i holds ids[i : i + length + 1], so the label is ids[i + length].
     windows = np.lib.stride_tricks.sliding_window_view(text.ids, length + 1)[text.is_label[length:]]
     return np.asarray(np.c_[windows, np.full(len(windows), number)], np.int32)
 
@@ -299,11 +310,14 @@ def _reduce(windows: Ids) -> Iterator[Row]:
     if not len(windows):
         return
     # sorted by run, then by token, then by text
+    # [n, length + 2]: the run, the label, the number of the text.
     unique, counts = np.unique(windows, axis=0, return_counts=True)
     tokens = _begins(unique[:, :-1])
+    # A group of rows for each run and token: the sum of counts, and the number of texts.
     followed, num_texts = np.add.reduceat(counts, tokens), np.diff(tokens, append=len(unique))
     unique = unique[tokens, :-1]
     runs = _begins(unique[:, :-1])
+    # A group of tokens for each run.
     seen, sizes = np.add.reduceat(followed, runs), np.diff(runs, append=len(unique))
     # the most frequent token of each run comes last
     best = np.lexsort((followed, np.repeat(np.arange(len(runs)), sizes)))[runs + sizes - 1]

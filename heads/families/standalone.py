@@ -47,6 +47,7 @@ def attend_prefixes(
 ) -> tuple[Tensor, None]:
     """An attention function for transformers, [B, T, H, E]."""
     if prefixes is None:
+        # A layer that does not hand `prefixes` on would get the mask of `_attention`, which hides every key.
         assert attention_mask is None or attention_mask.shape[-1] == key.shape[2], "the layers dropped `prefixes`"
         return cast(tuple[Tensor, None], sdpa_attention_forward(module, query, key, value, attention_mask, **options))
     dtype = product_dtype(value)
@@ -54,6 +55,7 @@ def attend_prefixes(
     return out_BHTE.transpose(1, 2), None
 
 
+# transformers makes a mask only for a name registered here too. Otherwise a mask of padding would be dropped.
 AttentionInterface.register(PREFIX_ATTENTION, attend_prefixes)
 AttentionMaskInterface.register(PREFIX_ATTENTION, sdpa_mask)
 
@@ -112,11 +114,13 @@ class StandaloneDraft(nn.Module):
         linear_head(model)
         if model.config._attn_implementation not in ("sdpa", PREFIX_ATTENTION):  # eager adds a boolean mask to scores
             raise ValueError(f"a draft trains with SDPA attention, not {model.config._attn_implementation}")
+        # Our attention has no dropout, so a model with some keeps SDPA and a mask.
         dropout = getattr(model.config, "attention_dropout", 0)
         self._takes_prefixes = model.config.model_type in PLAIN_ATTENTION and not dropout
         if self._takes_prefixes:
             model.config._attn_implementation = PREFIX_ATTENTION
         self.model = model
+        # A new module is in training mode, a loaded model in evaluation mode: the wrapper follows the model.
         self.train(model.training)
 
     @classmethod
@@ -207,6 +211,7 @@ class StandaloneDraft(nn.Module):
     def _attention(self, batch: Batch) -> dict[str, Any]:
         """Arguments by which attention stays within each document: ranges of keys, or else a mask."""
         window = getattr(self.model.config, "sliding_window", None)
+        # A window as long as the rows hides nothing.
         has_window = window is not None and window < batch.document_BT.shape[1]
         if self._takes_prefixes and not has_window:
             # the model makes no mask of its own if it is given one, however small
@@ -223,6 +228,7 @@ class StandaloneDraft(nn.Module):
         if window is None:
             return mask_B1TT
         # a window of w keys holds the row itself and the w - 1 before it
+        # A window of 3 at row 5: tril(-3) holds keys 0..2, so 3, 4 and 5 stay.
         sliding_B1TT = mask_B1TT & ~mask_B1TT.tril(-window)
         if not hasattr(self.model.config, "layer_types"):
             return sliding_B1TT
@@ -279,6 +285,7 @@ def from_checkpoint(
         ValueError: it has another tokenizer and `transplant` is false.
     """
     model, tokenizer = load_causal_lm(name_or_path), load_tokenizer(name_or_path)
+    # Equal tokenizers need no transplant, even if asked for: only the padding of the table may differ.
     if transplant and first_difference(target_tokenizer, tokenizer) is not None:
         print(f"vocabulary: {transplant_vocabulary(model, tokenizer, target_tokenizer, vocab_size)}")
     else:
@@ -324,6 +331,7 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
             setattr(config, key, [value[layer] for layer in layers])
     config.num_hidden_layers = len(layers)
     draft = AutoModelForCausalLM.from_config(config, dtype=target.dtype, attn_implementation="sdpa")
+    # The dot after the number keeps layer 1 apart from layer 10.
     kept = {f"{prefix}.{old}.": f"{prefix}.{new}." for new, old in enumerate(layers)}
     draft.load_state_dict(_rename_layers(target.state_dict(), f"{prefix}.", kept))
     draft.generation_config = copy.deepcopy(target.generation_config)

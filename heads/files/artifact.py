@@ -63,6 +63,7 @@ def publish(
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder)
     with _partial_folder(folder) as partial:
+        # Provenance before the seal: the manifest lists every file there is at that moment.
         write(partial)
         _write_json(partial / PROVENANCE, provenance)
         _seal(partial, folder, overwrite=overwrite)
@@ -74,6 +75,8 @@ def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) ->
     `mode` is the file's, whatever the umask.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the file, because a rename is atomic within one file system only.
+    # The process id keeps two processes apart, not two threads.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -85,6 +88,7 @@ def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) ->
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)  # does nothing if it was renamed
+    # The rename is a change of the folder. Without this, a power cut may bring the old file back.
     sync(path.parent)
 
 
@@ -205,6 +209,7 @@ def fingerprint(folder: Path) -> str:
         config = dict(json.loads(config_path.read_bytes()))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{config_path} is damaged ({error}): fetch the model again") from error
+    # Keys are sorted below, because saving a model again may reorder them.
     kept = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS}
     digest.update(json.dumps(kept, sort_keys=True).encode())
     for path in [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]:
@@ -226,6 +231,7 @@ def safetensors_header(path: Path) -> dict[str, Any]:
     """
     size = path.stat().st_size
     with path.open("rb") as file:
+        # A file of fewer than 8 bytes is filled up with 0xff, which makes the length larger than any file.
         length = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))[0]
         if length > size - 8:
             raise ValueError(f"{path} is truncated or not a safetensors file ({size} bytes): fetch it again")
@@ -248,6 +254,7 @@ def _safetensors_samples(path: Path) -> Iterator[bytes]:
         data = 8 + struct.unpack("<Q", file.read(8))[0]
         for name in sorted(header):
             start, end = header[name]["data_offsets"]
+            # A tensor of 10,000 bytes is read at 0, 2,952 and 5,904; one below SAMPLE_BYTES three times, whole.
             last = max(start, end - SAMPLE_BYTES)
             for offset in (start, (start + last) // 2, last):
                 file.seek(data + offset)
@@ -269,6 +276,7 @@ def _partial_folder(folder: Path) -> Iterator[Path]:
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
     lock = os.open(partial, os.O_RDONLY)
     try:
+        # The kernel releases it even after SIGKILL, so a lock tells a living writer from a dead one.
         fcntl.flock(lock, fcntl.LOCK_EX)
         partial.chmod(0o755)  # mkdtemp's 0o700 would hide the result from a server of another user
         yield partial
@@ -307,6 +315,7 @@ def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
             path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors writes 0600
     _flush(partial)
     if overwrite and folder.exists():
+        # A folder cannot be replaced in one rename. A kill before the next one leaves no `folder`.
         folder.rename(partial.with_suffix(".previous"))
     try:
         partial.rename(folder)  # replaces an empty folder and refuses any other: two writers cannot both win

@@ -19,6 +19,7 @@ class MiMoConfig(Qwen2Config):  # type: ignore[misc]
     model_type = "mimo"
 
 
+# Raises a ValueError at import once transformers brings a model type of this name.
 AutoConfig.register("mimo", MiMoConfig)
 
 
@@ -81,6 +82,7 @@ def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
     """Ids of the tokens at which an engine ends an answer, from the tokenizer and from generation_config.json."""
     path = model_folder(name_or_path) / "generation_config.json"
     ends = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    # A chat model has several, of which the tokenizer knows one: Llama 3.1 ends at 128001, 128008 and 128009.
     listed = ends if isinstance(ends, list) else [ends]
     return tuple(sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None}))
 

@@ -42,6 +42,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def find_quantization(config: Mapping[str, Any]) -> str | None:
     """The quantization of the weights beside this config.json, as its tool calls it; None if they are plain."""
+    # The second key is an old one of compressed-tensors. ModelOpt names the method `quant_algo`.
     section = config.get("quantization_config") or config.get("compression_config")
     return None if not section else section.get("quant_method") or section.get("quant_algo") or "packed"
 
@@ -53,6 +54,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         FileNotFoundError: the folder has no weights.
         ValueError: a file is truncated; the message names it.
     """
+    # The index first, as in vLLM: a file missing from it is not read.
     if (folder / INDEX).is_file():
         return {name: folder / file for name, file in json.loads((folder / INDEX).read_text())["weight_map"].items()}
     if not (folder / WEIGHTS).is_file():
@@ -93,6 +95,7 @@ def model_folder(name_or_path: str | Path) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
+        # Never from the network: a question about a folder must not start a download of many gigabytes.
         return Path(snapshot_download(str(name_or_path), local_files_only=True))
     except LocalEntryNotFoundError as error:
         raise FileNotFoundError(

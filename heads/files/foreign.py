@@ -126,6 +126,7 @@ FOREIGN: tuple[Foreign, ...] = (
         method="eagle3",
         matches=lambda config, names: (
             config.get("target_hidden_size")
+            # null in speculators' layout means as wide as the head.
             not in (None, (config.get("transformer_layer_config") or config).get("hidden_size"))
         ),
     ),

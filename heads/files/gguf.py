@@ -118,6 +118,7 @@ def require_space_for(config: Any, output: Path) -> None:
     """Raise OSError (ENOSPC) unless the disk of `output` has room for a model of this config in bfloat16."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    # `parameters` yields tied weights once, as the file holds them.
     num_bytes = sum(weight.numel() for weight in model.parameters()) * torch.bfloat16.itemsize
     require_space(output, int(num_bytes * WRITE_MARGIN))
 
@@ -195,6 +196,7 @@ def _make_savable(loaded: Any, config: Any, end_of_turn: int | None) -> Any:
     state: Mapping[str, torch.Tensor] = loaded.state_dict()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    # Assigned, not copied: a meta model has no memory to copy into. It unties tied weights, so tie them again.
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     # A file has one end token. Many chat models end a turn with another: without it, an answer would run on.

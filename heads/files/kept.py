@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 def compute_once(folder: Path, name: str, key: object, kind: type[T], compute: Callable[[], T]) -> T:
     """The result of `compute()`, or the value left by a run with an equal `key` in `folder` as `name`-HASH.json."""
+    # 64 bits of the hash suffice for the few values of a folder.
     path = folder / f"{name}-{hash_key(key)[:16]}.json"
     if path.is_file():
         # compute it again if it was written by a version whose `kind` has other fields
@@ -38,5 +39,6 @@ def fingerprint_path(name: str) -> str:
     if not name or not path.exists():
         return name
     files = sorted(below for below in path.rglob("*") if below.is_file()) if path.is_dir() else [path]
+    # Size and time instead of the bytes, which take minutes to read for a large model.
     stats = [(str(file.relative_to(path)), file.stat()) for file in files]
     return hash_key([(below, stat.st_size, stat.st_mtime_ns) for below, stat in stats])

@@ -22,6 +22,8 @@ def acquire(path: Path, purpose: str) -> int:
     Raises:
         AlreadyOwnedError: another process holds it.
     """
+    # Never unlinked: two processes could then lock two files of one name. A program started by the
+    # owner does not inherit the descriptor (PEP 446), so it cannot keep the lock alive.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

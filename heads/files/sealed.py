@@ -40,11 +40,13 @@ def read_sealed(path: Path, layout: int = 1) -> Any:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path} is damaged ({error})") from error
+    # One of the two makes it a sealed file: half a seal is damage.
     if not isinstance(content, dict) or not {LAYOUT, CRC} & content.keys():
         return content
     checksum = content.pop(CRC, None)
     if checksum != _checksum(content):
         raise DamagedError(f"{path} is damaged (its checksum differs)")
+    # After the checksum, which covers the layout: a flipped bit in it is damage, not a later release.
     written = content.pop(LAYOUT, layout)
     if written > layout:
         raise ValueError(f"{path} was written by a later release of redraft (layout {written}): upgrade this one")
@@ -58,5 +60,6 @@ def set_aside(path: Path) -> Path:
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:
+    # Keys must be strings. json sorts 2 before 10 as numbers, and "10" before "2" when the file is read again.
     canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     return f"{zlib.crc32(canonical.encode()):08x}"

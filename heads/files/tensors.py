@@ -44,12 +44,14 @@ def write_head(
     cast = {n: t.to(types[n]) if t.is_floating_point() else t for n, t in tensors.items()}
     # cloned, because safetensors refuses tensors with shared memory
     save_file({n: t.detach().cpu().contiguous().clone() for n, t in cast.items()}, folder / WEIGHTS, {"format": "pt"})
+    # Readers older than transformers 5 look for `torch_dtype`.
     named_dtype = {"dtype": str(dtype).removeprefix("torch."), "torch_dtype": str(dtype).removeprefix("torch.")}
     (folder / CONFIG).write_text(json.dumps({**config, **named_dtype}, indent=2) + "\n")
 
 
 def _is_packed(tensor: Tensor, mine: Tensor) -> bool:
     """Whether a tensor holds codes in the place of numbers."""
+    # FP8 counts as floating-point in torch, but its numbers mean nothing without scales.
     return mine.is_floating_point() and (tensor.element_size() == 1 or not tensor.is_floating_point())
 
 
@@ -74,4 +76,5 @@ def load_into(module: nn.Module, tensors: Mapping[str, Tensor], source: Path) ->
         if tensor.shape != mine[name].shape:
             shapes = f"{tuple(tensor.shape)} instead of {tuple(mine[name].shape)}"
             raise ValueError(f"{source}: tensor {name} is {shapes}; it belongs to another target or config")
+    # Copies in the module's dtype: a checkpoint in bfloat16 becomes float32, to train on with.
     module.load_state_dict(dict(tensors))

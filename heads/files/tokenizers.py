@@ -92,6 +92,7 @@ def token_sources(
     # if several ids have the same bytes (`<0x41>` and `A`), the shortest spelling wins: the longer is a byte fallback
     tokens = _read_tokens(draft_tokenizer)
     plain = sorted(texts.keys() - specials, key=lambda token_id: (len(tokens[token_id]), token_id), reverse=True)
+    # The longest came first, and a later entry overwrites an earlier one.
     plain_ids = {texts[token_id]: token_id for token_id in plain}
     roles = {
         getattr(target_tokenizer, role): getattr(draft_tokenizer, role)
@@ -119,6 +120,7 @@ def mean_rows(weight_VD: Tensor, pieces: list[list[int]]) -> Tensor:
     wide_VD = weight_VD.detach().float()
     lengths_N = torch.tensor([len(ids) for ids in pieces], device=weight_VD.device)
     flat = torch.tensor([token_id for ids in pieces for token_id in ids], dtype=torch.long, device=weight_VD.device)
+    # Lengths [2, 0, 1] make offsets [0, 2, 2]. An empty bag is a row of zeros, replaced below.
     rows_ND = nn.functional.embedding_bag(flat, wide_VD, lengths_N.cumsum(0) - lengths_N, mode="mean")
     rows_ND[lengths_N == 0] = wide_VD.mean(0)
     return rows_ND.to(weight_VD.dtype)
@@ -161,6 +163,7 @@ def _pieces(text: bytes, tokenizer: Any, texts: dict[int, bytes], plain_ids: dic
     except (UnicodeDecodeError, KeyError):
         pass
     ids, rest = [], text
+    # Quadratic in the number of bytes, but a token has few.
     while rest:
         size = next((size for size in range(len(rest), 0, -1) if rest[:size] in plain_ids), 0)
         if size == 0:
@@ -183,6 +186,7 @@ def _token_bytes(tokenizer: Any) -> dict[int, bytes]:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # byte-level BPE spells each byte as a printable character, so the tokens alone do not show which kind it is
     is_byte_level = '"ByteLevel"' in json.dumps([backend["decoder"], backend["pre_tokenizer"]])
+    # Added tokens are spelled as plain text in either kind.
     added = tokenizer.added_tokens_decoder
     decode = _byte_level if is_byte_level else _sentencepiece
     return {

@@ -44,6 +44,7 @@ class StepMemory:
 
     def after(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> StepMemory:
         """The memory of the same rows after other calls."""
+        # A shallow copy shares prefixes and rows. The list is new, so a call adds to one memory only.
         other = copy(self)
         other.pairs = list(pairs)
         return other
@@ -51,8 +52,10 @@ class StepMemory:
     def attend(self, q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, scale: float) -> Tensor:
         q, k, v = _prepare(q_BHTE, k_BGTE, v_BGTE)
         self.pairs.append((k, v))
+        # The first pair has the keys of every row, [B, G, T, E]. A later one has one key for each row it continues.
         (context, *own), prefixes = self.pairs, self._prefixes
         if self._rows_BN is not None and own:
+            # Rows keep the order of `rows_BN`, so this step's rows are the first n of every earlier step too.
             rows_Bn = self._rows_BN[:, : q.shape[2]]
             prefixes = prefixes.rows(rows_Bn)
             own = [(key[:, :, : q.shape[2]], value[:, :, : q.shape[2]]) for key, value in own]
@@ -72,6 +75,7 @@ class KeyCache:
         self._values = v if self._values is None else torch.cat([self._values, v], dim=2)
         num_queries, num_keys = q.shape[2], self._keys.shape[2]
         # the queries are the last rows: the first of them sees every key before it, and its own
+        # 2 queries and 5 keys: tril(3) shows keys 0..3 to the first query and 0..4 to the second.
         seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
         out: Tensor = F.scaled_dot_product_attention(
             q, self._keys, self._values, attn_mask=seen, scale=scale, enable_gqa=True
@@ -83,5 +87,6 @@ def _prepare(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor) -> tuple[Tensor, Te
     """q, k and v in one dtype, and v padded with zeros to k's size."""
     dtype = product_dtype(v_BGTE)
     # DeepSeek's values are narrower than its keys, and the kernels take one size
+    # The callers cut the zeros off the output again.
     v_BGTE = F.pad(v_BGTE, (0, k_BGTE.shape[-1] - v_BGTE.shape[-1]))
     return q_BHTE.to(dtype), k_BGTE.to(dtype), v_BGTE.to(dtype)

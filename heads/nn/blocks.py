@@ -46,6 +46,7 @@ def attend_blocks(
         mask: The keys seen by each query.
         scale: Factor of the scores.
     """
+    # Under autocast projections return bfloat16, and norms and rotation may return float32. The kernel takes one type.
     dtype = product_dtype(block[1])
     context, block = ((keys.to(dtype), values.to(dtype)) for keys, values in (context, block))
     return attend(q_BHNE.to(dtype), context, mask.prefixes, scale, [block], mask.num_slots)

@@ -53,6 +53,7 @@ class LlamaShape:
 
     @staticmethod
     def _read(config: Any) -> LlamaShape:
+        # transformers' defaults for absent keys: a key head for each query head, and heads of size hidden / heads.
         hidden, heads = config.hidden_size, config.num_attention_heads
         return LlamaShape(
             hidden_size=hidden,
@@ -75,6 +76,7 @@ class LlamaShape:
         config = read_layer_config(layer_config)
         target = LlamaShape.from_config(target_config)
         shared = {name: getattr(target, name) for name in ("hidden_size", "vocab_size", "max_position_embeddings")}
+        # Model type qwen3 means normed queries and keys to vLLM (`Eagle3Qwen3ForCausalLM`).
         shared |= {"attention_bias": bool(config.attention_bias), "qk_norm": config.model_type == "qwen3"}
         return replace(LlamaShape.from_config(config), **shared)
 
@@ -129,10 +131,12 @@ class Rotary:
 
     @staticmethod
     def from_shape(shape: LlamaShape) -> Rotary:
+        # Llama's class serves a Qwen3 layer too: both rotate alike.
         return Rotary(LlamaRotaryEmbedding(read_layer_config({**shape.hf_config(), "model_type": "llama"})))
 
     def __call__(self, position_ids_BT: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [B, T, E], in the type and on the device of `like`. The second half of E repeats the first."""
+        # `like` gives device and type only. The angles are computed in float32 and then rounded.
         cos, sin = self._embedding.to(like.device)(like, position_ids_BT)
         return cos, sin
 
@@ -140,6 +144,8 @@ class Rotary:
 def rotate(x_BHTE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     """x rotated by position, with the two halves of E as real and imaginary parts."""
     cos_B1TE, sin_B1TE = (table[:, None] for table in cos_sin)
+    # Element i turns with element i + E / 2 (vLLM: `is_neox_style`). A head trained on neighbouring
+    # pairs has the same shapes: it would load, and be wrong.
     real, imaginary = x_BHTE.chunk(2, dim=-1)
     return x_BHTE * cos_B1TE + torch.cat([-imaginary, real], dim=-1) * sin_B1TE
 
@@ -162,7 +168,9 @@ class Attention(nn.Module):
         self._qk_norm = shape.qk_norm
 
     def forward(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        # [B, H, T, E] for queries, [B, G, T, E] for keys and values.
         q, k, v = (self._heads(project(x_BTD)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        # Before the rotation, as in Qwen3: the weights differ by element, so the two steps do not commute.
         if self._qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         out_BHTE = memory.attend(rotate(q, cos_sin), rotate(k, cos_sin), v, self._head_dim**-0.5)

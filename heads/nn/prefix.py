@@ -46,11 +46,13 @@ class Prefixes:
         at_T = torch.arange(document_BT.shape[1], device=document_BT.device)
         begins_BT = torch.ones_like(document_BT, dtype=torch.bool)
         begins_BT[:, 1:] = document_BT.diff(dim=1) != 0
+        # Documents [0, 0, 1, 1, -1]: start [0, 0, 2, 2, 4], end [1, 2, 3, 4, 5].
         start_BT = torch.where(begins_BT, at_T, 0).cummax(1).values
         return Prefixes(start_BT, (at_T + 1).expand_as(start_BT), is_whole=True)
 
     def rows(self, rows_BN: Tensor) -> Prefixes:
         """The prefixes of some rows, in any order."""
+        # Never whole, even for all rows in order: only `of` knows that row n is key n.
         return Prefixes(self.start_BN.gather(1, rows_BN), self.end_BN.gather(1, rows_BN), is_whole=False)
 
 
@@ -89,18 +91,23 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, prefixes: Prefixes, scale: float, num_slots: int, *keys_values: Tensor) -> Tensor:
         keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
         ranges = (prefixes.start_BN, prefixes.end_BN, prefixes.is_whole, scale)
+        # 1. The range alone: output and log sum exp of each row.
         out, total_BHN = prefix_attention(q, keys[0], values[0], *ranges)
         if len(keys) > 1:
+            # 2. The few further scores, in float32 or wider: [B, G, R, A, S, S] for each pair.
+            # A recurrent head has S = 1.
             blocks = _Blocks(keys[0].shape[1], num_slots)
             range_BHN, wide_q = total_BHN, blocks.queries(q).to(total_BHN.dtype)
             scores = [blocks.products(wide_q, blocks.keys(k)) * scale for k in keys[1:]]
             sums = [blocks.flat(score.logsumexp(-1, keepdim=True))[..., 0] for score in scores]
+            # 3. One softmax over both: its log sum exp is the log sum exp of the parts'.
             total_BHN = torch.stack([range_BHN, *sums]).logsumexp(0)
             # the output of the range shrinks to its share of the total
             wide, total = out * (range_BHN - total_BHN).exp()[..., None], blocks.queries(total_BHN[..., None])
             for score, v in zip(scores, values[1:], strict=True):
                 wide = wide + blocks.flat(blocks.mix((score - total).exp(), blocks.keys(v)))
             out = wide.to(q.dtype)
+        # No score and no probability is kept: the backward pass computes them again from these.
         ctx.save_for_backward(q, out, total_BHN, prefixes.start_BN, prefixes.end_BN, *keys_values)
         ctx.is_whole, ctx.scale, ctx.num_slots = prefixes.is_whole, scale, num_slots
         return cast(Tensor, out)
@@ -111,12 +118,15 @@ class _Attention(torch.autograd.Function):
         q, out, total_BHN, start_BN, end_BN, *keys_values = ctx.saved_tensors
         keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
         ranges = (start_BN, end_BN, ctx.is_whole, ctx.scale)
+        # FlashAttention-2's backward (Dao, arXiv 2307.08691, algorithm 2) reads the softmax from `out` and
+        # `total` alone, so with the joint ones it yields the range's part.
         grad_q, grad_k, grad_v = prefix_attention_backward(
             grad.contiguous(), q, keys[0], values[0], out, total_BHN, *ranges
         )
         grad_keys, grad_values = [grad_k], [grad_v]
         if len(keys) > 1:
             blocks, wide = _Blocks(keys[0].shape[1], ctx.num_slots), total_BHN.dtype
+            # delta = sum over E of grad * out: the same number for every key of a row.
             delta_BHN1 = (grad.to(wide) * out).sum(-1, keepdim=True)
             wide_q, wide_grad, total, delta = map(
                 blocks.queries, (q.to(wide), grad.to(wide), total_BHN[..., None], delta_BHN1)
@@ -171,6 +181,8 @@ class _Blocks:
 # ------------------------------------------------------------------------------------------------------ the operations
 
 
+# One operation each way, because the loops inside depend on data. A compiler and the counter of
+# `bench-training` then see one call, with the shapes of the fake version.
 @torch.library.custom_op("redraft::prefix_attention", mutates_args=(), device_types="cpu")
 def prefix_attention(
     q: Tensor, k: Tensor, v: Tensor, start_BN: Tensor, end_BN: Tensor, is_whole: bool, scale: float
@@ -187,6 +199,7 @@ def prefix_attention(
 
 @torch.library.register_fake("redraft::prefix_attention")  # type: ignore[untyped-decorator]
 def _results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    # However narrow q is, the log sum exp is float32 or wider: parts are merged by its exponential.
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
@@ -257,9 +270,11 @@ def _pieces(start_BN: Tensor, end_BN: Tensor, is_whole: bool, dtype: torch.dtype
         # rows of one place in the text share their keys
         for rows_n in torch.split(end_N.argsort(), ROWS_A_BLOCK):
             start_n, end_n = start_N[rows_n, None], end_N[rows_n, None]
+            # `int` would wait for a GPU. These pieces are for CPUs only.
             low, high = int(start_n.min()), int(end_n.max())
             key = torch.arange(low, high, device=rows_n.device)
             hidden = (key < start_n) | (key >= end_n)
+            # Added to the scores, [1, 1, n, high - low]. Every row sees a key: one of -inf alone is NaN.
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[None, None]
             yield _Piece((slice(b, b + 1), every, rows_n), (slice(b, b + 1), every, slice(low, high)), mask)
 
@@ -268,6 +283,7 @@ def _documents(start_BT: Tensor) -> Iterator[_Piece]:
     """The documents; rows of the batch with the same bounds are one piece."""
     length = start_BT.shape[1]
     bounds = [[*start_T.unique().tolist(), length] for start_T in start_BT]
+    # Rows of the batch that are packed alike, e.g. one document each, share the calls.
     if all(each == bounds[0] for each in bounds):
         bounds, batch = bounds[:1], [slice(None)]
     else:
@@ -310,6 +326,7 @@ def _flex_backward(
     with torch.enable_grad():
         range_out, range_BHN = _flex(*leaves, start_BN, end_BN, is_whole, scale)
     wide = total_BHN.dtype
+    # out = share * range_out + the part of the other keys, with share = exp(range - total).
     share_BHN1 = (range_BHN.detach() - total_BHN).exp()[..., None]
     grad_range = (share_BHN1 * grad.to(wide)).to(q.dtype)
     # d total / d range's log sum exp is the share, and so is d out / d range's out
@@ -329,7 +346,9 @@ def block_mask(start_BN: Tensor, end_BN: Tensor, num_keys: int) -> BlockMask:
     start, end = (  # the last block is filled up with the last row
         torch.cat([x, x[:, -1:].expand(-1, last)], 1).reshape(len(x), 1, -1, 1, FLEX_BLOCK) for x in (start_BN, end_BN)
     )
+    # [B, 1, blocks of rows, blocks of keys] from here on.
     first_key = torch.arange(0, num_keys, FLEX_BLOCK, device=start.device)
+    # Touched: some row may see some key of the block. Full: every row sees all keys, so `sees` is not asked.
     touched = (first_key < end.amax(-1)) & (first_key + FLEX_BLOCK > start.amin(-1))
     full = (first_key >= start.amax(-1)) & (first_key + FLEX_BLOCK <= end.amin(-1))
 
@@ -347,5 +366,6 @@ def block_mask(start_BN: Tensor, end_BN: Tensor, num_keys: int) -> BlockMask:
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """How many are chosen along the last dimension, and all places, those chosen first."""
+    # [0, 1, 1] becomes (2, [1, 2, 0]). FlexAttention reads the first two places and no more.
     places = chosen.byte().argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), places.int()

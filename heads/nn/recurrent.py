@@ -65,11 +65,13 @@ def unroll(
         # the last rows of a document read the tokens of the next; their labels are masked and no other row sees them
         ids_BT = batch.input_ids_BT.roll(-1 - k, dims=1)
         run = _run_again if recompute and torch.is_grad_enabled() else _run
+        # `feature_BTD` becomes the input of the next step. Not detached: the loss of step k trains all passes before.
         hidden_BTD, feature_BTD = run(step, ids_BT, feature_BTD, batch.position_ids_BT + k, memory)
         steps.append(
             DraftStep(
                 hidden_BTD=hidden_BTD,
                 head_WD=head_WD,
+                # Step 0 has read x[t + 1] and predicts x[t + 2], the content of the target's row t + 1.
                 shift=k + 1,
                 mask_BT=label_rows(batch, k + 1),
                 weight=step_decay**k,
@@ -96,6 +98,7 @@ def _run_again(
         out = step(ids_BT, feature_BTD, position_ids_BT, before)
         return *out, *before.pairs[-1]
 
+    # [key 0, value 0, key 1, value 1, ...]; `once` makes pairs of them again.
     flat = [x for pair in memory.pairs for x in pair]
     hidden_BTD, feature_BTD, key, value = checkpoint(once, feature_BTD, *flat, use_reentrant=False)
     memory.pairs.append((key, value))
@@ -121,6 +124,7 @@ def propose(
     device = feature_BTD.device
     memory = KeyCache()
     drafted: Drafted = []
+    # Row t reads token t + 1 beside the feature of row t: n tokens make n - 1 rows.
     ids_BT = torch.tensor([list(prefix_ids[1:])], device=device)
     position_ids_BT = torch.arange(num_rows, device=device)[None]
     for _ in range(num_tokens):

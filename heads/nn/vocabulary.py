@@ -15,6 +15,7 @@ def check_ids(draft_ids_W: Tensor, vocab_size: int) -> None:
     """Raise ValueError unless the ids of a draft vocabulary ascend within the target's."""
     if len(draft_ids_W) > vocab_size:
         raise ValueError(f"a draft vocabulary of {len(draft_ids_W)} ids is larger than the target's {vocab_size}")
+    # Ascending, because the loss and the metrics find a label's draft id by `searchsorted`.
     if not bool((draft_ids_W.diff() > 0).all()) or draft_ids_W[0] < 0 or draft_ids_W[-1] >= vocab_size:
         raise ValueError(f"draft ids must ascend within 0..{vocab_size - 1}: is d2t an offset, not the target's id?")
 
@@ -23,6 +24,7 @@ def read_ids(offset_W: Tensor | None, kept_V: Tensor | None, source: Path) -> Te
     """The target id of every draft id, from d2t. t2d holds the same ids as a mask; if it is there, they must agree."""
     if offset_W is None:
         return None
+    # d2t [0, 0, 3] stands for the target's ids [0, 1, 5].
     ids_W = offset_W + torch.arange(len(offset_W))
     if kept_V is not None and not torch.equal(kept_V.nonzero().flatten(), ids_W):
         raise ValueError(f"{source}: d2t and t2d name different ids: d2t must be the target's id minus the draft's")
@@ -38,4 +40,5 @@ def over_target_vocabulary(logits_W: Tensor, draft_ids_W: Tensor | None, vocab_s
     """Logits over the target's vocabulary, [V]; -inf at ids outside the draft's vocabulary."""
     if draft_ids_W is None:
         return logits_W
+    # -inf and not a large negative number: q of these ids is then exactly 0, and none is ever drawn.
     return logits_W.new_full((vocab_size,), -torch.inf).index_copy(0, draft_ids_W, logits_W)
