@@ -251,7 +251,8 @@ class Journal:
         if "reason" in fields:
             fields["reason"] = " ".join(str(fields["reason"]).split())[:MAX_REASON_CHARS]
         try:
-            # A round trip, because msgspec checks types and patterns only when it decodes.
+            # A round trip, because msgspec checks types and patterns only when it decodes. It writes NaN and infinities
+            # as null.
             entry = _decoder.decode(_encoder.encode({"kind": kind, "time_s": self._clock(), **fields}))
         except msgspec.ValidationError as error:
             raise ValueError(f"this is not a {kind!r} entry of the journal: {error}") from error
@@ -288,6 +289,7 @@ class Journal:
         begin, path = files[-1]
         size = path.stat().st_size if path.exists() else 0
         if size >= self.max_bytes // NUM_FILES:
+            # The name holds the offset. A reader finds its place after any number of files has been unlinked.
             path = self.folder / _file_name(begin + size)
             for _, oldest in files[: max(0, len(files) + 1 - NUM_FILES)]:
                 oldest.unlink(missing_ok=True)
@@ -342,6 +344,7 @@ def _read_complete_lines(path: Path, begin: int) -> list[bytes]:
             lines = file.read().splitlines(keepends=True)
     except FileNotFoundError:  # rotated away meanwhile
         return []
+    # An incomplete line does not count for the offset either, so the next read gets it whole.
     return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
 
 
@@ -353,6 +356,7 @@ def _ends_a_line(path: Path) -> bool:
 
 def _seal(line: bytes) -> bytes:
     """The JSON object with its CRC-32 as the last field, and the end of the line."""
+    # E.g. {"a":1} becomes {"a":1,"crc32":"561bacaf"}: still one JSON object. The CRC is that of {"a":1}.
     return b'%b,"crc32":"%08x"}\n' % (line[:-1], zlib.crc32(line))
 
 

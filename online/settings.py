@@ -59,6 +59,7 @@ def read_toml(path: Path, config_type: type[Config], overrides: Sequence[str] = 
     values = _parse(_read_text(path), str(path))
     for override in overrides:
         values = _merge(values, _parse(override, f"--set {override}"))
+    # After the merge, so that a misspelt override is found too.
     _require_known(values, config_type, "")
 
     # msgspec knows no Path: it asks this hook, which also resolves relative paths.
@@ -90,6 +91,7 @@ def _render_section(config_type: type, prefix: str) -> Iterator[str]:
         for line in textwrap.wrap(documents.get(key, ""), COMMENT_COLUMNS, break_on_hyphens=False):
             yield f"# {line}"
         value = _example_value(config_field)
+        # TOML has no null, so a setting that is None by default becomes a comment.
         yield f"# {key} =" if value is None else f"{key} = {_render_value(value)}"
     for key in sections:
         section_type = types[key]
@@ -152,6 +154,7 @@ def _merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]
         for key, value in upper.items()
         if isinstance(value, dict) and isinstance(lower.get(key), dict)
     }
+    # `nested` comes last: it replaces tables of `upper`, which lack the keys of `lower`.
     return {**lower, **upper, **nested}
 
 

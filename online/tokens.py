@@ -18,6 +18,7 @@ def read_token(path: Path) -> str:
         OSError: if it cannot be read.
     """
     with path.open() as file:
+        # Of the open file: the path could name another one by the time it is read.
         _require_private(path, os.fstat(file.fileno()).st_mode)
         token = file.read().strip()
     if not token:
@@ -56,5 +57,6 @@ def write_token(path: Path) -> None:
             f"{path} exists: servers and learner may use it. Delete it first if it is to be replaced"
         ) from None
     with os.fdopen(descriptor, "w") as file:
+        # `open` applies the umask, which may leave less than 0600.
         os.fchmod(descriptor, 0o600)
         file.write(secrets.token_hex(32) + "\n")

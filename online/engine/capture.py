@@ -70,6 +70,7 @@ class Capture:
 
     def stop(self) -> None:
         """Ship all complete records, then end the thread."""
+        # In this order: the thread that wakes up must find the flag set.
         self._is_stopping.set()
         self.queue.is_due.set()
         self._thread.join(timeout=10)
@@ -131,6 +132,7 @@ class Capture:
         kept = reduce_steps(steps, self.config.top_k, self._scratch)
         first_row = first_draft = 0
         for step in steps:
+            # `finished` names requests that ended before this step, so their records go out first.
             self._close_all([step])
             self._apply_one(step, kept, first_row, first_draft)
             first_row += step.num_rows
@@ -162,6 +164,8 @@ class Capture:
                     rows=kept.rows.select(first_row + part.first_row, part.num_drafts + 1),
                 )
             # States after a rejected draft token belong to a discarded text.
+            # E.g. one text token and 3 drafts were read, and 2 tokens sampled: one draft was accepted, so 2 of
+            # the 4 states belong to the text.
             num_true = max(0, part.num_read - part.num_drafts + len(sampled) - 1)
             states = [] if states_HLD is None else self._read_states(part.begin, states_HLD[:num_true])
             self._append(part, step.draft_version, sampled, verified, states)
@@ -207,6 +211,8 @@ class Capture:
             log.is_closed = True
             return
         log.add_states(states)
+        # A complete log stays in `_logs`, closed, until the engine reports the end. The engine may still run
+        # steps of the request, which must not open a second log.
         if log.is_complete:
             self._emit(log)
             log.is_closed = True

@@ -32,6 +32,7 @@ def without_build(draft: Any) -> Iterator[None]:
     if block is None:
         yield
         return
+    # The instance's attribute hides the method of the class, and `delattr` uncovers it again.
     setattr(block, BUILD, lambda: None)
     try:
         yield
@@ -58,6 +59,7 @@ def refill(runner: Any, draft: Any, read: Callable[[], Mapping[str, Tensor]], ra
         refill_columns(columns_W, draft.draft_id_to_target_id, runner.speculator._draft_scatter_buf)
     state_D = getattr(getattr(runner, "drafter", None), "parallel_drafting_hidden_state_tensor", None)
     if state_D is not None:
+        # As vLLM's proposer does at start: the mask state is that of all layers, and `fc` makes one of it.
         draft.mask_hidden.copy_(next(value for name, value in read().items() if "mask_hidden" in name).view(1, -1))
         state_D.copy_(draft.combine_hidden_states(draft.mask_hidden.view(-1)))
 

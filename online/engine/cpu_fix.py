@@ -34,5 +34,6 @@ def expand_kernel(
 ) -> None:
     """Write `input_val[r]` into `output` once per token of request r, or `replace_to` if it equals `replace_from`."""
     values_B = torch.where(input_val == replace_from, torch.as_tensor(replace_to, dtype=input_val.dtype), input_val)
+    # `cu_num_tokens` includes the request itself: [2, 5, 6] means 2 tokens, then 3, then 1.
     counts_B = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     output.copy_(values_B.repeat_interleave(counts_B))

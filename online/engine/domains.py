@@ -32,12 +32,14 @@ def count_domains() -> None:
     observe = Scheduler.make_spec_decoding_stats
 
     def observe_and_count(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        # vLLM passes everything by name. Counted here, because `observe` returns at once if statistics are off.
         if kwargs["num_draft_tokens"]:
             request = scheduler.requests[kwargs["request_id"]]
             add_draft(get_counts(scheduler), request.sampling_params.extra_args, kwargs["num_accepted_tokens"])
         return observe(scheduler, *args, **kwargs)
 
     Scheduler.make_spec_decoding_stats = observe_and_count
+    # vLLM finds a utility call's method by name on the engine core.
     EngineCore.redraft_domains = lambda engine: get_counts(engine.scheduler)
 
 

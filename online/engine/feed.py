@@ -93,6 +93,7 @@ class Feed:
         """Complete the newest step with the hidden states that the draft now reads, one tensor per layer."""
         if self.unread is not None and self.unread.parts:
             states_NLD = _read_states(self.unread.parts, streams_ND)
+            # A second event: the copy of the states is queued after the first one.
             self.unread = replace(self.unread, states_NLD=states_NLD, computed=record_event(states_NLD))
         self._release()
 
@@ -112,13 +113,16 @@ class Feed:
             return self._make_finished_step() if self.finished else None
         parts = self._list_parts(batch)
         num_rows = sum(part.num_drafts + 1 for part in parts if part.num_drafts)
+        # No draft was verified. The tokens still go on, or the text would have a gap.
         if not num_rows or logits_RV is None:
             logits_RV = draft_ids_S = draft_probs_S = None
         elif 2 * num_rows < len(logits_RV):  # copying few rows holds less memory than a reference to all
             parts, logits_RV = _copy_rows(parts, logits_RV)
         largest = None
         if logits_RV is not None and (self.reduces or logits_RV.is_cuda):
+            # Queued, not awaited. Without the reference, PyTorch can give the logits' memory to the next step.
             largest, logits_RV = find_in_one_pass(logits_RV, self.capture.config.top_k), None
+        # Handed over: `StepQueue` may extend the list in place.
         finished, self.finished = self.finished, []
         num_new_tokens, self.num_new_tokens = self.num_new_tokens, 0
         return EngineStep(
@@ -175,7 +179,9 @@ class Feed:
         if not self.capture.is_sampled(request.req_id, origin.tenant):
             return None
         self.capture.counts["captured_requests"] += 1
+        # Counted once, with the next step: `StepQueue` bounds the prompts that waiting steps keep alive.
         self.num_new_tokens += len(request.prompt_token_ids)
+        # The engine also ends an answer at the model's length, whatever max_tokens says.
         max_tokens = self.max_model_len - len(request.prompt_token_ids)
         return RequestInfo(
             request_id=request.req_id,

@@ -31,10 +31,12 @@ def find_in_one_pass(logits_RV: Tensor, k: int) -> Largest:
     vocab_size = logits_RV.shape[1]
     k = min(k, vocab_size)
     kernel = _find_kernel()
+    # In a smaller vocabulary the k groups are more than half of the row, and the second read saves little.
     if kernel is None or vocab_size < 2 * k * GROUP:
         values_RK, ids_RK = logits_RV.float().topk(k, dim=-1)
         return Largest(ids_RK.int(), values_RK, logits_RV.float().logsumexp(-1))
     maxima_RG, log_sum_exp_R = _scan(kernel, logits_RV)
+    # The last chunk may reach past the vocabulary. Its empty groups have the maximum -inf and lose.
     groups_RK = maxima_RG.topk(k, dim=-1, sorted=False).indices
     members_RM = (groups_RK[:, :, None] * GROUP + torch.arange(GROUP, device=logits_RV.device)).flatten(1)
     inside_RM = members_RM < vocab_size  # the last group may be shorter
@@ -45,6 +47,7 @@ def find_in_one_pass(logits_RV: Tensor, k: int) -> Largest:
 
 def _scan(kernel: Any, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """The maximum of every group, [R, G], and the log-sum-exp of every row."""
+    # The kernel takes any distance between rows, but the logits of one row side by side.
     logits_RV = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
     num_rows, vocab_size = logits_RV.shape
     num_chunks = -(-vocab_size // CHUNK)
@@ -53,6 +56,7 @@ def _scan(kernel: Any, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     kernel[num_rows, num_chunks](
         logits_RV, logits_RV.stride(0), vocab_size, maxima_RG, peaks_RC, sums_RC, num_chunks, GROUP=GROUP, CHUNK=CHUNK
     )
+    # peak + log(sum) is the log-sum-exp of a chunk, [R, C]. An all -inf chunk has the sum 0 and adds nothing.
     return maxima_RG, (peaks_RC + sums_RC.log()).logsumexp(-1)
 
 

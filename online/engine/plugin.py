@@ -26,6 +26,7 @@ def register() -> None:
 
     steps = (
         *(fix_cpu_sampling, patch_engine_wait, patch_grouped_norm, patch_lookups),
+        # Both patch classes. In a process without scheduler or worker they change nothing.
         *(count_domains, register_worker),
     )
     for step in steps:

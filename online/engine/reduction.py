@@ -66,6 +66,7 @@ def reduce_steps(steps: Sequence[EngineStep], top_k: int, scratch: ScratchMemory
 
 
 def _join(largest: Sequence[Largest]) -> Rows:
+    # Joined first, because each `.cpu()` waits for the GPU.
     ids_RK, logits_RK, log_sum_exp_R = (torch.cat(parts).cpu() for parts in zip(*largest, strict=True))
     return Rows(
         topk_ids_RK=ids_RK.numpy(),
@@ -84,9 +85,11 @@ def _get_draft_probs(step: EngineStep) -> Tensor:
 @torch.inference_mode()
 def reduce_logits(logits: Sequence[Tensor], top_k: int, scratch: ScratchMemory) -> Rows:
     """The `top_k` largest entries of every row as log-probabilities at temperature 1, and every row's log-sum-exp."""
+    # On a CPU the scratch memory is float32, and `cat` converts. Nothing returned below is a view of it.
     logits_RV = torch.cat(list(logits), out=scratch.get("logits", logits)).float()
     logits_RK, ids_RK = find_largest(logits_RV, min(top_k, logits_RV.shape[-1]))
     # On a CPU `softmax` takes half the time of `logsumexp`, which is then logit - log(probability) of any entry.
+    # Of the largest entry, because its probability is at least 1 / V and the logarithm is finite.
     probs_RV = torch.softmax(logits_RV, -1, out=scratch.get("probs", logits))
     log_sum_exp_R = logits_RK[:, 0] - probs_RV.gather(1, ids_RK[:, :1]).squeeze(1).log()
     return Rows(
@@ -115,6 +118,7 @@ def find_largest(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     vocab_size = logits_RV.shape[1]
     # Balances the two selections: V / group_size maxima first, then k * group_size candidates.
+    # E.g. V = 128,256 and k = 32: groups of 44, so 2,914 maxima, then 1,408 candidates and a rest of 40.
     group_size = math.isqrt(vocab_size // (2 * k))
     if group_size < 2 or not logits_RV.is_cpu:
         found = logits_RV.topk(k, dim=-1)

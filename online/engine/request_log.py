@@ -20,6 +20,7 @@ from redraft.online.records.states import SCALE_BYTES
 SEGMENT_ROWS = 512
 """A long answer is shipped in segments of about this many rows: the learner need not wait for the end."""
 
+# Position, branch, draft, probability and log-sum-exp take 4 bytes each, and `accepted` one.
 ROW_BYTES = 21
 """Bytes of a row in a record without its top-k."""
 
@@ -93,6 +94,7 @@ def join_states(chunks: Sequence[States], end: int, num_bytes: int) -> States | 
     """The last gapless run of tokens before `end` that fits into `num_bytes`. If chunks overlap, the later one wins."""
     kept: list[States] = []
     for chunk in chunks:
+        # After a preemption the target reads tokens a second time: the later states replace the earlier ones.
         while kept and kept[-1].end > chunk.begin:
             rest = kept.pop().within(0, chunk.begin)
             kept += [rest] if len(rest.words_HLD) else []
@@ -171,6 +173,7 @@ class RequestLog:
             self.states.append(chunk.newest(self.max_bytes))
             self._num_state_bytes += self.states[-1].num_bytes
             self._num_new_bytes += self.states[-1].num_bytes if self.verified else 0
+            # The oldest chunk goes only if the others alone can fill a record.
             while self._num_state_bytes - self.states[0].num_bytes >= self.max_bytes:
                 self._num_state_bytes -= self.states.pop(0).num_bytes
 
@@ -189,14 +192,17 @@ class RequestLog:
 
     def cut_segment(self, server_id: str, fingerprint: str) -> Record | None:
         """The record of everything since the last segment, or None if there is no row yet. Starts the next segment."""
+        # 1. All that depends on the rows, before they are dropped: `_state_budget` counts them.
         columns = self._collect_columns()
         states = join_states(self.states, len(self.info.prompt_ids) + len(self.output), self._state_budget())
         context = self.info.prompt_ids + self.output[: self.num_shipped]
         output = self.output[self.num_shipped :]
         self.num_shipped = len(self.output)
         self.verified, self.num_rows = [], 0
+        # No row yet: the text becomes context of the next record, and the states wait for it.
         if not columns:
             return None
+        # 2. The next segment starts with an empty list of rows, and with the last few states of this one.
         self.sequence += 1
         num_left_out, self.num_sent = self.num_sent, len(context) + len(output)
         self.states, self._num_state_bytes, self._num_new_bytes = [], 0, 0
@@ -227,6 +233,7 @@ class RequestLog:
         self.verified = [step for step in self.verified if step.end <= first_lost]
         self.states = [states.within(0, first_lost) for states in self.states if states.begin < first_lost]
         self._num_state_bytes = sum(states.num_bytes for states in self.states)
+        # An earlier record may hold more text than remains. The receiver cuts it at the next `context_begin`.
         self.num_shipped, self.num_sent = min(self.num_shipped, begin), min(self.num_sent, first_lost)
         self.is_complete = False
 
@@ -242,6 +249,8 @@ class RequestLog:
 
 def _join_columns(steps: Sequence[VerifiedStep]) -> dict[str, NDArray[Any]]:
     """The rows of many steps at once: per step there are so few that numpy's call overhead would exceed the work."""
+    # E.g. a step at 11 with drafts a, b, c, of which a is accepted:
+    #   positions 11 12 13 14   branches 0 0 1 2   drafts a b c -1   accepted 1 0 0 0
     counts = np.array([len(step.draft_ids) + 1 for step in steps])
     last_R = np.cumsum(counts) - 1
     index_R = (np.arange(counts.sum()) - np.repeat(last_R + 1 - counts, counts)).astype(np.int32)

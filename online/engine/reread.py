@@ -77,6 +77,7 @@ class Ledger:
             if request_id in known.resumed_req_ids:
                 self._begin(request_id, blocks, count, request.prompt_ids)
             elif blocks is not None:
+                # New blocks are fresh from the start: the served draft writes them itself as the text goes on.
                 request.blocks += blocks[self.group]
                 self._note_fresh(blocks[self.group])
         return computed
@@ -88,7 +89,9 @@ class Ledger:
         spans = []
         for request_id, count in computed.items():
             request = self.requests[request_id]
+            # Rounded up, e.g. 33 tokens in blocks of 16: 3. The last block may be read before it is full.
             num_used = -(-count // self.block_size)
+            # A block from the prefix cache may have been read again for another request already.
             while request.num_fresh < num_used and request.blocks[request.num_fresh] in self.fresh:
                 request.num_fresh += 1
             num_blocks = min(num_used - request.num_fresh, max_tokens // self.block_size)
@@ -140,6 +143,7 @@ class Rereader:
             except Exception as error:  # old keys cost acceptance, an exception would end the server
                 logger.exception("redraft: the draft no longer reads text again after a swap")
                 self.error = f"{type(error).__name__}: {error}"
+        # After the reading: the draft proposes at the end of this step, and needs the new keys then.
         return self._execute(scheduler_output, *args, **options)
 
     def _follow(self, scheduler_output: Any) -> None:
@@ -168,6 +172,7 @@ class Rereader:
         with set_forward_context(
             metadata, self.proposer.vllm_config, num_tokens=len(ids_T), slot_mapping=dict.fromkeys(layers, slots_T)
         ):
+            # The output is dropped. Attention writes the keys to the slots on the way.
             self.proposer.model(input_ids=ids_T, positions=positions_T.to(device))
         self.num_tokens += len(ids_T)
 
@@ -190,12 +195,14 @@ class Rereader:
         counts = [span.end - span.begin for span in spans]
         starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
         rows_T = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(counts))
+        # E.g. position 18 in blocks [7, 3] of 16: slot 3 * 16 + 2 = 50.
         slots_T = table_BN[rows_T, positions_T // size] * size + positions_T % size
         ends = [span.end for span in spans]
         device = self.proposer.device
         attention = CommonAttentionMetadata(
             query_start_loc=starts.to(device),
             query_start_loc_cpu=starts,
+            # The ends, not the counts: a span attends to all of the text before it.
             seq_lens=torch.tensor(ends, dtype=torch.int32, device=device),
             seq_lens_cpu_upper_bound=torch.tensor(ends, dtype=torch.int32),
             num_reqs=len(spans),

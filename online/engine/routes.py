@@ -132,6 +132,7 @@ class Endpoint:
             try:
                 async with asyncio.timeout(STAGE_TIMEOUT_S):
                     found = await self._find(asked)
+                    # A copy of the registry may hold another v000012, so the name alone proves nothing.
                     is_same = status.get("manifest_sha256") in ("", None, found.manifest_sha256)
                     if serving == found.name and status["draft_intact"] and is_same:
                         return {"version": found.name, "previous": found.name, "swapped": False}
@@ -144,6 +145,7 @@ class Endpoint:
                 report = await self._exchange(found, serving, clears=status["swap_cache"] == "clear")
             finally:
                 await self._discard()
+            # After the swap: a refused one must not bind this server to a registry.
             self._registry_id = found.registry or self._registry_id or asked.registry
             return report
 
@@ -176,6 +178,7 @@ class Endpoint:
         future: Future[T] = Future()
 
         def run() -> None:
+            # From here on a swap that gives up cannot cancel the future: `set_result` would then raise.
             future.set_running_or_notify_cancel()
             try:
                 future.set_result(work())
@@ -287,7 +290,9 @@ class Endpoint:
     async def _load(self, found: _Found, serving: str, *, resets: bool) -> dict[str, Any]:
         """Load on all ranks, then empty the cache if it `resets`. If either fails, restore the last good draft."""
         try:
+            # All ranks load, or all go back.
             ranks = await self._ask_for_draft("redraft_load", str(found.folder))
+        # The engine has died, or has no draft: there is nothing to restore.
         except HTTPException:
             raise
         except Exception as silence:  # e.g. a call between processes failed: some ranks may have loaded
@@ -396,6 +401,7 @@ class Endpoint:
         ranks = await self._ask("redraft_status")
         recording = [rank for rank in ranks if rank["capture"]]
         return {
+            # One rank's answer. The keys below replace those that depend on all ranks.
             **(recording or ranks)[0],
             "capture": _add_up([rank["capture"] for rank in recording]) if recording else None,
             "vllm_version": vllm.__version__,
@@ -470,6 +476,7 @@ def authorize(request: Request, config: PluginConfig) -> None:
     if config.token is None:
         raise HTTPException(503, "no token: start the server with REDRAFT_TOKEN or REDRAFT_TOKEN_FILE")
     given = request.headers.get("authorization", "")
+    # As bytes: `compare_digest` raises for a string that is not ASCII.
     if not hmac.compare_digest(given.encode(), f"Bearer {config.token}".encode()):
         raise HTTPException(401, "wrong or missing bearer token", headers={"WWW-Authenticate": "Bearer"})
 

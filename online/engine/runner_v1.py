@@ -57,6 +57,7 @@ class _Hooks:
         self.step_draft_probs_SV = None  # set by `draft_probs`, which the runner calls within `_sample`
         output = self._sample(logits_RV, metadata)
         try:
+            # References only: reading a value here would make the engine's thread wait for the GPU.
             self.feed.put(self._make_step(logits_RV, metadata, output.sampled_token_ids))
         except Exception as error:  # capture may fail, serving must not
             self.capture.report(error, "hook")
@@ -66,6 +67,7 @@ class _Hooks:
     def propose(self, *args: Any, **kwargs: Any) -> Any:
         """Hook on the draft's proposal: args[3] holds the target's last hidden states, args[5] those of its layers."""
         try:
+            # vLLM 0.32 passes all by position. args[5] is a list of tensors, or None if the draft reads no layers.
             self.feed.put_states(args[5] or [args[3]])
         except Exception as error:  # capture may fail, serving must not
             self.capture.report(error, "hidden_states")
@@ -102,6 +104,8 @@ class _Hooks:
                 first_drafts[i] + i for i in range(count)
             ],  # drafts, and one bonus row for each earlier request
             first_drafts=first_drafts,
+            # E.g. 10 tokens are in the cache, and one sampled token is read with 3 drafts: the step samples
+            # from index 10 + 4 - 3 = 11 on.
             starts=[num_computed[i] + first_reads[i + 1] - first_reads[i] - num_drafts[i] for i in range(count)],
             is_partial=runner.discard_request_mask.np[:count].tolist(),
         )

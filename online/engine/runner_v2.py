@@ -63,6 +63,7 @@ def _watch(instance: Any, after: Callable[..., None]) -> None:
     Its class is replaced, and the instance stays: the runner asks for its class, and the rejection sampler keeps a
     reference to the sampler.
     """
+    # Python looks up `__call__` on the class: an attribute of the instance would be passed over.
     cls = type(instance)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,6 +99,7 @@ class _Hooks:
         try:
             for request in scheduler_output.scheduled_new_reqs:
                 if request.sampling_params is not None and not request.req_id.startswith(WARMUP_IDS):
+                    # A resumed request comes as a new one in V2. `Feed` keeps the first decision about it.
                     self.feed.add(request)
         except Exception as error:  # capture may fail, serving must not
             self.capture.report(error, "hook")
@@ -107,6 +109,7 @@ class _Hooks:
         try:
             for request_id in scheduler_output.finished_req_ids:
                 self.feed.end(request_id)
+            # Without tokens to read there is no sampling, so no step would carry the ends to capture.
             if not scheduler_output.total_num_scheduled_tokens:
                 self.feed.flush()
         except Exception as error:  # capture may fail, serving must not
@@ -133,6 +136,7 @@ class _Hooks:
 
     def _make_step(self, output: Any, logits_RV: Tensor, batch: Any, draft_logits: Tensor | None) -> EngineStep | None:
         """The step of a batch. A reference to the logits is enough: V2's samplers change a copy."""
+        # 1. As far as the host knows. These are numpy arrays, so `tolist` waits for nothing.
         count = batch.num_reqs
         num_drafts_B = batch.num_draft_tokens_per_req
         num_drafts = num_drafts_B.tolist() if num_drafts_B is not None else [0] * count
@@ -149,16 +153,20 @@ class _Hooks:
             starts=num_prefilled_B.tolist(),  # right while a prompt is read; `starts_B` has the others
             is_partial=(num_prefilled_B < batch.prefill_len_np[:count]).tolist(),
         )
+        # 2. Nobody here is recorded: at most, the ends of other requests are news.
         if not any(known.infos):
             return self.feed.make_step(
                 known, sampled_BK=output.sampled_token_ids, logits_RV=None, draft_ids_S=None, draft_probs_S=None
             )
+        # 3. On the device, queued before the next step overwrites `input_ids` and `positions`.
         read_ids_R = batch.input_ids[batch.logits_indices]  # copies, as all of these
         first_rows_B = batch.cu_num_logits[:count].long()
         return self.feed.make_step(
             known,
             sampled_BK=output.sampled_token_ids,
             num_sampled_B=output.num_sampled,
+            # The first row of a request belongs to the last text token read. If that is at position p, the
+            # first sampled token has index p + 1.
             starts_B=batch.positions[batch.logits_indices[first_rows_B]] + 1,
             logits_RV=logits_RV,
             draft_ids_S=read_ids_R,
@@ -178,8 +186,10 @@ class _Hooks:
         probs_R[rows_N] = gather_probs(
             draft_logits,
             slots_N,
+            # Row j of a request reads draft token j - 1. Row 0 reads text.
             batch.expanded_local_pos.long()[rows_N] - 1,
             read_ids_R[rows_N].long(),
+            # vLLM keeps the draft's logits as they were before the temperature.
             self.runner.sampler.sampling_states.temperature.gpu[slots_N],
         )
         return probs_R

@@ -37,6 +37,7 @@ def _explain_v1(vllm_config: Any, environment: Mapping[str, str]) -> str:
     family = find_method(speculative.method) if speculative else None
     if family is not None and "v2" not in family.decoders:
         return f"only this one serves {family.title}"
+    # V2 refuses P-EAGLE. DFlash and DSpark draft in parallel too, and V2 serves both (vllm/config/vllm.py).
     if speculative and speculative.parallel_drafting and (family is None or family.parity != "block"):
         return "only this one serves drafts that propose in parallel"
     if speculative and getattr(speculative, "use_heterogeneous_vocab", False):

@@ -30,7 +30,9 @@ def watch_sleep(worker: Any) -> None:
 
     def wake_up_with_draft(tags: list[str] | None = None) -> None:
         wake_up(tags)
+        # Without tags vLLM wakes up everything.
         state.asleep -= set(tags or PARTS)
+        # The cache may still sleep: loading a draft touches weights only.
         if "weights" not in state.asleep and not state.is_draft_intact and _has_draft(worker):
             _load_again(worker)
 

@@ -78,6 +78,7 @@ class Staging:
             self._free()
 
     def _stage(self) -> None:
+        # All files are compared with the manifest, if there is one, before config.json is believed.
         entries = self._read_manifest()
         weights = sorted(self.folder.glob("*.safetensors"))
         files = [self._read_into_memory(path, entries) for path in weights]
@@ -118,6 +119,7 @@ class Staging:
                 while begin < size:
                     if self._is_discarded:
                         raise ValueError(f"reading {path} was given up")
+                    # Released after each chunk: mmap refuses to close under a view.
                     with view[begin : begin + CHUNK_BYTES] as chunk:
                         num_bytes = file.readinto(chunk)
                         digest.update(chunk[:num_bytes])
@@ -129,6 +131,7 @@ class Staging:
 
     def _free(self) -> None:
         with self._lock:
+            # Taken out under the lock, so that each is closed once: a second close could hit another file.
             descriptors, self._descriptors, self.files = self._descriptors, [], []
         for descriptor in descriptors:
             os.close(descriptor)

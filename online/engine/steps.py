@@ -59,6 +59,7 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def begin(self) -> int:
         """Index in prompt + output of the first token the target read."""
+        # E.g. token 10 and 3 drafts were read, and sampling starts at 11: 11 + 3 - 4 = 10.
         return self.start + self.num_drafts - self.num_read
 
 
@@ -127,6 +128,8 @@ class EngineStep:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of everything large."""
+        # Cached, because the queue asks under the lock, on the way in and out. A cached_property writes to
+        # `__dict__`, which a frozen dataclass allows.
         held = (self.logits_RV, self.states_NLD, *(self.largest or ()))
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
@@ -175,6 +178,7 @@ class StepQueue:
         with self._lock:
             self._steps.append(step)
             self._count(step, 1)
+            # The newest step keeps its rows, even if it alone exceeds the bound.
             while self._num_light < len(self._steps) - 1 and self._are_rows_full():
                 self._give_up_rows()
             while len(self._steps) > self.max_steps and self._is_full():
@@ -210,6 +214,7 @@ class StepQueue:
         """Make the oldest step that has its rows a light one."""
         step = self._steps[self._num_light]
         if step.num_bytes:
+            # Out and in again, because the light bytes shrink too: draft ids and probabilities are given up.
             self._count(step, -1)
             self.num_steps_without_rows += bool(step.num_rows)
             self._steps[self._num_light] = step = step.give_up_rows()

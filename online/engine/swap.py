@@ -60,6 +60,7 @@ class Layout:
         """
         if self.shared is not None:
             return self
+        # `shared` holds attribute names, e.g. `embed_tokens`, one part of `model.embed_tokens.weight`.
         if all(shared.isdisjoint(name.split(".")) for name in self.shapes):
             return replace(self, shared={})
         if not files and not self.folder.is_dir():
@@ -171,6 +172,7 @@ def without_shared_modules(draft: nn.Module, target: nn.Module) -> Iterator[set[
     """
     shared = list(_find_shared(draft, {id(module) for module in target.modules()}))
     for parent, name, _ in shared:
+        # None and not `del`: whoever asks for the attribute gets None, and the order of the modules stays.
         parent._modules[name] = None
     try:
         targets = {id(parameter) for parameter in target.parameters()}
@@ -209,11 +211,14 @@ def _compute_sums(tensor: Tensor) -> Tensor:
     """
     bytes_ = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = bytes_[: len(bytes_) // 8 * 8]
+    # An int64 view must begin at a multiple of 8 bytes.
     words = (whole.clone() if whole.storage_offset() % 8 else whole).view(torch.int64)
     num_in_rows = len(words) // COLUMNS * COLUMNS
     sums, rest = words[:num_in_rows].view(-1, COLUMNS).sum(0), words[num_in_rows:]
     sums[: len(rest)] += rest
+    # The last 1 to 7 bytes. If there are none, the slice is empty too.
     sums[COLUMNS - len(bytes_) % 8 :] += bytes_[len(whole) :]
+    # Odd weights can be inverted modulo 2**64, so a change of one column always shows in the second sum.
     odd = torch.arange(1, 2 * COLUMNS, 2, device=sums.device)
     return torch.stack([sums.sum(), (sums * odd).sum()])
 
@@ -233,6 +238,7 @@ def _find_shared(module: nn.Module, owned: set[int]) -> Iterator[tuple[nn.Module
     for name, child in module._modules.items():
         if child is None:
             continue
+        # Nothing below a shared module is looked at: all of it is the target's.
         if id(child) in owned:
             yield module, name, child
         else:
@@ -258,6 +264,7 @@ def _hash_tensors(files: Sequence[Path], shared: set[str]) -> dict[str, tuple[st
     for path in files:
         header = safetensors_header(path)
         with path.open("rb") as file:
+            # A safetensors file: 8 bytes with the header's length, the header, then the tensors, at offset 0.
             data = 8 + int.from_bytes(file.read(8), "little")
             for name, entry in header.items():
                 if shared.isdisjoint(name.split(".")):

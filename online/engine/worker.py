@@ -93,6 +93,8 @@ def register_worker() -> None:
 
     # vLLM calls this on every worker, after the target and the draft are loaded.
     def initialize_and_install(self: Any, kv_cache_configs: list[Any]) -> None:
+        # vLLM's part first: rereading needs the attention groups, which exist once the cache is allocated.
+        # Warm-up comes later, so the hooks see warm-up requests.
         initialize(self, kv_cache_configs)
         install(self.worker)
 
@@ -112,6 +114,7 @@ def install(worker: Any) -> None:
         config = read_config()
     with _switching_off(state, "swap"):
         _identify_draft(worker, config.registry)
+    # Records carry this fingerprint, and a draft for another target is refused by it. Without it, both go off.
     with _switching_off(state, *(["capture", "swap"] if config.capture else ["swap"])):
         state.target_fingerprint = fingerprint(model_folder(worker.vllm_config.model_config.model))
     with _switching_off(state, "swap"):
@@ -145,6 +148,7 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
     speculative = worker.vllm_config.speculative_config
     if not speculative or not speculative.draft_model_config:
         return
+    # The name of a draft from outside the registry, until the first swap.
     state.draft_version = "start"
     folder = model_folder(speculative.draft_model_config.model).resolve()
     if registry is not None and folder.parent == registry.resolve():
@@ -229,6 +233,7 @@ def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, An
         return None
     if state.swapper not in ("", swapper) and time.monotonic() - state.swapped_from_s < SWAP_LEASE_S:
         return {"ok": False, "error": "another API process of this server is swapping: wait, then swap again"}
+    # A swap of this API process, or one past the lease, may have been left unended: free the memory first.
     _end_swap(state)
     try:
         _require_swappable(worker)
@@ -238,6 +243,7 @@ def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, An
         return {"ok": False, "error": str(error)}
     assert state.draft is not None
     state.swapper, state.swapped_from_s = swapper, time.monotonic()
+    # Asked of the modules themselves: vLLM decides at start which of them the draft shares with the target.
     shared = shared_modules(worker.model_runner.get_draft_model(), worker.model_runner.get_model())
     state.staging = Staging(Path(folder) if folder else state.draft.folder, state.draft, shared)
     return {"ok": True}
@@ -312,6 +318,7 @@ def redraft_commit(worker: Any, version: str) -> None:
     state.is_draft_intact = not state.asleep  # if it fell asleep after the load, the draft is loaded when it wakes up
     state.num_swaps += 1
     if state.rereader:
+        # Not in `redraft_load`: if that fails on some rank, the old draft returns, and the cached keys are right.
         state.rereader.ledger.forget()
     if state.capture:
         state.capture.draft_version = version
@@ -327,10 +334,12 @@ def _load(worker: Any, staging: Staging) -> dict[str, Any]:
         load_draft(worker, staging.files)
         after = checksum(worker.model_runner.get_model())
     except Exception as error:
+        # The load may have overwritten a part already. `touched` makes the routes restore the last good draft.
         logger.exception("loading the draft of %s failed", staging.folder)
         return {"ok": False, "touched": True, "error": f"{type(error).__name__}: {error}"}
     load_ms = 1e3 * (time.perf_counter() - began_s)
     state.target_checksum = after
+    # Once False it stays False: only a restart brings the target's weights back.
     state.is_target_intact = state.is_target_intact and after == before
     return {"ok": True, "load_ms": load_ms, "checksum_before": before, "checksum_after": after}
 
@@ -339,6 +348,7 @@ def _is_stage_without_draft(worker: Any) -> bool:
     """True on the stages of a pipeline before the last one, which has the draft."""
     from vllm.distributed import get_pp_group
 
+    # On the last stage a missing draft is an error, reported by `_require_swappable`.
     return worker.model_runner.get_draft_model() is None and not get_pp_group().is_last_rank
 
 

@@ -101,6 +101,7 @@ def build_app(
             Route("/", asset),
             Route("/overview.json", overview_json),
             Route("/metrics", metrics),
+            # Last, because it takes every name.
             Route("/{name}", asset),
         ]
     )

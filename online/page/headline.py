@@ -105,6 +105,7 @@ def _select_entries_before(history: History, version: str) -> list[AcceptanceEnt
     Rollbacks are skipped: the version had been served before, and it replaced a canary.
     """
     first: SwapEntry | None = None
+    # From the newest swap back to the first of the last run of swaps to this version.
     for swap in reversed([swap for swap in history.select(SwapEntry) if swap.outcome == "swapped"]):
         if swap.version == version and swap.from_version != version:
             first = swap
@@ -159,6 +160,7 @@ def _describe_learner(state: StateEntry | None, is_asleep: bool) -> str:
 
 def format_duration(seconds: float) -> str:
     """The duration in the largest fitting unit: 42 s, 7 min, 3 h, 2 days."""
+    # A unit begins at 90 s, 90 min and 48 h, so that no duration is a rounded 1.
     for unit_s, name in ((172800, "days"), (5400, "h"), (90, "min")):
         if seconds >= unit_s:
             return f"{seconds / {'days': 86400, 'h': 3600, 'min': 60}[name]:.0f} {name}"

@@ -132,6 +132,7 @@ def build_curves(
 ) -> list[Curve]:
     """tau over time, one curve per name. If there are too many names, the highest `rank(drafts, accepted)` are drawn
     and the others summed."""
+    # 1. Drafts and accepted tokens by name, to choose the curves to draw.
     totals: dict[str, list[float]] = {}
     for entry in entries:
         total = totals.setdefault(name(entry), [0.0, 0.0])
@@ -140,10 +141,13 @@ def build_curves(
     drawn = sorted((key for key in totals if totals[key][0]), key=lambda key: rank(*totals[key]), reverse=True)
     shown = set(drawn if len(drawn) <= MAX_CURVES else drawn[: MAX_CURVES - 1])
     rest = f"{len(drawn) - len(shown)} others"
+    # 2. The counts by bucket and version: a bucket in which a server swapped gives two points.
     sums: dict[str, dict[tuple[int, str], list[float]]] = {key: {} for key in sorted(shown)}
     for entry in entries:
         buckets = sums.setdefault(name(entry) if name(entry) in shown else rest, {})
         bucket = buckets.setdefault((int(entry.time_s // width_s), entry.draft_version), [0.0, 0.0, 0.0])
+        # A bucket is [time of the last entry, drafts, accepted]. A point stands at that time, so the newest one
+        # is not drawn in the future.
         bucket[0] = max(bucket[0], entry.time_s)
         bucket[1] += entry.drafts
         bucket[2] += entry.accepted
@@ -178,7 +182,9 @@ def _drop_repeats(swaps: Sequence[SwapEntry]) -> list[SwapEntry]:
     successes = Counter[str]()
     for swap in swaps:
         successes[swap.server] += swap.outcome in ("swapped", "rolled_back")
+        # The number of successes keeps failures before and after a success apart.
         key = (swap.server, swap.version, swap.outcome, successes[swap.server])
+        # Without this the repeat would take the place of the first attempt: a dict keeps a key's position.
         kept.pop(key, None)
         kept[key] = swap
     return list(kept.values())

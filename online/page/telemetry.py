@@ -154,6 +154,7 @@ class Telemetry:
         self._take(entry)
 
     @singledispatchmethod
+    # Calls the method below that is registered for the type of the entry. The name `_` of each is never used.
     def _take(self, entry: Entry) -> None:
         raise TypeError(f"no metrics are defined for {type(entry).__name__}")
 
@@ -165,11 +166,13 @@ class Telemetry:
             self._domain_accepted.labels(domain).inc(entry.accepted)
             return
         server = entry.server or ""
+        # This entry holds the counts since the one before, so they are added. Totals go through `_advance`.
         self._drafts.labels(server).inc(entry.drafts)
         self._accepted.labels(server).inc(entry.accepted)
         for position, accepted in enumerate(entry.accepted_at, 1):
             self._accepted_at.labels(server, position).inc(accepted)
         if self._versions.get(server, entry.draft_version) != entry.draft_version:
+            # A series once set is exported for good. Two versions of one server would both be 1.
             self._version.remove(server, self._versions[server])
         self._versions[server] = entry.draft_version
         self._version.labels(server, entry.draft_version).set(1)
@@ -181,6 +184,7 @@ class Telemetry:
         self._max_bytes.set(_to_number(entry.max_bytes))
         self._held_out.set(entry.held_out)
         self._oldest_s.set(entry.oldest_s or 0)
+        # If no record waits, the lag is 0 and not unknown.
         self._lag_s.set(_to_number(entry.lag_s) if entry.lag_records else 0)
         self._lag_records.set(entry.lag_records)
         for reason, total in entry.dropped.items():
@@ -278,6 +282,7 @@ def _flatten_numbers(entry: Entry) -> dict[str, float]:
     """Numbers of an entry by name, e.g. `acceptance/http://a:1/tau`."""
     fields = msgspec.to_builtins(entry)
     path = [str(fields[name]) for name in ("kind", "server", "domain") if fields.get(name)]
+    # Numbers at the top level only: a gate's gains by domain are left out.
     return {"/".join([*path, name]): value for name, value in fields.items() if isinstance(value, int | float)}
 
 

@@ -143,11 +143,14 @@ def _find_wrong_row(record: Record) -> str:
     """A row outside the text, or one whose branch does not hang on draft tokens before it."""
     tokens, rows = record.num_tokens, len(record.positions)
     hanging_R = record.branches
+    # A row on a branch of length b > 0 must come right after a row of length b - 1, one position further, and
+    # that row must have a draft token. [:rows] is for a record without rows.
     follows_R = np.concatenate([[0], hanging_R[:-1] + 1])[:rows]
     is_next_R = (np.diff(record.positions) == 1) & (record.draft_ids[:-1] != -1)
     follows_draft_R = np.concatenate([[False], is_next_R])[:rows]
     if ((hanging_R != 0) & ((hanging_R != follows_R) | ~follows_draft_R)).any():
         return "inconsistent record: a row follows draft tokens that are not before it"
+    # Tokens of the true text before the row. A row needs at least one, and has no more than there are.
     known_R = record.positions - hanging_R
     if ((known_R < 1) | (known_R > tokens)).any():
         return f"inconsistent record: a row outside its text of {tokens} tokens"

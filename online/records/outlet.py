@@ -50,6 +50,7 @@ class Recording:
 
     def find_skip_reason(self, tenant: str, draw: bytes) -> str:
         """Why this request is not recorded; empty if it is. Recorded are those whose `draw` hashes below `fraction`."""
+        # A request's tenant is already a label: a long name is cut and ends with a hash.
         if self.tenants and tenant not in map(to_label, self.tenants):
             return "tenant"
         # a hash instead of a random number, so that every call decides alike

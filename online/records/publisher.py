@@ -78,6 +78,7 @@ class Publisher:
         self._closing_at_s = time.monotonic()
         if self._thread.ident:
             self._thread.join(CLOSE_TIMEOUT_S + ACK_TIMEOUT_S)
+        # With a bound of 0, `_put_back` drops and counts all that still waits.
         self.max_waiting_bytes = 0
         self._put_back([])
 
@@ -124,6 +125,7 @@ class Publisher:
                 answers[await stream.publish_async(subject, frame, headers=headers)] = frame
             except (NatsError, OSError) as error:
                 self.last_error = str(error) or type(error).__name__
+                # Frames sent before the error may still be acknowledged. This one and the rest go back.
                 return [*await self._unanswered(client, answers), *frames[number:]]
         return await self._unanswered(client, answers)
 
@@ -164,6 +166,7 @@ class Publisher:
 
     def _put_back(self, frames: list[Frame]) -> None:
         with self._lock:
+            # `extendleft` turns the order round, so it gets the newest first, and the oldest ends up in front.
             self._waiting.extendleft(reversed(frames))
             self._make_room()
 

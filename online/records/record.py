@@ -216,6 +216,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     def num_hidden(self) -> int:
         """H, the number of tokens with hidden states."""
         num_states, size = self.hidden_shape
+        # Without states the shape is (0, 0).
         return len(self.hidden) // max(1, num_states * state_bytes(self.hidden_format, size))
 
     @property
@@ -246,12 +247,14 @@ def join_text(record: Record, text: bytes) -> Record:
 
 
 def _make_id(server_id: str, request_id: str, sequence: int) -> str:
+    # msgpack keeps the fields apart: joined strings would be equal for ("ab", "c") and ("a", "bc").
     return hashlib.sha256(msgspec.msgpack.encode((server_id, request_id, sequence))).hexdigest()[:32]
 
 
 def encode_record(record: Record) -> bytes:
     """One frame: magic, length and CRC-32 of the payload, payload = zstd(msgpack)."""
     payload = zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(record))
+    # The oldest layout that can say it, so that learners of an earlier release read the rest.
     magic = MAGIC_2 if record.context_begin or record.hidden_format != "bfloat16" else MAGIC
     return _HEADER.pack(magic, len(payload), zlib.crc32(payload)) + payload
 
@@ -340,8 +343,10 @@ _decompressors = _Decompressors()
 
 def _decompress(payload: bytes) -> bytes:
     """Raises: CorruptRecordError if the record is too large; zstandard.ZstdError if it cannot be decompressed."""
+    # E.g. 1 MiB of payload may unpack to 64 MiB, a payload of 1 KiB to 1 MiB and 64 KiB.
     most = min(MAX_RECORD_BYTES, FREE_BYTES + MAX_RATIO * len(payload))
     # Checked first: the size written in the frame overrides max_output_size.
+    # It is -1 if the frame names no size. Then max_output_size holds.
     if zstandard.frame_content_size(payload) > most:
         raise CorruptRecordError(f"oversized record: {len(payload)} bytes unpack to more than {most}", "oversized")
     content: bytes = _decompressors.decompressor.decompress(payload, max_output_size=most)
@@ -357,6 +362,7 @@ def read_frames(data: bytes | BinaryIO) -> Iterator[tuple[bytes, Record | Corrup
     source = _Source(io.BytesIO(data) if isinstance(data, bytes) else data)
     begin = num_bad = num_wasted = 0
     while begin < source.size and num_wasted <= MAX_WASTE * source.size:
+        # A header alone comes back if the frame would end beyond the file, and `_unframe` refuses it as torn.
         frame = source.read_frame(begin)
         try:
             payload = _unframe(frame)
@@ -456,6 +462,9 @@ def training_sequences(record: Record, *, branches: bool = True) -> list[Trainin
     text: all tokens before the rejection, then the draft tokens a..k-1. Its rows are those k - a rows.
     """
     assert not record.context_begin, "first comes join_text"
+    # E.g. a step at 11 with drafts a, b, c, of which a is accepted:
+    #   rows of the text     predict 11 and 12, branches 0 0
+    #   rows of one branch   predict 13 and 14, branches 1 2, after text[:12] + [b, c]
     text_T = np.concatenate([record.context_ids, record.output_ids])
     hanging_R = record.branches
     whole = _sequence(record, text_T, np.flatnonzero(hanging_R == 0), is_branch=False)
@@ -485,4 +494,5 @@ def _sequence(record: Record, text_T: NDArray[np.int32], rows: NDArray[Any], *, 
 
 
 def _array(data: bytes, dtype: DTypeLike) -> NDArray[Any]:
+    # A view of the bytes, without a copy, and read-only. int32 and the rest are little-endian on every machine.
     return np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))

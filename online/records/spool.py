@@ -48,6 +48,8 @@ class SpoolWriter:
         partial = self.folder / f".{name}{PARTIAL}"
         try:
             partial.write_bytes(b"".join(frames))
+            # No fsync: the engine's host does not wait for a disk. After a crash of the machine, the CRC of a frame
+            # shows a torn file.
             partial.rename(self.folder / f"{name}{SUFFIX}")
         except OSError:
             partial.unlink(missing_ok=True)
@@ -116,6 +118,7 @@ def is_in_memory(path: Path) -> bool:
     """Whether files below `path` would be kept in memory (tmpfs) and not on a disk. The path need not exist yet."""
     found = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()).resolve()
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    # The nearest mount point, at the folder or above it.
     return mounts[next(parent for parent in (found, *found.parents) if parent in mounts)] in ("tmpfs", "ramfs")
 
 

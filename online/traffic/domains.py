@@ -144,6 +144,7 @@ class Clusters:
         features_NF = features([texts[i] for i in rng.permutation(len(texts))[:MAX_PROMPTS]])
         with warnings.catch_warnings(action="ignore"):  # about a run with an empty cluster: another run will be better
             found = [kmeans2(features_NF, num_clusters, iter=20, minit="++", rng=rng) for _ in range(RESTARTS)]
+        # Each run is (centroids [C, F], cluster of each prompt [N]). The best has the least squared distance.
         centroids_CF, clusters_N = min(found, key=lambda one: float(((features_NF - one[0][one[1]]) ** 2).sum()))
         by_size_C = np.argsort(-np.bincount(clusters_N, minlength=num_clusters), kind="stable")
         names = tuple(f"domain-{number}" for number in range(num_clusters))
@@ -164,6 +165,7 @@ class Clusters:
     def distances(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Squared distance of every prompt to every centroid, minus 1 (the squared length of any prompt), [N, C]."""
         chunks = (texts[first : first + CHUNK_PROMPTS] for first in range(0, len(texts), CHUNK_PROMPTS))
+        # |x - c|^2 = 1 - 2 x.c + |c|^2, without the 1, which changes no order.
         return np.concatenate([self._squares - 2 * (features(chunk) @ self.centroids_CF.T) for chunk in chunks])
 
     @cached_property
@@ -203,8 +205,9 @@ def features(texts: Sequence[str]) -> NDArray[np.float32]:
         points_T = np.frombuffer(f" {' '.join(text.lower().split())} ".encode("utf-32-le", "surrogatepass"), np.uint32)
         begin_T, middle_T, end_T = points_T[:-2], points_T[1:-1], points_T[2:]
         hashed_T = begin_T * FACTORS[0] + middle_T * FACTORS[1] + end_T * FACTORS[2]
+        # A blank in the middle would join two words. The sum wraps around in uint32; its top 12 bits are kept.
         row_F[hashed_T[middle_T != BLANK] >> HASH_SHIFT] = 1
-    # Of the 0/1 entries the sum is the squared length.
+    # Of the 0/1 entries the sum is the squared length. The maximum keeps an empty text at 0.
     features_NF /= np.sqrt(np.maximum(features_NF.sum(1), 1))[:, None]
     return features_NF
 

@@ -60,6 +60,7 @@ class _AnyLength(int):
     def __sub__(self, sent: int) -> _AnyLength:
         return self
 
+    # uvicorn asks `sent > length`. Python gives a subclass the first word, so this method answers.
     def __lt__(self, sent: int) -> bool:
         return False
 
@@ -84,6 +85,7 @@ class _Bounded(asyncio.Protocol):
         before = self.cycle
         is_in_body = before is not None and before.more_body
         super().data_received(data)
+        # uvicorn makes a cycle for each request, as soon as the head is complete.
         if self.cycle is not before:
             self.head_bytes = 0
             if self.scope["http_version"] == "1.0":
@@ -183,6 +185,7 @@ class FrontServer(uvicorn.Server):
         for number, (connection, (wait, since_s)) in enumerate(oldest_first):
             patience_s = HEAD_TIMEOUT_S if wait.is_for_head else BODY_PAUSE_S
             if now_s - since_s > (MIN_WAIT_S if number < num_excess else patience_s):
+                # Not `close`, which first waits for the client to take all that is still to be sent.
                 connection.transport.abort()
 
 

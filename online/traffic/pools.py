@@ -71,6 +71,7 @@ class Pools:
         wanted = dict.fromkeys((url.rstrip("/"), domain) for url, domain in self.find())
         known = {(upstream.url, upstream.domain): upstream for upstream in self.upstreams}
         self._leaving += [upstream for key, upstream in known.items() if key not in wanted]
+        # A known server stays the same object, with connections and requests in flight.
         self.upstreams = [known.get(key) or Upstream(*key, self._certificates) for key in wanted]
 
     async def send(self, forwarded: ForwardedRequest, domain: str) -> Reply:
@@ -80,6 +81,7 @@ class Pools:
         """
         untried = list(self.upstreams)
         while untried:
+            # Chosen again for each attempt: the loads change while a connection fails.
             upstream = min(untried, key=lambda upstream: self._preference(upstream, domain))
             untried.remove(upstream)
             try:
@@ -95,6 +97,7 @@ class Pools:
     def _preference(self, upstream: Upstream, domain: str) -> tuple[bool, int, int, int]:
         """Sort key; the smallest goes first: alive, then best pool, then least busy, then longest unused."""
         rank = 0 if upstream.domain == domain else 1 if not upstream.domain else 2
+        # A server that is down is tried last, not never: it may be back before the next look.
         return upstream.is_down, rank, upstream.requests, upstream.last_turn
 
     async def _send_to(self, upstream: Upstream, forwarded: ForwardedRequest) -> Reply:

@@ -69,6 +69,7 @@ class Turnstile:
 
     async def enter(self) -> None:
         """Return at once, or in the first turn with room for this request. First come, first served."""
+        # `_started` counts requests of this turn and those that wait. `_begin_turn` sets it for the next turn.
         if not self._started:
             asyncio.get_running_loop().call_soon(self._begin_turn)
         self._started += 1
@@ -107,6 +108,7 @@ class Body:
     async def read_beginning(self) -> None:
         """Read the whole body, or the first `MAX_READ_BYTES`. Raises: BodyTooLargeError, ClientDisconnect."""
         pieces, num_bytes = [], 0
+        # The last piece may pass the limit. Nothing is lost: `__aiter__` goes on after it.
         while not self._ended.is_set() and num_bytes <= MAX_READ_BYTES:
             pieces.append(await self._read_piece())
             num_bytes += len(pieces[-1])
@@ -170,6 +172,7 @@ class Proxy:
     def app(self, *, hidden: Sequence[str] = ()) -> Router:
         """For clients: forward everything except `hidden` and the servers' /redraft/..., which are the learner's."""
         own = [
+            # The first match counts, and the last route takes every path.
             *(Route(path, _respond_not_found, methods=METHODS) for path in hidden),
             Route("/redraft/{path:path}", _respond_not_found, methods=METHODS),
             Route("/{path:path}", self, methods=METHODS),
@@ -211,6 +214,7 @@ class Proxy:
                 finally:
                     leaving.cancel()
                     relaying.cancel()
+                    # `cancel` only asks. The task must be over before `closing` closes the reply it uses.
                     await asyncio.wait([relaying])
                 if not relaying.cancelled():
                     relaying.result()
@@ -221,6 +225,7 @@ class Proxy:
         except (NoServerError, BrokenError, UnsendableError, BodyTooLargeError) as error:
             return await _respond_to(error, self.max_body_bytes)(request.scope, request.receive, send)
         reply, chunks = relayed.reply, relayed.chunks
+        # Called in reverse order: the generator of chunks reads from the reply.
         closing.push_async_callback(reply.aclose)
         closing.push_async_callback(chunks.aclose)
         try:
@@ -252,6 +257,7 @@ class Proxy:
             body=body.beginning if body.is_whole else body,
             length=body.length,
         )
+        # After `forwarded`, which needs the domain as the client sent it.
         origin = origin._replace(domain=domain)
         if self.tap is not None and kind and self.tap.should_record(payload, origin, is_read=body.is_whole):
             reply = await self.pools.send(self.tap.ask_for_logprobs(forwarded, payload, kind), domain)

@@ -123,6 +123,7 @@ class PoolCollector(Collector):
             "Requests of a domain with a pool that a server outside the pool took",
             labels=["domain"],
         )
+        # All pools, also those at 0: a counter that begins with the first event shows no increase.
         for domain in self.pools.domains:
             fallbacks.add_metric([domain], self.pools.fallbacks[domain])
         refused = CounterMetricFamily(

@@ -56,6 +56,7 @@ class PlainStream(httpcore.AsyncNetworkStream):
     def get_extra_info(self, info: str) -> Any:
         if info == "is_readable":  # asked of an idle connection: the server has closed it
             return self._reader.at_eof() or self._reader.exception() is not None or self._writer.is_closing()
+        # E.g. `ssl_object`: without one httpcore speaks HTTP/1.1.
         return None
 
 

@@ -74,6 +74,7 @@ class Tap:
         elif not is_recordable(payload):
             reason = "unreadable" if payload is None else "unfit"
         else:
+            # Drawn at random: the tap decides once per request, and several calls may share a request id.
             reason = self.config.find_skip_reason(origin.tenant, uuid.uuid4().bytes)
         self.counts[f"skipped_requests_{reason}" if reason else "captured_requests"] += 1
         return not reason
@@ -110,6 +111,7 @@ class Tap:
         waiting = b""
         async for chunk in chunks:
             # A chunk may end anywhere; the last piece waits for the rest of its event.
+            # E.g. b'data: {1}\n\ndata: {2' gives one event, and b'data: {2' waits.
             *events, waiting = (waiting + chunk).split(b"\n\n")
             for event in events:
                 if event.startswith(b"data: {"):
@@ -138,6 +140,7 @@ class Tap:
 
     def _keep(self, answer: Answer, payload: dict[str, Any], origin: Origin) -> None:
         try:
+            # vLLM takes null for a parameter that is not set.
             payload = {**self.defaults} | {name: value for name, value in payload.items() if value is not None}
             record = answer.record(payload, origin, self.server_id, self.target_fingerprint, self.config.top_k)
         except Exception as error:
@@ -183,6 +186,7 @@ class Tap:
 
     def _ship(self) -> None:
         """Write the waiting records. Any failure is counted: an exception would end all recording."""
+        # In a thread, so only the records of this moment: the event loop may append meanwhile.
         records = [self._waiting.popleft() for _ in range(len(self._waiting))]
         frames = []
         for record in records:

@@ -75,7 +75,9 @@ class Answer:
         if not count or not self.prompt_ids:
             return None
         ranked = [_likeliest(top, sampled) for top, sampled in zip(self.top, self.output_ids, strict=False)]
+        # All rows have one width: the shortest list of certain tokens decides.
         top_k = min(top_k, *map(len, ranked))
+        # [N, K, 2] of id and log-probability. float64 holds every id exactly.
         pairs_NK2 = np.array([top[:top_k] for top in ranked], np.float64)
         unknown = np.full(count, np.nan, "<f4").tobytes()
         return Record(
@@ -172,6 +174,7 @@ def strip_added(message: Any) -> bool:
         for name in ADDED_FIELDS:
             if name in part:
                 part[name] = None
+    # Tokens without text, e.g. half of a character. vLLM sends no such event unless token ids are asked for.
     is_empty_delta = had_tokens and all(
         "delta" in choice and not choice["delta"] and choice.get("finish_reason") is None for choice in choices
     )

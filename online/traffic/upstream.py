@@ -162,6 +162,7 @@ class Upstream:
         Raises: RefusedError, OutOfFilesError, BrokenError or UnsendableError.
         """
         request = _InFlight(await self._take_connection(), time.monotonic())
+        # The oldest of the requests without an answer, until `hear` forgets it.
         self._unanswered_s = min(self._unanswered_s, request.heard_s)
         self._in_flight.add(request)
         try:
@@ -196,6 +197,7 @@ class Upstream:
     async def finish(self, request: _InFlight, response: httpcore.Response) -> None:
         """Count the request as done, and keep the connection if another can use it."""
         if request in self._in_flight:
+            # Before the first `await`: a second call must find the request gone.
             self._in_flight.discard(request)
             await response.aclose()
             await self._put_back(request.connection)
@@ -260,6 +262,7 @@ def _named_failures() -> Iterator[None]:
     """Turn httpcore's errors into ours. Only the type is kept: h11 quotes the offending bytes, which are a user's."""
     try:
         yield
+    # First, because the last clause would catch both as well: ConnectError is a NetworkError.
     except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
         kind = OutOfFilesError if _is_out_of_files(error) else RefusedError
         raise kind(type(error).__name__) from error
