@@ -84,6 +84,7 @@ PRESETS = {
 def main(cfg: Config) -> None:
     started = time.perf_counter()
     accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb)
+    # Refuse before `Run.open`: a run too large for the machine leaves no folder to overwrite.
     require_no_engine(cfg.signal, engine=cfg.prove.engine)
     require_room(cfg.target, cfg.signal, accelerator, functools.partial(count_standalone, cfg.draft), cfg.target_dtype)
     run = Run.open(cfg.output, asdict(cfg), accelerator, resume=cfg.resume, overwrite=cfg.overwrite)
@@ -103,15 +104,18 @@ def main(cfg: Config) -> None:
         if leads:
             forecaster = Forecaster(cfg.prove, cfg.target, target, live_signal(cfg.signal, target), data, run)
             before = forecaster.forecast(untrained)
+    # On the CPU, not deleted: step 5 exports the trained weights through this module.
     leave_gpu(untrained)
 
     # 4. Optimizer, `prepare` and the loop; for the baseline first, if there is one.
     def distil(divergence: Divergence, run: Run) -> tuple[dict[str, torch.Tensor], TrainingCost]:
+        # A new draft for each training, from the same seed: the baseline differs in the divergence only.
         draft = make_draft(cfg.draft, target, tokenizer, cfg.loop.seed)
         draft.set_gradient_checkpointing(cfg.gradient_checkpointing)
         distillation = Distillation(draft, signal, divergence, cfg.optim, cfg.loop.steps, accelerator)
         cost = train(distillation, data, run, cfg.loop, cfg.prove.num_speculative_tokens)
         weights = distillation.weights()
+        # Before the next training: the accelerator would save this one into the checkpoints of the next.
         distillation.close()
         return weights, cost
 
@@ -138,6 +142,7 @@ def main(cfg: Config) -> None:
         return after
 
     folder, after = publish_draft(cfg.prove, run, data, cfg.target, write, forecast, model=target)
+    # Forecasts exist on the main process alone. All ranks meet again in `leave`.
     if before and after:
         if cfg.prove.engine:
             leave_gpu(target)

@@ -27,6 +27,7 @@ class Alarm:
         self._reported = asyncio.Event()
         self._server = self._version = ""
         self._looks = Counter[str]()
+        # The monotonic clock may begin near 0: so the first report is answered at once.
         self._answered_s = -REST_S
         self._told = ""
 
@@ -44,6 +45,7 @@ class Alarm:
             await self._reported.wait()
             await self._answer(self._server, self._version)
             self._answered_s = time.monotonic()
+            # Cleared last: reports made during the answer count as answered.
             self._reported.clear()
 
     async def _answer(self, server: str, version: str) -> None:
@@ -58,6 +60,7 @@ class Alarm:
         self._looks[version] += 1
         try:
             is_worse, why = await cycle.in_thread(cycle.judge.find_loss, version, previous, self._looks[version])
+            # The comparison took time: meanwhile a rollout may have begun or ended.
             if is_worse and version == cycle.current and not cycle.is_rolling_out:
                 await cycle.go_back(f"{server} hardly accepts anything of {version}, and {why}", is_automatic=True)
             elif not is_worse:

@@ -117,6 +117,7 @@ class Cycle:
             self._journal_fault("checkpoint_damaged", reason=problem)
         self.journal_state(f"{GOES_ON} {self.current if began_from == SERVED else began_from}")
         while True:
+            # A halt is taken between phases only. Training looks for one before every step, and ends early.
             if halt := self.inbox.take(Event.HALT):
                 await self._advance(halt)
             move = await self._phases[self.state.phase]()
@@ -131,6 +132,7 @@ class Cycle:
         """Save the training since the last checkpoint, and let the other ranks go."""
         await self.reconciler.stop()
         try:
+            # `_save_checkpoint` waits for the step under way: the thread does one thing at a time.
             if self.trainer.num_steps:
                 await self._save_checkpoint()
         finally:
@@ -166,6 +168,7 @@ class Cycle:
             raise ValueError(f"{pending.candidate} was asked for and is on its way: wait for it")
         settled = self.inbox.post(Move(Event.SWAP_REQUESTED, version, "a person chose it"))
         try:
+            # Without the shield, a cancel would end the future itself: it would be `done`, and the request would stay.
             outcome: Outcome = await asyncio.shield(settled)
             return outcome
         finally:
@@ -244,6 +247,7 @@ class Cycle:
 
     async def _train(self) -> Move | None:
         trainer, began_s, saved_s = self.trainer, time.monotonic(), time.monotonic()
+        # After a kill the count begins again at the resumed checkpoint: a candidate may get more records, not fewer.
         wanted = trainer.progress.records + self.cfg.training.records_per_candidate
         while trainer.progress.records < wanted:
             await self._begin_again_if_asked()
@@ -256,6 +260,7 @@ class Cycle:
             if stats is None:
                 await asyncio.sleep(POLL_S)
                 continue
+            # From the end of one step to the end of the next, so tokens/s falls while new records are scarce.
             began_s = self._journal_step(stats, began_s)
             if trainer.has_diverged:
                 return await self._discard("the loss was not finite")
@@ -313,6 +318,7 @@ class Cycle:
         if event is not Event.PASSED:
             return self._end_rollout(event, outcome)
         try:
+            # Promoted last: until here `current` names the version to return to after a failure.
             await self._until_written(lambda: asyncio.to_thread(self.registry.promote, version))
         except (FileNotFoundError, ValueError) as error:  # damaged since the servers have read it
             return self._end_rollout(Event.ROLLED_BACK, await self._take_back(str(error)))
@@ -364,6 +370,7 @@ class Cycle:
         while True:
             try:
                 return await work()
+            # First, because it is an OSError too.
             except FileNotFoundError:
                 raise
             except OSError as error:
@@ -390,6 +397,7 @@ class Cycle:
         self._new_rows = rows
         if has_reference:
             return compare(self.sleep.then, rows, self.cfg.sleep, gate)
+        # On the trainer's thread. The cycle waits for it meanwhile, and nothing else writes `sleep`.
         self.sleep = self.sleep.refer(version, newest, rows)
         return None
 
@@ -419,6 +427,7 @@ class Cycle:
             return
         self._num_without_gain = 0
         self.inbox.post(Move(Event.BEGIN_AGAIN))
+        # Without a reference for this version, a fall of acceptance could not be noticed.
         if self.cfg.sleep.enabled and self.sleep.version == self.current:
             reason = f"{self.cfg.training.patience} candidates without a gain: the served draft is enough"
             self._save_sleep(self.sleep.fall_asleep(self._new_rows), None, reason)
@@ -450,6 +459,7 @@ class Cycle:
     def _holds(self, version: str, files: Mapping[str, FileEntry]) -> bool:
         """Whether the version has these files. A damaged one has not."""
         try:
+            # A subset: the version also has the files of its publication, e.g. STABLE.
             return files.items() <= manifest(self.registry.path(version)).items()
         except (OSError, ValueError):
             return False
@@ -458,12 +468,14 @@ class Cycle:
         """Run a part of the rollout to its end, or to a recall; then every server is back on the current version."""
         async with self.fleet:
             await self.reconciler.stop()
+            # The pushes have ended: one under way would put the incumbent back on the canary.
             outcome = await self._run_unless_recalled(
                 lambda: rollout(self.servers, self._candidate(), self.current, self.cfg.rollout)
             )
             if outcome is not None:
                 failed = Event.INCONCLUSIVE if outcome.is_inconclusive else Event.ROLLED_BACK
                 return Event.PASSED if outcome.passed else failed, outcome
+        # Outside of the block, because `_take_back` takes the lock again, and an asyncio.Lock is not re-entrant.
         return Event.RECALLED, await self._take_back("recalled")
 
     async def _take_back(self, why: str) -> Outcome:
@@ -480,6 +492,8 @@ class Cycle:
         recall = asyncio.ensure_future(self.inbox.wait_for(Event.RECALLED))
         try:
             await asyncio.wait({running, recall}, return_when=asyncio.FIRST_COMPLETED)
+            # If both came at once, the outcome counts. The recall stays in the inbox, and ends the next part of the
+            # rollout, if there is one.
             return running.result() if running.done() else None
         finally:
             running.cancel()

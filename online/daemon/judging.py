@@ -50,6 +50,7 @@ class Judge:
 
     def judge_draft(self, draft: Path, incumbent: str, look: int) -> Verdict:
         """The gate's verdict on the draft in a folder against a version."""
+        # Chosen once: the gate pairs the scores of both drafts by request.
         seqs = self._select_requests()
         ours, theirs = (self._score(folder, seqs) for folder in (draft, self.registry.path(incumbent)))
         return judge(*pair_scores(ours, theirs, self.buffer.refresh_names()), self.cfg.gate, look)
@@ -123,6 +124,7 @@ class Judge:
         A score cannot see that, but the records tell which draft tokens the engine accepted.
         """
         served = count_served(self.buffer.read(seqs), current)
+        # Measured counts beside expected ones, over the requests served by this version.
         paired = pair_scores({key: RequestScore("", counts) for key, counts in served.items()}, theirs)
         if not is_alarming(sum(paired[0], AcceptanceCounts.zero())):
             return False, ""

@@ -90,6 +90,7 @@ def run(cfg: LearnerConfig) -> None:
         raise ValueError("zero_retention keeps no text on a disk: it needs a spool in memory, such as /dev/shm/spool")
     candidate = Candidate(cfg.training, cfg.draft.family, cfg.target)
     if not candidate.accelerator.is_main_process:
+        # Folders, locks and servers are rank 0's alone.
         Ranks(candidate).follow()
         return
     with opened(cfg) as (target, registry, buffer):
@@ -110,6 +111,7 @@ def opened(cfg: LearnerConfig) -> Iterator[tuple[str, Registry, Buffer]]:
                 found = _open(cfg, stack)
                 break
             except OSError as error:
+                # Locks taken on the way are released. A closed ExitStack can be filled again.
                 stack.close()
                 if not is_full(error):
                     raise
@@ -228,6 +230,7 @@ async def _learn(cfg: LearnerConfig, target: str, registry: Registry, buffer: Bu
                 shown = build_app(cfg.folder / "journal", telemetry.registry)
                 address = await stack.enter_async_context(serve_in_background(shown, cfg.page.host, cfg.page.port))
                 print(f"live page: {address}", flush=True)
+            # Last in, first out: the training is saved before the page ends and the clients of the servers close.
             stack.push_async_callback(cycle.close)
             await learner.run()
 
@@ -253,6 +256,7 @@ class Learner:
         if buffer.upgraded:
             self._fault("buffer_upgraded", "held-out.key", buffer.upgraded)
         # Arrivals and ages are by this clock. Only the event loop's thread reads it.
+        # A gap above half the maximal age may expire half of the buffer at once: such a clock is doubted first.
         self.clock = SteadyClock(last_s=buffer.last_arrival_s(), max_gap_s=buffer.config.max_age_s / 2)
         self._stream = open_stream(cfg, buffer, self.vocab_size, self.clock.now_s) if cfg.ingest else None
         self._spool = Spool(cfg.spool, buffer, self.vocab_size) if cfg.spool else None
@@ -274,6 +278,7 @@ class Learner:
     async def _ingest(self) -> None:
         while True:
             try:
+                # Held by `_forget` while it drains: two readers would take records from each other.
                 async with self._intake:
                     taken = await self._take()
             except OSError as error:
@@ -309,6 +314,7 @@ class Learner:
         await asyncio.to_thread(self.buffer.refresh_names)
         self._journal_observations(observed)
         problem = self._find_foreign_target(observed)
+        # Reported even if empty: this ends a halt, or takes back a waiting one.
         self.cycle.report_problem(problem)
         if problem:
             await self.cycle.reconciler.stop()
@@ -318,6 +324,7 @@ class Learner:
         answering = [one for one in observed if one.status is not None]
         behind = [one.server for one in answering if one.status and not one.server.serves(one.status, current)]
         self._report_laggards(behind)
+        # A server on another version is brought to the current one below, whatever its acceptance.
         alarming = [one for one in answering if one.is_alarming and one.status and one.status.draft_version == current]
         self._report_alarm(alarming, current)
         self.cycle.reconcile(behind)
@@ -350,6 +357,7 @@ class Learner:
             self._fault("server_behind", server.url)
         for server in self._laggards - laggards - set(behind):
             self._heal("server_behind", detail=server.url)
+        # A laggard stays one while it is pushed to again: only the current version heals it.
         self._laggards = (self._laggards & set(behind)) | laggards
 
     def _find_foreign_target(self, observed: list[Observation]) -> str:
@@ -493,6 +501,7 @@ class Learner:
                 return await asyncio.to_thread(reach.preview, tenant)
             forgotten = await reach.forget(tenant)
         names = list_stored_names(tenant)
+        # A new list, because a step on the trainer's thread may be reading the present one.
         trainer.anchors = [record for record in trainer.anchors if record.tenant not in names]
         return forgotten
 
@@ -525,4 +534,5 @@ def _name_fault(error: OSError) -> str:
 
 def read_vocab_size(target: Path) -> int:
     config = json.loads((target / "config.json").read_text())
+    # Multimodal targets keep the sizes of the language model in `text_config`.
     return int(config.get("vocab_size") or config["text_config"]["vocab_size"])

@@ -121,6 +121,7 @@ def advance(state: State, event: Event, *, candidate: str | None = None, reason:
     phase = TRANSITIONS.get((state.phase, event))
     if phase is None:
         raise IllegalEventError(f"{event.value!r} cannot happen while {state.phase.value}")
+    # HALTED keeps the candidate for people to see. The only way on is idle, which drops it.
     has_candidate = phase not in (Phase.IDLE, Phase.TRAINING)
     return State(
         phase=phase,

@@ -101,6 +101,7 @@ async def discover(cfg: FleetConfig, domain: str = "") -> dict[str, str]:
         OSError: if the file or the name cannot be read.
     """
     token = cfg.token()
+    # The order is kept: the first server to answer becomes the canary.
     found = dict.fromkeys((server.rstrip("/") for server in cfg.servers), token)
     if cfg.file is not None:
         found |= read_fleet(cfg.file, domain, token)
@@ -159,8 +160,10 @@ class Members(Generic[AnyServer]):
 
     def update(self, tokens: Mapping[str, str]) -> list[AnyServer]:
         """Add new servers and remove former ones. Returns the latter: the caller must close the `http` of each."""
+        # A server with a new token counts as gone, and is made again below: servers are frozen.
         gone = [server for server in self.servers if tokens.get(server.url) != server.token]
         known = {server.url for server in self.servers if server not in gone}
+        # In place: the watch and the cycle hold this very list.
         self.servers[:] = [server for server in self.servers if server not in gone]
         for url, token in tokens.items():
             if url not in known:

@@ -48,6 +48,7 @@ class Reconciler:
                     continue
                 known.task.cancel()
             deadline_s = time.monotonic() + timeout_s
+            # With a timeout of 0 there is one attempt, and the next look at the servers pushes again.
             task = asyncio.create_task(bring(server, version, deadline_s, insist=True))
             self._pushes[server] = _Push(version, task, time.monotonic())
 
@@ -68,6 +69,7 @@ class Reconciler:
         began_s = time.monotonic()
         while waiting := [push.task for push in pushes.values() if not push.task.done()]:
             waited_s = time.monotonic() - began_s
+            # Of 3 servers one may still wait, of 2 one, and a single server is always waited for.
             is_most = 2 * len(waiting) <= len(pushes)
             if waited_s >= timeout_s or (waited_s >= PATIENCE_S and is_most):
                 break

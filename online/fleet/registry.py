@@ -137,6 +137,7 @@ class Registry:
         Raises:
             ValueError: if nothing shows which of several versions was current, or none that ever was is intact.
         """
+        # The list first: the link is restored from it, and so is the way back from a damaged version.
         if (is_damaged := self._is_damaged(PROMOTED)) or self._has_lost(PROMOTED):
             promoted = self.promoted()
             consequence = f"the way back is now {', '.join(promoted) or 'empty'}"
@@ -159,6 +160,7 @@ class Registry:
             try:
                 return self.rollback()
             except ValueError:  # damaged too
+                # Off the list, so `previous` names the version before it in the next turn.
                 self._write_promoted([name for name in self.promoted() if name != previous])
         raise ValueError(f"{error}. No version before {current} is intact either: copy one back") from error
 
@@ -229,6 +231,7 @@ class Registry:
 
     def previous(self) -> str | None:
         """The version `rollback` would make current; None if there is none."""
+        # Backwards, from the one before the present. Of v1, v2, v3 with v2 pruned, this is v1.
         return next((name for name in self.promoted()[-2::-1] if name in self.versions()), None)
 
     def rollback(self, to: str = "") -> str:
@@ -270,6 +273,7 @@ class Registry:
         for version in removed:
             # Renamed first: no reader sees, and no kill leaves, half a version.
             (self.folder / version).rename(self.folder / f".{version}.removed")
+        # All of them: a kill may have left some of an earlier call.
         for rest in self.folder.glob(".v*.removed"):
             shutil.rmtree(rest)
         return removed
@@ -293,6 +297,7 @@ class Registry:
             except (OSError, ValueError):
                 provenance = {}
             published_s = (folder / STABLE).stat().st_mtime
+            # `or` and not a default: a checkpoint of an earlier release has no time, and is published with 0.
             ends[version] = 0.0 if "copied_from" in provenance else provenance.get(TRAINED_UNTIL) or published_s
         return ends
 
@@ -314,6 +319,7 @@ class Registry:
         current = os.readlink(link) if link.is_symlink() else None
         if current not in known:
             return []
+        # E.g. v4 trained from v2, which trained from v1: v1, v2, v4. v3 was published, but never current.
         found = [current]
         # a version found twice would be a circle, which only damage makes
         while (parent := self._read_parent(found[0])) in known and parent not in found:

@@ -133,9 +133,11 @@ async def try_canary(servers: Sequence[FleetServer], candidate: str, incumbent: 
     # Alignment also repeats safely after a kill: a canary that has the candidate already returns to the incumbent.
     aligned = await converge(servers, incumbent, policy.swap_timeout_s, insist=False)
     present = [server for server in servers if server.url not in {**aligned.refused, **aligned.absent}]
+    # A silent server is left out. One that refuses the incumbent needs a person before anything else is swapped.
     if not present or aligned.refused:
         return _outcome(False, f"the fleet is not on {incumbent} to begin with: {aligned}", aligned)
     canary, control = present[0], present[1:]
+    # Only a fleet of one compares with earlier minutes, so it measures the incumbent before the swap.
     before = None if control else await _measure_alone(canary, policy)
     if isinstance(before, str):
         is_inconclusive = before.startswith(Finding.INCONCLUSIVE.value)
@@ -170,6 +172,7 @@ async def roll_waves(servers: Sequence[FleetServer], candidate: str, incumbent: 
         absent |= swapped.absent
         if _are_too_many(absent, servers, policy):
             return await _roll_back(servers, incumbent, f"{len(absent)} servers are gone: {swapped}", policy)
+        # The control group shrinks with every wave: all swapped servers so far against the rest.
         others = [server for server in servers if server not in done and server.url not in absent]
         alarm = await _watch(done, others, policy)
         if alarm:
@@ -209,6 +212,7 @@ def estimate_loss(canary_P2: Array, control_P2: Array) -> Estimate:
     more polls there are. The blocks of both groups pair up, because they saw the same minutes.
     """
     # control first: the gain of the first column over the second is then the canary's loss
+    # From polls [P, 2] to blocks [B, 2]. Both have the same P, so block b is the same minutes in both groups.
     groups_2B2 = [_merge_polls(np.asarray(polls_P2, np.float64)) for polls_P2 in (control_P2, canary_P2)]
     drafts_B2, accepted_B2 = (np.column_stack([group_B2[:, column] for group_B2 in groups_2B2]) for column in (0, 1))
     return estimate_gain(accepted_B2, drafts_B2)
@@ -239,8 +243,10 @@ def _weigh_domains(
         drafts, their_drafts = (float(group_P2[:, 0].sum()) for group_P2 in groups)
         if min(drafts, their_drafts) >= MIN_DOMAIN_DRAFTS:
             losses.append(estimate(*groups))
+            # 1 / (1/n + 1/m): the inverse variance of a difference, if every draft has the same variance.
             weights.append(drafts * their_drafts / (drafts + their_drafts))
     if not losses:
+        # `decide` finds an infinite interval inconclusive.
         return Estimate(0.0, math.inf, 1.0)
     return sum_weighted(losses, [weight / sum(weights) for weight in weights])
 
@@ -254,6 +260,8 @@ def estimate_accepted(polls_P2: Array) -> Estimate:
 def decide(loss: Estimate, policy: RolloutPolicy) -> Finding:
     """The finding on a loss of tau; inconclusive as long as its interval is too wide to tell."""
     low, high = loss.interval(policy.confidence)
+    # With a `max_loss` of 0.1: -0.02 to 0.08 passes, 0.12 to 0.30 is worse, -0.10 to 0.30 is inconclusive, and of 0.07
+    # to 0.15 the estimate decides.
     if high <= policy.max_loss:
         return Finding.PASSED
     if low > policy.max_loss:
@@ -265,6 +273,7 @@ def decide(loss: Estimate, policy: RolloutPolicy) -> Finding:
 
 def _merge_polls(polls_P2: Array) -> Array:
     """The polls as at most 8 or 16 blocks of equal length; the last one may be shorter."""
+    # E.g. 16 polls: 8 blocks of 2. 20 polls: 6 blocks of 3 and one of 2. 64 polls: 16 blocks of 4.
     num_blocks = MIN_BLOCKS if len(polls_P2) < 4 * MAX_BLOCKS else MAX_BLOCKS
     size = -(-len(polls_P2) // num_blocks)
     merged_B2: Array = np.add.reduceat(polls_P2, np.arange(0, len(polls_P2), size))
@@ -294,6 +303,7 @@ class _Polls:
                 continue
             now, earlier = counted[server], self._last.get(server, NO_COUNTS)
             self._last[server] = now
+            # Without any drafts, an empty `by_domain` does not show an earlier release.
             self.has_domains &= bool(now.by_domain) or not now.total.num_drafts
             row[ALL] += _subtract(now.total, earlier.total)
             for domain, counts in now.by_domain.items():
@@ -350,6 +360,7 @@ async def _compare(
     ours, theirs = _Polls([canary]), before or _Polls(control)
     deadline_s = time.monotonic() + policy.window_timeout_s
     # Looking at every poll would find an equal draft worse sooner or later: look again once the polls have doubled.
+    # With a poll every 5 s, at the earliest after 80, 160, 320 and 640 s, and once more at the timeout.
     next_look = MIN_POLLS
     while True:
         await asyncio.sleep(policy.poll_s)
@@ -426,10 +437,13 @@ def _are_too_many(absent: dict[str, str], servers: Sequence[FleetServer], policy
 
     One absent server is tolerated, unless it is the only one.
     """
+    # With a share of 0.1: of 10 servers one may be silent, of 40 four.
     return len(absent) == len(servers) or len(absent) > max(1, policy.max_absent_share * len(servers))
 
 
 def _split_into_waves(servers: Sequence[FleetServer], policy: RolloutPolicy) -> Iterator[Sequence[FleetServer]]:
+    # E.g. 10 servers and waves up to 0.1, 0.5 and 1.0: 1, 4 and 5 servers. Of 3 servers the first wave is empty, and
+    # 2 and 1 follow.
     begin = 0  # the canary is in a wave too: it has the candidate already, so nothing happens to it
     for share in policy.waves:
         end = max(begin, round(share * len(servers)))

@@ -211,6 +211,7 @@ class FleetServer:
         if status.draft_version != version or not status.is_intact:
             return False
         wanted = self._identify(version).manifest_sha256
+        # A hash unknown on either side is no proof of other bytes.
         return not (wanted and status.manifest_sha256) or wanted == status.manifest_sha256
 
     async def read(self) -> Reading:
@@ -228,6 +229,7 @@ class FleetServer:
             raise NonsenseError(f"{self.url} answers with something other than /metrics: {error!r:.200}") from error
         if total is None:
             raise RefusedError(f"{self.url} has no {SPEC_DECODE}* counters: it runs without a draft")
+        # Two requests: `by_domain` is a moment older than `total`, so the domains need not add up to it.
         return Reading(boot=status.boot, draft_version=status.draft_version, total=total, by_domain=status.by_domain)
 
     def _identify(self, version: str) -> Identity:
@@ -258,6 +260,7 @@ class FleetServer:
     async def _exchange(self, method: str, path: str, json: object, headers: dict[str, str]) -> tuple[int, bytes]:
         plain = {"Accept-Encoding": "identity"}  # a few compressed kB could unpack to GB
         content = bytearray()
+        # httpx's default of 5 s between two bytes would end a slow swap. The deadline is in `_request`.
         async with self.http.stream(
             method, self.url + path, json=json, headers=plain | headers, timeout=SWAP_TIMEOUT_S
         ) as answer:
@@ -308,6 +311,7 @@ def _count_lost(capture: Mapping[str, Any]) -> dict[str, int]:
     lost = {}
     for counter, reason in CAPTURE_DROP_REASONS.items():
         count = capture.get(counter, 0)
+        # Not `isinstance`, which takes True for a number.
         if type(count) is not int or not 0 <= count <= MAX_COUNTER:
             raise ValueError(f"its counter {counter} is {count!r:.50}")
         lost[reason] = count
@@ -321,6 +325,7 @@ def _parse_counts(page: bytes) -> AcceptanceCounts | None:
         Exception: if they are not counts; the parser raises various types.
     """
     text = page.decode()
+    # Before the parser, which takes every line apart.
     if text.count(f"\n{SPEC_DECODE}") > MAX_COUNTER_LINES:
         raise ValueError(f"more than {MAX_COUNTER_LINES} lines of counters")
     counts = find_counts(text)

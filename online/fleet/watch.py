@@ -88,6 +88,7 @@ class Watch:
     def _take(self, server: FleetServer) -> Observation:
         if self._looks[server].done():
             return self._looks.pop(server).result()
+        # The task stays in `_looks`, for the next look to take.
         reason = f"{server.url} has not answered for {self.patience_s:.0f} s"
         return Observation(server=server, status=None, fault="server_unreachable", reason=reason)
 
@@ -96,6 +97,7 @@ class Watch:
             status = await server.status()
         except (UnreachableError, RefusedError) as error:
             return Observation(server=server, status=None, fault=_name_fault(error), reason=str(error))
+        # Counted once per status: every return below must bring `lost`, or these losses are never told.
         lost = self._count_lost(server, status)
         try:
             reading = await server.read()

@@ -205,12 +205,14 @@ class Buffer:
         """Files of a later release: they wait for it, until they are `max_age_s` old."""
         self._rehashed = np.empty(0, REHASHED_DTYPE)
         """By ascending number, the hashes of records that another key had hashed."""
+        # Re-entrant, because public methods call one another: `append` expires, `delete_tenant` clears the quarantine.
         self._lock = threading.RLock()
         with ExitStack() as opened:
             if config.folder is not None:
                 config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds users' text
                 opened.callback(os.close, acquire(config.folder / "lock", "a learner's buffer"))
             with named_disk_full():
+                # The order matters: the next number needs commits and files, the key the number, older files the key.
                 self._cursor = Cursor(config.folder)
                 self.damage += self._cursor.damage
                 self._files = self._open_files()
@@ -244,6 +246,7 @@ class Buffer:
         Raises:
             BufferFullError: if the disk is full. Nothing was stored then.
         """
+        # Joining comes first: the key hashes the whole prompt, and a later segment arrives without it.
         frames = list(self._join_texts(frames))
         ids = [record.record_id for _, record in frames if isinstance(record, Record)]
         with self._lock:
@@ -286,6 +289,7 @@ class Buffer:
             self.now_s = now_s
             for file in list(self._files):
                 # A file goes as a whole when the oldest record is too old; it covers at most 1 / NUM_FILES of the age.
+                # `now_s` gives a damaged file the age 0: `_unless_damaged` has removed it already.
                 oldest_s = self._unless_damaged(file, file.oldest_s, now_s)
                 if now_s - oldest_s >= self.config.max_age_s:
                     self._drop(file, "expired")
@@ -315,6 +319,7 @@ class Buffer:
             seqs = self._training()["seq"]
         # Numbers are not consecutive here: held-out and foreign records have some of them.
         seqs = seqs[seqs > after]
+        # E.g. 3, 5, 8 and 9 wait, and 2 may: 3 and 5 are skipped, so the new `after` is 5.
         num_skipped = len(seqs) - max_records
         return (int(seqs[num_skipped - 1]), num_skipped) if num_skipped > 0 else (after, 0)
 
@@ -336,6 +341,7 @@ class Buffer:
             index = index[index["seq"] <= through]
             order = draw(log_weights(index, now_s, policy), rng)
             count -= num_anchors
+            # `at_least` is `count`: the share of a tenant yields before a step gets fewer records.
             order = order[take_fairly(index["tenant"][order].tolist(), count, self.config.tenant_share, count)]
             return chosen + [stored.record for stored in self._read(index["seq"][order])]
 
@@ -457,6 +463,7 @@ class Buffer:
         if not record.hidden or record.hidden_shape != self.hidden_shape:
             return True
         # A row is predicted from the state of the token before it: without that state nothing can be learned.
+        # E.g. the row of position 10 reads token 9 on the text, and token 7 after 2 rejected tokens.
         read_R = record.positions - record.branches - 1 - record.hidden_begin
         return not ((read_R >= 0) & (read_R < record.num_hidden)).any()
 
@@ -465,10 +472,12 @@ class Buffer:
         texts: dict[str, bytes] = {}
         for frame, record in frames:
             if isinstance(record, Record) and record.context_begin:
+                # A segment has one successor, so `pop` frees the text as soon as it is used.
                 text = texts.pop(record.previous_id, None) or self._find_text(record.previous_id)
                 if text is not None:
                     try:
                         record = join_text(record, text)
+                        # Stored self-contained too: the segment before may expire first.
                         frame = encode_record(record)
                     except CorruptRecordError as error:
                         record = error
@@ -512,6 +521,7 @@ class Buffer:
         )
 
     def _insert(self, rows: list[tuple[Row, bytes]], now_s: float) -> None:
+        # Room first: `_make_room` may drop the newest file as well, and then `_newest_file` begins another.
         self._make_room(estimate_bytes(frame for _, frame in rows))
         file = self._newest_file(now_s)
         numbered = [(self._next_seq + i, row, frame) for i, (row, frame) in enumerate(rows)]
@@ -573,6 +583,7 @@ class Buffer:
         if self.config.folder is None:
             return PromptKey.make()
         files = [file for file in self._files if not file.is_older]
+        # A key has hashed the records of later releases too, although this release cannot read them.
         has_hashes = bool(self._later_files) or any(len(file.index()) for file in files)
         opened = open_key(self.config.folder, newest=self._next_seq - 1, has_hashes=has_hashes)
         self.damage += opened.damage
@@ -620,6 +631,7 @@ class Buffer:
         """INDEX_DTYPE [records], over all files, by ascending sequence number."""
         empty = np.empty(0, INDEX_DTYPE)
         index = np.concatenate([empty, *(self._unless_damaged(file, file.index, empty) for file in list(self._files))])
+        # `concatenate` has copied, so the assignments below leave the cached index of each file as it is.
         if len(self._rehashed):
             has_new = np.isin(index["seq"], self._rehashed["seq"])
             new = self._rehashed[np.searchsorted(self._rehashed["seq"], index["seq"][has_new])]
@@ -645,6 +657,7 @@ class Buffer:
         num_bytes = 0
         for stored in self.read(seqs.tolist()):
             num_bytes += stored.record.num_bytes
+            # Cut in the order given, which for a replay is the order of the draw. Sorted only afterwards.
             if found and num_bytes > self.config.max_read_bytes:
                 break
             found.append(stored)
@@ -652,6 +665,7 @@ class Buffer:
 
     def _read_one(self, seq: int) -> Stored | None:
         for file in list(self._files):  # a copy: a damaged file is removed from the list
+            # `holds` looks into the cached index: no query to the files without this record.
             if not self._unless_damaged(file, partial(file.holds, seq), False):
                 continue
             frame = self._unless_damaged(file, partial(file.read_frame, seq), None)
@@ -690,6 +704,8 @@ def _sha256(tenant: str) -> str:
 
 def log_weights(index: Index, now_s: float, policy: Replay) -> NDArray[np.float64]:
     """Logarithm of the weight described by `Replay`, for every record of the index; [records]."""
+    # In logarithms, because weights underflow: with a half-life of 5 minutes, 4 days give 2^-1152, and float64 ends
+    # at 2^-1074.
     refused = (index["num_wrong"] + 1) / (index["num_drafted"] + 2)
     half_lives = (now_s - index["time_s"]) / policy.half_life_s
     log_weight: NDArray[np.float64] = np.log1p(policy.surprise * refused) - np.log(2) * half_lives

@@ -126,6 +126,7 @@ class BufferFile:
             DamagedFileError: if a row is not what was written.
         """
         for seq, *columns in self.connection.execute("SELECT * FROM records ORDER BY seq"):
+            # `pop` runs before `_checksum`, so the checksum is over the columns before it.
             if self.layout == LAYOUT and columns.pop() != _checksum(seq, columns):
                 raise DamagedFileError(f"the checksum of record {seq} differs")
             row = Row(*columns, *(self._hashes.get(seq, NO_HASHES) if self.is_older else ()))
@@ -162,6 +163,7 @@ class BufferFile:
 
     def find_known(self, record_ids: list[str]) -> set[str]:
         """The subset of the ids in this file."""
+        # SQLite takes 32,766 marks by default. `intake` brings at most BATCH_RECORDS at a time.
         marks = ",".join("?" * len(record_ids))
         found = self.connection.execute(f"SELECT record_id FROM records WHERE record_id IN ({marks})", record_ids)
         return {record_id for (record_id,) in found}
@@ -222,16 +224,19 @@ def connect(path: Path | None, schema: str) -> tuple[sqlite3.Connection, int]:
     # No transactions by Python: `transaction` begins and ends them. The buffer's lock orders the threads.
     connection = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
     try:
+        # The page size takes effect on a new file only. An existing one keeps the size it has.
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         # No write-ahead log: records are only added, and would be written twice, once to the log and once to the file.
         # The rollback journal is truncated after each transaction, so it keeps no deleted text.
         connection.execute("PRAGMA journal_mode = TRUNCATE")
         connection.execute("PRAGMA synchronous = FULL")
+        # Without secure_delete, SQLite may only mark the pages as free, with the text in them.
         connection.execute("PRAGMA secure_delete = ON")
         (layout,) = connection.execute("PRAGMA user_version").fetchone()
         if layout > LAYOUT:
             raise LaterFileError(f"{path} is of layout {layout}: this release reads up to {LAYOUT}")
         if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            # One transaction, `user_version` included: a kill cannot leave tables of an unknown layout.
             connection.executescript(f"BEGIN; {schema} PRAGMA user_version = {LAYOUT}; COMMIT;")
             layout = LAYOUT
     except (sqlite3.Error, LaterFileError):
@@ -287,6 +292,7 @@ def _build_index(rows: Iterable[Any]) -> Index:
     values = []
     try:
         for seq, time_s, *names, num_drafted, num_wrong, held_out, prompt, request in rows:
+            # `intern` raises a TypeError for anything but a string, so it checks the type as well.
             values.append((seq, time_s, *map(sys.intern, names), num_drafted, num_wrong, held_out, prompt, request))
         return np.array(values, INDEX_DTYPE)
     except (TypeError, ValueError, OverflowError) as error:
@@ -314,4 +320,5 @@ def _paths(path: Path) -> list[Path]:
 
 
 def _primary_code(error: sqlite3.Error) -> int:
+    # The low byte: SQLITE_IOERR_WRITE is 778 = 3 << 8 | 10, and 10 is SQLITE_IOERR.
     return getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -86,6 +86,7 @@ class Candidate:
     @property
     def is_hopeless(self) -> bool:
         """Whether too many steps in a row were non-finite for training to recover."""
+        # Half of the limit: at the limit `Distillation.step` raises, which would end the learner.
         return self.distillation.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW // 2
 
     def load(self, folder: Path) -> Any:
@@ -134,6 +135,8 @@ class Candidate:
             self.distillation.resume(checkpoint / STATE)
         else:
             self.begin(checkpoint / DRAFT)
+            # `begin` took the checkpoint's folder for the version. That folder is deleted later, and `_export` still
+            # reads the version.
             self.version = version
 
     def step(self, records: Sequence[Record], seed: int) -> StepStats:
@@ -151,6 +154,7 @@ class Candidate:
             seed=seed,
             reads=reads,
         )
+        # Every rank has packed all batches from the same seed, and keeps a share.
         mine = [move_to_device(batch, self.accelerator.device) for batch in batches[rank::ranks]]
         return self.distillation.step(mine)
 
@@ -163,6 +167,7 @@ class Candidate:
         weights = self.distillation.weights()
         are_finite = [all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())]
         broadcast_object_list(are_finite)  # only the first rank may hold the weights
+        # All ranks raise or none: a rank going on alone would wait in `save` for the others.
         if not are_finite[0]:
             raise NotFiniteError
         self.distillation.save(folder / STATE)

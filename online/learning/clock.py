@@ -52,6 +52,7 @@ class SteadyClock:
         now = _Reading(wall(), elapsed())
         gap_s = 0.0 if last_s is None else now.wall_s - last_s
         is_likely = -SLACK_S <= gap_s <= max_gap_s
+        # In doubt the time goes on from `last_s`, which is `wall_s` minus the gap.
         self._believed = now if is_likely else _Reading(now.wall_s - gap_s, now.elapsed_s)
         self._doubted: _Reading | None = None
         """The wall clock at the last jump; None if it is believed."""
@@ -66,6 +67,7 @@ class SteadyClock:
         if abs(now.wall_s - expected_s) <= SLACK_S:
             return self._believe(now)
         if self._doubted is None or abs(now.wall_s - self._doubted.expect(now.elapsed_s)) > SLACK_S:
+            # The first reading after a jump. Another jump while in doubt begins the ten minutes again.
             self._doubted = now
         if now.elapsed_s - self._doubted.elapsed_s >= BELIEVED_AFTER_S:
             return self._believe(now)

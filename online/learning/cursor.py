@@ -53,6 +53,7 @@ class Cursor:
     def commit(self, commit: Commit) -> None:
         """Raises: OSError if the disk cannot be written; then the commit does not count."""
         commits = (commit, *self.commits)[:MAX_COMMITS]
+        # The disk first: if it is full, the memory still agrees with the file.
         self._write(commits, self.forgotten)
         self.commits = commits
 
@@ -87,6 +88,7 @@ class Cursor:
             self._tell(folder, "" if cursor else CURSOR, "" if again else FORGOTTEN)
         write_sealed(folder / FORGOTTEN, {"forgotten": self.forgotten})
         self._write(self.commits, self.forgotten)
+        # Last: after a kill before this line, the next start reads the former file again.
         former.unlink(missing_ok=True)
 
     def _tell(self, folder: Path, *lost: str) -> None:

@@ -64,6 +64,7 @@ def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceL
     # newest first again, so that the share over all domains leaves out the oldest
     rows = [row for row in newest if row in chosen]
     taken = take_fairly([tenants[row] for row in rows], len(rows), limits.tenant_share, limits.at_least)
+    # Up to here one row stood for a request. Judging needs all segments of it.
     requests = held_out["request"][[rows[position] for position in taken]]
     return [int(seq) for seq in held_out["seq"][np.isin(held_out["request"], requests)]]
 
@@ -71,6 +72,7 @@ def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceL
 def _take_newest_requests(held_out: Index) -> list[int]:
     """A row of the newest request of every prompt, newest first."""
     found: dict[int, int] = {}
+    # The index ascends by number, so backwards the first row of a prompt is the newest. A dict keeps this order.
     for row, prompt in reversed(list(enumerate(held_out["prompt"].tolist()))):
         found.setdefault(prompt, row)
     return list(found.values())
@@ -96,6 +98,7 @@ def name_domains(index: Index, known: Collection[str]) -> Mapping[str, str]:
 
 def count_tenants(tenants: Sequence[str]) -> int:
     """Number of tenants with FULL_TENANT requests, all smaller ones taken together; at least 1."""
+    # E.g. 90, 15 and 10 requests: (20 + 15 + 10) // 20 = 2 tenants.
     return max(1, sum(min(count, FULL_TENANT) for count in Counter(tenants).values()) // FULL_TENANT)
 
 
@@ -108,11 +111,14 @@ def take_fairly(tenants: Sequence[str], count: int, share: float, at_least: int)
     counts = np.array(list(Counter(tenants).values()))
     share = max(share, 1 / count_tenants(tenants))
     size = min(count, len(tenants))
+    # E.g. 60, 20 and 20 requests of three tenants, each with a third: 33 + 20 + 20 = 73, then 24 + 20 + 20 = 64,
+    # then 61, and 60 stays, because 20 each is a third.
     while size > (possible := int(np.minimum(counts, _part(share, size)).sum())):
         size = possible  # fewer in all, so a part is smaller, too
     limit = _part(share, size)
     if size < (needed := min(at_least, count, len(tenants))):
         size = needed
+        # The share leaves too few: raise the limit until all tenants together fill `size`.
         while int(np.minimum(counts, limit).sum()) < size:
             limit += 1
     taken: list[int] = []

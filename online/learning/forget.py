@@ -76,9 +76,11 @@ class Reach:
             BrokerError: if the log does not answer.
         """
         names = list_stored_names(tenant)
+        # Before the deletion: afterwards nobody knows when the first record arrived.
         found = self.buffer.find_tenant(tenant)
         num_deleted = await asyncio.to_thread(self.buffer.delete_tenant, tenant, self.now_s())
         unread = await self.stream.erase_unread(names) if self.stream else 0
+        # Only after `delete_tenant`, which has listed the tenant: the buffer then drops every record of it.
         drained = await self._drain()
         await asyncio.to_thread(self.buffer.clear_quarantine)  # the spool and the log may have held bad records too
         unattributed = found.num_examples + found.num_later_files + drained.counts["later_layout"]
@@ -108,6 +110,7 @@ class Reach:
         if self.stream is not None:
             await self.stream.restart()
         with suppress(FileNotFoundError):  # no server has made the spool yet
+            # Adding counters drops zeros, so an empty look has no counts, and ends the loop.
             while (taken := await self._take()).counts and time.monotonic() < until_s:
                 drained += taken
         if self.spool is not None:

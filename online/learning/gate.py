@@ -173,6 +173,7 @@ def _pair_counts(ours: Sequence[AcceptanceCounts], theirs: Sequence[AcceptanceCo
     """(drafts, accepted, drafts, accepted) of every request, [N, 4], and which requests can be compared, [N]."""
     pairs = zip(ours, theirs, strict=True)
     counts_N4 = np.array([(o.num_drafts, o.num_accepted, t.num_drafts, t.num_accepted) for o, t in pairs])
+    # Without requests `np.array` gives [0], and the columns below need [0, 4].
     counts_N4 = counts_N4.reshape(-1, 4)
     # A request without drafts on one side, e.g. with a single output token, cannot be compared.
     return counts_N4, (counts_N4[:, [0, 2]] > 0).all(1)
@@ -199,6 +200,7 @@ def spent_confidence(confidence: float, look: int) -> float:
 
     1/3 + 1/6 + 1/10 + ... + 2/((look + 1) (look + 2)) + ... = 1, so no number of looks has to be agreed on beforehand.
     """
+    # Of 95%: 98.3% at the first look, 99.2% at the second, 99.5% at the third and 99.9% at the tenth.
     return 1 - 2 * (1 - confidence) / ((look + 1) * (look + 2))
 
 

@@ -79,6 +79,7 @@ class Spool:
         if not self.folder.is_dir():
             raise FileNotFoundError(f"there is no spool {self.folder}: servers make it (--capture.spool)")
         taken, paths = Taken(), spool_files(self.folder)
+        # Names of files that are gone would only pile up.
         self._passed_over &= {path.name for path in paths}
         self._expire([path for path in paths if path.name in self._passed_over], now_s)
         for path in [path for path in paths if path.name not in self._passed_over][:max_files]:
@@ -97,12 +98,14 @@ class Spool:
             taken = Taken()
         else:
             with file:
+                # `_readable` is a generator: `stays` is complete only after `store` has read it to the end.
                 taken = store(_readable(file, stays), self.buffer, self.vocab_size, now_s)
         if stays:
             self._passed_over.add(path.name)
             self.buffer.counts += stays
         else:
             try:
+                # Only for a forgotten tenant, because it costs a write of the whole file and a flush.
                 if taken.counts["forgotten"]:
                     overwrite(path)
                 path.unlink(missing_ok=True)
@@ -177,6 +180,7 @@ def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Take
         taken += Taken(counts=buffer.append(batch, now_s))
         for _, record in batch:
             if isinstance(record, Record) and record.target_fingerprint == buffer.target_fingerprint:
+                # Before the first `refresh_names` there are no names, and every domain is shown as it is.
                 domain = buffer.names.get(record.domain, OTHER) if buffer.names else record.domain or "all"
                 add_acceptance(taken.accepted, (domain, record.draft_version), count_acceptance(record))
     return taken
@@ -214,6 +218,7 @@ def count_acceptance(record: Record) -> AcceptanceCounts:
     if is_bonus_R.all():  # no drafts, or the record is from a tap, which sees none
         return AcceptanceCounts.zero()
     # The last step has no bonus row if the request ended within it.
+    # E.g. drafts 5, 7, -1, 4 with K = 2: two steps, of which the second was cut, and three draft tokens.
     steps = int(is_bonus_R.sum()) + int(not is_bonus_R[-1])
     return AcceptanceCounts(
         num_drafts=steps, num_accepted=int(record.accepted.sum()), num_draft_tokens=int(np.sum(~is_bonus_R))

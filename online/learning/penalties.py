@@ -46,6 +46,8 @@ def penalise(record: Record) -> Record:
     # Only a repetition penalty needs the logits: to subtract a constant from all of them changes nothing else.
     total_R = record.log_sum_exp[rows].astype(np.float64) if sampling.repetition_penalty != 1 else np.zeros(len(rows))
     logits_RK = log_probs_RK + total_R[:, None]
+    # As in vLLM: a repetition penalty is for tokens of prompt or output, and divides positive logits but multiplies
+    # negative ones. Then frequency and presence penalties are subtracted, for tokens of the output only.
     factor = sampling.repetition_penalty
     is_seen_RK = (counts_RK > 0) | np.isin(ids_RK, prompt_T)
     repeated_RK = np.where(logits_RK > 0, logits_RK / factor, logits_RK * factor)
@@ -58,6 +60,7 @@ def count_before(tokens_T: NDArray[np.int32], position_R: NDArray[np.int32], ids
     """How often each id of a row occurs in `tokens_T` before the row's position, [R, K]."""
     # One number for a token at a place, sorted: the places before a position are a range of it.
     width = len(tokens_T) + 1
+    # E.g. tokens 7, 5, 7, so width 4: places 21, 28, 30. Token 7 before position 2 is the range [28, 30): one place.
     places_T = np.sort(tokens_T.astype(np.int64) * width + np.arange(len(tokens_T)))
     first_RK = ids_RK.astype(np.int64) * width
     last_RK = first_RK + np.clip(position_R, 0, len(tokens_T))[:, None]
@@ -67,6 +70,7 @@ def count_before(tokens_T: NDArray[np.int32], position_R: NDArray[np.int32], ids
 
 def _normalise(logits_RK: Array, log_probs_RK: Array, total_R: Array) -> Array:
     """Log-probabilities of the kept ids, with the mass of the others as it was."""
+    # Rounding can make the sum more than 1, and the logarithm of a negative rest is NaN.
     rest_R = np.clip(1 - np.exp(log_probs_RK).sum(1), np.finfo(np.float64).tiny, 1)
     others_R = np.log(rest_R) + total_R
     normalised_RK: Array = logits_RK - np.logaddexp(np.logaddexp.reduce(logits_RK, axis=1), others_R)[:, None]

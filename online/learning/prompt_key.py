@@ -33,6 +33,7 @@ class Hashes(NamedTuple):
 
     def is_held_out(self, fraction: float) -> bool:
         """True for `fraction` of all prompts. All segments and repetitions of a request get the same answer."""
+        # From a signed to an unsigned number: the sum is spread evenly over 0 to 2^64 - 1.
         return self.prompt + 2**63 < fraction * 2**64
 
 
@@ -48,6 +49,8 @@ class PromptKey:
     def hash(self, record: Record) -> Hashes:
         # The prompt only: answers of one prompt differ, and training on one would leak into judging by another.
         prompt = self._digest(record.context[: 4 * record.num_prompt_tokens])  # int32 ids
+        # Clients choose a part of the request's id, and two may choose the same. A server's id is new at every
+        # start.
         request = self._digest(prompt + f"{record.server_id}\0{record.request_id}".encode())
         return Hashes(_to_integer(prompt), _to_integer(request))
 
@@ -99,6 +102,7 @@ def open_key(folder: Path, *, newest: int, has_hashes: bool) -> OpenedKey:
     if secret is None:  # written before the note: a key without a note is no damage
         secret = make_secret()
         _write(folder / KEY, secret)
+    # The number is kept: the files hold the hashes by the lost key until these records expire.
     wanted = _Note(key_sha256=_sha256(secret), rehash_through=note.rehash_through if note else 0)
     if wanted != saved:
         _write_note(folder / NOTE, wanted)
@@ -156,6 +160,7 @@ def _sha256(secret: bytes) -> str:
 
 
 def _to_integer(digest: bytes) -> int:
+    # 0 stands for no hash (`NO_HASHES`).
     return int.from_bytes(digest[:8], "big", signed=True) or 1
 
 

@@ -55,6 +55,7 @@ class Quarantine:
             self._remove(same[0])
         # Names are unique and sort by time: two examples may come within one tick of the clock.
         time_ns = max(now_ns, self._files[-1][0] + 1 if self._files else 0)
+        # The error on one line, even if it has several: the frame begins after the first newline.
         content = b" ".join(str(error).encode(errors="replace").split())[:500] + b"\n" + frame[:MAX_FILE_BYTES]
         with suppress(OSError):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds users' text
@@ -99,6 +100,7 @@ def overwrite(path: Path) -> None:
     Raises:
         OSError: if it cannot be written.
     """
+    # In place: "wb" would truncate first, and the file system may then write the zeros to other blocks.
     with path.open("r+b") as file:
         left = os.fstat(file.fileno()).st_size
         while left > 0:

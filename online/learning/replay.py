@@ -64,10 +64,13 @@ def make_batches(
     if reads != "nothing":
         texts = [_from_first_state(text) for text in texts]
     cut = [_cut(text, sequence_length, top_k) for text in texts]
+    # Rounded up: 130 tokens give a width of 192.
     width = -(-max(len(text.input_ids_T) for text in cut) // WIDTH_STEP) * WIDTH_STEP
+    # Indices of the texts in each row, e.g. [[2, 0], [1]]. Every rank computes the same ones from the seed.
     rows = pack([len(text.input_ids_T) for text in cut], width, seed)
     # Every rank must take the same number of rows, or the collective operations of a step would not match.
     rows += [[]] * (-len(rows) % num_batches)
+    # Dealt in turn: of 6 rows, the first of 2 batches gets rows 0, 2 and 4.
     shares = [[[cut[i] for i in row] for row in rows[first::num_batches]] for first in range(num_batches)]
     batches = [_make_batch(share, width, top_k) for share in shares]
     if reads == "nothing":
@@ -92,6 +95,7 @@ def _from_first_state(text: TrainingSequence) -> TrainingSequence:
 def _cut(text: TrainingSequence, sequence_length: int, top_k: int) -> TrainingSequence:
     """The last `sequence_length` tokens, plus a filler if the last row predicts the token after them."""
     ids_T = text.input_ids_T
+    # E.g. a branch: its last row follows the last draft token, and no token is known after it.
     if len(text.rows_R) and text.rows_R.max() + 1 == len(ids_T):
         ids_T = np.append(ids_T, np.int32(FILLER))
     begin = max(0, len(ids_T) - sequence_length)
@@ -100,6 +104,7 @@ def _cut(text: TrainingSequence, sequence_length: int, top_k: int) -> TrainingSe
         cut,
         topk_ids_RK=cut.topk_ids_RK[:, :top_k],
         topk_log_probs_RK=cut.topk_log_probs_RK[:, :top_k],
+        # State `begin` belongs to token `begin`, because `_from_first_state` has aligned them.
         hidden_HLD=text.hidden_HLD[begin:],
     )
 
@@ -161,6 +166,7 @@ def _shift_positions(position_ids_BT: Tensor, rows: Sequence[Sequence[TrainingSe
     for b, row in enumerate(rows):
         start = 0
         for text in row:
+            # `Batch.packed` has counted every text from 0, so the offset is added.
             position_ids_BT[b, start : start + len(text.input_ids_T)] += text.position
             start += len(text.input_ids_T)
 

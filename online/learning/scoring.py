@@ -86,6 +86,7 @@ def score_requests(draft: Draft, records: Iterable[Record], **settings: Any) -> 
     for record in records:
         key = (record.server_id, record.request_id)
         (counts,) = score(draft, [record], **settings)
+        # Counts add up over segments. A mean of rates would give a short segment the weight of a long one.
         before = found.get(key, RequestScore(record.domain, AcceptanceCounts.zero()))
         found[key] = RequestScore(before.domain, before.counts + counts)
     return found
@@ -186,6 +187,7 @@ def _alpha_by_row(step: DraftStep, signal: TargetSignal, sampling: Sampling, met
         kept = target_rows(target, target_rows_N, served)
         # A recorded distribution may add up to more than 1, by rounding or because its sender made it up.
         alpha_N = step_rates(step, rows_N, kept, temperature).alpha.clamp(0, 1)
+        # `tolist` fetches a whole chunk from the GPU at once; `.item()` would wait for every row.
         alphas.update(zip(target_rows_N.tolist(), alpha_N.double().tolist(), strict=True))
     return alphas
 
@@ -206,7 +208,9 @@ def walk_stretches(rows_R: NDArray[np.int64], accepted_JR: Array) -> AcceptanceC
 def _list_blocks(rows_R: NDArray[np.int64], values_JR: Array) -> list[Array]:
     """The values of every stretch by block, [T, K]. Token j of a block that begins at row r is in row r + j."""
     tables = []
+    # E.g. rows 3, 4, 5, 9 and J = 2: blocks begin at rows 3 and 4, and none fits into the stretch of row 9.
     for stretch_JR in np.split(values_JR, np.flatnonzero(np.diff(rows_R) != 1) + 1, axis=1):
         num_blocks = max(0, stretch_JR.shape[1] - len(stretch_JR) + 1)
+        # A diagonal becomes a row: token j of block t is at [j, t + j] before, and at [t, j] after.
         tables.append(np.stack([row_R[j : j + num_blocks] for j, row_R in enumerate(stretch_JR)], axis=1))
     return tables

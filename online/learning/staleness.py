@@ -93,6 +93,7 @@ def compare(then: Sequence[Row], now: Sequence[Row], policy: SleepPolicy, gate: 
     }
     # One alarm of several must not be likelier than one alone.
     confidence = 1 - (1 - policy.confidence) / len(judged)
+    # One-sided: the lower bound at 99% is the lower end of the two-sided interval at 98%.
     fallen = [name for name, estimate in judged.items() if estimate.interval(2 * confidence - 1)[0] > 0]
     reasons = [f"{name} has fallen" for name in fallen[:1]] + [f"domain {name} is new" for name in new[:1]]
     return Staleness(
@@ -131,6 +132,7 @@ def _estimate_rate(rows: Sequence[Row]) -> Estimate:
 
 
 def _weigh(losses: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
+    # Domains share no request, so the errors are independent.
     error = math.hypot(*(weight * loss.error for weight, loss in zip(weights, losses, strict=True)))
     value = sum(weight * loss.value for weight, loss in zip(weights, losses, strict=True))
     return Estimate(value, error, max(loss.freedom for loss in losses))
@@ -179,6 +181,7 @@ class Sleep:
     ) -> str:
         """The reason to train again, with `num_waiting` records not trained yet; empty if there is none."""
         candidates = (self.num_passed + num_waiting) / records_per_candidate
+        # After 1, 2, 3 attempts: 1, 2, 4 candidates with a proven loss, and 4, 8, 16 without one.
         pause = 2 ** max(0, self.num_attempts - 1)
         # with a proven loss the pause begins at one candidate, without one at FIRST_PAUSE of them
         if staleness and staleness.reason and candidates >= min(pause, policy.longest):

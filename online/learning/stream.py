@@ -115,17 +115,22 @@ class StreamSource:
             raise
         later = [message for message in messages if is_later_layout(message.data)]
         messages = [message for message in messages if not is_later_layout(message.data)]
+        # Lazy: the frames are decoded by `store` in the thread, not here on the event loop.
         frames = chain.from_iterable(read_frames(message.data) for message in messages)
         if keep_later:
             await _put_off(later)
         else:
             await self._release(later)
         try:
+            # If this task is cancelled, the thread goes on. The messages, not acknowledged, come again and are known
+            # by id.
             taken = await asyncio.to_thread(store, frames, self.buffer, self.vocab_size, self._now_s())
         except OSError:
+            # A full disk: given back at once. Otherwise the log would wait ACK_WAIT_S before it delivers them again.
             await _answer(messages, "nak")
             raise
         await self._release(messages)
+        # Counted once, although each of them comes again and again.
         first = Counter({"later_layout": sum(_count_deliveries(message) == 1 for message in later)})
         if keep_later:
             self.buffer.counts += first
@@ -235,6 +240,7 @@ class Pull:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._something.wait(), WAIT_S)
         self._check()
+        # The next messages arrive while the caller stores these.
         messages, self._arrived = self._arrived, []
         self._something.clear()
         await self._request_more()
@@ -273,6 +279,7 @@ class Pull:
         elif status := headers.get("Status"):
             self._outstanding = 0
             description = headers.get("Description", "")
+            # 409 may also say "Consumer Deleted", and 503 means no responder: further requests would be in vain.
             if status not in REQUEST_OVER or "Deleted" in description:
                 self._problem = f"the log's consumer is gone: {status} {description}"
         self._something.set()
@@ -330,8 +337,10 @@ async def _make_way(stream: Any, config: Nats, wanted: ConsumerConfig) -> None:
     """
     for found in await stream.consumers_info(config.stream):
         subjects = (found.config.filter_subject, wanted.filter_subject)
+        # Two filters overlap only if they are equal. A consumer without one overlaps with every other.
         if all(subjects) and subjects[0] != subjects[1]:
             continue
+        # A running learner nearly always has a request waiting at the broker, a former one never.
         if found.num_waiting or not found.name.startswith(CONSUMER):
             raise BrokerError(
                 f"{found.name} of {config.stream} takes {subjects[0] or 'all records'} already: if one learner of a "

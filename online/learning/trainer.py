@@ -117,6 +117,7 @@ class Trainer:
         if len(fresh) < self.cfg.fresh_per_step and not (fresh and self.lag() >= self.cfg.fresh_per_step):
             return None
         # A function of the position: a step repeated after a kill draws the same records.
+        # The factor keeps two seeds apart: equal sums need positions 1,000,003 apart.
         seed = self.cfg.seed * 1_000_003 + through
         replayed = self.buffer.replay(
             self.cfg.replay_per_step, self.anchors, through=through, now_s=time.time(), seed=seed, policy=self.replay
@@ -131,6 +132,7 @@ class Trainer:
     @property
     def has_diverged(self) -> bool:
         """Whether more steps were not finite than a candidate may have."""
+        # By default a candidate has 128 // 4 = 32 steps, so the fourth non-finite one is too many: 4 / 32 > 0.1.
         share = self.num_not_finite / max(1, self.cfg.records_per_candidate // self.cfg.fresh_per_step)
         return share > self.cfg.max_skipped_share or self.candidate.is_hopeless
 
@@ -149,6 +151,7 @@ class Trainer:
 
         def write(partial: Path) -> None:
             self.ranks.do("write", partial)
+            # In time: `publish` writes the provenance after this function returns.
             provenance["calibration"] = calibrate(partial / DRAFT)
 
         publish(self.folder / name, write, provenance)
@@ -180,6 +183,7 @@ class Trainer:
         self.ranks.do("begin", self._served())
         self.buffer.commit_trained(SERVED, self.progress.through)
         self.num_steps = self.num_not_finite = 0
+        # After the commit: a kill in between leaves folders, which the newest commit does not name.
         for checkpoint in self._checkpoints():  # never resumed again; a person may want their training undone
             shutil.rmtree(checkpoint, ignore_errors=True)
 

@@ -126,6 +126,8 @@ def measure(cfg: Config, running: Mapping[int, VllmServer]) -> Cells:
                         num_prompts=8 + 6 * batch_size,  # takes seconds; a machine's hiccups last tenths
                         concurrency=batch_size,
                     )
+                    # The server before this one spins for a second after the last step, and would take time
+                    # from it.
                     time.sleep(IDLE_S)
                     cells[batch_size, k].append(run_load(running[k], load, cfg.output.parent / "prompts"))
                     bar.update()
@@ -142,12 +144,14 @@ def cells_acceptance(cfg: Config, cells: Cells) -> list[float]:
 
 def cells_costs(cfg: Config, cells: Cells) -> StepCosts:
     """Step times without a draft, with the fewest and with the most draft tokens."""
+    # A set: with a single number of tokens, the fewest are the most.
     known = {min(cfg.num_speculative_tokens), max(cfg.num_speculative_tokens)}
     steps: dict[int, dict[int, float]] = {}
     for b in cfg.concurrency:
         plain_s = [run.step_s for run in cells[b, 0]]
         steps[b] = {0: statistics.median(plain_s)}
         for k in known:
+            # Ratios within a round, then the median: the machine's speed in a round cancels out.
             longer = (run.step_s / alone for run, alone in zip(cells[b, k], plain_s, strict=True))
             steps[b][k] = steps[b][0] * statistics.median(longer)
     return StepCosts.from_steps(steps)
@@ -173,6 +177,7 @@ def verdict(cfg: Config, cells: Cells, advice: Advice, batch_size: int) -> dict[
         "measured": measured,
         "expected": expected,
         "advised": advised,
+        # 1.0 if the advised number is the best measured one, no draft included.
         "ratio": measured[advised] / max(measured.values()),
         "advised_if_drafting": drafting,
         "ratio_if_drafting": measured[drafting] / max(measured[k] for k in cfg.num_speculative_tokens),

@@ -133,6 +133,7 @@ def make_plan(cfg: Counting) -> Plan:
         family=cfg.family,
         target=target,
         head=head,
+        # The default of 32,000 may exceed a small target's vocabulary.
         draft_vocab_size=min(vocabulary, target.vocab_size),
         divergence=recipe.divergence,
         max_grad_norm=recipe.optim.max_grad_norm,
@@ -212,9 +213,11 @@ def share_out(memory: Mapping[str, int], sharding: str, num_devices: int) -> dic
 
 def on_device(cfg: Counting, plan: Plan, step: Counted, served: Counted | None, device: Device) -> OnDevice:
     total = add_up(step.operations, cfg.shares, step.operations)
+    # Nothing overlaps in this estimate: the copy from the host and the all-reduce come after the work.
     step_s = total.seconds[device.name] + step.signal_bytes / HOST_BYTES_PER_S
     step_s += all_reduce_s(step.gradient_bytes, cfg.devices, device)
     run = plan_run(cfg, plan, served, plan.tokens / step_s, device)
+    # Sharded over the trainers: the devices of the target hold no draft.
     memory_bytes = sum(share_out(step.memory, cfg.sharding, run.trainers if run else cfg.devices).values())
     fits = memory_bytes <= device.memory_bytes
     return OnDevice(
@@ -234,12 +237,16 @@ def plan_run(cfg: Counting, plan: Plan, served: Counted | None, rate: float, dev
     """
     if served is None:
         return Run(tokens_per_s=cfg.devices * rate, targets=0, trainers=cfg.devices)
+    # E.g. 141 GB of weights on devices of 80 GB: 141 / 64 = 2.2, so 4 devices.
     group = 2 ** max(0, math.ceil(math.log2(served.memory[TARGET_WEIGHTS] / (SERVED_SHARE * device.memory_bytes))))
+    # Of one device. A group is taken to be as fast as all of the devices in it together.
     target_rate = plan.tokens / add_up(served.operations, cfg.shares, served.operations).seconds[device.name]
     targets = range(group, cfg.devices + 1, group)
     if plan.features == "cached" and targets:
+        # First all write the cache, then all train: the times per token add up.
         both = 1 / (1 / (targets[-1] * target_rate) + 1 / (cfg.devices * rate))
         return Run(tokens_per_s=both, targets=targets[-1], trainers=cfg.devices)
+    # At the same time: the slower side sets the pace. Of equal paces, the one with fewer servers is taken.
     splits = [(min(n * target_rate, (cfg.devices - n) * rate), n) for n in targets if n < cfg.devices]
     if not splits:
         return None
@@ -400,6 +407,7 @@ def advice(cfg: Counting, result: Result) -> Iterator[str]:
 
 def ways_to_fit(cfg: Counting, result: Result, device: Device) -> Iterator[str]:
     """Flags with which a step would take less memory."""
+    # Activations and the signal grow with the rows of a batch. The rest is there for any batch.
     by_row = result.step.memory[ACTIVATIONS] + result.step.memory[SIGNAL]
     fixed = result.on[device.name].memory_bytes - by_row
     rows = int((device.memory_bytes - fixed) / by_row * result.plan.batch_size)

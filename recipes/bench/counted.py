@@ -46,10 +46,12 @@ class Weightless(Tensor):
     plain: Tensor
     """The same on the device `meta`. Views share a storage, by which memory is counted."""
 
+    # No Python detour above autograd: the operations are seen once, in __torch_dispatch__.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, plain: Tensor) -> Weightless:
+        # No device is given, so autograd and autocast take the wrapper for a CPU tensor.
         made: Weightless = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, plain.size(), strides=plain.stride(), storage_offset=plain.storage_offset(), dtype=plain.dtype
         )
@@ -76,6 +78,7 @@ def run_weightless(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     Raises:
         ValueError: the result depends on values.
     """
+    # By id: the arguments live until the results are made, so no id is taken twice.
     given: dict[int, Tensor] = {}
 
     def strip(x: Any) -> Any:
@@ -89,6 +92,7 @@ def run_weightless(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return given.get(id(x)) if id(x) in given else Weightless(x) if isinstance(x, Tensor) else x
 
     try:
+        # PyTorch's meta kernels work out shapes and strides, and compute nothing.
         return tree_map(dress, func(*tree_map(strip, args), **tree_map(strip, kwargs)))
     except (NotImplementedError, RuntimeError) as error:
         if not VALUE_TAGS.intersection(func.tags):
@@ -110,10 +114,12 @@ def _needs_no_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if kwargs.get("device") == META:
         return True
     try:
+        # A dry run on `meta`, only to learn the size of the result.
         made = func(*tree_map(_try_strip, args), **tree_map(_try_strip, kwargs))
     except (RuntimeError, NotImplementedError):  # the size depends on values, e.g. `nonzero`
         return False
     sizes = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
+    # Made from nothing: floating-point tensors are weights, and need no values; integers are ids or masks.
     return any(x.numel() > MAX_VALUES or (not tensors and x.is_floating_point()) for x in sizes)
 
 
@@ -182,7 +188,11 @@ def attention_flops(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, backwar
     Under a mask all scores are computed; a causal kernel computes those up to the diagonal.
     """
     (batch, heads, queries, size), keys = q.shape, k.shape[2]
+    # Causal: row i of T sees i + 1 keys, T (T + 1) / 2 pairs in all. If there are more keys than queries,
+    # every row sees the earlier ones too.
     pairs = queries * (queries + 1) // 2 + queries * (keys - queries) if is_causal else queries * keys
+    # Backward: scores and the gradients of q and k by the size of a key, those of p and v by the size of a
+    # value.
     factors = 3 * size + 2 * v.shape[3] if backward else size + v.shape[3]
     return 2 * batch * heads * pairs * factors
 
@@ -198,6 +208,8 @@ def _backward(
 
 
 def _range_pairs(q: Tensor, start_BN: Tensor, end_BN: Tensor) -> int:
+    # q is [B, H, N, E]: the same pairs for each of the H heads. The ranges are small integers, so they have
+    # values.
     return q.shape[1] * int((end_BN - start_BN).sum())
 
 
@@ -250,11 +262,13 @@ EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided
 
 def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> int:
     """Bytes read and written by an operation; none for a view."""
+    # The schema tells which arguments are written: `copy_(Tensor(a!) self, ...)` writes the first.
     name = func._schema.name.removeprefix("aten::")
     if name in EMPTY:
         return 0
     named = {a.name: (a, value) for a, value in zip(func._schema.arguments, args, strict=False)}
     named |= {a.name: (a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs}
+    # A result on the storage of an argument is a view of it, or the argument changed in place: not fresh.
     held = {_storage(x)._cdata for x in _tensors(value for _, value in named.values())}
     fresh = [x for x in _tensors([made]) if _storage(x)._cdata not in held]
     written = [x for a, value in named.values() if a.alias_info and a.alias_info.is_write for x in _tensors([value])]
@@ -264,12 +278,15 @@ def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made:
     read = [
         x
         for i, (a, value) in enumerate(named.values())
+        # An `out=` argument is not read, and neither is the table of a gather, scatter or overwrite.
         if not (getattr(a, "is_out", False) or (i == 0 and name in tables))
         for x in _tensors([value])
     ]
     if name in GATHERS:
         read += fresh
     if name in SCATTERS:
+        # The values come last, e.g. index_add_(self, dim, index, source). As many bytes of the table are
+        # written.
         written = read[-1:]
     return sum(map(size_bytes, (*fresh, *written, *read)))
 
@@ -308,6 +325,7 @@ class Memory:
             storage = _storage(x)
             if storage._cdata not in self._holders:
                 self._watch(storage)
+        # After each operation, with arguments and results alive at once, as on a device.
         if self.live.total() > self.peak.total():
             self.peak = self.live.copy()
 

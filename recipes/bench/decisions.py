@@ -161,11 +161,13 @@ def _count_findings(
         _simulate_polls(rng, trials, polls, tau, share, drafts_per_request, running)
         for tau, share in zip((TAU - loss, TAU), easy_shares, strict=True)
     )
+    # Polls until a group has `min_drafts`, rounded up: the canary is not compared before.
     enough = -(-policy.min_drafts // (DRAFTS_PER_POLL * running))
     findings = []
     for canary_DP2, control_DP2 in zip(canary_TDP2, control_TDP2, strict=True):
         look, finding = max(MIN_POLLS, enough), Finding.INCONCLUSIVE
         while finding is Finding.INCONCLUSIVE and look < 2 * polls:  # the last look is when time is up
+            # Looks as in `rollout._compare`: the next one when the polls have doubled.
             seen = slice(min(look, polls))
             canary, control = (
                 {"easy": easy_P2[seen], "hard": hard_P2[seen]} for easy_P2, hard_P2 in (canary_DP2, control_DP2)
@@ -190,6 +192,7 @@ def _simulate_polls(
     `running` requests at a time, each after another.
     """
     border_P = np.arange(polls + 1) * float(DRAFTS_PER_POLL)
+    # More than fit in on average: even a run of short ones must last until the last poll.
     num_requests = int(1.6 * border_P[-1] / drafts_per_request) + 12
     counts_TDP2 = np.zeros((trials, 2, polls, 2))
     for _ in range(running):
@@ -203,9 +206,12 @@ def _simulate_polls(
             of_domain_TN = drafts_TN * is_of_domain_TN
             for column, total_TN in enumerate((of_domain_TN.cumsum(1), (of_domain_TN * rate_TN).cumsum(1))):
                 for trial in range(trials):
+                    # A request's drafts come evenly over time. So the running total at a border of polls lies
+                    # on the line between two ends of requests, and a poll is the difference of two totals.
                     at_border = np.interp(border_P, np.r_[0, end_TN[trial]], np.r_[0, total_TN[trial]])
                     counts_TDP2[trial, domain, :, column] += np.diff(at_border)
     drafts_TDP, accepted_TDP = counts_TDP2[..., 0], counts_TDP2[..., 1]
+    # The sum over n drafts of one poll varies by sqrt(n) times the spread of one draft.
     accepted_TDP += WITHIN_REQUEST * np.sqrt(drafts_TDP) * rng.standard_normal(drafts_TDP.shape)
     np.maximum(accepted_TDP, 0, out=accepted_TDP)
     return counts_TDP2
@@ -269,8 +275,10 @@ def _simulate_first_verdict(trials: int, seed: int, policy: Policy) -> dict[str,
     rng = np.random.default_rng(seed)
     is_held_out_TN = rng.random((max(trials, 1000), 1000)) < BufferConfig().held_out_fraction
     held_out_TN = is_held_out_TN.cumsum(1)
+    # After n requests: each is either held out or trained on.
     trained_TN = np.arange(1, 1001) - held_out_TN
     enough_TN = (held_out_TN >= policy.min_requests) & (trained_TN >= Training().records_per_candidate)
+    # argmax of booleans is the first True.
     needed_T = 1 + enough_TN.argmax(1)
     return {"median": float(np.median(needed_T)), "p99": float(np.quantile(needed_T, 0.99))}
 
@@ -294,6 +302,8 @@ def _run_campaign(
             ours += more
         if judge(candidate, incumbent, domains, policy, look).decision is Decision.PROMOTE:
             return look
+        # The oldest quarter leaves. The other requests are judged again, so the looks of a campaign are not
+        # independent.
         fresh = _make_requests(rng, num_requests // 4)
         requests = tuple(np.concatenate([old[len(new) :], new]) for old, new in zip(requests, fresh, strict=True))  # type: ignore[assignment]
     return 0
@@ -311,6 +321,7 @@ def _score_candidate(
 def _make_requests(rng: np.random.Generator, count: int) -> tuple[Array, Array, Array]:
     """Drafts, the incumbent's accepted tokens per draft, and how much more any candidate gets of this request."""
     drafts_N = np.maximum(rng.lognormal(np.log(24), 0.6, count).round(), 2.0)
+    # Uniform over 3.4 has a standard deviation of 0.98, and bounds the rates: 1.3 - 0.41 * 1.7 = 0.6.
     incumbent_N = 1.3 + BETWEEN_REQUESTS * rng.uniform(-1.7, 1.7, count)
     return drafts_N, incumbent_N, 0.1 * rng.standard_normal(count)
 
@@ -336,6 +347,7 @@ def simulate_sleep(trials: int, seed: int = 0) -> dict[str, Any]:
         rng = np.random.default_rng(seed)
         for _ in range(trials):
             found.append(_count_records_to_alarm(rng, loss, policy, gate, training))
+    # In the long run: `slept` records passed over, then `trained` ones in an attempt, and so on.
     longest = policy.longest * training.records_per_candidate
     woken = {loss: sum(delay < math.inf for delay in found) / trials for loss, found in delays.items()}
     slept = [min(delay, longest) for delay in delays[0.0]]
@@ -364,9 +376,11 @@ def _count_records_to_alarm(
 ) -> float:
     """Training records after the drift until it is noticed; infinite if the longest pause ends before."""
     fraction = BufferConfig().held_out_fraction
+    # With a share f held out, n training records come with n f / (1 - f) held-out ones.
     per_look = round(training.records_per_candidate * fraction / (1 - fraction))
     then = _make_rows(rng, 100, 0.0)
     now: list[Row] = []
+    # At `longest` the learner wakes anyway.
     for look in range(1, policy.longest):
         now = (now + _make_rows(rng, per_look, loss))[-2 * Judging().held_out_per_domain :]
         staleness = compare(then, now, policy, gate)
@@ -409,6 +423,7 @@ def _make_reports(rng: np.random.Generator, num_prompts: int, loss: float) -> tu
     reports = []
     for rates_N in (rate_N, other_N):
         rows = []
+        # Two numbers of tokens on the same prompts: two correlated chances to report a fall.
         for k, share in ((3, 1.0), (4, 1.1)):
             accepted_N = steps_N * np.maximum(rates_N, 0) * share
             rows.append(
@@ -440,6 +455,7 @@ def simulate_intervals(trials: int, seed: int = 0, sizes: Sequence[int] = (16, 3
     lengths = {"equal": 0.15, "unequal": 0.6, "heavy_tailed": 1.0}
     cases: list[dict[str, Any]] = []
     for kind, sigma in lengths.items():
+        # The truth, up to the noise of 400,000 prompts.
         _, _, truth_tau, truth_gain = _sum_prompts(np.random.default_rng(99), 400_000, sigma)
         for num_prompts in sizes:
             rng = np.random.default_rng(seed)
@@ -462,6 +478,7 @@ def simulate_intervals(trials: int, seed: int = 0, sizes: Sequence[int] = (16, 3
 def _sum_prompts(rng: np.random.Generator, num_prompts: int, sigma: float) -> tuple[Array, Array, float, float]:
     """(accepted tokens of two drafts [N, 2], their drafts [N, 2], tau - 1 of the first one, its gain)."""
     drafts_N = np.maximum(rng.lognormal(np.log(24), sigma, num_prompts).round(), 1.0)
+    # gamma(4, 0.5) has mean 2 and standard deviation 1.
     difficulty_N = BETWEEN_REQUESTS * (rng.gamma(4.0, 0.5, num_prompts) - 2)  # skewed: few prompts are easy
     noise_N = WITHIN_REQUEST / np.sqrt(drafts_N) * rng.standard_normal(num_prompts)
     ours_N = np.maximum(1 + difficulty_N + noise_N, 0)

@@ -187,6 +187,7 @@ def make_registry(cfg: Config, folder: Path) -> Iterator[dict[str, Path]]:
         registries[name] = folder / name
         for version, values in (("v000001", tensors), ("v000002", turn_keys(tensors))):
             publish(folder / name / version, _writer(source, values), {})
+        # A relative link, as the registry makes it.
         (folder / name / "current").symlink_to("v000001")
     yield registries
 
@@ -214,6 +215,7 @@ def add_noise(tensors: Mapping[str, torch.Tensor], scale: float = 0.1) -> dict[s
 
 def turn_keys(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same function with another sign of every query, key and value, and of the matrix that reads the values."""
+    # (-q) (-k) = q k, and -o undoes -v. RoPE only rotates, so the signs pass through it.
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     return {
         name: -tensor if name.endswith(tuple(f"{n}.weight" for n in names)) else tensor.clone()
@@ -296,6 +298,7 @@ async def measure_swaps(cfg: Config, registry: Path, *options: str) -> dict[str,
         token = (registry.parent / "token").read_text().strip()
         bench = SwapBench(cfg, server, token, prompts, running)
         await bench.send_all()
+        # The second time: the first has filled the prefix cache.
         before = await bench.send_all()
         swaps = []
         for version in Progress(list(islice(itertools.cycle(("v000002", "v000001")), cfg.swaps)), desc="swaps"):
@@ -355,8 +358,10 @@ class SwapBench:
     async def swap(self, version: str) -> Swapped:
         """Swap while requests are answered; once they have ended, send the prompts again."""
         if not self.wanted:
+            # Once, without a swap: both versions propose the same tokens, and the target decides.
             self.wanted = [list(itertools.chain(*(await self.stream(p)).token_ids)) for p in self.running]
         tasks = [asyncio.create_task(self.stream(prompt)) for prompt in self.running]
+        # Time for all requests to get past the prefill: the swap has to hit running ones.
         await asyncio.sleep(1.0)
         began_s = time.monotonic()
         answer = await self.http.post("/redraft/swap", json={"version": version})
@@ -390,13 +395,17 @@ def summarize(before: Sent, swaps: Sequence[Swapped]) -> dict[str, Any]:
     for swap in swaps:
         gaps = [(later, 1e3 * (later - earlier)) for s in swap.streams for earlier, later in pairwise(s.times_s)]
         steps_ms.append(statistics.median(gap for later, gap in gaps if later < swap.began_s))
+        # A second longer than the request: streams show the pause when the next chunk comes.
         gaps_ms.append(max(gap for later, gap in gaps if swap.began_s < later < swap.ended_s + 1))
         for stream in swap.streams:
             earlier = [len(t) for at, t in zip(stream.times_s, stream.token_ids, strict=True) if at < swap.began_s]
             later = [len(t) for at, t in zip(stream.times_s, stream.token_ids, strict=True) if at > swap.ended_s]
+            # The first chunk is the prefill's token, to which nothing was drafted.
             by_age["before"] += earlier[1:]
             for name, ages in AGES.items():
                 if ages:
+                    # The first chunk may be of a step from before the swap ended, the last is cut at
+                    # max_tokens.
                     by_age[name] += later[1:-1][slice(*ages)]
     return {
         "blocks_kept": statistics.median(swap.after.hits / before.hits for swap in swaps),
@@ -406,6 +415,7 @@ def summarize(before: Sent, swaps: Sequence[Swapped]) -> dict[str, Any]:
         "step_ms": statistics.median(steps_ms),
         "alpha_before": before.alpha,
         "alpha_after": statistics.median(swap.after.alpha for swap in swaps),
+        # A chunk of s tokens: s - 1 accepted drafts and the bonus token.
         "alpha_running": {
             n: statistics.mean(s - 1 for s in sizes) / NUM_TOKENS for n, sizes in by_age.items() if sizes
         },

@@ -72,6 +72,7 @@ def measure(
         else:
             print(describe(result), flush=True)
             results.append(result)
+        # Modules in reference cycles keep device memory until they are collected. The next family needs it.
         gc.collect()
     return results
 

@@ -86,6 +86,7 @@ def build_head(family: str, dtype: DtypeName, side: str, device: str) -> Run:
     trained = [p for p in head.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     sizes = sizes_of(family)
+    # About one over the labels. It only has to be the same for both sides, for the losses to compare.
     scale = 1 / (sizes.batch * (sizes.anchors * sizes.steps or sizes.length - 1))
 
     def run() -> Tensor:
@@ -168,18 +169,22 @@ def head_matmuls(family: str) -> tuple[Matmul, ...]:
         return _parallel_matmuls(family)
     product, hidden, steps = functools.partial(Matmul, rows=TOKENS), SIZES.hidden, SIZES.steps
     logits = (
+        # Logits: the target's once, the draft's in every step.
         product(count=1 + steps, inner=hidden, columns=SIZES.vocabulary),
+        # The gradient of each step's hidden states: [T, V] @ [V, D].
         product(count=steps, inner=SIZES.vocabulary, columns=hidden),
     )
     if family == "Medusa":  # each step has a trained head, whose gradient is another product
         weights = Matmul(count=steps, rows=SIZES.vocabulary, inner=TOKENS, columns=hidden)
         return (*logits, weights, product(count=3 * steps, inner=hidden, columns=hidden))
     attention_input = 2 * hidden if family == "EAGLE-3" else hidden
+    # q has D columns, k and v have D / 2 each: 8 heads share 4 pairs of keys and values.
     layer = [(attention_input, 2 * hidden), (hidden, hidden), (hidden, 2 * SIZES.intermediate)]
     layer += [(SIZES.intermediate, hidden)]
     mixes = product(count=3, inner=3 * hidden, columns=hidden)
     if family == "MTP":
         mixes = product(count=3 * steps, inner=2 * hidden, columns=hidden)
+    # 3 products for each matrix of a layer: forward, and the gradients of input and weights.
     return (*logits, mixes, *(product(count=3 * steps, inner=i, columns=o) for i, o in layer))
 
 
@@ -189,6 +194,7 @@ def _parallel_matmuls(family: str) -> tuple[Matmul, ...]:
     hidden, keys = sizes.hidden, 2 * sizes.hidden * sizes.key_heads // sizes.heads
     blocks = sizes.batch * sizes.anchors
     if family == "P-EAGLE":
+        # Draft step k is trained on a share of the rows: 0.7^k, and 0.2 at least.
         shares = [max(peagle.Config.keep_ratio**k, peagle.Config.min_share) for k in range(sizes.steps)]
         proposed = rows = round(TOKENS * sum(shares))
     else:

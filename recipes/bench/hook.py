@@ -36,6 +36,7 @@ def _count(feed: Feed, num_requests: int, num_drafts: int, vocab_size: int) -> i
     num_rows = num_drafts + 1
     batch = Batch(
         infos=[info] * num_requests,
+        # Each request reads k drafts and the last sampled token: k + 1 rows of logits.
         first_reads=[num_rows * i for i in range(num_requests + 1)],
         num_drafts=[num_drafts] * num_requests,
         first_rows=[num_rows * i for i in range(num_requests)],

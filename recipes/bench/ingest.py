@@ -91,6 +91,7 @@ def main(cfg: Config) -> None:
     with tempfile.TemporaryDirectory(dir=cfg.folder) as folder, running_bench(cfg, Path(folder)) as bench:
         seconds = measure(bench, cfg.rounds)
     results = {name: summary(taken_s, seconds["raw"], cfg.records, frame_bytes) for name, taken_s in seconds.items()}
+    # A drain starts from a full log, so only the raw drain compares with it.
     results["drain"]["of_raw"] = of(seconds["raw drain"], seconds["drain"])
     for name, result in results.items():
         print(line(name, result))
@@ -253,6 +254,7 @@ def running_bench(cfg: Config, folder: Path) -> Iterator[Bench]:
     port = free_port()
     config = folder / "nats.conf"
     config.write_text(f'listen: "127.0.0.1:{port}"\nmax_payload: 8MB\njetstream {{ store_dir: "{folder}/nats" }}\n')
+    # A process, not a thread: publisher and learner must not share an interpreter, as they do not in a fleet.
     ours, theirs = multiprocessing.Pipe()
     publisher = multiprocessing.get_context("spawn").Process(
         target=publish, args=(f"nats://127.0.0.1:{port}", cfg.records, cfg.traffic, theirs), daemon=True
@@ -277,6 +279,8 @@ def publish(url: str, count: int, traffic: Traffic, orders: Connection) -> None:
     while True:
         where, name = orders.recv()
         if where == "log":
+            # Without a bound: a dropped record is never counted as published, and the loop below would not
+            # end.
             publisher = Publisher(url, Nats(fleet=name), max_waiting_bytes=1 << 40)
             for batch in batches:
                 publisher.write(batch)

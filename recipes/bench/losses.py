@@ -39,6 +39,7 @@ def fused_loss_case(thousands: int, dtype: DtypeName) -> Case:
     """KL of two linear heads, with the gradients of the draft's hidden states and head."""
     vocabulary = 1024 * thousands
     matmuls = (
+        # Logits of target and draft; gradients of the draft's hidden states; gradient of the draft's head.
         Matmul(count=2, rows=NUM_TOKENS, inner=HIDDEN, columns=vocabulary),
         Matmul(count=1, rows=NUM_TOKENS, inner=vocabulary, columns=HIDDEN),
         Matmul(count=1, rows=vocabulary, inner=NUM_TOKENS, columns=HIDDEN),
@@ -58,6 +59,7 @@ def build_fused_loss(vocabulary: int, dtype: DtypeName, side: str, device: str) 
     make = functools.partial(_normal, torch.Generator().manual_seed(0), device, dtype)
     head_VD, target_head_VD = (make(vocabulary, HIDDEN, scale=HIDDEN**-0.5) for _ in range(2))
     hidden_ND, target_hidden_ND = (make(NUM_TOKENS, HIDDEN, scale=2.0) for _ in range(2))
+    # The target's tensors get no gradient, on either side.
     leaves = [hidden_ND.requires_grad_(), head_VD.requires_grad_()]
 
     def ours() -> Tensor:
@@ -166,6 +168,7 @@ def build_kl_step(precision: Precision, side: str, device: str) -> Run:
 def our_kl(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast) -> Run:
     module, signal = DistillStep(StandaloneDraft(student), Divergence()), InProcessTarget(target)
     batch = Batch.padded(list(ids_BT), device=ids_BT.device)
+    # A row's first token is no label: nothing predicts it.
     scale = 1 / (STEP_BATCH * (STEP_LENGTH - 1))
 
     def loss() -> Tensor:

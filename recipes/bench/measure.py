@@ -120,6 +120,7 @@ def measure(case: Case, *, rounds: int, threads: int, device: str) -> Measuremen
     fresh = functools.partial(_in_fresh_process, threads=threads)
     names = [OURS, *case.against]
     wall, cpu, losses, threads_used = fresh(_time_case, case, names, rounds, device)
+    # One process each: a freed block of one side would hide the peak of the next.
     peaks = {name: fresh(_peak_bytes, case, name, device) / 2**20 for name in names if name not in case.compiled}
     sides = {
         name: Side(
@@ -159,7 +160,7 @@ def _time_case(case: Case, names: Sequence[str], rounds: int, device: str) -> tu
     cpu: Seconds = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            started = time.perf_counter(), time.process_time()
+            started = time.perf_counter(), time.process_time()  # wall, and CPU of all threads
             run()
             if device != "cpu":
                 torch.cuda.synchronize()  # kernels are still running when their launch returns
@@ -177,6 +178,7 @@ def matmuls_alone(matmuls: Sequence[Matmul], dtype: torch.dtype, device: str) ->
             torch.randn(*shape, device=device).to(dtype) for shape in ((rows, m.inner), (m.columns, m.inner))
         )
         out = torch.empty(rows, m.columns, device=device, dtype=dtype)
+        # As many calls of FLOOR_ROWS rows as make up all products.
         operands.append((m.count * m.rows // rows, left, right.T, out))
 
     def run() -> Tensor:

@@ -85,6 +85,7 @@ def speculators_eagle3(sizes: Sizes, dtype: torch.dtype, device: str, *, is_comp
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
         draft_vocab_size=sizes.vocabulary,
+        # Our heads read these layers of a target with 8 (`aux_layers`).
         eagle_aux_hidden_state_layer_ids=[2, 4, 5],
     )
     model = _initialised(Eagle3DraftModel(config), dtype, device)
@@ -95,6 +96,7 @@ def speculators_eagle3(sizes: Sizes, dtype: torch.dtype, device: str, *, is_comp
 def speculators_dflash(sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False) -> Run:
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 
+    # A block of DFlash counts the anchor's slot, which proposes nothing. One of DSpark proposes in every slot.
     config = DFlashSpeculatorConfig(**_block_options(sizes, sizes.steps + 1))
     model = _initialised(DFlashDraftModel(config), dtype, device)
     anchors = sizes.batch * sizes.anchors

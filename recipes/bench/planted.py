@@ -74,6 +74,7 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Mapping[str
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors |= change(tensors)
+    # Copies: safetensors refuses tensors with shared memory.
     save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
 
 
@@ -95,6 +96,7 @@ def put_value(tensor: Tensor, value: float) -> Tensor:
 
 
 def split_blocks(tensor_DN: Tensor) -> list[Tensor]:
+    # fc.weight is [D, 3 D], a block of columns for each aux layer.
     return [*tensor_DN.chunk(3, dim=1)]
 
 
@@ -107,11 +109,13 @@ def transpose_blocks(tensor_DN: Tensor) -> Tensor:
 
 
 def swap_halves(folder: Path) -> None:
+    # q, k and v read [embedding, hidden state] side by side: half a turn of the columns swaps the two.
     edit_tensors(folder, lambda t: {name: t[name].roll(t[name].shape[1] // 2, dims=1) for name in (QUERY, KEY, VALUE)})
 
 
 def halve_vocabulary(folder: Path) -> None:
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        # d2t holds differences: place i stands for the target's id i + d2t[i].
         ids = (tensors["d2t"] + torch.arange(len(tensors["d2t"])))[::2]
         kept = torch.zeros_like(tensors["t2d"])
         kept[ids] = True
@@ -127,6 +131,7 @@ def shift_region(folder: Path) -> None:
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
         taken = set(ids.tolist())
+        # From the top down: an id moved up leaves room for the one below.
         for i in range(len(ids) - 1, 300, -1):
             if ids[i].item() + 1 not in taken and ids[i] + 1 < len(tensors["t2d"]):
                 taken = (taken - {ids[i].item()}) | {ids[i].item() + 1}
@@ -326,12 +331,14 @@ class Examiner:
             provenance = {"target_fingerprint": fingerprint(TARGET), "forecast": self.stored.to_json()}
             (folder / PROVENANCE).write_text(json.dumps(provenance))
         else:
+            # Without redraft's section, config.json could be any trainer's.
             edit_config(folder, "redraft")
         if fault is not None:
             fault.plant(folder)
         pair = Pair.read(TARGET, folder)
         checked, _ = check_folder(pair, None, NUM_TOKENS)
         findings = list(checked.findings)
+        # As the doctor does: acceptance of a head with broken files would say nothing new.
         if not checked.problems:
             findings += self._judge(pair)
         expected = "" if fault is None else getattr(fault, kind)

@@ -59,6 +59,7 @@ class Shares:
         """The longest of computing, moving and launching."""
         moving = work.num_bytes / (device.bytes_per_s * self.bandwidth)
         reached = {"product": self.product, "attention": self.attention}.get(work.kind, 1.0)
+        # A view moves no byte and launches no kernel.
         return max(work.flops / (device.flops_per_s * reached), moving, LAUNCH_S if work.num_bytes else 0.0)
 
 

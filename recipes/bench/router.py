@@ -108,6 +108,8 @@ def running_router(
         for name, command in commands.items():
             log = folder / f"{name}.log"
             process = running.enter_context(process_group([sys.executable, *command], log=log))
+        # After the loop `process` and `log` are the router's. It answers 503 until it reaches a server, so
+        # this waits for both.
         wait_until_healthy(router, process, log, name="the router")
         yield direct, router
 
@@ -143,6 +145,7 @@ def overhead(direct: str, router: str, prompt: str, requests: int) -> dict[str, 
             body = {"model": "m", "prompt": prompt, "stream": kind == "stream"}
             taken_ms: dict[str, list[float]] = {"direct": [], "router": []}
             for number in Progress(range(-requests // 10, requests), desc=kind, unit="request"):
+                # The order alternates: neither side always runs in caches warmed by the other.
                 for side, url in (("direct", direct), ("router", router))[:: 1 if number % 2 else -1]:
                     took_ms = 1e3 * seconds(http, f"{url}/v1/completions", body)
                     if number >= 0:

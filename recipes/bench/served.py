@@ -62,6 +62,7 @@ def measure_served(case: ServedCase, folder: Path) -> dict[str, Any]:
     draft = make_draft(case.target, folder / "draft", case.seed)
     prompts = choose_prompts(case, target)
     protocol = Protocol(
+        # `forecast` passes the one of the target's folder.
         temperatures=(),
         num_speculative_tokens=(case.num_speculative_tokens,),
         max_tokens=case.max_tokens,
@@ -77,6 +78,7 @@ def measure_served(case: ServedCase, folder: Path) -> dict[str, Any]:
         (named,) = load_drafts([f"it={draft}"], target, Ngram(), method)
         assert named.forecast is not None
         with_filters = forecast(target, named.forecast, texts, protocol)
+        # A forecast without filters also expects other text: answers drawn from all tokens.
         plain = replace(protocol, filters=Sampling(temperature=protocol.filters.temperature))
         texts_of_plain = generate_answers(
             target.model,
@@ -154,6 +156,7 @@ def continue_answers(
             [whole],
             max_tokens=num_beyond,
             num_speculative_tokens=1,
+            # The engine's last block drafted past an end token, so the text has to go on after it.
             end_ids=(),
             sampling=protocol.filters,
             seed=protocol.seed,
@@ -176,6 +179,7 @@ def forecast(
 def compare(counts: Sequence[AcceptanceCounts], rows: Sequence[PromptRows], case: ServedCase) -> dict[str, Any]:
     """Forecast against engine, with the 95% interval of the error over prompts."""
     expected = [row.counts[case.num_speculative_tokens] for row in rows]
+    # Column 0 the forecast, column 1 the engine, on the same prompts: the gain is the forecast's error in tau.
     over_N2 = np.array([(e.num_accepted, c.num_accepted) for e, c in zip(expected, counts, strict=True)], float)
     under_N2 = np.array([(e.num_drafts, c.num_drafts) for e, c in zip(expected, counts, strict=True)], float)
     tau_forecast, tau_engine = (1 + over_N2.sum(0) / under_N2.sum(0)).tolist()

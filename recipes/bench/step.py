@@ -107,12 +107,14 @@ def count_step(plan: Plan, *, weightless: bool = True, shown_on: torch.device = 
         count.memory.hold(DRAFT_WEIGHTS, [*draft.parameters(), *draft.buffers()])
         signal = None if plan.features == "in-process" else source(batch)
         count.memory.hold(SIGNAL, _tensors(signal))
+        # The state appears in the first step of an optimizer. This moment is left out: a training has it once.
         _make_state(optimizer, trained, count, keep=plan.keeps_gradients)
         count.memory.restart()
         _run(plan, draft, source, batch, signal, optimizer, count)
         count.begin("")
         return Counted(
             operations=count.operations,
+            # Unary plus drops the holders of nothing.
             memory=+count.memory.peak,
             gradient_bytes=sum(p.numel() * p.element_size() for p in trained),
             signal_bytes=sum(x.numel() * x.element_size() for x in _tensors(signal)),
@@ -149,6 +151,7 @@ def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2
         with device:
             model = _make_target(plan)
             draft = _make_draft(plan, model)
+        # Made on the CPU and moved: the generator of the ids is the CPU's.
         batch = to_device(make_batch(plan), device)
         with device:
             source = _source(plan, model, draft, batch, has_weights=False)
@@ -194,6 +197,7 @@ def _run(
         steps = draft.draft_steps(batch, signal)
         count.begin(LOSS)
         loss = distill_loss(steps, batch, signal, plan.divergence, scale).loss
+    # The graph keeps the tensors it needs. The rest must not count towards the peak of the backward pass.
     del steps, signal
     count.begin(BACKWARD)
     torch.autograd.backward(loss)
@@ -226,6 +230,7 @@ def _make_state(optimizer: torch.optim.Optimizer, trained: list[Tensor], count: 
         return
     optimizer.zero_grad()
     for p in trained:
+        # Gradients come in the backward pass, one parameter after the other: each is booked as it arrives.
         p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             lambda p: count.memory.hold(GRADIENTS, [cast(Tensor, p.grad)])
         )
@@ -251,6 +256,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _making(weightless: bool) -> Any:
+    # Weights are made with device=meta: for `Count`, the sign to give them no memory.
     return torch.device("meta") if weightless else nullcontext()
 
 

@@ -69,6 +69,7 @@ class StreamingServer(asyncio.Protocol):
             self._transport.write(CHUNK + END)
             return
         self._transport.write(CHUNK)
+        # Counted from the beginning: a late event does not shift those after it.
         next_s = self._began_s + self._sent / EVENTS_PER_S
         self._next = asyncio.get_running_loop().call_at(next_s, self._send)
 
@@ -125,6 +126,7 @@ class StreamingClient(asyncio.Protocol):
         if b"data: " in data:
             (self.gaps.between_s if self._is_streaming else self.gaps.first_s).append(now_s - self._last_s)
             self._last_s, self._is_streaming = now_s, True
+        # The tail alone: the end of an answer may come in two reads.
         self._received = (self._received + data)[-len(END) :]
         if self._received == END:
             self._finish(is_whole=self._is_streaming)
@@ -144,6 +146,7 @@ async def load(url: str, num_streams: int, gaps: Gaps) -> None:
 
     A round is cut off after `ROUND_TIMEOUT_S`, and open streams count as failed.
     """
+    # 1 to 19 events first, then the rest of 20.
     clients = [_stream_twice(url, 1 + number % (EVENTS_PER_CLIENT - 1), gaps) for number in range(num_streams)]
     try:
         async with asyncio.timeout(ROUND_TIMEOUT_S):

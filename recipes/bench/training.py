@@ -103,6 +103,8 @@ def worth_measuring(cases: Sequence[Case], device: str) -> Sequence[Case]:
 
 def lines(case: Case, result: Measurement) -> Iterator[str]:
     """The table of one case: a line per side, with the ratios of ours to it."""
+    # `speed_ratio` of the floor is the floor's time over ours, so the inverse says how many times longer we
+    # take.
     ours = result.sides[OURS]
     yield f"{case.name}"
     yield (

@@ -31,6 +31,8 @@ def describe_dataclass(info: StructTypeInfo) -> StructConstructorSpec | None:
     for field in dataclasses.fields(info.type):
         if not field.init:
             continue
+        # tyro takes the hint for the type of the flag, so every change of the help text is an annotation of
+        # the hint.
         hint, default = hints[field.name], _find_default(field, info.default)
         if tyro.conf.UseAppendAction not in getattr(hint, "__metadata__", ()):  # tyro calls those repeatable
             if default in ((), "", {}):
@@ -49,6 +51,8 @@ def _find_default(field: dataclasses.Field[Any], owner: Any) -> Any:
         return field.default
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
+    # MISSING makes all fields below required, even those with defaults. MISSING_NONPROP makes only this one
+    # required.
     return tyro.MISSING if owner is tyro.MISSING else tyro.MISSING_NONPROP
 
 
@@ -58,6 +62,8 @@ def read_field_docs(config_type: type) -> dict[str, str]:
     docs: dict[str, str] = {}
     for parent in reversed(config_type.__mro__):
         if dataclasses.is_dataclass(parent):
+            # A field and the statement after it, e.g. `port: int = 8001` and `"""Port to listen on."""`.
+            # Python evaluates such a string and drops it, so it is read from the source.
             for field, doc in itertools.pairwise(_read_body(parent)):
                 if (
                     isinstance(field, ast.AnnAssign)

@@ -87,6 +87,7 @@ def parse(
 
     from redraft.recipes.cli.flags import registry
 
+    # tyro knows no presets: the flag is taken out, and becomes the default of the whole config.
     name, rest = _take_preset(args)
     if name is not None and name not in presets:
         raise ValueError(f"there is no preset {name!r}{_choices(name, presets)}")
@@ -124,6 +125,8 @@ def describe_error(error: BaseException) -> str | None:
         return "interrupted"
     if isinstance(error, ModuleNotFoundError):
         return f"{error}; `redraft doctor` says what to install"
+    # The system's errors have a `strerror`. Ours are raised with one sentence: ConnectionError,
+    # ChildProcessError and TimeoutError are OSErrors too, and fall through to the line below.
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     if isinstance(error, ValueError | OSError) or (httpx is not None and isinstance(error, httpx.HTTPError)):
@@ -163,6 +166,7 @@ def _run_command(name: str, args: Sequence[str]) -> None:
 
         with stand_ins():
             _parse_for(name, args)  # prints the help and raises SystemExit
+    # The heavy libraries are imported here, after --help has had the chance to end.
     recipe, cfg = _parse_for(name, args)
     recipe.main(cfg)
 

@@ -41,6 +41,8 @@ class StandIn(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """As a decorator, return the decorated function or class; otherwise, an empty class."""
+        # `@torch.no_grad()` takes both ways: the call without arguments gives an empty class, and this class,
+        # called with the function below it, gives the function.
         return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else make_stand_in(cls.__name__)
 
     def __getitem__(cls, key: Any) -> Any:
@@ -74,6 +76,7 @@ class StandInFinder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=True)  # a package, because it may have submodules
 
     def exec_module(self, module: ModuleType) -> None:
+        # A module's `__getattr__` (PEP 562) also answers `from torch import Tensor`.
         module.__dict__["__getattr__"] = make_stand_in
 
 
@@ -82,12 +85,14 @@ def stand_ins() -> Iterator[None]:
     """Replace the libraries in HEAVY that are not loaded yet. At the end, forget them and everything imported with
     them: a later import is a real one."""
     before, finder = set(sys.modules), StandInFinder()
+    # In front: the finder of the installed packages would be asked first.
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
         for name in set(sys.modules) - before:
+            # Our modules too: they hold stand-ins as base classes and decorators.
             if name.partition(".")[0] in {*HEAVY, "redraft"}:
                 _forget(name)
 

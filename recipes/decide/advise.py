@@ -104,6 +104,7 @@ def main(cfg: Config) -> None:
         day = choose_day(cfg.date)
         lookup = look_up(read_exchanges(cfg, report["target"], day), Ngram(), len(rates))
         measured = Kind(name=shorten_name(name), advice=advice, cost=costs.draft_cost(batch_size))
+        # A measured n-gram draft is left out: the replay has the acceptance of this kind on the workload.
         kinds = [*([] if name == LOOKUP else [measured]), ngram_kind(costs, lookup)]
         needed = find_head_alpha(costs, kinds, batch_size, len(rates), count_layers(cfg.target or report["target"]))
         print("", *format_kinds(kinds, lookup, needed, batch_size), *format_measurements(report), sep="\n")
@@ -184,6 +185,8 @@ def format_advice(
         yield "".join(f"{cell:>20}" if i == 0 else f"{cell:>9}" for i, cell in enumerate(cells))
     yield f"\n{advice.sentence}"
     config = {**report["drafts"][draft]["config"]}
+    # The method of the flag follows the acceptance. The times may come from drafts of the other method: told,
+    # not corrected.
     is_timed_sampled = config.pop("draft_sample_method", "greedy") == "probabilistic"
     if is_timed_sampled != acceptance.is_sampled:
         yield f"the step times are those of {'sampled' if is_timed_sampled else 'greedy'} drafts"
@@ -247,10 +250,13 @@ def find_head_alpha(costs: StepCosts, kinds: Sequence[Kind], batch_size: int, k:
 
     The head's step is assumed to take 1 / layers of a target step, and verification to cost the same as measured.
     """
+    # k = 0: a step of the target alone, 1 row for each request.
     plain_s = {b: by_k[0] for b, by_k in costs.target_s.items()}
     head = replace(costs, draft_s={b: seconds / layers for b, seconds in plain_s.items()})
+    # 1.0 is no draft: if no kind pays, the head has to beat this.
     best = max(1.0, *(speedup_at(kind.advice, batch_size) for kind in kinds))
     steps = [i / 100 for i in range(1, 101)]
+    # All positions accepted alike: alpha = 0.5 and k = 3 give 0.5, 0.25, 0.125.
     return next((a for a in steps if speedup_at(advise(cumulative([a] * k), head), batch_size) > best), None)
 
 

@@ -217,10 +217,13 @@ def measure_missing(
     """
     refused: dict[str, str] = {}
     with Progress(total=cfg.repeats * sum(map(len, cells.values())), desc="cells", unit="cell") as bar:
+        # The repeats are the outer loop: the passes of one variant lie far apart, so a slow hour of the
+        # machine hits every variant and not one.
         for repeat, (variant, some) in itertools.product(range(cfg.repeats), cells.items()):
             missing = [cell for cell in some if not results.has(cell, repeat)]
             bar.update(len(some) - len(missing))
             bar.set_postfix_str(name(variant))
+            # A refused variant is not started again in the next pass: a failed start takes minutes.
             if not missing or name(variant) in refused:
                 continue
             try:
@@ -271,6 +274,8 @@ def speculative_config(variant: Variant, configs: Mapping[str, Mapping[str, Any]
         config["quantization"] = variant.quantization
     if variant.is_ideal:
         config |= {
+            # The mean length counts the bonus token: k + 1 is the largest vLLM takes, and accepts every draft
+            # token.
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_length": variant.num_speculative_tokens + 1,
         }

@@ -95,8 +95,12 @@ class Draft:
 
     def training_flops(self, tokens: int, rows: int) -> float:
         """FLOPs of forward and backward over one text."""
+        # 6 = 2 forward and 4 backward, per weight and token.
         weights = 6 * (self.once + self.num_steps * self.layer) * tokens
+        # Scores and output take 2 T^2 width each, forward. Causality halves the sum, the backward pass triples
+        # it: 6.
         attention = 6 * self.num_steps * self.layers * self.width * tokens**2
+        # A frozen head has no gradient of weights: 2 forward, 2 for the gradient of the hidden states.
         return weights + attention + (6 if self.is_head_trained else 4) * self.num_steps * self.head * rows
 
 
@@ -122,6 +126,7 @@ def main(cfg: Config) -> None:
 @cache
 def drafts() -> tuple[Draft, ...]:
     """The families that learn from live traffic, with Llama-3.1-8B as the target."""
+    # Shapes without memory. The ids of the draft vocabulary are checked, so they need values.
     with torch.device("meta"):
         weight_VD = torch.empty(LLAMA_8B.vocab_size, LLAMA_8B.hidden_size)
         target = Target(config=LLAMA_8B, embed_VD=weight_VD, head_VD=weight_VD)
@@ -133,6 +138,7 @@ def drafts() -> tuple[Draft, ...]:
     return (
         Draft(
             name="standalone, Llama-3.2-1B",
+            # Tied: embeddings and head are one matrix, counted as `head`.
             layer=_weights(standalone) - LLAMA_1B.vocab_size * LLAMA_1B.hidden_size,
             head=LLAMA_1B.vocab_size * LLAMA_1B.hidden_size,
             is_head_trained=True,
@@ -169,6 +175,7 @@ def _weights(module: torch.nn.Module) -> int:
 def costs(draft: Draft, traffic: Traffic) -> Costs:
     records = _records(draft.hidden, traffic)
     training = Training()
+    # By default a step has 4 new texts and 28 replayed ones, so each record is trained 8 times on average.
     passes = (training.fresh_per_step + training.replay_per_step) / training.fresh_per_step
     branches = 0 if draft.hidden else training.branches_per_record
     texts = select_texts(records, branches_per_record=branches, rng=np.random.default_rng(0))
@@ -189,6 +196,7 @@ def _records(hidden: tuple[int, int] | None, traffic: Traffic) -> list[Record]:
 
 def with_states(record: Record, hidden: tuple[int, int], seed: int) -> Record:
     """The record with hidden states for every token read by the target, drawn from a normal distribution."""
+    # The target never reads the last output token, so no state belongs to it.
     tokens = len(record.context_ids) + len(record.output_ids) - 1
     states_HLD = torch.randn(tokens, *hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
     return msgspec.structs.replace(
@@ -271,12 +279,14 @@ def fill_tables(page: str) -> str:
 
 def _two(number: float) -> str:
     """Two significant digits: 0.0042, 0.42, 4.2, 42, 420."""
+    # First to two digits, then to text: 9.96 becomes 10, not 10.0.
     rounded = float(f"{number:.2g}")
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.10f}".rstrip("0").rstrip(".")
 
 
 def _bytes(number: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
+        # From 995 on, two digits would round to 1,000: the next unit.
         if number < 995:
             return f"{_two(number)} {unit}"
         number /= 1000

@@ -135,9 +135,11 @@ class Config:
 def main(cfg: Config) -> None:
     started = time.perf_counter()
     target = cfg.target or str(make_target(cfg.parts))
+    # Before the trainings: too few prompts must not be found out an hour later.
     first, rest = load_prompts(cfg, target)
 
     # 1. make the drafts
+    # The trainings run here, one after the other: `make_drafts` is a generator.
     candidates = [*make_drafts(cfg, target), *finished_drafts(cfg)]
 
     # 2. measure each with one number of tokens, and predict the speed with every other
@@ -176,6 +178,7 @@ def main(cfg: Config) -> None:
 def make_drafts(cfg: Config, target: str) -> Iterator[Candidate]:
     """The drafts without training, and those to train; a finished one is kept."""
     yield Candidate(NGRAM, "n-grams", draft_config(NGRAM), LOOKUP_TOKENS[NGRAM])
+    # A folder with a config.json is whole: `redraft retrieval` publishes with one rename.
     counted = cfg.output / RETRIEVAL
     command = ["train/retrieval.py", "--target", target, "--source", cfg.answers, "--output", str(counted)]
     run_once(counted, counted / "config.json", command, cfg)
@@ -183,6 +186,7 @@ def make_drafts(cfg: Config, target: str) -> Iterator[Candidate]:
     for number, name in enumerate(cfg.train, 1):
         print(f"\n{number} of {len(cfg.train)}: {name}", flush=True)
         folder = cfg.output / name
+        # The report is written last, so it stands for a finished training.
         run_once(folder, folder / "report.json", training_command(cfg, target, name), cfg)
         trained = json.loads((folder / "report.json").read_text())["train"]
         draft = (folder / "draft").absolute()
@@ -220,7 +224,10 @@ def training_command(cfg: Config, target: str, name: str) -> list[str]:
         *("--data.source", cfg.answers, "--data.held-out", "0.02", "--data.num-prompts", "8"),
         *("--divergence.name", "lk_hybrid", "--optim.lr", "1e-3", "--optim.max-grad-norm", "0.5"),
         *("--loop.minutes", str(cfg.minutes), "--loop.batch-size", "4", "--loop.sequence-length", "512"),
+        # No evaluation, checkpoint or engine in between: the minutes are for steps, and the rounds measure
+        # later.
         *("--loop.eval-every", "0", "--loop.save-every", "0", "--prove.no-engine", "--prove.max-tokens", "32"),
+        # The target answers the held-out prompts once, for all trainings.
         *("--prove.num-speculative-tokens", tokens, "--prove.reference", str(cfg.output / "target"), *cfg.flags),
     ]
 
@@ -234,6 +241,7 @@ def spread(count: int, target: str) -> list[int]:
     layers = int(load_text_config(target).num_hidden_layers)
     if not 1 <= count < layers:
         raise ValueError(f"--train layers-{count}: {target} has {layers} layers, so give 1 to {layers - 1}")
+    # E.g. 4 of 30 layers: 0, 10, 19, 29. A single one is the first.
     return [round(i * (layers - 1) / max(1, count - 1)) for i in range(count)]
 
 
@@ -258,6 +266,7 @@ def run_once(folder: Path, result: Path, command: list[str], cfg: Config) -> Non
         shutil.rmtree(folder, ignore_errors=True)
         if subprocess.run([sys.executable, str(RECIPES / command[0]), *command[1:]]).returncode:
             raise ValueError(f"{folder.name} failed, see above")
+        # Only after a success. Without this file the flags of a result are unknown, and it is refused below.
         write_whole(kept, json.dumps(command))
     elif not kept.is_file() or json.loads(kept.read_text()) != command:
         raise ValueError(f"{folder} was made with other flags: give --overwrite, or another --output")
@@ -287,9 +296,11 @@ def load_prompts(cfg: Config, target: str) -> tuple[list[Prompt], list[Prompt]]:
     tokenizer, day = load_tokenizer(target), choose_day(None)
 
     def render(some: Sequence[Conversation], rounds: int) -> list[Prompt]:
+        # Enough for every round to have new prompts, at both loads.
         number = rounds * max(cfg.prompts_one, cfg.prompts_many)
         return held_out_prompts(some, tokenizer, num_prompts=number, max_length=MAX_PROMPT_TOKENS, day=day)
 
+    # Disjoint from the prompts of the first rounds: choosing on the prompts that confirm would favour luck.
     rest = [c for number, c in enumerate(conversations) if number % FIRST_PROBLEMS]
     return render(conversations[::FIRST_PROBLEMS], cfg.rounds), render(rest, cfg.confirm_rounds)
 
@@ -301,6 +312,7 @@ def measure_all(
 
     The target alone is also measured with as many requests as there are rows when eight requests verify.
     """
+    # One server of each group is the target alone.
     size = cfg.num_together - 1
     groups = [candidates[i : i + size] for i in range(0, len(candidates), size)]
     results: dict[str, Results] = {}
@@ -308,10 +320,13 @@ def measure_all(
         for group in groups:
             drafts = {c.name: c.speculative_config for c in group}
             with start_servers(target, {PLAIN: None, **drafts}, cfg.output / "logs", **server_options(cfg)) as servers:
+                # 1 request with 3 draft tokens verifies 4 rows, and 8 such requests 32. So the target is timed
+                # with 4 and with 32 requests of 1 row.
                 rows = {4: 4, ROWS_PROMPTS: ROWS_PROMPTS}
                 wide = run_rounds({PLAIN: servers[PLAIN]}, prompts, Plan(rounds=2, prompts=rows, max_tokens=32))
                 measured = {**run_rounds(servers, prompts, cfg.plan(cfg.rounds)), **wide}
             for name in drafts:
+                # With the target's rounds of this group: a speed is a ratio within a round.
                 results[name] = measured
             bar.update(len(group))
     return results
@@ -325,6 +340,7 @@ def confirm(cfg: Config, target: str, best: Sequence[Choice], prompts: Sequence[
 
 
 def server_options(cfg: Config) -> dict[str, Any]:
+    # The servers of a group share one GPU, and each would take nearly all of the memory.
     share = () if engine_is_cpu() else (f"--gpu-memory-utilization={0.9 / cfg.num_together:.2f}",)
     return {
         "max_model_len": MAX_PROMPT_TOKENS + cfg.max_tokens + max(LOOKUP_TOKENS.values()) + cfg.num_speculative_tokens,

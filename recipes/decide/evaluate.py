@@ -143,12 +143,14 @@ def main(cfg: Config) -> None:
     if cfg.engine:
         require_served(sampling, way_out=", or forecast with --no-engine")
     target = load(cfg.target, cfg.target_dtype)
+    # Measurements in another dtype are kept apart. An empty name adds no folder.
     kept = cfg.output / "kept" / (cfg.target_dtype or "")
     baseline = read_baseline(cfg.baseline, target.fingerprint, SCHEMA_VERSION) if cfg.baseline else None
     drafts = load_drafts(cfg.draft, target, cfg.ngram, cfg.draft_sample_method)
     for draft in drafts if cfg.engine else ():
         require_runner(draft.speculative, way_out=", or forecast with --no-engine")
     if baseline:
+        # Refuse an unfit baseline before hours of measuring, not at the report.
         match_drafts([vars(draft) for draft in drafts], settings(cfg, sampling), baseline)
     costs = read_costs(cfg.costs, drafts) if cfg.costs else {}
     if not cfg.engine and (unmeasured := [draft.name for draft in drafts if draft.forecast is None]):
@@ -169,6 +171,7 @@ def main(cfg: Config) -> None:
 
     # 3. forecast all drafts with one pass of the target per batch
     forecastable = {draft.name: draft.forecast for draft in drafts if draft.forecast}
+    # The union of all drafts' layers: one pass of the target serves all, and each draft picks from it.
     layers = sorted({layer for draft in forecastable.values() for layer in draft.aux_layer_ids})
     signal = InProcessTarget(target.model, layers)
     rows = forecast_drafts(target.model, target.fingerprint, signal, forecastable, prompts, protocol, kept)
@@ -206,6 +209,7 @@ def main(cfg: Config) -> None:
             print(f"model card: {write_card(draft.folder, report, draft.name)}")
     if cfg.wandb:
         upload(cfg.wandb, report, page)
+    # Last: report, cards and upload are there when a pipeline stops at the status.
     if baseline and report["baseline"]["num_fell"]:
         raise SystemExit(1)
 
@@ -293,6 +297,7 @@ def settings(cfg: Config, sampling: Sampling) -> dict[str, Any]:
     filters = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
     left_out = {"penalties_left_out": penalties} if (penalties := list_penalties(cfg.target)) else {}
     dtype = {"target_dtype": cfg.target_dtype} if cfg.target_dtype else {}
+    # A baseline must agree in the filters, `max_tokens`, `draft_sample_method` and `ngram` (`match_drafts`).
     return {name: getattr(cfg, name) for name in shown} | dtype | filters | left_out | {"ngram": asdict(cfg.ngram)}
 
 
@@ -345,6 +350,7 @@ def read_costs(path: Path, drafts: Sequence[NamedDraft]) -> dict[str, StepCosts]
     found = {}
     for draft in drafts:
         for title, source, costs in measured:
+            # A draft has a name here and a source: either may be how the benchmark knows it.
             if costs and {draft.name, draft.source} & {title, source}:
                 found[draft.name] = StepCosts.from_json(costs)
     if not found:

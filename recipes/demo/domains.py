@@ -117,6 +117,7 @@ def main(cfg: Config) -> None:
     # 4. the same traffic, first to the specialists, then to the shared drafts
     with running_servers(cfg, folder) as servers, running_router(cfg, folder, servers) as router:
         report |= asyncio.run(measure_drafts(cfg, folder, servers, router, prompts))
+    # After the servers have stopped: on two cores they would slow the router down.
     with tempfile.TemporaryDirectory() as scratch:
         report["domains"]["router_overhead_ms_p50"] = measure_router_overhead_ms(Path(scratch))
 
@@ -142,9 +143,11 @@ def make_drafts(
         distil(draft, target, tokenizer, conversations, day=day, name=name, steps=steps, lr=cfg.distil_lr)
         return draft
 
+    # Trained once, published in both registries: both servers get the same shared drafts.
     shared = [train_draft(f"{A} and {B}", mixed, times * cfg.distil_steps) for times in (1, 2)]
     for name, part in parts.items():
         registry = Registry(folder / "drafts" / name)
+        # The registry counts versions from 1, so this order makes SPECIALIST, SHARED and SHARED_LONGER.
         for draft in (train_draft(name, part, cfg.distil_steps), *shared):
             registry.publish(
                 partial(draft.export, tokenizer=tokenizer, dtype=torch.bfloat16),
@@ -207,6 +210,7 @@ async def measure_drafts(
 ) -> dict[str, Any]:
     """The router's accuracy, and tau of the specialists and of the shared drafts."""
     routed = await find_pools(router, prompts, cfg.clients)
+    # `held_out_prompts` takes the domains in turn, so the first ones are half code, half prose.
     traffic = prompts[: cfg.num_test_prompts]
     token = read_token(folder / "token")
     found = {}
@@ -236,6 +240,7 @@ async def measure_taus(cfg: Config, router: str, prompts: Sequence[Prompt], titl
     counts = {name: AcceptanceCounts.zero(cfg.num_speculative_tokens) for name in (A, B)}
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.counts is not None, "the server has a draft"
+        # The servers count every request by itself, so the router in between takes nothing from the counts.
         counts[prompt.domain] += output.counts
     a, b = counts[A].tau, counts[B].tau
     return {"a": a, "b": b, "mean": (a + b) / 2}

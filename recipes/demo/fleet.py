@@ -63,6 +63,7 @@ def begin_report(cfg: Any, day: datetime.date) -> dict[str, Any]:
     Raises:
         FileExistsError: as `clear`.
     """
+    # Through JSON: paths become strings and tuples lists, as a reader of the report sees them.
     settings = json.loads(json.dumps(asdict(cfg), default=str))
     clear(cfg.output, overwrite=cfg.overwrite)
     write_whole(cfg.output / SETTINGS, json.dumps(settings, indent=2) + "\n")
@@ -144,6 +145,7 @@ def start_server(
         *("--", "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "m", "--dtype", "float32"),
         *("--enforce-eager", "--max-model-len", str(max_model_len), "--max-num-seqs", "16"),
         *("--kv-cache-memory-bytes", str(128 << 20), "--no-enable-prefix-caching"),
+        # Of two contrary flags the last counts, so `arguments` may turn the prefix cache on.
         *(ONE_SPEED, "--per-request-spec-decode-metrics", "detailed", *arguments),
     ]
     # By default vLLM would bind both servers to the first core.
@@ -189,6 +191,7 @@ class Traffic:
 
         async def client(number: int, http: httpx.AsyncClient) -> None:
             while not is_over.is_set():
+                # One cycle for all clients: no question comes twice until all have come once.
                 prompt = next(self._prompts[self.domain])
                 try:
                     self.answers.append(
@@ -211,6 +214,7 @@ class Traffic:
         longest_s = 0.0
         for answer in self.answers:
             if answer.server == server:
+                # From the first chunk on: the wait for it is queue and prefill, not a gap in a stream.
                 for earlier, later in itertools.pairwise(answer.times_s[1:]):
                     if begin_s < later <= end_s:
                         longest_s = max(longest_s, later - earlier)
@@ -241,6 +245,7 @@ async def stream(http: httpx.AsyncClient, url: str, prompt: Prompt, max_tokens: 
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line.removeprefix("data: "))
+            # The status was 200 long ago: a later failure can only be told in the stream.
             if "error" in event:
                 raise ValueError(str(event["error"]))
             times_s.append(time.monotonic())
@@ -255,12 +260,14 @@ async def measure_tokens_per_s(
     urls: Sequence[str], prompts: Sequence[Prompt], *, clients: int, max_tokens: int, captured: float
 ) -> float:
     """Output tokens per second of all servers together, with the share `captured` of the requests captured."""
+    # One iterator for all clients: nobody idles while prompts are left.
     waiting = iter(enumerate(prompts))
     num_tokens = 0
 
     async def client(number: int, http: httpx.AsyncClient) -> None:
         nonlocal num_tokens
         for index, prompt in waiting:
+            # Spread evenly, not drawn: a share of 0.1 captures requests 9, 19, 29, ...
             is_captured = int((index + 1) * captured) > int(index * captured)
             answer = await stream(http, urls[number % len(urls)], prompt, max_tokens, captured=is_captured)
             num_tokens += len(answer.token_ids)
@@ -278,6 +285,7 @@ async def measure_rates(
     rates: dict[float, list[float]] = {0.0: [], 0.1: [], 1.0: []}
     for number in Progress(range(rounds), desc="cost of capture", unit="round"):
         order = list(rates)
+        # Round 0: 0, 0.1, 1. Round 1: 0.1, 1, 0. So no share always comes first.
         for share in order[number % 3 :] + order[: number % 3]:
             rates[share].append(
                 await measure_tokens_per_s(urls, prompts, clients=clients, max_tokens=max_tokens, captured=share)

@@ -109,6 +109,7 @@ def main(cfg: Config) -> None:
         write_whole(conversations, "".join(json.dumps(row) + "\n" for row in load_conversations("stdlib")[::4]))
 
     # 2. every head, and EAGLE-3 with every other divergence
+    # The run of the family `eagle3` stands for the first divergence too.
     others = [name for name in cfg.divergences if name != DIVERGENCES[0]] if "eagle3" in cfg.heads else []
     runs: list[tuple[str, HeadName, tuple[str, ...]]] = [(name, name, ()) for name in cfg.heads]
     # only the families are timed, and only by the families is the speed told
@@ -119,6 +120,7 @@ def main(cfg: Config) -> None:
         for seed, folder in enumerate(reseeded, 1)
     ]
     if cfg.overwrite:
+        # The shared answers of the target and the date belong to the earlier runs.
         shutil.rmtree(cfg.output / "target", ignore_errors=True)
         (cfg.output / "date").unlink(missing_ok=True)
     day = keep_day(cfg.output / "date")
@@ -185,6 +187,7 @@ def compare_with_best(entries: Mapping[str, Mapping[str, Any]], seed_taus: Seque
     """
     best = max(entries, key=lambda name: entries[name]["tau_engine"])
     spread = float(np.std(seed_taus, ddof=1)) if len(seed_taus) > 1 else math.inf
+    # Both runs vary by a seed, so the difference has sqrt(2) times the spread of one.
     seeds = Estimate(0.0, math.sqrt(2) * spread, max(1.0, len(seed_taus) - 1.0))
     compared = {}
     for name, entry in entries.items():
@@ -192,6 +195,7 @@ def compare_with_best(entries: Mapping[str, Mapping[str, Any]], seed_taus: Seque
             np.column_stack([entry[key], entries[best][key]]).astype(float)
             for key in ("accepted_by_prompt", "drafts_by_prompt")
         )
+        # Less an estimate of 0: the gain stays, the two errors add up in squares.
         low, high = subtract_independent(estimate_gain(accepted_N2, drafts_N2), seeds).interval()
         is_told = math.isfinite(low)
         compared[name] = {

@@ -144,6 +144,7 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
         await asyncio.gather(*(server.ready() for server in servers))
         urls = [server.url for server in servers]
         traffic = Traffic(urls, stage.traffic, clients=cfg.clients, max_tokens=cfg.max_tokens, pause_s=cfg.pause_s)
+        # Before any swap: at the end, the target's weights must be the same, bit for bit.
         checksums = [await read_target_checksum(stage, server) for server in servers]
 
         # 1. before: the draft was trained on A only
@@ -158,6 +159,7 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
             records_at_shift = count_trained_records(cfg_learner)
 
             def is_learned() -> bool:
+                # `records` of a version counts those of A too.
                 served = read_provenance(stage.registry, stage.registry.current() or "")
                 return int(served.get("records", 0)) - records_at_shift >= cfg.records_b
 
@@ -171,6 +173,7 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
         # 4. after: the served version, every version before it, and the ceiling
         after = await measure_domains(cfg, stage, servers)
         report["tau"] |= {"b_adapted": read_tau(after[B]), "a_after": read_tau(after[A])}
+        # The learner has ended, and with it the lock on the buffer.
         report["gap"] = await asyncio.to_thread(replay, cfg, stage)
         report["versions"] = await measure_versions(cfg, stage, servers, records_at_shift)
         report["tau"]["b_offline"] = next(v["tau"] for v in report["versions"] if v["origin"] == CEILING)
@@ -212,6 +215,7 @@ def describe_settings(forced: Mapping[str, tuple[Any, str]]) -> list[dict[str, A
     for name, (value, reason) in forced.items():
         table, key = name.split(".")
         rows.append({"setting": name, "default": defaults[table][key], "value": value, "reason": reason})
+    # The faster precision may be the default.
     return [row for row in rows if row["value"] != row["default"]]
 
 
@@ -246,6 +250,8 @@ class Stage:
 
         write_token(folder / "token")
         (folder / "spool").mkdir(mode=0o700)
+        # Without servers: they start from the registry, which these settings name. `configure` adds the
+        # addresses.
         config = cls._learner_config(cfg, folder, servers=[])
         registry = Registry(config.registry)
         provide_first_version(config, registry, fingerprint(cfg.target))
@@ -316,13 +322,16 @@ async def learner(stage: Stage, servers: Sequence[Server]) -> Any:
     stage.configure(servers)
     command = [sys.executable, "-m", "redraft.recipes.serve.learner", "--config", str(stage.folder / "learner.toml")]
     log = stage.folder / "logs" / "learner.log"
+    # One thread: the servers leave about one of two cores.
     with process_group(command, log=log, env={"OMP_NUM_THREADS": "1"}) as process:
+        # The socket is there once the learner answers; before, `control.ask` would find nobody.
         while not (stage.folder / "learner" / control.SOCKET).exists():
             if process.poll() is not None:
                 raise ChildProcessError(f"the learner did not start: see {log}")
             await asyncio.sleep(0.2)
         yield stage.config
         if process.poll() is not None:
+            # A dead learner must not pass for one with nothing to do.
             raise ChildProcessError(f"the learner ended early: see {log}")
 
 
@@ -365,6 +374,7 @@ async def measure_server(cfg: Config, server: Server, prompts: Sequence[Prompt])
         server.measured(cfg.num_speculative_tokens),
         prompts,
         max_tokens=cfg.max_tokens,
+        # Both servers are measured at once, with half of the clients each.
         concurrency=cfg.clients // 2,
     )
 
@@ -409,6 +419,7 @@ def add_noise(draft: Path, folder: Path, noise: float) -> None:
         if weight.ndim == 2:
             weight.data += noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
     model.export(folder, like=draft)
+    # A server refuses a draft with another configuration than it was started with.
     shutil.copy(draft / "config.json", folder)
 
 
@@ -426,6 +437,7 @@ async def measure_versions(
     promoted = registry.promoted()
     rows = []
     async with connected({server.url: stage.token for server in servers}) as fleet:
+        # Two versions at a time, one on each server. Of an odd number, the last leaves the second server idle.
         for first in range(0, len(promoted) + 1, 2):
             pair = [*promoted, offline][first : first + 2]
             await asyncio.gather(*(server.swap(version) for server, version in zip(fleet, pair, strict=False)))
@@ -484,6 +496,8 @@ def are_all_greedy(stage: Stage, answers: Sequence[Answer], runs: Sequence[Measu
         outputs = zip(run.prompts, run.outputs, strict=True)
         texts += [(prompt.token_ids, output.token_ids) for prompt, output in outputs]
     for prompt, output in Progress(texts, desc="lossless", unit="answer"):
+        # Row t predicts token t + 1: the output is predicted from the last token of the prompt to the last but
+        # one.
         logits_TV = stage.target(input_ids=torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
         chosen_T = logits_TV.gather(1, torch.tensor(output)[:, None])[:, 0]
         if float((logits_TV.amax(-1) - chosen_T).max()) > TIE_LOGIT_GAP:

@@ -82,12 +82,15 @@ class Replayer:
                 ):
                     self.candidate.begin(self.first)
                     for step, records in enumerate(batches):
+                        # The form of the learner's seeds (`Trainer.step`). No run has a million steps, so two
+                        # seeds never meet.
                         self.candidate.step(records, seed * 1_000_003 + step)
                         bar.update()
                     folder = Path(scratch) / f"{name}-{seed}"
                     folder.mkdir()
                     self.candidate.write(folder)
                     runs[name].append(self._judge(folder / DRAFT))
+                    # The engine measures the ceiling of the first seed only.
                     if name == "ceiling" and not ceiling.exists():
                         (folder / DRAFT).rename(ceiling)
         share = estimate_share(before_N2, np.stack(runs["learned"]), np.stack(runs["ceiling"]))

@@ -23,9 +23,11 @@ def summarise_traffic(traffic: Traffic, journal: Sequence[Entry]) -> dict[str, A
     monotonic = time.monotonic() - time.time()
     around, before = [], []
     for swap in swaps:
+        # The journal notes a swap when it has ended.
         begin_s = swap.time_s + monotonic - (swap.duration_ms or 0) / 1e3 - 0.5
         end_s = swap.time_s + monotonic + 1.5
         around.append(traffic.longest_gap_ms(swap.server, begin_s, end_s))
+        # As long a time, right before: (begin - (end - begin), begin].
         before.append(traffic.longest_gap_ms(swap.server, 2 * begin_s - end_s, begin_s))
     first_s = next((e.time_s for e in journal if isinstance(e, GateEntry) and e.gain is not None), None)
     answered_s = [answer.times_s[-1] - monotonic for answer in traffic.answers]
@@ -101,6 +103,7 @@ def estimate_share(before_N2: Array, learned_SN2: Array, ceiling_SN2: Array) -> 
     if not (ceiling_S > _tau(before_N2)).all():
         return report
     num_seeds, num_prompts = len(learned_SN2), len(before_N2)
+    # The jackknife over prompts: the mean share without each of them. Axis -2 is N in [N, 2] and in [S, N, 2].
     left_out_N = np.array(
         [
             _share_by_seed(*(np.delete(counts, n, axis=-2) for counts in (before_N2, learned_SN2, ceiling_SN2)))[
@@ -110,6 +113,7 @@ def estimate_share(before_N2: Array, learned_SN2: Array, ceiling_SN2: Array) -> 
         ]
     )
     prompt_error = np.sqrt((num_prompts - 1) / num_prompts * np.square(left_out_N - share_S.mean()).sum())
+    # One seed shows no spread: infinite, and then no interval is told.
     seed_error = share_S.std(ddof=1) / np.sqrt(num_seeds) if num_seeds > 1 else np.inf
     # Seeds and prompts vary independently, so their errors add up as those of a difference do.
     share = subtract_independent(

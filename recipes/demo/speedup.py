@@ -118,6 +118,7 @@ def main(cfg: Config) -> None:
     target = cfg.target or str(make_target(cfg.parts))
     run = HeadRun(training_config(cfg, target), "eagle3", cfg.head_tokens)
     pilot, prompts = load_prompts(cfg, run)
+    # Forecast and engine answer HumanEval's prompts, not those held out of the answers.
     run.data = replace(run.data, prompts=prompts)
 
     # 2. The drafts: answers counted; a head with its forecast, training and export.
@@ -146,6 +147,7 @@ def main(cfg: Config) -> None:
         trial = run_rounds(servers, pilot, cfg.plan(cfg.pilot_rounds, cfg.max_tokens // 2))
         served = choose(trial)
         print(f"the pilot chooses {TITLES[served]}")
+        # In this order, each once: the draft to serve is often one of the lookups, or none.
         names = dict.fromkeys((PLAIN, NGRAM, RETRIEVAL, served))
         results = run_rounds({name: servers[name] for name in names}, prompts, cfg.plan(cfg.rounds, cfg.max_tokens))
 
@@ -171,6 +173,7 @@ def training_config(cfg: Config, target: str) -> eagle3_llama8b.Config:
     return eagle3_llama8b.Config(
         target=target,
         target_dtype=dtype,
+        # 1: `main` replaces the held-out prompts, and the run refuses to have none.
         data=Data(source=cfg.answers, held_out=0.02, num_prompts=1),
         head=eagle3.Config(num_steps=cfg.head_tokens),
         draft_vocab_size=cfg.draft_vocab_size,
@@ -251,6 +254,7 @@ def training_sections(
 ) -> dict[str, Any]:
     """The sections of a head's report, with its pilot rounds as `engine`."""
     after = run.forecasts[draft]
+    # Of the pilot, in which every draft took part. The head may be missing from the last rounds.
     alone = {name: merge(trial[name, MANY]) for name in (PLAIN, HEAD)}
     lossless = compare_lossless(alone[HEAD], alone[PLAIN], make_logits(run.cfg.target))
     rates = {name: [one.tokens_per_s for one in results.get((name, ONE), ())] for name in (HEAD, PLAIN)}
@@ -296,6 +300,8 @@ def served_section(
     """
     ours, plain = (merge(results[name, ONE]) for name in (served, PLAIN))
     logits = make_logits(target)
+    # The target against itself, in batches of eight and of one: the widest gap is the rounding of this dtype
+    # here.
     rounding = compare_lossless(merge(results[PLAIN, MANY]), plain, logits)
     lossless = compare_lossless(ours, plain, logits, known_rounding=rounding.widest_gap)
     differences = [asdict(difference) for difference in lossless.differences]

@@ -84,6 +84,7 @@ def main(cfg: Config) -> None:
     repeated = learn_to_leave_loops(model, tokenizer, train, cfg) if cfg.loop_steps else []
 
     # 4. save, with all settings needed to reproduce it
+    # Rounded here. The held-out loss below is computed in float32, of the rounded weights.
     model.to(torch.bfloat16).save_pretrained(cfg.output)
     tokenizer.save_pretrained(cfg.output)
     report = {
@@ -150,6 +151,7 @@ def learn_to_leave_loops(
         )
         with torch.no_grad():
             ids_BT = model.generate(**prompts, max_new_tokens=128, do_sample=False)
+        # Prompts are padded on the left, so every answer begins in the same column.
         answer_BT = torch.arange(ids_BT.shape[1]) >= prompts["input_ids"].shape[1]
         answer_BT = answer_BT & (ids_BT != tokenizer.pad_token_id)
         repeated_BT = repeats_itself(ids_BT, answer_BT)
@@ -162,11 +164,15 @@ def learn_to_leave_loops(
             return_tensors="pt",
         )
         labels_BT = text_BT["input_ids"].masked_fill(text_BT["attention_mask"] == 0, -100)
+        # The prompt's mask, then ones for up to 128 new tokens, cut to the length generated.
         real_BT = torch.nn.functional.pad(prompts["attention_mask"], (0, 128), value=1)[:, : ids_BT.shape[1]]
         with torch.autocast("cpu", torch.bfloat16):
             text_loss = model(**text_BT, labels=labels_BT).loss
             logits_BTV = model(input_ids=ids_BT, attention_mask=real_BT).logits[:, :-1]
+        # Row t predicts token t + 1: p[b, t] is the probability of ids[b, t + 1], so the mask is shifted by
+        # one too.
         p_BT = logits_BTV.float().softmax(-1).gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
+        # The bound keeps log(1 - p) finite at p = 1, to which a loop drives it.
         unlikelihood_BT = -torch.log1p(-p_BT.clamp(max=1 - 1e-5)) * repeated_BT[:, 1:]
         (text_loss + unlikelihood_BT.sum() / answer_BT.sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -185,6 +191,8 @@ def repeats_itself(ids_BT: Tensor, answer_BT: Tensor, n: int = 4) -> Tensor:
         seen: set[tuple[int, ...]] = set()
         positions = answer_T.nonzero().squeeze(1).tolist()
         for end in positions[n - 1 :]:
+            # Within the answer: padding lies before the prompt and after the end, so the positions are
+            # consecutive.
             gram = tuple(ids_T[end - n + 1 : end + 1])
             repeated_BT[b, end] = gram in seen
             seen.add(gram)
@@ -247,6 +255,7 @@ class TokenStream:
 
     def batch(self, step: int) -> Tensor:
         number, index = divmod(step, self.batches_per_pass)
+        # The order depends on seed and pass alone, so a step always has the same batch.
         if number != self.current_pass:
             order = list(range(len(self.documents)))
             random.Random(self.cfg.seed + number).shuffle(order)
@@ -269,6 +278,7 @@ def held_out_loss(
     for conversation in conversations[:200]:
         text = tokenizer.apply_chat_template(conversation["messages"], tokenize=False)
         ids_BT = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"][:1024]])
+        # transformers shifts the labels: the loss is the mean over T - 1 predictions.
         total += model(input_ids=ids_BT, labels=ids_BT).loss.item() * (ids_BT.shape[1] - 1)
         count += ids_BT.shape[1] - 1
     return total / count

@@ -60,6 +60,7 @@ def make_record(number: int, traffic: Traffic) -> Record:
         drafts = _ids(rng, traffic, traffic.num_speculative_tokens)
         sampled = [*drafts[:num_accepted].tolist(), int(_ids(rng, traffic, 1)[0])]
         log.append(start, sampled, _verified(rng, traffic, start, drafts, num_accepted))
+    # An id of no server, and the fingerprint of no target: the buffers of the benchmarks expect it.
     record = log.cut_segment("0123456789abcdef", "0" * 64)
     assert record is not None
     return record
@@ -100,5 +101,6 @@ def _num_accepted(rng: np.random.Generator, traffic: Traffic) -> int:
 
 
 def _ids(rng: np.random.Generator, traffic: Traffic, count: int) -> np.ndarray:
+    # V^u for a uniform u has the density 1 / id, which is Zipf's law.
     ids: np.ndarray = (traffic.vocab_size ** rng.random(count)).astype(np.int32) - 1
     return ids

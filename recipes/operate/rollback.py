@@ -50,7 +50,10 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
     except control.NoLearnerError:
         pass
     registry = Registry(cfg.registry)
+    # A learner or a swap started meanwhile is refused: two of them would push different versions.
     with registry.owned():
+        # The registry first: a server restarted on the way takes `current`, and a kill here leaves one
+        # answer to which version is right.
         version = registry.rollback(to)
         begin_training_again(cfg.buffer_config.folder)
         async with connected(await discover(cfg.fleet, cfg.domain), registry) as servers:

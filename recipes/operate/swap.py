@@ -57,6 +57,7 @@ async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
     except control.NoLearnerError:
         pass
     registry = Registry(cfg.registry)
+    # A misspelt version is refused before the lock is taken and a server is touched.
     registry.path(version)
     with registry.owned():
         incumbent = registry.current()
@@ -67,6 +68,8 @@ async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
             if outcome.passed:
                 outcome = await roll_waves(servers, version, incumbent, cfg.rollout)
         if outcome.passed:
+            # Last: after a kill on the way the incumbent is still current, and the next learner brings all
+            # servers back to it.
             registry.promote(version)
     return outcome
 

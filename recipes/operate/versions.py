@@ -48,6 +48,7 @@ def main(cfg: Config) -> None:
 def version_lines(registry: Registry) -> list[str]:
     """One line per version, the newest first. The current and the previous one are marked."""
     current, previous = registry.current(), registry.previous()
+    # The later key wins. Without a previous version the key is None, which is no version's name.
     marks = {previous: "previous", current: "current"}
     return [
         f"{version}  {marks.get(version, ''):<9} {_origin(registry.path(version))}"

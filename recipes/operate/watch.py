@@ -70,6 +70,7 @@ def main(cfg: Config) -> None:
             print(*format_poll(poll, time.strftime("%H:%M:%S")), sep="\n", flush=True)
             if number > 0:  # the first round covers the hours before this command
                 recent = sum(poll.counts.values(), recent)
+            # After each judgement the count starts again: a good hour must not hide the bad minute after it.
             if cfg.min_tau is not None and recent.num_drafts >= max(cfg.min_drafts, 1):
                 require_tau(recent, cfg.min_tau)
                 recent = AcceptanceCounts.zero()
@@ -82,6 +83,7 @@ def poll_servers(cfg: Config) -> Iterator[Poll]:
         ConnectionError: if a server cannot be reached in the first round.
         ValueError: if a server serves no draft.
     """
+    # Strict on purpose: a wrong address would otherwise be polled forever.
     last = {url: read_counts(url) for url in cfg.urls}
     read_at = time.monotonic()
     yield Poll(counts=dict(last), away={}, duration_s=None)
@@ -93,6 +95,7 @@ def poll_servers(cfg: Config) -> Iterator[Poll]:
         # A counter that fell belongs to a new process, so all of its counts are new.
         counts = {url: reading.since(last[url]) or reading for url, reading in now.items()}
         yield Poll(counts=counts, away=away, duration_s=duration_s)
+        # A silent server keeps the earlier reading, so the next line of it covers the whole gap.
         last |= now
         number += 1
 

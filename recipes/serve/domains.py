@@ -61,6 +61,8 @@ def read_prompts(conversations: Sequence[Conversation]) -> tuple[list[str], list
     """(the prompt of every conversation's last answer as a router reads it, the labels)."""
     texts = [prompt_text({"messages": _before_answer(conversation["messages"])}) for conversation in conversations]
     labels = [conversation["domain"] for conversation in conversations]
+    # `prompt_text` is empty for a prompt other than text. A router gives such a request no domain, so no
+    # cluster needs it.
     return [text for text in texts if text], [label for text, label in zip(texts, labels, strict=True) if text]
 
 
@@ -70,7 +72,7 @@ def _before_answer(messages: Sequence[Message]) -> Sequence[Message]:
 
 def describe_domains(clusters: Clusters, texts: Sequence[str], labels: Sequence[str]) -> Iterator[str]:
     """A line per domain: size, purity (if there are at least two labels) and the most typical prompt."""
-    distances_NC = clusters.distances(texts)
+    distances_NC = clusters.distances(texts)  # N prompts, C clusters
     found = distances_NC.argmin(1).tolist()
     is_labelled, num_right = len(set(labels)) > 1, 0
     width = max(map(len, clusters.names))
@@ -79,6 +81,7 @@ def describe_domains(clusters: Clusters, texts: Sequence[str], labels: Sequence[
         label, count = Counter(inside).most_common(1)[0] if inside else ("none", 0)
         num_right += count
         purity = f"{count / len(inside):6.1%} {label}  " if is_labelled and inside else ""
+        # Over all prompts, not only those inside: a cluster without any still shows the nearest one.
         typical = " ".join(texts[int(distances_NC[:, cluster].argmin())].split())
         yield f"  {name:<{width}}  {len(inside) / len(texts):6.1%} of all  {purity}e.g. {typical[:60]}"
     if is_labelled:

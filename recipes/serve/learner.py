@@ -42,6 +42,7 @@ def main(cfg: Config) -> None:
         print(render_example(LearnerConfig))
         return
     settings = load_config(cfg.config, cfg.set)
+    # The variables count only if they are set before torch's first operation, so the import stays below.
     bound_caches()
     from redraft.online.daemon.learner import run  # loads torch: a mistake in the file is told before
 

@@ -87,6 +87,7 @@ def main(cfg: Config) -> None:
     environment = os.environ | plugin_environment(cfg, os.environ)
     read_config(environment)  # report a wrong setting now, not after vLLM has loaded for minutes
     command = server_command(cfg)
+    # exec, not a child process: signals of systemd or Kubernetes reach vLLM directly.
     os.execve(command[0], command, environment | lookup_env(speculative_config(cfg)))
 
 
@@ -124,6 +125,7 @@ def speculative_config(cfg: Config) -> dict[str, Any]:
     limits = HeadLimits(tokens=cfg.head_tokens, requests=cfg.head_requests)
     if cfg.ngrams:
         return mix(Ngram().speculative_config, speculative, limits)
+    # Limits would be ignored without --ngrams. A flag without effect is an error.
     if limits != HeadLimits():
         raise ValueError("--head-tokens and --head-requests limit the draft where --ngrams come first: add --ngrams")
     return speculative
@@ -155,6 +157,7 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
             "REDRAFT_CAPTURE_HIDDEN_STATES": "1" if capture.hidden_states else "0",
             "REDRAFT_CAPTURE_HIDDEN_FORMAT": capture.hidden_format,
         }
+    # None: a variable of the user's environment stays in force.
     return {name: value for name, value in variables.items() if value is not None}
 
 
@@ -194,6 +197,7 @@ def _draft(cfg: Config) -> str:
     current = cfg.registry / "current"
     if not current.is_dir():
         raise FileNotFoundError(f"{cfg.registry} has no current version: give --draft, or publish one first")
+    # Resolved: the server names a draft by the folder, and the link may move on while vLLM loads.
     return str(current.resolve())
 
 
@@ -214,6 +218,8 @@ def _choose_proposer(draft: str) -> dict[str, Any]:
     Raises:
         ValueError: vLLM has no proposer for its family.
     """
+    # The order: redraft's section of config.json, then an architecture of one family only, then any method's
+    # name inside the architecture or model type.
     path = Path(draft) / "config.json"
     if not path.is_file():  # a hub name: vLLM fetches it later
         return {"method": "draft_model"}

@@ -37,12 +37,14 @@ class Config(TapConfig, FrontConfig):
     """Port of /redraft/tap, which counts recorded and lost answers; 0 turns the port off."""
 
     def __post_init__(self) -> None:
+        # Both parents check the settings. By itself, Python would call the first one's check only.
         TapConfig.__post_init__(self)
         FrontConfig.__post_init__(self)
 
 
 def main(cfg: Config) -> None:
     require_address(cfg.upstream)
+    # One server, of no domain: a tap routes nothing.
     pools, tap = Pools(lambda: [(cfg.upstream, "")]), Tap(cfg, fingerprint(cfg.target), read_defaults(cfg.target))
     proxy = Proxy(pools, tap=tap, max_body_bytes=cfg.max_body_bytes)
     admin = AdminServer(proxy.admin_app(), cfg.admin_host, cfg.admin_port) if cfg.admin_port else None

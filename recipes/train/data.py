@@ -145,6 +145,7 @@ def describe_training(samples: Sequence[Sample], stats: SampleStats, train: Sequ
 
 def measure_answers(sample: Sample) -> list[int]:
     """The number of labels of each answer: the lengths of the runs in the loss mask."""
+    # E.g. the mask 0 1 1 0 1: it flips at 1, 3, 4 and 5, so the runs have 3 - 1 = 2 and 5 - 4 = 1 labels.
     edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.loss_mask.astype(np.int8), [0]])))
     return [int(length) for length in edges[1::2] - edges[::2]]
 
@@ -185,6 +186,7 @@ def paint(sample: Sample, tokenizer: Any, max_tokens: int, in_color: bool) -> st
     """The text of the first `max_tokens` tokens, with the labels marked."""
     opening, closing = (GREEN, PLAIN) if in_color else ("「", "」")
     ids, mask = sample.input_ids[:max_tokens], sample.loss_mask[:max_tokens]
+    # Decoded in pieces between two flips of the mask, not token by token: a character may span several tokens.
     borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
     parts = []
     for start, end in pairwise(borders):

@@ -59,6 +59,7 @@ def main(cfg: Config) -> None:
 
     # 2. The target, the data, and the folder of the run.
     run = HeadRun(cfg, "eagle3", cfg.head.num_steps)
+    # Counted on the training part alone: held-out text must not choose the vocabulary it is judged with.
     draft_ids_W = frequent_ids(run.data.train.samples, cfg.draft_vocab_size, shape.vocab_size)
 
     # 3. The head: new, or continued.

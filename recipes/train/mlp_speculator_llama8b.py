@@ -36,6 +36,7 @@ class Config(HeadConfig):
 
 TEXT: Loop = DEMO["loop"]
 PRESETS = {
+    # `replace`, because DEMO holds `optim` and `loop` too, and a keyword cannot be given twice.
     "demo": replace(
         Config(**DEMO, head=mlp_speculator.Config(scale_input=True), text=TEXT),
         optim=Optim(lr=1e-3),
@@ -56,6 +57,7 @@ def main(cfg: Config) -> None:
     # 3. Training on text, and from there on the target's answers. Every rank loads the first stage's weights, in
     #    float32 as trained.
     on_text, _ = run.train(head, divergence=Divergence(name="cross_entropy"), loop=cfg.text, stage="text")
+    # Only the main process runs this lambda: on the others `on_text` is None.
     after_text = run.publish(lambda folder: on_text.export(folder), "after-text")
     head, cost = run.train(run.load(after_text))
 

@@ -67,6 +67,7 @@ def main(cfg: Config) -> None:
         layer = run.load(cfg.start_from)
     else:
         layer = mtp.Mtp.load(folder, run.target) if cfg.init == "native" else mtp.Mtp(cfg.head, run.target)
+        # A loaded layer has the options of the folder it came from: those of --head replace them.
         layer.config = cfg.head
         if cfg.init == "last_layer":
             layer.init_from_layer(*run.last_layer())
@@ -78,6 +79,7 @@ def main(cfg: Config) -> None:
     # 4. The proof: publish the target with the layer in it, forecast and serve it, report.
     def export(out: Path) -> None:
         tensors = {name: tensor.to(torch.bfloat16) for name, tensor in layer.checkpoint_tensors().items()}
+        # One MTP layer is in the weights, so the config must say 1, however many the target came with.
         stitch(folder, tensors, out, {layer.layout.count_key: 1, "redraft": layer.record()})
 
     draft = run.publish(export)

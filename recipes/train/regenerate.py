@@ -90,6 +90,7 @@ def serve_answers(cfg: Config) -> Iterator[tuple[str, str | None]]:
         dtype="auto",  # not float32, as for measurements on a CPU: half the speed, for answers that differ in ties only
         max_model_len=min(limit, MAX_MODEL_LEN),
         max_num_seqs=cfg.concurrency,
+        # Of a CPU's memory. `vllm_server` ignores this number on a GPU, which vLLM fills by itself.
         kv_cache_bytes=psutil.virtual_memory().available // 4,
         extra_args=cfg.vllm_args,
     ) as server:

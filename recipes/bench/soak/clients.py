@@ -93,6 +93,7 @@ class Clients:
         except httpx.HTTPError as error:
             name = type(error).__name__
             is_silence = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
+            # A failed connect is no silence: a killed router refuses, and the client knows.
             if is_silence or self.was_router_up(began_s):
                 return Verdict("untold", f"{name} of {path} stream={body['stream']} after {_since(began_s)}")
             return Verdict("cut", name)
@@ -108,7 +109,7 @@ class Clients:
         }
         if rng.random() < 0.1:
             body["n"] = rng.choice((2, 3))
-            body["temperature"] = 1.0
+            body["temperature"] = 1.0  # vLLM refuses several greedy answers
         headers = {"X-Redraft-Tenant": rng.choice(TENANTS), "X-Redraft-Domain": rng.choice(DOMAINS)}
         if rng.random() < 0.1:
             headers["X-Redraft-Opt-Out"] = "1"
@@ -158,6 +159,7 @@ async def judge_stream(answer: httpx.Response, num_choices: int, patience: int |
         finished |= {choice["index"] for choice in event["choices"] if choice.get("finish_reason")}
         num_events += 1
         if num_events == patience:
+            # Returning leaves the caller's `async with`, which closes the connection: so the client hangs up.
             return Verdict("left")
     return Verdict("untold", "a stream that ended without [DONE]")
 

@@ -39,6 +39,7 @@ class Disk:
             for piece in PIECES:
                 with contextlib.suppress(OSError):
                     while True:
+                        # Allocated, not written: gigabytes in no time, and the rest of the disk is truly gone.
                         os.posix_fallocate(descriptor, size, piece)
                         size += piece
         finally:
@@ -50,6 +51,8 @@ class Disk:
     def freeze(self, seconds: float, log: Path) -> subprocess.Popen[bytes]:
         """Freeze the disk; the returned process thaws it. It does so even if this process is killed."""
         assert self.is_real
+        # The shell ignores SIGTERM, which the kernel sends it when the soak dies. A disk left frozen would
+        # hang all who touch it.
         script = f'trap "" TERM; fsfreeze -f "$1" && sleep {seconds:.1f}; fsfreeze -u "$1"'
         return start_group(["sh", "-c", script, "freeze", str(self.folder)], log=log)
 
@@ -66,6 +69,7 @@ def mounted(image: Path, folder: Path, num_bytes: int) -> Iterator[Disk]:
         return
     with image.open("wb") as file:
         file.truncate(num_bytes)
+    # -m 0: no blocks in reserve for root, as which the soak runs.
     _run(str(tools[0]), "-q", "-F", "-m", "0", str(image))
     if subprocess.run([str(tools[1]), "-o", "loop", image, folder], capture_output=True, check=False).returncode:
         yield Disk(folder, is_real=False)
@@ -86,6 +90,8 @@ def unmount_below(folder: Path) -> None:
 
 
 def _unmount(folder: Path) -> None:
+    # Thawed first: unmounting a frozen disk would wait. Lazily, because a killed process may still hold a
+    # file.
     for command in (["fsfreeze", "-u"], ["umount", "--lazy"]):
         subprocess.run([*command, folder], capture_output=True, check=False)
 

@@ -92,6 +92,7 @@ async def inject(world: World, fault: Fault) -> Injected:
     try:
         await fault.act(world, fault.target)
         await until_well(world, fault.target)
+    # `send_hostile` raises a group of errors. `except*` takes a single error as a group of one.
     except* (NotSurvivedError, HostileAnswerError) as errors:
         problem = "; ".join(str(error) for error in errors.exceptions)
     except* Exception as errors:  # the soak goes on, and does not pass
@@ -199,6 +200,7 @@ async def until_flowing(world: World, target: str) -> None:
     while True:
         if target == "broker" and len(world.witness.acked) > before:
             return
+        # Not 0: the traffic goes on, so a few records are always on the way.
         if target != "broker" and await count_waiting(world, target) <= 16:
             return
         if time.monotonic() > end_s:
@@ -226,6 +228,7 @@ async def hang_weights(world: World, target: str) -> None:
     stage = world.stage
     registry = stage.registry
     current = registry.path(registry.current() or "")
+    # The registry numbers versions from 1, so this name is never given to a real one.
     folder = registry.folder / "v000000"
     shutil.copytree(current, folder)
     weights = folder / "z.safetensors"  # not in the manifest, which is compared before anything is read
@@ -238,7 +241,7 @@ async def hang_weights(world: World, target: str) -> None:
                 raise NotSurvivedError(f"{target} did not wait for weights that never arrive: {_read_answer(swap)}")
             _end_reads(weights)
             await asyncio.wait([swap], timeout=60)
-            swap.cancel()
+            swap.cancel()  # does nothing if it has ended
             with suppress(httpx.HTTPError, asyncio.CancelledError):
                 if (await swap).status_code == 200:
                     raise NotSurvivedError(f"{target} took a version without weights")
@@ -268,6 +271,8 @@ def _read_answer(swap: asyncio.Task[httpx.Response]) -> str:
 def _end_reads(pipe: Path) -> None:
     """Let everyone who reads the pipe see its end."""
     with suppress(OSError):
+        # The reader sees the end of the file when the last writer closes. Without a reader this fails (ENXIO)
+        # instead of waiting for one.
         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
 
 
@@ -378,6 +383,7 @@ async def tear_fleet(world: World, target: str) -> None:
     """Tear fleet.toml for some seconds, as an editor that writes in place does."""
     path = world.stage.folder / "fleet.toml"
     whole = path.read_text()
+    # In place, not by a rename: readers are to see the torn file.
     path.write_text(whole[: world.rng.randrange(len(whole))])
     try:
         await asyncio.sleep(world.rng.uniform(4, 10))
@@ -408,6 +414,7 @@ def list_faults(stage: Stage) -> list[Fault]:
         *(Fault("hang the weights of", name, hang_weights) for name in stage.servers[:1]),
         Fault("hostile records to", "broker", poison_log),
         Fault("hostile records to", "spool-learner", poison_spool),
+        # Twice in a round: one injection sends only 40 of the requests.
         *[Fault("hostile requests to", "router", send_requests)] * 2,
         *(Fault("torn files of", name, tear_learner) for name in learners),
         Fault("torn spool of", "spool-learner", tear_spool),

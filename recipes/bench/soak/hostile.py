@@ -142,6 +142,8 @@ async def exchange(port: int, request: bytes) -> bytes:
         try:
             writer.write(request)
             await writer.drain()
+            # The first byte may take until the caller's ANSWER_S. After it, a second of silence ends the
+            # answer: the connection may stay open.
             while piece := await asyncio.wait_for(reader.read(1 << 16), 1.0 if answer else None):
                 answer += piece
         except (ConnectionError, TimeoutError):

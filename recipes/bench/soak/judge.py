@@ -82,6 +82,8 @@ class LifeSeen:
         first, second, last = measured[:quarter], measured[quarter : 2 * quarter], measured[-quarter:]
         least = [min(size for _, size, _ in part) for part in (first, second, last)]
         before, after = max(least[:2]), least[2]
+        # A learner told the memory it held after giving freed blocks back: steadier than samples at any
+        # moment.
         if (told := len(self.settled)) >= MIN_TOLD:
             before, after = (
                 int(statistics.median(half)) for half in (self.settled[: told // 2], self.settled[told // 2 :])

@@ -37,8 +37,12 @@ def make_record(number: int = 0, **changes: Any) -> Record:
         "sampling": Sampling(),
         "num_prompt_tokens": 3,
         "top_k": 2,
+        # The text: 5 6 n | 10 | 11 20 21 22 23 24, prompt, token of the prefill, output. Step 1 reads up to 10
+        # (place 3) and drafts 11 12 13: 11 is accepted, 20 comes instead of 12. Step 2 drafts 21 22 23, all
+        # accepted, and 24 is the bonus token.
         "context": i32(5, 6, number % VOCAB, 10),
         "output": i32(11, 20, 21, 22, 23, 24),
+        # 4 rows a step: 3 draft tokens and the bonus. In step 1, rows 2 and 3 follow one and two rejected tokens.
         "row_positions": i32(4, 5, 6, 7, 6, 7, 8, 9),
         "row_branches": i32(0, 0, 1, 2, 0, 0, 0, 0),
         "row_drafts": i32(11, 12, 13, -1, 21, 22, 23, -1),
@@ -89,6 +93,7 @@ def make_nested(depth: int) -> bytes:
     """A record with an unknown field that is nested this deep."""
     plain = msgspec.msgpack.encode(unpack(make_record()) | {"zzz": 0})
     assert plain.endswith(b"\xa3zzz\x00")
+    # In msgpack 0x91 is an array of one element, and 0xc0 is nil.
     return frame_around(zstandard.compress(plain[:-1] + b"\x91" * depth + b"\xc0"))
 
 

@@ -95,6 +95,7 @@ class Config:
 def main(cfg: Config) -> None:
     seed = secrets.randbelow(1 << 31) if cfg.seed is None else cfg.seed
     print(f"seed: {seed}", flush=True)
+    # Before `begin_report` empties the folder: a killed soak may have left disks mounted in it.
     unmount_below(cfg.output.absolute())
     day = choose_day()
     report = begin_report(cfg, day) | {"seed": seed}
@@ -104,6 +105,7 @@ def main(cfg: Config) -> None:
         seen = asyncio.run(play(cfg, stage, random.Random(seed)))
         report |= judge(seen)
         if report["failures"]:
+            # Inside the block: at the end of it the disks are gone.
             keep_evidence(stage, cfg.output / "evidence")
     report["duration_s"] = round(time.monotonic() - began_s, 1)
     write_results(cfg.output / "report.json", report)
@@ -123,6 +125,7 @@ async def play(cfg: Config, stage: Stage, rng: random.Random) -> Seen:
         await asyncio.gather(*(until_well(world, name, START_S) for name in world.processes))
         print(f"{len(world.processes)} processes are well; {cfg.minutes:g} minutes begin", flush=True)
         router = world.processes["router"]
+        # A generator for the clients alone: the number of requests sent must not change the faults drawn.
         clients = Clients(
             stage.url("router"), stage.prompts, random.Random(rng.random()), cfg.clients, cfg.pause_s, router.was_up
         )
@@ -213,6 +216,7 @@ async def play_faults(cfg: Config, world: World, clients: Clients) -> list[Injec
     async with asyncio.TaskGroup() as tasks:
         traffic = tasks.create_task(clients.run(is_over))
         progress = tasks.create_task(show_progress(world, clients, injected, began_s, length_s))
+        # The inner group ends when every fault was survived or given up. Traffic and progress go on.
         async with asyncio.TaskGroup() as faults:
             busy: set[str] = set()
             for number in range(cfg.faults):
@@ -222,6 +226,7 @@ async def play_faults(cfg: Config, world: World, clients: Clients) -> list[Injec
                 if fault is not None:
                     busy.add(fault.target)
                     faults.create_task(_inject(world, fault, injected, busy))
+        # The calm is whole even if the last fault took longer than planned.
         await asyncio.sleep(max(calm_s, began_s + length_s - time.monotonic()))
         is_over.set()
         await traffic
@@ -359,6 +364,7 @@ def sum_dropped(journal: Path) -> Counter[str]:
     for entry in Journal(journal).read().entries:
         if isinstance(entry, BufferEntry):
             now = Counter(entry.dropped)
+            # A fallen count belongs to a new life: the last one of the life before is final.
             if any(now[reason] < count for reason, count in last.items()):
                 total += last
             last = now

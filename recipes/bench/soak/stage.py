@@ -144,6 +144,8 @@ class Stage:
         return {
             "LD_PRELOAD": str(self.faketime),
             "FAKETIME_TIMESTAMP_FILE": str(self.clock_file(name)),
+            # The file is looked at once a second. The monotonic clock and the times of files stay true: only
+            # the wall clock jumps.
             "FAKETIME_CACHE_DURATION": "1",
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             "NO_FAKE_STAT": "1",
@@ -168,6 +170,7 @@ def set_stage(folder: Path, target: Path, day: datetime.date, opened: ExitStack)
     learners = {name: load_config(folder / f"{name}.toml") for name in names[1:]}
     for config in learners.values():
         config.registry.mkdir(parents=True, exist_ok=True)
+        # Before any process starts: the servers load the registry's current version.
         provide_first_version(config, Registry(config.registry), fingerprint(target))
     faketime = next(iter(sorted(Path("/usr/lib").glob(f"*/faketime/{FAKETIME}"))), None)
     stage = Stage(
@@ -215,6 +218,7 @@ def _write_settings(
             fresh_per_step=4, precision=fastest_precision(),
         )
     )  # fmt: skip
+    # A step of 2^30 new records never comes: this learner stores, and does not train.
     (folder / "spool-learner.toml").write_text(
         _LEARNER.format(
             **shared, records=spool, registry="spool-drafts", folder=disks["spool-learner"].folder / "learner",

@@ -118,6 +118,7 @@ class Supervised:
         if self._process is not None:
             if self.runs:
                 self.run.is_wanted = True
+            # A stopped process would take SIGTERM only when it goes on.
             self.signal(signal.SIGCONT)
             stop_group(self._process)
 
