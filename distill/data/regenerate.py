@@ -210,27 +210,39 @@ def finished_keys(output: Path, settings: dict[str, Any]) -> set[str]:
     """Keys of the conversations in `output`. A torn last line, left by a killed run, is cut off the file.
 
     Raises:
-        ValueError: if a line is damaged or was answered with other settings.
+        ValueError: if a line is damaged or was answered with other settings; the file stays as it was.
     """
     if not output.exists():
         return set()
     whole, newline, torn = output.read_bytes().rpartition(b"\n")
-    # Appending after a torn line would damage the next one as well.
-    if torn:
-        os.truncate(output, len(whole) + len(newline))
+    lines = whole.splitlines()
     keys = set()
-    for number, line in enumerate(whole.splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             key, used = row["key"], row["settings"]
         except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"{output}, line {number}: not a regenerated conversation; choose another output"
-            ) from None
+            raise _not_ours(output, number) from None
         if used != settings:
             raise ValueError(f"{output} was answered with {used}, not {settings}: choose another output")
         keys.add(key)
+    if not _begins_row(torn):
+        raise _not_ours(output, len(lines) + 1)
+    # Appending after a torn line would damage the next one as well.
+    if torn:
+        os.truncate(output, len(whole) + len(newline))
     return keys
+
+
+def _not_ours(output: Path, number: int) -> ValueError:
+    return ValueError(f"{output}, line {number}: not a regenerated conversation; choose another output")
+
+
+def _begins_row(torn: bytes) -> bool:
+    """Whether the bytes are the beginning of a row, however short: a mistyped output must not lose its last line."""
+    start, key, rest = torn[:9], torn[9:73], torn[73:86]
+    is_hex = not key.strip(b"0123456789abcdef")
+    return b'{"key": "'.startswith(start) and is_hex and b'", "domain": '.startswith(rest)
 
 
 def _questions(conversation: Conversation) -> list[Message]:

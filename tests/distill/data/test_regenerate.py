@@ -78,7 +78,7 @@ def test_a_second_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
     with serving() as (url, requests):
         regenerate(conversations[:4], make_endpoint(url), output, Sampling())
         with output.open("a") as file:
-            file.write('{"key": "torn by a ki')
+            file.write('{"key": "0af9')
         stats = regenerate(conversations, make_endpoint(url), output, Sampling())
     assert (stats.already_there, stats.done, len(requests)) == (4, 2, 6)
     assert contents(output) == {(f"question {i}", f"question {i}! (1)") for i in range(6)}
@@ -226,6 +226,38 @@ def test_an_output_of_other_settings_or_another_kind_is_refused(tmp_path: Path) 
         output.write_text('{"messages": []}\n')
         with pytest.raises(ValueError, match="line 1: not a regenerated conversation"):
             regenerate([make_conversation("a")], make_endpoint(url), output, Sampling())
+
+
+TORN = f'{{"key": "{"0f" * 32}", "domain": "test", "messages": [{{"ro'
+"""A row that a kill cut off."""
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        '{"weights": [1, 2, 3]}',
+        '{"key": "value"}',
+        f'{{"key": "{"0f" * 32}", "note": 1}}',
+        f'{{"messages": []}}\n{TORN}',
+        "one\n\nlast",
+    ],
+)
+def test_a_file_of_another_kind_is_refused_as_it_was(tmp_path: Path, held: str) -> None:
+    output = tmp_path / "answers.jsonl"
+    output.write_text(held)
+    with serving() as (url, requests), pytest.raises(ValueError, match=r"line \d: not a regenerated conversation"):
+        regenerate([make_conversation("a")], make_endpoint(url), output, Sampling())
+    assert output.read_text() == held
+    assert not requests
+
+
+def test_a_run_killed_in_its_first_row_starts_again(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    with serving() as (url, _):
+        for length in (0, 1, 40, 80, len(TORN)):
+            output.write_text(TORN[:length])
+            regenerate([make_conversation("a")], make_endpoint(url), output, Sampling())
+            assert contents(output) == {("a", "a! (1)")}
 
 
 def test_template_options_can_be_given_on_the_command_line() -> None:
