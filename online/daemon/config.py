@@ -42,8 +42,8 @@ class LearnerConfig:
     """Keep records in memory only. The spool must be in memory too, e.g. below /dev/shm. A restart loses all records
     and continues from the served version."""
     keep_versions: int = 20
-    """Number of versions to keep in the registry. The current version, the one before it and those a server still has
-    are always kept."""
+    """Number of versions to keep in the registry. The current version, the one before it, those a server still has and
+    the one that training began from are always kept."""
     wandb: str | None = None
     """Weights & Biases project to log to; logs offline if nobody is logged in."""
     draft: DraftConfig = field(default_factory=DraftConfig)

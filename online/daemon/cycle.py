@@ -381,9 +381,11 @@ class Cycle:
 
     async def _prune(self) -> None:
         """Remove old versions. They only take space, so a failure waits until the next rollout."""
-        serving = {server.versions["seen"] for server in self.servers if server.versions}
+        in_use = {server.versions["seen"] for server in self.servers if server.versions}
+        # A checkpoint is written with the config and the layout of the version that training began from.
+        in_use.add(self.trainer.candidate.version.name)
         try:
-            await asyncio.to_thread(self.registry.prune, self.cfg.keep_versions, serving)
+            await asyncio.to_thread(self.registry.prune, self.cfg.keep_versions, in_use)
         except OSError as error:
             self._journal_fault(name_disk_fault(error), error)
 

@@ -257,18 +257,18 @@ class Registry:
             self._write_promoted(kept)
         return previous
 
-    def prune(self, keep: int, serving: Collection[str] = ()) -> list[str]:
+    def prune(self, keep: int, in_use: Collection[str] = ()) -> list[str]:
         """Remove old versions; returns the names.
 
-        The newest `keep` versions stay, and so do the current one, the one before it and those in `serving`, which some
-        server has: it needs the files to restore the draft if a swap fails half-way.
+        The newest `keep` versions stay, and so do the current one, the one before it and those in `in_use`. A server
+        needs the files of the version it has, to restore the draft if a swap fails half-way.
 
         Raises:
             ValueError: if `keep` is below 1.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}: at least the newest version has to stay")
-        needed = {*self.versions()[-keep:], self.current(), self.previous(), *serving}
+        needed = {*self.versions()[-keep:], self.current(), self.previous(), *in_use}
         removed = [version for version in self.versions() if version not in needed]
         for version in removed:
             # Renamed first: no reader sees, and no kill leaves, half a version.

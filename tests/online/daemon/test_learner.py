@@ -7,12 +7,13 @@ import json
 import shutil
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 from fake_fleet import TOKEN
-from learner_world import World, make_draft, make_records, ship, until
+from learner_world import ANYTHING, World, make_draft, make_records, ship, until
 from safetensors.torch import load_file
 
 from redraft.heads.files.artifact import fingerprint, verify
@@ -197,6 +198,27 @@ def test_a_learner_slower_than_its_traffic_skips_the_oldest(world, records):
         await until(lambda: world.last("training", "skipped") > 50, task)
 
     play(world, script, training=type(training)(**lagging))
+
+
+def test_training_outlives_many_promotions_of_a_draft_that_began_long_ago(world, random_target):
+    """With one version kept, the one that training began from is the first to go at the third promotion."""
+    quick = {"training": replace(world.config().training, records_per_candidate=16), "gate": ANYTHING}
+
+    async def first(task):
+        ship(world.spool, make_records(random_target, 300))
+        await until(lambda: world.registry.current() >= "v000004", task)
+        last = world.last("training", "step")
+        await until(lambda: world.last("training", "step") > last + 8, task)
+
+    async def second(task):
+        ship(world.spool, make_records(random_target, 100, seed=1))
+        await until(lambda: len(world.entries("training")) > trained + 8, task)
+
+    play(world, first, keep_versions=1, **quick)
+    assert "v000002" not in world.registry.versions()
+    trained, lives = len(world.entries("training")), len(world.entries("state"))
+    play(world, second, keep_versions=1, **quick)
+    assert "goes on from checkpoint" in world.entries("state")[lives].reason
 
 
 # --- what arrives

@@ -127,7 +127,7 @@ def test_pruning_keeps_the_newest_the_current_and_the_way_back(registry):
 def test_pruning_keeps_what_a_server_that_is_away_may_still_serve(registry):
     for _ in range(5):
         registry.promote(publish(registry))
-    assert registry.prune(keep=1, serving={"v000002", "a draft of its command line"}) == ["v000001", "v000003"]
+    assert registry.prune(keep=1, in_use={"v000002", "a draft of its command line"}) == ["v000001", "v000003"]
     assert registry.versions() == ["v000002", "v000004", "v000005"]
 
 
