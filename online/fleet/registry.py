@@ -159,7 +159,7 @@ class Registry:
         while previous := self.previous():
             try:
                 return self.rollback()
-            except ValueError:  # damaged too
+            except (FileNotFoundError, ValueError):  # damaged too
                 # Off the list, so `previous` names the version before it in the next turn.
                 self._write_promoted([name for name in self.promoted() if name != previous])
         raise ValueError(f"{error}. No version before {current} is intact either: copy one back") from error

@@ -239,6 +239,18 @@ def test_where_nothing_tells_the_current_version_a_person_chooses(registry):
     assert registry.current() is None
 
 
+@pytest.mark.parametrize("lost", ["manifest.json", "model.safetensors"])
+def test_a_repair_passes_over_every_damaged_version_to_an_intact_one(registry, lost):
+    for _ in range(4):
+        registry.promote(publish(registry))
+    (registry.path("v000004") / "model.safetensors").unlink()
+    for version in ("v000003", "v000002"):
+        (registry.path(version) / lost).unlink()
+    registry.repair()
+    assert (registry.current(), registry.promoted()) == ("v000001", ["v000001"])
+    assert registry.mended[0].startswith("v000004 is damaged, so v000001 is current again")
+
+
 @pytest.mark.parametrize("was_promoted", [True, False])
 def test_a_deleted_version_does_not_give_its_number_again(registry, was_promoted):
     registry.promote(publish(registry))
