@@ -42,6 +42,8 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
         FileNotFoundError: if there is no previous version, or `to` was never current.
         ConnectionError: if servers do not follow; the message names them.
     """
+    registry = Registry(cfg.registry)
+    previous = registry.previous()
     try:
         reply = await control.ask(cfg.folder, do="rollback", to=to)
         if "behind" in reply:
@@ -49,9 +51,11 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
         return str(reply["version"])
     except control.NoLearnerError:
         pass
-    registry = Registry(cfg.registry)
     # A learner or a swap started meanwhile is refused: two of them would push different versions.
     with registry.owned():
+        # A learner killed while it waits for the servers has rolled the registry back: then go no further.
+        if not to and previous and registry.current() == previous:
+            to = previous
         # The registry first: a server restarted on the way takes `current`, and a kill here leaves one
         # answer to which version is right.
         version = registry.rollback(to)

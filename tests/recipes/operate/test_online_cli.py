@@ -12,6 +12,7 @@ from learner_world import World, make_draft, until
 
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.lock import AlreadyOwnedError
+from redraft.online.daemon import control
 from redraft.online.daemon.config import load_config
 from redraft.recipes.cli import dispatch
 from redraft.recipes.operate import forget, rollback, swap, versions
@@ -100,6 +101,25 @@ def test_without_a_learner_the_command_itself_goes_by_way_of_the_canary(world):
             assert lines[0].startswith("no learner runs on")
             assert lines[1] == f"{world.fakes[0].url}: v000001"
             assert "does not answer" in lines[2]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("has_gone_back", [True, False])
+def test_a_learner_killed_during_a_rollback_leaves_the_fleet_one_version_back(has_gone_back, world, monkeypatch):
+    async def die(folder, **request):
+        if has_gone_back:
+            world.registry.rollback(request["to"])
+        raise control.NoLearnerError
+
+    monkeypatch.setattr(control, "ask", die)
+
+    async def main():
+        for _ in range(3):
+            world.registry.promote(publish(world))
+        async with world.fleet():
+            assert await rollback.roll_back(world.config()) == world.registry.current() == "v000002"
+            assert [fake.version for fake in world.fakes] == ["v000002", "v000002"]
 
     asyncio.run(main())
 
