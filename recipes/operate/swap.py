@@ -21,6 +21,7 @@ from redraft.online.fleet.discovery import discover
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.rollout import Outcome, roll_waves, try_canary
 from redraft.online.fleet.server import connected
+from redraft.online.learning.cursor import begin_training_again
 from redraft.recipes.cli import run_recipe
 
 
@@ -68,6 +69,8 @@ async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
             if outcome.passed:
                 outcome = await roll_waves(servers, version, incumbent, cfg.rollout)
         if outcome.passed:
+            # The draft in training does not descend from the version.
+            begin_training_again(cfg.buffer_config.folder)
             # Last: after a kill on the way the incumbent is still current, and the next learner brings all
             # servers back to it.
             registry.promote(version)

@@ -26,7 +26,7 @@ from redraft.online.records.origin import MAX_LABEL_CHARS, list_stored_names, re
 from redraft.online.records.outlet import Recording
 from redraft.online.records.record import encode_record
 from redraft.recipes.cli import dispatch
-from redraft.recipes.operate import forget, rollback
+from redraft.recipes.operate import forget, rollback, swap
 
 
 @pytest.fixture(autouse=True)
@@ -224,6 +224,23 @@ def test_without_a_learner_a_rollback_makes_the_next_one_begin_again(world):
                 await rollback.roll_back(cfg, "v000009")
             assert await rollback.roll_back(cfg, "v000001") == "v000001"
             assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
+        with Buffer(world.config().buffer_config, fingerprint(world.target)) as buffer:
+            newest, former, *_ = buffer.commits()
+            assert (newest.checkpoint_id, newest.through) == (SERVED, former.through)
+
+    asyncio.run(main())
+
+
+def test_without_a_learner_a_swap_makes_the_next_one_begin_again(world):
+    async def main():
+        async with world.fleet():
+            async with world.learner() as task:
+                await until(lambda: world.entries("state"), task)
+                ship(world.spool, make_records(world.target, 40, seed=3))
+                await until(lambda: world.last("training", "records_seen") >= 8, task)
+            chosen = publish(world, until_s=1.0)
+            world.registry.rollback("v000001")
+            assert (await swap.roll_out(world.config(), chosen)).passed
         with Buffer(world.config().buffer_config, fingerprint(world.target)) as buffer:
             newest, former, *_ = buffer.commits()
             assert (newest.checkpoint_id, newest.through) == (SERVED, former.through)
