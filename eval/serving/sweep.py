@@ -261,19 +261,23 @@ def pool_acceptance(rows: Iterable[Mapping[str, Any]], draft: str) -> list[float
     """Acceptance by position over all rows of a draft, as a share of the steps with enough draft tokens.
 
     Later positions come from fewer rows, so by chance one may have a larger share than the position before it, which
-    is impossible in one sample. Such shares are cut to the smaller one.
+    is impossible in one sample. Such shares are cut to the smaller one. Empty if no row has a share.
     """
     accepted: list[float] = []
     steps: list[int] = []
-    for entry in rows:
-        if entry["draft"] == draft and not entry["quantization"]:
-            measured = entry["measured"]
-            for position, rate in enumerate(measured["acceptance_per_position"]):
-                if position == len(accepted):
-                    accepted.append(0.0)
-                    steps.append(0)
-                accepted[position] += rate * measured["num_steps"]
-                steps[position] += measured["num_steps"]
+    chosen = [entry for entry in rows if entry["draft"] == draft and not entry["quantization"]]
+    if not any(entry["measured"]["acceptance_per_position"] for entry in chosen):
+        return []
+    for entry in chosen:
+        measured = entry["measured"]
+        # A row without a proposal has no shares, and its steps accepted nothing.
+        shares = measured["acceptance_per_position"] or [0.0] * entry["num_speculative_tokens"]
+        for position, rate in enumerate(shares):
+            if position == len(accepted):
+                accepted.append(0.0)
+                steps.append(0)
+            accepted[position] += rate * measured["num_steps"]
+            steps[position] += measured["num_steps"]
     # Weighted by steps: a short run counts for little.
     rates = [hits / total for hits, total in zip(accepted, steps, strict=True)]
     return [min(rates[: position + 1]) for position in range(len(rates))]

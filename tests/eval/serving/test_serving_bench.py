@@ -16,7 +16,17 @@ from make_serving import ACCEPTED, make_load_result, make_serving_report, make_s
 from redraft.eval.serving import report as serving_report
 from redraft.eval.serving.cost import StepCosts, advise
 from redraft.eval.serving.report import compose_answer, describe_speedup, read_serving, shorten_name, write_serving
-from redraft.eval.serving.sweep import ALONE, Cell, Results, Variant, build_row, fit_step_costs, group_by_variant, plan
+from redraft.eval.serving.sweep import (
+    ALONE,
+    Cell,
+    Results,
+    Variant,
+    build_row,
+    fit_step_costs,
+    group_by_variant,
+    plan,
+    pool_acceptance,
+)
 from redraft.heads.files.kept import fingerprint_path
 
 SCHEMA = json.loads((Path(serving_report.__file__).parent / "serving.schema.json").read_text())
@@ -101,6 +111,15 @@ def test_a_row_is_compared_with_the_same_load_without_a_draft() -> None:
     )
     assert measured_ideal["speedup_ideal"] == pytest.approx(1.9)
     assert build_row(cell, make_load_result(), None)["speedup"] is None
+
+
+def test_steps_in_which_nothing_was_proposed_lower_the_acceptance() -> None:
+    def row(shares: list[float], num_steps: int) -> dict[str, object]:
+        measured = {"acceptance_per_position": shares, "num_steps": num_steps}
+        return {"draft": "ngram", "quantization": None, "num_speculative_tokens": 2, "measured": measured}
+
+    assert pool_acceptance([row([0.8, 0.4], 100), row([], 300)], "ngram") == pytest.approx([0.2, 0.1])
+    assert pool_acceptance([row([], 300)], "ngram") == [], "nothing was measured"
 
 
 def test_the_report_says_how_requests_were_sampled() -> None:
