@@ -39,6 +39,10 @@ def _check(folder: Path) -> None:
     verify(folder)
 
 
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def _lasting(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a config on which a resumed run must agree. Servers, storage and the data's cache may move."""
     kept = {key: value for key, value in config.items() if key not in MAY_CHANGE}
@@ -176,8 +180,9 @@ class Run:
         self.accelerator.wait_for_everyone()
 
     def _checkpoints(self) -> list[Path]:
-        # Six digits sort as numbers do, up to step 999,999.
-        return sorted((self.folder / "checkpoints").glob("step-*"))
+        # By number: as text, step-1000000 comes before step-999999. A person's copy (step-000100-good) is not ours.
+        named = (self.folder / "checkpoints").glob("step-*")
+        return sorted((path for path in named if path.name.removeprefix("step-").isdigit()), key=_step_of)
 
     def restore(self, read: Callable[[Path], None]) -> int:
         """Read the newest checkpoint, drop later metrics, and return the checkpoint's step; 0 if there is none.
@@ -189,7 +194,7 @@ class Run:
         if checkpoints:
             self.on_main(lambda: _check(checkpoints[-1]))
             read(checkpoints[-1])
-            step = int(checkpoints[-1].name.removeprefix("step-"))
+            step = _step_of(checkpoints[-1])
         self._cut_metrics(step)
         return step
 

@@ -38,3 +38,15 @@ def test_a_resumed_run_keeps_the_date_of_its_start(tmp_path: Path) -> None:
     del about["date"]  # a run of an older redraft
     path.write_text(json.dumps(about))
     assert open_run(tmp_path / "run", resume=True).date == datetime.date.today()
+
+
+def test_the_newest_checkpoint_is_that_of_the_last_step_beyond_a_million(tmp_path: Path) -> None:
+    run = open_run(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-000100-good").mkdir(parents=True)
+    for step in (999_998, 999_999, 1_000_000):
+        run.save(step, lambda folder, step=step: (folder / "step").write_text(str(step)))
+    read: list[str] = []
+    step = run.restore(lambda folder: read.append((folder / "step").read_text()))
+    assert (step, read) == (1_000_000, ["1000000"])
+    kept = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert kept == {"step-000100-good", "step-999999", "step-1000000"}
