@@ -61,8 +61,14 @@ class RegenerationStats:
 
 
 def prompt_key(conversation: Conversation) -> str:
-    """`conversation_hash` of all but the assistant's messages: the same questions are answered once."""
-    return conversation_hash(_questions(conversation))
+    """`conversation_hash` of all but the assistant's messages, and of the tools if there are any.
+
+    The same questions with the same tools are answered once.
+    """
+    tools = conversation.get("tools")
+    # As one more message, of a role that no conversation has. Without tools the key is that of the questions alone.
+    asked = [{"role": "tools", "content": json.dumps(tools)}] if tools else []
+    return conversation_hash([*_questions(conversation), *asked])
 
 
 def regenerate(
@@ -87,7 +93,7 @@ class _Regeneration:
         self.stats = RegenerationStats()
 
     async def run(self, conversations: Sequence[Conversation]) -> RegenerationStats:
-        # Of conversations with the same questions, only the last is asked: tools and domain are not in the key.
+        # Of conversations with the same questions and tools, only the last is asked: the domain is not in the key.
         wanted = {prompt_key(c): c for c in conversations if _questions(c)}
         self.stats.without_question = sum(not _questions(c) for c in conversations)
         async with self.endpoint:

@@ -13,7 +13,8 @@ import tyro
 from teachers import Reply, Teacher, teaching
 
 from redraft.distill.data.conversations import load_conversations
-from redraft.distill.data.regenerate import Sampling, regenerate
+from redraft.distill.data.messages import conversation_hash
+from redraft.distill.data.regenerate import Sampling, prompt_key, regenerate
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.recipes.train.regenerate import Config
 
@@ -215,6 +216,21 @@ def test_tool_calls_are_answered_up_to_the_first_result(tmp_path: Path) -> None:
     assert first["tools"] == tools
     for message in (first["messages"][1], *second["messages"][1::2]):
         assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
+
+
+def test_the_same_question_is_asked_again_with_other_tools(tmp_path: Path) -> None:
+    def make_tools(*names: str) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": name}} for name in names]
+
+    plain = make_conversation("a", "old")
+    adding, calling = ({**plain, "tools": make_tools(*names)} for names in (["add"], ["add", "call"]))
+    output = tmp_path / "answers.jsonl"
+    with serving() as (url, requests):
+        stats = regenerate([plain, adding, calling, adding], make_endpoint(url), output, Sampling())
+    assert stats.done == len(requests) == 3
+    assert sorted(len(c.get("tools", [])) for c in load_conversations(str(output))) == [0, 1, 2]
+    # Outputs without tools stay valid.
+    assert prompt_key(plain) == prompt_key({**plain, "tools": []}) == conversation_hash(plain["messages"][:1])
 
 
 def test_an_output_of_other_settings_or_another_kind_is_refused(tmp_path: Path) -> None:
