@@ -676,7 +676,7 @@ class Buffer:
             except CorruptRecordError:
                 self.counts["corrupt_on_disk"] += 1
                 with suppress(BufferFullError), named_disk_full():  # a full disk must not stop reading
-                    file.delete([seq])
+                    self._unless_damaged(file, partial(file.delete, [seq]), 0)
                 return None
         return None
 

@@ -3,12 +3,13 @@
 import multiprocessing
 import os
 import random
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import numpy as np
 import pytest
@@ -175,6 +176,23 @@ def test_a_damaged_file_costs_its_own_records_and_no_others(tmp_path, where):
         assert sum(buffer.status().counts.values()) >= 1
         assert buffer.append(frames_of(make_record(99)), 0.0) == {"stored": 1}
         assert num_files >= 3
+
+
+def test_a_corrupt_record_in_a_file_from_which_it_cannot_be_deleted_costs_this_file(tmp_path):
+    with open_buffer(tmp_path, max_bytes=4 << 20) as buffer:
+        fill(buffer, 8, size_bytes=40_000)
+    (path,) = tmp_path.glob("records-*.db")
+    with closing(sqlite3.connect(path)) as file:
+        (page,) = file.execute("SELECT rootpage FROM sqlite_master WHERE name = 'sqlite_autoindex_records_1'").fetchone()
+    data = bytearray(path.read_bytes())
+    data[data.index(encode_record(make_record(3, size_bytes=40_000))[:200]) + 100] ^= 1
+    data[(page - 1) * PAGE_BYTES : page * PAGE_BYTES] = b"\xa5" * PAGE_BYTES
+    path.write_bytes(data)
+    with open_buffer(tmp_path) as buffer:
+        assert numbers_of(buffer.fresh(0, 9)) == [0, 1, 2], "the others were read before"
+        assert buffer.status().counts == {"corrupt_on_disk": 1, "damaged_files": 1}
+        assert "its records are gone" in buffer.damage[0]
+        assert buffer.append(frames_of(make_record(9)), 0.0) == {"stored": 1}
 
 
 def test_records_of_another_target_are_kept_aside_and_counted(folder):
