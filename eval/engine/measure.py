@@ -87,9 +87,13 @@ def measure(
     if not prompts:
         raise ValueError("there is no prompt to measure: every one was filtered out, or the data set is empty")
     # As many requests at once as below, so no batch size is new to the engine when the clock runs.
-    asyncio.run(complete_all(server, prompts[:concurrency], WARM_UP_TOKENS, sampling, concurrency, "warm-up"))
+    warm_up = prompts[:concurrency]
+    num_before = wait_for_decode_time(server).requests
+    asyncio.run(complete_all(server, warm_up, WARM_UP_TOKENS, sampling, concurrency, "warm-up"))
+    # Without the wait, the prompts would get the warm-up's statistics.
+    decode = wait_for_decode_time(server, num_before + len(warm_up))
     # Counters include the warm-up and whatever came before: only differences count.
-    before, decode = read_counters(server), wait_for_decode_time(server)
+    before = read_counters(server)
     started = time.perf_counter()
     outputs = asyncio.run(complete_all(server, prompts, max_tokens, sampling, concurrency, "prompts"))
     duration_s = time.perf_counter() - started
@@ -182,7 +186,7 @@ def _request_counts(metrics: dict[str, Any] | None, num_speculative_tokens: int)
 
 def read_counters(server: VllmServer) -> AcceptanceCounts:
     """The engine's speculation counters since it started, over all ranks; all 0 if it does not speculate."""
-    counted = find_counts(httpx.get(f"{server.url}/metrics", timeout=30).text)
+    counted = find_counts(_read_metrics(server))
     return AcceptanceCounts.zero(server.num_speculative_tokens) + (counted or AcceptanceCounts.zero())
 
 
@@ -190,10 +194,17 @@ def wait_for_decode_time(server: VllmServer, at_least: int = 0) -> DecodeTime:
     """Wait until the engine counts `at_least` requests: statistics arrive after the answers."""
     deadline = time.monotonic() + STATISTICS_TIMEOUT_S
     while True:
-        total = parse_decode_time(httpx.get(f"{server.url}/metrics", timeout=30).text)
+        total = parse_decode_time(_read_metrics(server))
         if total.requests >= at_least or time.monotonic() > deadline:
             return total
         time.sleep(0.05)
+
+
+def _read_metrics(server: VllmServer) -> str:
+    try:
+        return httpx.get(f"{server.url}/metrics", timeout=30).text
+    except httpx.TransportError as error:
+        raise ConnectionError(f"{server.url} went away: {error!r}") from error
 
 
 def _require_equal_counters(server: VllmServer, before: AcceptanceCounts, requests: AcceptanceCounts) -> None:

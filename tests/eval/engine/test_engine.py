@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,9 +15,10 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.counters import find_counts, parse_counts
+from redraft.eval.engine.counters import DECODE_TIME, find_counts, parse_counts
 from redraft.eval.engine.lossless import compare_lossless
-from redraft.eval.engine.measure import Measurement, Output, measure
+from redraft.eval.engine.measure import Measurement, Output, complete_all, measure
+from redraft.eval.engine.sampling import GREEDY
 from redraft.eval.engine.server import VllmServer, last_error, vllm_server
 from redraft.eval.forecast.greedy import Continuation, forecast, greedy_continuations
 from redraft.eval.prompts import Prompt
@@ -131,8 +133,30 @@ def test_an_engine_that_refuses_its_draft_says_why_in_one_line(served_pair: tupl
 
 def test_an_unreachable_server_is_a_connection_error():
     nobody = VllmServer(url="http://127.0.0.1:9", model="none", dtype="float32", num_speculative_tokens=0)
-    with pytest.raises(ConnectionError, match=r"127.0.0.1:9 went away after 0 of 2 prompts"):
+    with pytest.raises(ConnectionError, match=r"127.0.0.1:9 went away: ConnectError"):
         measure(nobody, make_prompts(2), max_tokens=4)
+    with pytest.raises(ConnectionError, match=r"127.0.0.1:9 went away after 0 of 2 prompts"):
+        asyncio.run(complete_all(nobody, make_prompts(2), 4, GREEDY, 2, "prompts"))
+
+
+def test_a_measurement_leaves_out_statistics_of_the_warm_up_that_arrive_late(monkeypatch: pytest.MonkeyPatch):
+    finished_s: list[float] = []
+    num_counted = 0
+
+    async def complete(server: VllmServer, prompts: Sequence[Prompt], max_tokens: int, *rest: Any) -> list[Output]:
+        finished_s.extend([max_tokens] * len(prompts))
+        return [Output(token_ids=[1] * max_tokens, counts=None) for _ in prompts]
+
+    def read_one_more(url: str, **options: Any) -> httpx.Response:
+        nonlocal num_counted
+        num_counted = min(num_counted + 1, len(finished_s))
+        name, seconds = DECODE_TIME, sum(finished_s[:num_counted])
+        return httpx.Response(200, text=f"{name}count {num_counted}\n{name}sum {seconds}\n")
+
+    monkeypatch.setattr("redraft.eval.engine.measure.complete_all", complete)
+    monkeypatch.setattr(httpx, "get", read_one_more)
+    server = VllmServer(url="http://127.0.0.1:9", model="none", dtype="float32", num_speculative_tokens=0)
+    assert measure(server, make_prompts(4), max_tokens=MAX_TOKENS).decode_s == 4 * MAX_TOKENS
 
 
 def test_no_prompts_are_refused():
