@@ -25,7 +25,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -273,11 +273,8 @@ FULL_BYTES = 16 << 20
 @contextmanager
 def _partial_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder next to `folder`, locked while the writer lives and removed if the writer fails."""
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
-    lock = os.open(partial, os.O_RDONLY)
+    partial, lock = _make_locked(folder)
     try:
-        # The kernel releases it even after SIGKILL, so a lock tells a living writer from a dead one.
-        fcntl.flock(lock, fcntl.LOCK_EX)
         partial.chmod(0o755)  # mkdtemp's 0o700 would hide the result from a server of another user
         yield partial
     except Exception as error:
@@ -290,10 +287,27 @@ def _partial_folder(folder: Path) -> Iterator[Path]:
         os.close(lock)
 
 
+def _make_locked(folder: Path) -> tuple[Path, int]:
+    """A new temporary folder next to `folder`, and the descriptor that locks it."""
+    while True:
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+        # Until it is locked, another publisher may take it for abandoned and remove it. Then make another.
+        with suppress(FileNotFoundError):
+            lock = os.open(partial, os.O_RDONLY)
+            # The kernel releases it even after SIGKILL, so a lock tells a living writer from a dead one.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.lexists(partial):
+                return partial, lock
+            os.close(lock)
+
+
 def _remove_abandoned(folder: Path) -> None:
     """Remove the temporary folders of killed writers, whose locks the kernel has released."""
     for partial in _siblings(folder, "partial"):
-        lock = os.open(partial, os.O_RDONLY)
+        try:
+            lock = os.open(partial, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # its writer has published it meanwhile
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(partial, ignore_errors=True)

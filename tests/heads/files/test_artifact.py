@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from redraft.heads.files import artifact
 from redraft.heads.files.artifact import (
     MANIFEST,
     fingerprint,
@@ -179,6 +180,32 @@ def test_a_living_writers_folder_is_left_alone(tmp_path):
 
     publish(tmp_path / "run", publish_and_look, {})
     verify(tmp_path / "run")
+
+
+def test_a_folder_that_is_published_while_others_look_for_abandoned_ones_is_no_error(tmp_path, monkeypatch):
+    gone = tmp_path / ".run.abc.partial"
+    monkeypatch.setattr(artifact, "_siblings", lambda folder, kind: [gone] if kind == "partial" else [])
+    verify(publish_sample(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("call", ["os.open", "fcntl.flock"])
+def test_a_folder_removed_before_its_writer_locks_it_is_made_again(call, tmp_path, monkeypatch):
+    module, name = getattr(artifact, call.split(".")[0]), call.split(".")[1]
+    original, removed = getattr(module, name), []
+
+    def remove_first(*args):
+        for partial in tmp_path.glob(".run.*.partial"):
+            if not removed:
+                removed.append(partial)
+                partial.rmdir()
+        return original(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, name, remove_first)
+        publish_sample(tmp_path / "run")
+    verify(tmp_path / "run")
+    assert removed
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 PUBLISH_FOR_EVER = """
