@@ -320,13 +320,17 @@ def _remove_abandoned(folder: Path) -> None:
 def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
     """Write the manifest of `partial`, flush it to disk and rename it to `folder`, after moving an old one aside.
 
-    Everybody may read the result: a server often runs as another user than the trainer.
+    Everybody may read the result, but hard links as before: a server often runs as another user than the trainer.
     """
     files = {name: _entry(partial / name) for name in _file_names(partial)}
     _write_json(partial / MANIFEST, {"layout": LAYOUT, "files": files})
     for path in partial.rglob("*"):
-        if not path.is_symlink():
-            path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors writes 0600
+        if path.is_symlink():
+            continue
+        if path.is_dir():
+            path.chmod(0o755)
+        elif path.stat().st_nlink == 1:  # a hard link shares its mode with a file of somebody else (`mtp_folder.link`)
+            path.chmod(0o644)  # safetensors writes 0600
     _flush(partial)
     if overwrite and folder.exists():
         # A folder cannot be replaced in one rename. A kill before the next one leaves no `folder`.

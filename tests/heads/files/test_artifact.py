@@ -208,6 +208,19 @@ def test_a_folder_removed_before_its_writer_locks_it_is_made_again(call, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_publishing_leaves_the_mode_of_files_that_others_share(tmp_path):
+    target = tmp_path / "shard"
+    target.write_text("theirs")
+    target.chmod(0o600)
+
+    def write(folder: Path) -> None:
+        os.link(target, folder / "shard")
+        (folder / "mine").touch(0o600)
+
+    publish(tmp_path / "run", write, {})
+    assert [(tmp_path / "run" / name).stat().st_mode & 0o777 for name in ("shard", "mine")] == [0o600, 0o644]
+
+
 PUBLISH_FOR_EVER = """
 import sys
 from pathlib import Path
