@@ -153,7 +153,7 @@ def gather(output: Path, *, import_engine: bool) -> Facts:
         torch_cuda=torch_cuda,
         gpus=gpus,
         cpu=read_processor(),
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=count_cores(),
         memory_bytes=psutil.virtual_memory().total,
         disk=disk,
         free_bytes=shutil.disk_usage(disk).free,
@@ -185,13 +185,18 @@ def environment() -> dict[str, str]:
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": read_processor(),
-        # Cores this process may use: a container often has fewer than the machine.
-        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "cores": str(count_cores()),
         "memory": f"{memory_bytes / 2**30:.0f} GiB",
         "gpu": ", ".join(gpus) or "none",
         "python": platform.python_version(),
         **versions,
     }
+
+
+def count_cores() -> int:
+    """Cores this process may use: a container often has fewer than the machine."""
+    # macOS cannot tell them apart.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def engine_environment() -> dict[str, str]:

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import os
 import platform
 import shutil
 from pathlib import Path
@@ -116,6 +117,11 @@ def test_the_facts_of_this_machine_are_found(tmp_path):
     assert facts.free_bytes > 0
     assert facts.num_cores >= 1
     assert facts.cpu
+
+
+def test_the_facts_are_found_where_a_process_has_no_choice_of_cores(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert gather(tmp_path, import_engine=False).num_cores == os.cpu_count()
 
 
 def test_a_problem_ends_with_1(monkeypatch, capsys):
