@@ -16,8 +16,8 @@ from redraft.eval.prompts import Prompt
 from redraft.heads.doctor.checks import first_cure
 from redraft.heads.files.kept import compute_once
 
-EngineCounts = list[list[AcceptanceCounts]]
-"""The engine's counts of every prompt, by temperature and in the order of the prompts."""
+CountsByTemperature = list[list[AcceptanceCounts]]
+"""The engine's counts of every prompt: a list for each temperature, in the order of the prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def serve_and_count(
     protocol: Protocol,
     options: EngineOptions,
     folder: Path,
-) -> EngineCounts:
+) -> CountsByTemperature:
     """The engine's counts of every prompt. They are cached in `folder`, so a killed run does not serve it again.
 
     Raises:
@@ -52,7 +52,7 @@ def serve_and_count(
     assert draft.speculative is not None, "vLLM can serve it"
     config = {**forget_requests(draft.speculative), "num_speculative_tokens": num_speculative_tokens}
 
-    def counted() -> EngineCounts:
+    def counted() -> CountsByTemperature:
         with vllm_server(
             draft.served or target.name,
             log=folder / f"vllm-{draft.name}-{num_speculative_tokens}.log",
@@ -75,8 +75,7 @@ def serve_and_count(
             ]
         return [[_counts(output, by_step=draft.forecast is None) for output in run.outputs] for run in runs]
 
-    # All that the counts depend on, or those of another run would pass for these. The dtype is left out,
-    # because `redraft eval` gives each one a `folder`.
+    # All that the counts depend on, or those of another run would pass for these.
     key = [
         target.fingerprint,
         draft.fingerprint,
@@ -86,9 +85,9 @@ def serve_and_count(
         protocol.filters,
         protocol.max_tokens,
     ]
-    key += [options.args, options.concurrency, engine_environment()]
+    key += [options, engine_environment()]
     try:
-        return compute_once(folder, f"engine-{draft.name}-{num_speculative_tokens}", key, EngineCounts, counted)
+        return compute_once(folder, f"engine-{draft.name}-{num_speculative_tokens}", key, CountsByTemperature, counted)
     except ChildProcessError as error:
         cure = first_cure(target.folder, draft.folder, num_speculative_tokens) if draft.folder else ""
         raise ChildProcessError(f"{draft.name}: {error}{cure}") from error

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine import served
 from redraft.eval.engine.counters import DECODE_TIME, find_counts, parse_counts
 from redraft.eval.engine.lossless import compare_lossless
 from redraft.eval.engine.measure import Measurement, Output, complete_all, measure
 from redraft.eval.engine.sampling import GREEDY
 from redraft.eval.engine.server import VllmServer, last_error, vllm_server
+from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft
 from redraft.eval.forecast.greedy import Continuation, forecast, greedy_continuations
+from redraft.eval.forecast.teacher_forced import Protocol
 from redraft.eval.prompts import Prompt
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 from redraft.heads.families.standalone import StandaloneDraft
@@ -163,6 +167,32 @@ def test_no_prompts_are_refused():
     nobody = VllmServer(url="http://127.0.0.1:9", model="none", dtype="float32", num_speculative_tokens=0)
     with pytest.raises(ValueError, match="no prompt"):
         measure(nobody, [], max_tokens=4)
+
+
+def test_counts_of_another_dtype_are_not_taken_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    started: list[str | None] = []
+
+    @contextlib.contextmanager
+    def start(model: str, *, dtype: str | None, **options: Any) -> Iterator[VllmServer]:
+        started.append(dtype)
+        yield VllmServer(url="", model=model, dtype="", num_speculative_tokens=1)
+
+    def measure_none(server: VllmServer, prompts: Sequence[Prompt], **options: Any) -> Measurement:
+        return Measurement(prompts=prompts, outputs=[], duration_s=1.0, dtype="", counts=None)
+
+    monkeypatch.setattr(served, "vllm_server", start)
+    monkeypatch.setattr(served, "measure", measure_none)
+    target = LoadedTarget(name="t", folder=tmp_path, fingerprint="t", model=None, tokenizer=None)
+    draft = NamedDraft(
+        name="d", source="d", family="ngram", fingerprint="d", forecast=None, speculative={"method": "ngram"}
+    )
+    protocol = Protocol(
+        temperatures=(0.0,), num_speculative_tokens=(1,), max_tokens=4, end_ids=(), seed=0, batch_size=1
+    )
+    for dtype in ("float32", "bfloat16", "float32"):
+        options = served.EngineOptions(dtype=dtype)
+        served.serve_and_count(target, draft, 1, make_prompts(2), protocol, options, tmp_path)
+    assert started == ["float32", "bfloat16"]
 
 
 METRICS = """\
