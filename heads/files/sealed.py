@@ -60,6 +60,6 @@ def set_aside(path: Path) -> Path:
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:
-    # Keys must be strings. json sorts 2 before 10 as numbers, and "10" before "2" when the file is read again.
-    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    # As they will be read back: json sorts 2 before 10 as numbers, and "10" before "2" as the keys of a file.
+    canonical = json.dumps(json.loads(json.dumps(fields)), sort_keys=True, separators=(",", ":"))
     return f"{zlib.crc32(canonical.encode()):08x}"
