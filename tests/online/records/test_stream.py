@@ -359,10 +359,57 @@ async def test_a_broker_that_refuses_to_overwrite_costs_no_record_and_is_told(br
     assert "text stays in the broker's files" in reason
     await publish(broker, nats_config, make_record(9))
     assert await take_all(source, 1) == {"stored": 1}
-    assert len(source.faults) == 1, "once for a connection: every refusal may cost the whole deadline"
+    assert len(source.faults) == 1, "not at once again: a failure may cost the whole deadline"
     await source.take()
     assert (await stream_state(broker, nats_config)).messages == 0
     await source.close()
+
+
+@in_event_loop
+async def test_after_one_delete_that_was_not_answered_the_next_records_are_overwritten(
+    broker, nats_config, monkeypatch
+):
+    monkeypatch.setattr("redraft.online.learning.stream.ERASE_PAUSE_S", 0)
+    first, second = (make_record(number, domain="code", rows=4) for number in range(2))
+    with Buffer(BufferConfig(held_out_fraction=0), TARGET, domain="code") as of_code:
+        source = make_source(broker, nats_config, of_code)
+        await source.take()
+        request = source._client.request
+
+        async def time_out(*args, **kwargs):
+            source._client.request = request
+            raise nats.errors.TimeoutError
+
+        source._client.request = time_out
+        for record in (first, second):
+            await publish(broker, nats_config, record, make_record(9, domain="prose"))  # the unread one keeps the file
+            assert await take_all(source, 1) == {"stored": 1}
+        await source.take()
+        ((name, reason),) = source.faults
+        assert (name, "$JS.API" in reason) == ("log_not_erased", False), "no right is missing"
+        assert count_on_disk(broker, nats_config, [encode_record(first)[100:200]]) == 1
+        assert count_on_disk(broker, nats_config, [encode_record(second)[100:200]]) == 0
+        await source.close()
+
+
+@in_event_loop
+async def test_without_the_right_to_overwrite_the_deadline_is_waited_for_once(
+    tmp_path, nats_config, buffer, monkeypatch
+):
+    monkeypatch.setattr("redraft.online.learning.stream.ERASE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("redraft.online.learning.stream.ERASE_PAUSE_S", 0)
+    rights = 'publish: {allow: ">", deny: "$JS.API.STREAM.MSG.DELETE.>"}'
+    settings = f"authorization {{ users: [ {{user: learner, password: secret, permissions: {{{rights}}}}} ] }}"
+    with running_broker(tmp_path / "store", settings) as broker:
+        url = broker.url.replace("nats://", "nats://learner:secret@")
+        source = StreamSource(url, nats_config, StreamLimits(max_bytes=1 << 20), buffer, VOCAB)
+        await source.take()
+        for number in range(3):
+            await source._client.jetstream().publish(nats_config.subject("code"), encode_record(make_record(number)))
+            assert await take_all(source, 1) == {"stored": 1}
+        ((name, reason),) = source.faults
+        assert (name, reason.endswith("the learner needs $JS.API.STREAM.>")) == ("log_not_erased", True)
+        await source.close()
 
 
 @in_event_loop
