@@ -299,9 +299,13 @@ def require_prefix_rows(feature_BTD: Tensor, prefix_ids: Sequence[int]) -> int:
     """The number of rows that the target knows of a prefix: one fewer than tokens.
 
     Raises:
-        ValueError: the features have another number of rows.
+        ValueError: there is none, or the features have another number of rows.
     """
     num_rows = len(prefix_ids) - 1
+    if num_rows < 1:
+        raise ValueError(
+            f"a head drafts after 2 tokens or more, not {len(prefix_ids)}: the target has not read the last one"
+        )
     if feature_BTD.shape[:2] != (1, num_rows):
         raise ValueError(f"{num_rows + 1} tokens need {num_rows} rows of features, not {tuple(feature_BTD.shape[:2])}")
     return num_rows

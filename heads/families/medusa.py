@@ -17,7 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redraft.heads.draft import Batch, Drafted, DraftStep, TargetSignal, draw, final_hidden, label_rows, require_tokens
+from redraft.heads.draft import (
+    Batch,
+    Drafted,
+    DraftStep,
+    TargetSignal,
+    draw,
+    final_hidden,
+    label_rows,
+    require_prefix_rows,
+    require_tokens,
+)
 from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.target import Target
@@ -108,7 +118,8 @@ class Medusa(nn.Module):
         """One token from each head, all from the last row of the signal. Raises ValueError for more than heads."""
         require_tokens(num_tokens, self.max_tokens)
         # the target has not read the prefix's last token, so the last row is the one before
-        hidden_D = final_hidden(signal)[0, len(prefix_ids) - 2].to(self._dtype)
+        hidden_BTD = final_hidden(signal)
+        hidden_D = hidden_BTD[0, require_prefix_rows(hidden_BTD, prefix_ids) - 1].to(self._dtype)
         heads = list(zip(self.blocks, self.lm_heads, strict=True))[:num_tokens]
         return [draw(lm_head(block(hidden_D)).float(), temperature, generator) for block, lm_head in heads]
 

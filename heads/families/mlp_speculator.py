@@ -20,7 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redraft.heads.draft import Batch, Drafted, DraftStep, TargetSignal, draw, final_hidden, label_rows, require_tokens
+from redraft.heads.draft import (
+    Batch,
+    Drafted,
+    DraftStep,
+    TargetSignal,
+    draw,
+    final_hidden,
+    label_rows,
+    require_prefix_rows,
+    require_tokens,
+)
 from redraft.heads.files.folder import read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.target import Target
@@ -133,8 +143,9 @@ class MLPSpeculator(nn.Module):
     ) -> Drafted:
         """A token from each stage, the first from the signal's last row. Raises ValueError for more than stages."""
         require_tokens(num_tokens, self.max_tokens)
-        row = len(prefix_ids) - 2
-        state_BTI = self._first_state(final_hidden(signal)[:1, row : row + 1])
+        hidden_BTD = final_hidden(signal)
+        row = require_prefix_rows(hidden_BTD, prefix_ids) - 1
+        state_BTI = self._first_state(hidden_BTD[:, row : row + 1])
         token = prefix_ids[-1]
         drafted: Drafted = []
         for i in range(num_tokens):
