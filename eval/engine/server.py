@@ -8,6 +8,7 @@ import json
 import os
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,15 +60,16 @@ def vllm_server(
     cpu_cores: str | None = None,
     extra_args: Sequence[str] = (),
     extra_env: Mapping[str, str] | None = None,
+    given_up: threading.Event | None = None,
 ) -> Iterator[VllmServer]:
     """A vLLM server of `model` on a free loopback port: healthy on entry, always stopped on exit.
 
     The default dtype is float32 on a CPU, to compare greedy outputs token for token, and the model's on a
     GPU. `cpu_cores` ("0-3") keeps two servers of one machine off each other's cores: by default, vLLM starts both at
-    core 0.
+    core 0. `given_up` ends the wait for a healthy server.
 
     Raises:
-        ChildProcessError: the engine died; the message is the engine's.
+        ChildProcessError: the engine died; the message is the engine's. Or it was given up.
         TimeoutError: the server did not become healthy.
         ValueError: vLLM's model runner here does not have this draft's proposer.
     """
@@ -95,7 +97,7 @@ def vllm_server(
             dtype=dtype,
             num_speculative_tokens=int((speculative_config or {}).get("num_speculative_tokens", 0)),
         )
-        wait_until_healthy(server.url, process, log)
+        wait_until_healthy(server.url, process, log, given_up=given_up)
         yield server
 
 
@@ -169,11 +171,18 @@ def _find_version(package: str) -> str | None:
     return None
 
 
-def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path, *, name: str = "vLLM") -> None:
+def wait_until_healthy(
+    url: str,
+    process: subprocess.Popen[bytes],
+    log: Path,
+    *,
+    name: str = "vLLM",
+    given_up: threading.Event | None = None,
+) -> None:
     """Return when `GET {url}/health` succeeds.
 
     Raises:
-        ChildProcessError: the process ended; the message is from the log.
+        ChildProcessError: the process ended; the message is from the log. Or it was given up.
         TimeoutError: the server did not become healthy.
     """
     started = time.monotonic()
@@ -182,6 +191,8 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path, *,
             # A dead engine is not waited for until the timeout.
             if process.poll() is not None:
                 raise ChildProcessError(f"{name} did not start: {last_error(log)} (whole log: {log})")
+            if given_up is not None and given_up.is_set():
+                raise ChildProcessError(f"{name} was given up before it was ready: see {log}")
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{url}/health", timeout=5).is_success:
                     return

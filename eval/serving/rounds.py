@@ -9,9 +9,11 @@ told as a ratio within a round.
 from __future__ import annotations
 
 import contextlib
+import math
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,18 +49,28 @@ def start_servers(
     """A server for each draft's --speculative-config, all started at the same time. They compute in turns, so they
     share the cores. `options` are those of `vllm_server`.
 
-    Raises: as `vllm_server`.
+    Raises: as `vllm_server`, as soon as one server does not start.
     """
-
+    given_up = threading.Event()
     # a server ends with the thread that started it, so the threads stay until the servers are stopped
     with ThreadPoolExecutor(len(drafts)) as pool, contextlib.ExitStack() as stack:
 
         def start(name: str) -> VllmServer:
             log = logs / f"vllm-{name}.log"
-            return stack.enter_context(vllm_server(target, log=log, speculative_config=drafts[name], **options))
+            return stack.enter_context(
+                vllm_server(target, log=log, speculative_config=drafts[name], given_up=given_up, **options)
+            )
 
-        # `pool.map` starts all before it waits for the first.
-        yield dict(zip(drafts, pool.map(start, drafts), strict=True))
+        starts = {name: pool.submit(start, name) for name in drafts}
+        try:
+            for started in as_completed(starts.values()):
+                started.result()
+        except BaseException:
+            # Every thread ends before the stack closes: one that entered it later would leave a server running.
+            given_up.set()
+            wait(starts.values())
+            raise
+        yield {name: started.result() for name, started in starts.items()}
 
 
 Results = Mapping[tuple[str, int], Sequence[Measurement]]
@@ -87,7 +99,7 @@ def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], pla
 def merge(runs: Sequence[Measurement]) -> Measurement:
     """The rounds of one server as one measurement, in the order of the prompts' tokens.
 
-    A prompt of several rounds counts once, as first measured.
+    A prompt of several rounds counts once, as first measured. Such a part of the rounds has no duration, and no speed.
     """
     outputs: dict[tuple[int, ...], tuple[Prompt, Output]] = {}
     for run in runs:
@@ -99,7 +111,7 @@ def merge(runs: Sequence[Measurement]) -> Measurement:
     return Measurement(
         prompts=[prompt for prompt, _ in outputs.values()],
         outputs=[output for _, output in outputs.values()],
-        duration_s=sum(run.duration_s for run in runs),
+        duration_s=math.nan,
         dtype=runs[0].dtype,
         counts=sum(counted, AcceptanceCounts.zero()) if counted else None,
     )
