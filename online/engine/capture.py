@@ -202,9 +202,12 @@ class Capture:
         log = self._open_log(part)
         if log.is_closed:
             return
-        if log.draft_version != draft_version:  # a record names exactly one version, the one that proposed its drafts
+        # Draft tokens are proposed at the end of a step and verified in the next one. A swap between the two may keep
+        # them: then the old draft proposed the tokens that the first step with the new one verifies.
+        proposed_by, log.next_version = log.next_version or draft_version, draft_version
+        if log.draft_version != proposed_by:  # a record names exactly one version
             self._emit(log)
-            log.draft_version = draft_version
+            log.draft_version = proposed_by
         if not log.append(part.start, sampled, verified):
             self.counts["broken_requests_gap"] += 1
             self._emit(log)
@@ -227,12 +230,18 @@ class Capture:
                 self._emit(log)
 
     def _emit(self, log: RequestLog) -> None:
-        record = log.cut_segment(self.server_id, self.fingerprint)
-        if record is None:
+        try:
+            record = log.cut_segment(self.server_id, self.fingerprint)
+            if record is None:
+                return
+            frame = encode_frame(record)
+        except Exception as error:  # this request is lost; an exception here would end the thread, and all recording
+            self.report(error, "encode")
+            log.is_closed = True
             return
         if not self._waiting:
             self._waiting_since_s = time.monotonic()
-        self._waiting.append(encode_frame(record))
+        self._waiting.append(frame)
         self.counts["records"] += 1
         self.counts["rows"] += len(record.positions)
 
@@ -250,7 +259,7 @@ class Capture:
             self._outlet.write(frames)
             self.counts["shipped_records"] += len(frames)
             self.counts["shipped_bytes"] += sum(map(len, frames))
-        except OSError as error:  # e.g. a full disk: these records are lost, the next ones may fit again
+        except Exception as error:  # e.g. a full disk: these records are lost, the next ones may fit again
             self.counts["dropped_records_spool"] += len(frames)
             self.report(error, "spool")
 

@@ -134,6 +134,9 @@ class RequestLog:
     verified: list[VerifiedStep] = field(default_factory=list)
     states: list[States] = field(default_factory=list)
     draft_version: str = ""
+    """The version that proposed the draft tokens of the next record."""
+    next_version: str = ""
+    """The version loaded in the newest step, which proposed the draft tokens of the step to come."""
     sequence: int = 0
     num_shipped: int = 0
     """Output tokens before the next segment."""

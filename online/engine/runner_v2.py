@@ -180,7 +180,9 @@ class _Hooks:
         draft, and those of requests that are not recorded, have 0."""
         drafted = zip(known.infos, known.first_drafts, known.num_drafts, strict=True)
         rows = [row for info, first, count in drafted if info for row in range(first, first + count)]
-        rows_N = torch.tensor(rows, device=read_ids_R.device, dtype=torch.long)
+        # From pinned memory and not awaited: a plain copy to a GPU waits for all work queued there.
+        pinned_N = torch.tensor(rows, dtype=torch.long, pin_memory=read_ids_R.is_cuda)
+        rows_N = pinned_N.to(read_ids_R.device, non_blocking=True)
         slots_N = batch.expanded_idx_mapping.long()[rows_N]
         probs_R = torch.zeros(len(read_ids_R), device=read_ids_R.device)
         probs_R[rows_N] = gather_probs(

@@ -20,7 +20,7 @@ PARTS = frozenset(("weights", "kv_cache"))
 
 def watch_sleep(worker: Any) -> None:
     """Keep `worker.redraft.asleep` true to the worker, and load the draft again after level 2."""
-    sleep, wake_up, state = worker.sleep, worker.wake_up, worker.redraft
+    sleep, wake_up, discard, state = worker.sleep, worker.wake_up, worker.discard, worker.redraft
 
     def sleep_and_note(level: int = 1) -> None:
         sleep(level)
@@ -36,7 +36,11 @@ def watch_sleep(worker: Any) -> None:
         if "weights" not in state.asleep and not state.is_draft_intact and _has_draft(worker):
             _load_again(worker)
 
-    worker.sleep, worker.wake_up = sleep_and_note, wake_up_with_draft
+    def discard_and_note(tags: tuple[str, ...]) -> None:
+        discard(tags)
+        state.asleep |= set(tags)
+
+    worker.sleep, worker.wake_up, worker.discard = sleep_and_note, wake_up_with_draft, discard_and_note
 
 
 def _has_draft(worker: Any) -> bool:

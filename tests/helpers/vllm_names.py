@@ -171,6 +171,7 @@ CALLABLES = (
     "v1.worker.worker_base:WorkerWrapperBase.initialize_from_config",
     f"{WORKER}.sleep",
     f"{WORKER}.wake_up",
+    f"{WORKER}.discard",
     f"{WORKER}.shutdown",
     f"{ENGINE}.generate",
     f"{ENGINE}.pause_generation",

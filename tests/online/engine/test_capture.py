@@ -17,6 +17,7 @@ import torch
 from model_runners import environment
 from transformers import LlamaForCausalLM
 
+from redraft.online.engine import capture as capture_module
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig
 from redraft.online.engine.feed import Batch, Feed, _copy_rows
@@ -435,18 +436,20 @@ def run_capture(folder, steps, **config):
 
 
 def test_steps_become_records_of_one_draft_version_each(tmp_path):
-    info = make_info(max_tokens=5)
+    info = make_info(max_tokens=6)
     steps = [
         make_step(info, 3, sampled=[7], drafts=[]),
         make_step(info, 4, sampled=[8, 9], drafts=[8, 50]),
-        make_step(info, 6, sampled=[10, 11], drafts=[10, 51], version="v000002"),
+        make_step(info, 6, sampled=[10], drafts=[52, 51], version="v000002"),  # proposed before the swap
+        make_step(info, 7, sampled=[11, 12], drafts=[11, 53], version="v000002"),
     ]
     capture, records = run_capture(tmp_path, steps)
     assert [record.draft_version for record in records] == ["v000001", "v000002"]
     assert [record.sequence for record in records] == [0, 1]
-    assert (records[1].context_begin, len(records[1].context_ids)) == (6, 0)
+    assert (records[1].context_begin, len(records[1].context_ids)) == (7, 0)
+    assert [[i for i in record.draft_ids if i >= 0] for record in records] == [[8, 50, 52, 51], [11, 53]]
     wanted = steps[1].logits_RV.double().log_softmax(-1).topk(K)
-    np.testing.assert_allclose(records[0].topk_log_probs, wanted.values, atol=1e-5)
+    np.testing.assert_allclose(records[0].topk_log_probs[:3], wanted.values, atol=1e-5)
     assert capture.status()["records"] == 2
     assert capture.status()["shipped_records"] == 2
 
@@ -745,6 +748,38 @@ def test_a_step_that_cannot_be_reduced_costs_itself_only(tmp_path):
     capture.stop()
     assert capture.status()["shipped_records"] == 1
     assert [*capture._logs] == ["cmpl-a"]  # which reached its length limit, but has not been reported as finished yet
+
+
+@pytest.mark.parametrize("stage", ["encode", "spool"])
+def test_a_record_that_cannot_be_written_costs_itself_only(tmp_path, monkeypatch, stage):
+    """Whatever is raised, also when a failed reduction closes the requests that ended: the thread goes on."""
+    capture = Capture(CaptureConfig(spool=tmp_path, top_k=K), "boot", "target", "v000001")
+    original = {"encode": capture_module.encode_frame, "spool": capture._outlet.write}[stage]
+    failures = iter([RuntimeError("cannot"), None])
+
+    def fail_once(argument):
+        if error := next(failures, None):
+            raise error
+        return original(argument)
+
+    if stage == "encode":
+        monkeypatch.setattr(capture_module, "encode_frame", fail_once)
+    else:
+        monkeypatch.setattr(capture._outlet, "write", fail_once)
+    first, second = (make_info(request_id=name, max_tokens=9) for name in ("cmpl-a", "cmpl-b"))
+    capture.start()
+    for info in (first, second):
+        capture.queue.put(make_step(info, 3, sampled=[7], drafts=[]))
+        capture.queue.put(make_step(info, 4, sampled=[8], drafts=[50]))
+        broken = make_step(make_info(request_id="cmpl-c"), 3, sampled=[7], drafts=[50])
+        capture.queue.put(replace(broken, draft_ids_S=None, finished=[info.request_id]))
+        deadline = time.monotonic() + 30
+        wanted = capture.counts[f"errors_{stage}"] + capture.counts["shipped_records"] + 1
+        while capture.counts[f"errors_{stage}"] + capture.counts["shipped_records"] < wanted:
+            assert time.monotonic() < deadline, capture.status()
+            time.sleep(0.01)
+    capture.stop()
+    assert (capture.counts[f"errors_{stage}"], capture.counts["shipped_records"]) == (1, 1)
 
 
 # --- the engine
