@@ -17,7 +17,7 @@ import json
 import logging
 import uuid
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -176,18 +176,21 @@ class Tap:
             shipping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await shipping
-            await asyncio.to_thread(self._ship)
+            await asyncio.to_thread(self._ship, self._take_waiting())
             await asyncio.to_thread(self._outlet.close)
 
     async def _ship_periodically(self) -> None:
         while True:
             await asyncio.sleep(SHIP_INTERVAL_S)
-            await asyncio.to_thread(self._ship)
+            await asyncio.to_thread(self._ship, self._take_waiting())
 
-    def _ship(self) -> None:
-        """Write the waiting records. Any failure is counted: an exception would end all recording."""
-        # In a thread, so only the records of this moment: the event loop may append meanwhile.
-        records = [self._waiting.popleft() for _ in range(len(self._waiting))]
+    def _take_waiting(self) -> deque[Record]:
+        # In the event loop, which alone appends: a thread that took them could meet `_keep` at the full queue.
+        records, self._waiting = self._waiting, deque()
+        return records
+
+    def _ship(self, records: Iterable[Record]) -> None:
+        """Write records. Any failure is counted: an exception would end all recording."""
         frames = []
         for record in records:
             try:

@@ -130,6 +130,14 @@ def test_the_fleets_version_is_what_most_servers_have(tmp_path: Path):
     assert "2 of 3 servers run it" in headline.below
 
 
+def test_in_a_tie_the_version_seen_last_is_the_fleets(tmp_path: Path):
+    journal, _ = make_empty(tmp_path)
+    accept(journal, "v000001", 100, 2.0, "http://a")
+    accept(journal, "v000001", 100, 2.0, "http://b")
+    accept(journal, "v000002", 100, 3.0, "http://a")  # a is heard of first, and last
+    assert sentence(look(journal).headline).startswith("Draft v2 emits 3.00 tokens per target step")
+
+
 def test_domains_do_not_count_twice(tmp_path: Path):
     journal, _ = make_empty(tmp_path)
     accept(journal, "v000001", 100, 2.0)

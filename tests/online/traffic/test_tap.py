@@ -293,16 +293,16 @@ def test_shipping_survives_a_record_that_cannot_be_encoded_and_an_outlet_that_fa
     broken.request_id = "\ud800"
     for answer in (broken, make_answer()):
         tap._keep(answer, {}, Origin())
-    tap._ship()
+    tap._ship(tap._take_waiting())
     assert len(spooled(tmp_path)) == 1
     assert tap.status()["errors_UnicodeEncodeError"] == 1
     tap._keep(make_answer(), {}, Origin())
     with monkeypatch.context() as failing:
         failing.setattr(tap._outlet, "write", lambda frames: 1 / 0)
-        tap._ship()
+        tap._ship(tap._take_waiting())
     assert tap.status()["dropped_records_spool"] == 1
     tap._keep(make_answer(), {}, Origin())
-    tap._ship()
+    tap._ship(tap._take_waiting())
     assert tap.status()["shipped_records"] == len(spooled(tmp_path)) == 2
 
 
