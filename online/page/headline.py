@@ -87,7 +87,7 @@ def find_served_draft(history: History) -> ServedDraft | None:
     recent = _select_engine_entries(history, ending_s=None)
     if not recent:
         return None
-    servers: dict[str, str] = {}
+    servers: dict[str | None, str] = {}
     for entry in recent:
         servers.pop(entry.server, None)  # to the end: a dict keeps the place of the first entry
         servers[entry.server] = entry.draft_version
