@@ -47,7 +47,7 @@ from redraft.online.daemon.alarm import Alarm
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.cycle import Cycle, copy_model
 from redraft.online.fleet.discovery import Members, discover, list_servers, read_fleet
-from redraft.online.fleet.registry import Registry
+from redraft.online.fleet.registry import Registry, read_id
 from redraft.online.fleet.server import STATUS_TIMEOUT_S, FleetServer
 from redraft.online.fleet.watch import JournaledServer, Observation, Watch
 from redraft.online.journal import Journal, to_stderr
@@ -521,7 +521,7 @@ def open_stream(
 ) -> StreamSource:
     from redraft.online.learning.stream import StreamSource  # nats-py is an extra
 
-    return StreamSource(cfg.ingest, cfg.nats, cfg.stream, buffer, vocab_size, now_s)
+    return StreamSource(cfg.ingest, cfg.nats, cfg.stream, buffer, vocab_size, now_s, read_id(cfg.registry))
 
 
 def _name_fault(error: OSError) -> str:

@@ -39,6 +39,9 @@ from redraft.online.records.record import Record, is_later_layout, read_frames
 CONSUMER = "learner"
 """Name of the consumer for all domains. A consumer for one domain has the domain's name appended."""
 
+REGISTRY_ID = "redraft_registry"
+"""Key in the consumer's metadata."""
+
 REQUEST_RECORDS = 256
 REQUEST_BYTES = 16 << 20
 """Limits of one request. Twice this may be in memory: the batch being stored, and the next one arriving."""
@@ -90,9 +93,13 @@ class StreamSource:
         buffer: Buffer,
         vocab_size: int,
         now_s: Callable[[], float] = time.time,
+        registry_id: str = "",
     ) -> None:
-        """`now_s` gives the time of arrival in seconds since the epoch. It is called by the event loop's thread."""
-        self.ingest, self.config, self.limits = ingest, config, limits
+        """`now_s` gives the time of arrival in seconds since the epoch. It is called by the event loop's thread.
+
+        `registry_id` keeps learners of two registries from taking each other's records.
+        """
+        self.ingest, self.config, self.limits, self.registry_id = ingest, config, limits, registry_id
         self.buffer, self.vocab_size, self._now_s = buffer, vocab_size, now_s
         self._client: Any = None
         self._pull: Pull | None = None
@@ -210,7 +217,7 @@ class StreamSource:
             self.faults.append(
                 ("log_may_lose_records", f"{reason}: install {'.'.join(map(str, SAFE_BROKER))} or later")
             )
-        await provide_stream(self._client.jetstream(), self.config, self.limits, self.buffer.domain)
+        await provide_stream(self._client.jetstream(), self.config, self.limits, self.buffer.domain, self.registry_id)
         pull = Pull(self._client, self.config.stream, name_consumer(self.buffer.domain))
         await pull.open()
         return pull
@@ -296,10 +303,15 @@ def name_consumer(domain: str) -> str:
     return f"{CONSUMER}-{to_subject_token(domain)}" if domain else CONSUMER
 
 
-async def provide_stream(stream: Any, config: Nats, limits: StreamLimits, domain: str = "") -> None:
+async def provide_stream(
+    stream: Any, config: Nats, limits: StreamLimits, domain: str = "", registry_id: str = ""
+) -> None:
     """Create the stream and our consumer, or update them to these settings.
 
     A record has exactly one consumer: the one for the record's domain, or the one for all domains.
+
+    Raises:
+        BrokerError: if a running learner takes these records already.
     """
     wanted = {
         "subjects": [config.subjects],
@@ -317,15 +329,23 @@ async def provide_stream(stream: Any, config: Nats, limits: StreamLimits, domain
         kept = {"storage": StorageType.FILE, "retention": RetentionPolicy.WORK_QUEUE, "discard": DiscardPolicy.OLD}
         await stream.add_stream(StreamConfig(name=config.stream, **kept, **wanted))
     with suppress(NotFoundError):
+        former = await stream.consumer_info(config.stream, name_consumer(domain))
+        # A restarted learner finds the registry's id and begins at once: a request of the one before may still wait.
+        if former.num_waiting and (former.config.metadata or {}).get(REGISTRY_ID, registry_id) != registry_id:
+            raise BrokerError(
+                f"a learner of another registry takes {domain or 'all records'} of {config.stream} already: give each "
+                "learner of a log a different domain, or a different nats.fleet"
+            )
         # If the stream lost the newest messages with a disk, an old consumer remembers a later position and would
         # skip as many new messages. A new consumer delivers every unacknowledged message at once.
-        await stream.delete_consumer(config.stream, name_consumer(domain))
+        await stream.delete_consumer(config.stream, former.name)
     consumer = ConsumerConfig(
         durable_name=name_consumer(domain),
         ack_policy=AckPolicy.EXPLICIT,
         ack_wait=ACK_WAIT_S,
         max_ack_pending=-1,  # no limit: records of a later layout are never acknowledged, and must not block the others
         filter_subject=config.subject(domain) if domain else None,
+        metadata={REGISTRY_ID: registry_id} if registry_id else None,
     )
     try:
         await stream.add_consumer(config.stream, consumer)

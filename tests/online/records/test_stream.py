@@ -271,6 +271,28 @@ async def test_learners_by_domain_take_over_from_one_for_all_and_back(broker, na
         await source.close()
 
 
+@in_event_loop
+async def test_learners_of_two_registries_do_not_take_each_others_records(broker, nats_config, buffer):
+    def make(registry_id):
+        limits = StreamLimits(max_bytes=64 << 20)
+        return StreamSource(broker.url, nats_config, limits, buffer, VOCAB, registry_id=registry_id)
+
+    running, restarted, other = make("1" * 32), make("1" * 32), make("2" * 32)
+    await running.take()
+    with pytest.raises(BrokerError, match=r"a learner of another registry takes all records of redraft-.* already"):
+        await other.take()
+    await publish(broker, nats_config, make_record(1))
+    assert await take_all(running, 1) == {"stored": 1}
+    await restarted.take()  # at once, although the first one's request still waits
+    await publish(broker, nats_config, make_record(2))
+    assert await take_all(restarted, 1) == {"stored": 1}
+    for source in (running, restarted):
+        await source.close()
+    await publish(broker, nats_config, make_record(3))
+    assert await take_when_free(other) == {"stored": 1}
+    await other.close()
+
+
 async def take_when_free(source, timeout_s=30):
     deadline_s = time.monotonic() + timeout_s
     while True:
