@@ -22,6 +22,10 @@ DEFAULT_NUM_AUX = 3
 """Number of aux layers assumed by vLLM if neither `num_aux_hidden_states` nor a nested list gives one."""
 
 
+WITHOUT_NEIGHBOURS = 64
+"""Most ids of a draft vocabulary that may hold no two neighbours, which have the same offset in d2t."""
+
+
 def aux_layers(pair: Pair) -> Iterator[Finding]:
     """The engine feeds the target layers of training, and they are named at the top level of the config."""
     top, nested = pair.config.get(AUX_IDS), _nested_ids(pair)
@@ -142,9 +146,10 @@ def compare_maps(offset_W: Tensor, kept_W: Tensor | None, vocab_size: int) -> It
     """The faults of a map; `kept_W` are the ids marked in t2d, None if it is absent."""
     ids_W = offset_W + torch.arange(len(offset_W))
     # Ascending ids taken for offsets lead to ascending ids again: [5, 9] to [5, 10]. So t2d decides.
-    # Without it, only ids beyond the vocabulary give the mistake away.
+    # Without it, ids beyond the vocabulary give the mistake away, or a map too long to be without two neighbours.
     is_ids = _ascends_within(ids_W, vocab_size)
-    as_ids = torch.equal(offset_W, kept_W) if kept_W is not None else not is_ids
+    is_steep = len(offset_W) > WITHOUT_NEIGHBOURS and bool((offset_W.diff() > 0).all())
+    as_ids = torch.equal(offset_W, kept_W) if kept_W is not None else is_steep or not is_ids
     if as_ids and _ascends_within(offset_W, vocab_size) and (kept_W is None or not torch.equal(ids_W, kept_W)):
         yield Finding(
             "d2t holds the target's ids themselves; the engine adds it to the draft's ids",

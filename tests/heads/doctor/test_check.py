@@ -43,9 +43,9 @@ def make_eagle3(target: Target, ids: Tensor | None = DRAFT_IDS, **options: Any) 
     return eagle3.Eagle3(eagle3.Config(**{"aux_layer_ids": AUX, **options}), target, ids)
 
 
-def make_peagle(target: Target, ids: Tensor | None = DRAFT_IDS) -> Any:
-    options = {"aux_layer_ids": (1, 2, 4), "num_layers": 2, "mask_token_id": 9}
-    return peagle.PEagle(peagle.Config(**options), target, ids)
+def make_peagle(target: Target, ids: Tensor | None = DRAFT_IDS, **options: Any) -> Any:
+    sizes = {"aux_layer_ids": (1, 2, 4), "num_layers": 2, "mask_token_id": 9}
+    return peagle.PEagle(peagle.Config(**{**sizes, **options}), target, ids)
 
 
 def make_dflash(target: Target, ids: Tensor | None = DRAFT_IDS) -> Any:
@@ -247,6 +247,13 @@ def test_a_map_whose_offsets_ascend_is_no_list_of_ids() -> None:
     whole = torch.arange(40)
     assert list(compare_maps(torch.zeros_like(whole), whole, 40)) == []
     assert "themselves" in only(list(compare_maps(whole, whole, 40))).problem
+
+
+def test_a_long_list_of_ids_is_no_map_though_it_stays_within_the_vocabulary() -> None:
+    ids = torch.tensor([i for i in range(300) if i % 3])
+    assert list(compare_maps(ids - torch.arange(len(ids)), None, 1000)) == []
+    assert "themselves" in only(list(compare_maps(ids, None, 1000))).problem
+    assert list(compare_maps(ids, ids + torch.arange(len(ids)), 1000)) == []
 
 
 def test_a_draft_vocabulary_that_does_not_fit(tmp_path: Path) -> None:
