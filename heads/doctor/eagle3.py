@@ -89,7 +89,8 @@ def options(pair: Pair) -> Iterator[Finding]:
     """Options with an influence on the arithmetic are those of training."""
     for key in ARCHITECTURE:
         trained = (pair.trained_with or {}).get(key)
-        default = pair.is_speculators and key == "norm_before_residual"
+        # vLLM's `update_eagle3` takes true, `update_peagle` false.
+        default = pair.config.get("speculators_model_type") == "eagle3" and key == "norm_before_residual"
         # unset but right by luck is still a finding if the defaults of the readers differ
         unset_is_right = trained == default and key != "norm_before_residual"
         if trained is None or pair.config.get(key) == trained or (key not in pair.config and unset_is_right):

@@ -314,6 +314,14 @@ def test_norm_before_residual_is_unset(trained: bool, layout: str, default: str,
     assert f'write "norm_before_residual": {str(trained).lower()}' in finding.cure
 
 
+def test_norm_before_residual_of_peagle_is_unset(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, lambda t: make_peagle(t, norm_before_residual=True), layout="speculators")
+    edit_config(folders[1], "norm_before_residual")
+    assert "norm_before_residual is unset: the engine takes false, the head was trained with true" in (
+        only(findings(folders)).problem
+    )
+
+
 @pytest.mark.parametrize("key", ["fc_norm", "norm_output"])
 def test_an_option_of_eagle3_that_changed(key: str, tmp_path: Path) -> None:
     folders = make_pair(tmp_path, lambda target: make_eagle3(target, **{key: True}))
