@@ -37,4 +37,15 @@ def mask_feature(pair: Pair) -> Iterator[Finding]:
         yield Finding(f"mask_hidden has {found[-1]} numbers, fc reads {width}", "export the head again")
 
 
-CHECKS: tuple[Check, ...] = (*eagle3.CHECKS, mask_token, mask_feature)
+def stream_norms(pair: Pair) -> Iterator[Finding]:
+    """vLLM finds the option `fc_norm` in the section in which it looks (`update_peagle`)."""
+    is_normed = any(name.startswith("fc_norm.") for name in pair.shapes)
+    if pair.is_speculators and is_normed and not pair.layer_config.get("fc_norm"):
+        yield Finding(
+            "transformer_layer_config lacks fc_norm, the only one that vLLM reads for P-EAGLE: it has no place for the "
+            "norms in the checkpoint, and does not start",
+            'write "fc_norm": true into transformer_layer_config, or export the head in the layout "vllm"',
+        )
+
+
+CHECKS: tuple[Check, ...] = (*eagle3.CHECKS, mask_token, mask_feature, stream_norms)

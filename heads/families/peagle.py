@@ -238,13 +238,14 @@ class PEagle(Eagle3):
 
     def _speculators_config(self, target_name: str, num_speculative_tokens: int) -> dict[str, Any]:
         config = super()._speculators_config(target_name, num_speculative_tokens)
-        layers = {**config["transformer_layer_config"], "num_hidden_layers": self.options.num_layers}
+        # vLLM's `update_peagle` copies the other options from the top level, and not `fc_norm`.
+        inner = {"num_hidden_layers": self.options.num_layers, "fc_norm": self.options.fc_norm}
         return {
             **config,
             "architectures": ["PEagleSpeculator"],
             "speculators_model_type": "peagle",
             "mask_token_id": self._mask_token_id,
-            "transformer_layer_config": layers,
+            "transformer_layer_config": {**config["transformer_layer_config"], **inner},
             "speculators_config": {**config["speculators_config"], "algorithm": "peagle"},
         }
 

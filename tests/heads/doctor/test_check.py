@@ -322,6 +322,17 @@ def test_norm_before_residual_of_peagle_is_unset(tmp_path: Path) -> None:
     )
 
 
+def test_norms_of_peagle_are_not_where_vllm_looks(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, lambda target: make_peagle(target, fc_norm=True), layout="speculators")
+    assert findings(folders) == []
+    inner = json.loads((folders[1] / "config.json").read_text())["transformer_layer_config"]
+    del inner["fc_norm"]
+    edit_config(folders[1], transformer_layer_config=inner)
+    finding = only(findings(folders))
+    assert "transformer_layer_config lacks fc_norm" in finding.problem
+    assert 'write "fc_norm": true into transformer_layer_config' in finding.cure
+
+
 @pytest.mark.parametrize("key", ["fc_norm", "norm_output"])
 def test_an_option_of_eagle3_that_changed(key: str, tmp_path: Path) -> None:
     folders = make_pair(tmp_path, lambda target: make_eagle3(target, **{key: True}))

@@ -203,14 +203,30 @@ def test_a_checkpoint_of_another_trainer_loads(tmp_path: Path) -> None:
 
 def test_the_package_speculators_reads_an_export(tmp_path: Path) -> None:
     speculators = pytest.importorskip("speculators")
-    head, model = make_head()
+    head, model = make_head(fc_norm=True)
     model.save_pretrained(tmp_path / "target")
     head.export(tmp_path / "draft", layout="speculators", target_name=str(tmp_path / "target"))
     theirs = speculators.SpeculatorModel.from_pretrained(tmp_path / "draft")
     state = theirs.state_dict()
+    assert torch.equal(state["fc_norm.2.weight"], head.fc_norm[2].weight)
     assert torch.equal(state["mask_hidden"], head.mask_hidden)
     assert torch.equal(state["layers.2.mlp.up_proj.weight"], head.layers["2"].mlp.up_proj.weight)
     assert torch.equal(state["layers.0.hidden_norm.weight"], head.midlayer.hidden_norm.weight)
+
+
+@pytest.mark.vllm
+def test_vllm_reads_the_options_of_either_layout(tmp_path: Path) -> None:
+    """Without an engine: the config from which vLLM makes the head."""
+    from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
+
+    options = {"norm_before_residual": True, "fc_norm": True}
+    head, _ = make_head("reduced vocabulary", **options)
+    head.export(tmp_path, layout="speculators", target_name="target")
+    theirs = SpeculatorsConfig.from_pretrained(tmp_path)
+    head.export(tmp_path / "vllm")
+    plain = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    for key in (*options, "norm_before_fc", "pard_token", "num_hidden_layers", "num_aux_hidden_states"):
+        assert getattr(theirs, key) == plain[key], key
 
 
 @pytest.mark.parametrize(
