@@ -80,7 +80,7 @@ def make_later(number: int) -> bytes:
 
 def make_bomb(number: int = 0) -> bytes:
     """About 2 kB that unpack to 60 MB of a record nothing else is wrong with."""
-    tokens = 60_000_000 // 2 // 4 // SHAPE[1]
+    tokens = 60_000_000 // (4 + 2 * SHAPE[1])  # an id and a hidden state each
     return encode_record(
         make_record(number, context=bytes(4 * tokens), output=i32(1), hidden=bytes(2 * SHAPE[1] * tokens),
                     row_positions=i32(*range(tokens, tokens + 1)), row_branches=i32(0), row_drafts=i32(-1),

@@ -15,13 +15,14 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import zstandard
 from real_broker import running_broker
 
 from redraft.eval.engine.process import free_port
 from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.nats_link import connect
 from redraft.online.records.publisher import Publisher
-from redraft.online.records.record import encode_frame
+from redraft.online.records.record import MAX_RECORD_BYTES, encode_frame
 from redraft.recipes.bench.soak import poison
 from redraft.recipes.bench.soak.disks import mounted, unmount_below
 from redraft.recipes.bench.soak.faults import Fault, inject, shuffle
@@ -154,6 +155,12 @@ def test_disks_left_by_a_killed_soak_are_unmounted(disk, tmp_path):
     assert (disk.folder / "there").exists()
     unmount_below(tmp_path)
     assert not (disk.folder / "there").exists()
+
+
+def test_a_bomb_unpacks_to_almost_as_much_as_a_record_may():
+    bomb = poison.make_bomb()
+    assert len(bomb) < 3000
+    assert 60_000_000 <= zstandard.frame_content_size(bomb[len(poison.frame_around(b"")) :]) <= MAX_RECORD_BYTES
 
 
 @in_event_loop
