@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from redraft.eval.intervals import CONFIDENCE, Estimate, estimate_ratio, subtract_independent
+from redraft.eval.intervals import CONFIDENCE, Estimate, estimate_ratio, subtract_independent, sum_weighted
 from redraft.online.learning.gate import Policy
 
 Row = tuple[str, float, float]
@@ -85,7 +85,8 @@ def compare(then: Sequence[Row], now: Sequence[Row], policy: SleepPolicy, gate: 
     weights = {name: sum(drafts for _, drafts, _ in now_by[name]) for name in known}
     total = sum(weights.values())
     losses = {name: _estimate_loss(then_by[name], now_by[name]) for name in known}
-    loss = _weigh([losses[name] for name in known], [weights[name] / total for name in known])
+    # domains share no request, so the errors are independent
+    loss = sum_weighted([losses[name] for name in known], [weights[name] / total for name in known])
     tau_now = 1 + sum(accepted for name in known for _, _, accepted in now_by[name]) / total
     low, high = loss.interval(CONFIDENCE)
     judged = {"acceptance": loss} | {
@@ -129,13 +130,6 @@ def _estimate_loss(then: Sequence[Row], now: Sequence[Row]) -> Estimate:
 
 def _estimate_rate(rows: Sequence[Row]) -> Estimate:
     return estimate_ratio(np.array([row[2] for row in rows]), np.array([row[1] for row in rows]))
-
-
-def _weigh(losses: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
-    # Domains share no request, so the errors are independent.
-    error = math.hypot(*(weight * loss.error for weight, loss in zip(weights, losses, strict=True)))
-    value = sum(weight * loss.value for weight, loss in zip(weights, losses, strict=True))
-    return Estimate(value, error, max(loss.freedom for loss in losses))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,24 @@ def test_the_interval_of_the_loss_holds_the_truth() -> None:
     assert np.mean(held) >= 0.92
 
 
+def make_equal_rows(count: int, drafts: float, seed: int, domain: str) -> list[Row]:
+    rate_N = 1 + 0.4 * np.random.default_rng(seed).standard_normal(count)
+    return [(domain, drafts, drafts * rate) for rate in rate_N.tolist()]
+
+
+def test_the_interval_holds_the_truth_where_three_requests_of_a_domain_carry_most_of_it() -> None:
+    held, alarms = [], []
+    for seed in range(0, 2000, 4):
+        then = make_equal_rows(60, 20, seed, "code") + make_equal_rows(3, 2000, seed + 1, "prose")
+        now = make_equal_rows(60, 20, seed + 2, "code") + make_equal_rows(3, 2000, seed + 3, "prose")
+        found = compare(then, now, POLICY, GATE)
+        assert found is not None
+        held.append(found.low <= 0 <= found.high)
+        alarms.append(found.reason != "")
+    assert np.mean(held) >= 0.93, "with the degrees of freedom of the larger domain it is 87%"
+    assert np.mean(alarms) <= 0.02
+
+
 def test_a_fall_is_found_in_the_domain_where_it_happened() -> None:
     then = make_rows(2.0, 100, 0) + make_rows(1.8, 100, 1, "prose")
     now = make_rows(2.0, 100, 2) + make_rows(1.3, 25, 3, "prose")
