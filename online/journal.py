@@ -111,7 +111,7 @@ class TrainingEntry(_Entry, frozen=True, kw_only=True, tag="training"):
     """Learning rate of the step."""
     tokens_per_s: float | None = None
     records_seen: int
-    """Fresh records trained since the training of this draft began."""
+    """Fresh records trained, also those of drafts given up since. A start without a checkpoint begins at 0."""
     skipped: int = 0
     """Fresh records skipped because training was slower than traffic, over the same time."""
 

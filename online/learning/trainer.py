@@ -38,9 +38,9 @@ class Progress:
     through: int = 0
     """Every training record up to this sequence number was trained as new, or skipped."""
     records: int = 0
-    """Records trained as new since the training of this draft began."""
+    """Records trained as new, also those of drafts given up since. A start without a checkpoint begins at 0."""
     skipped: int = 0
-    """Records skipped because training was slower than traffic."""
+    """Records skipped because training was slower than traffic, counted as long as `records`."""
     until_s: float = 0.0
     """Time of the last step, in seconds since the epoch: no record that arrived later was trained."""
 
