@@ -181,7 +181,8 @@ def head_matmuls(family: str) -> tuple[Matmul, ...]:
     # q has D columns, k and v have D / 2 each: 8 heads share 4 pairs of keys and values.
     layer = [(attention_input, 2 * hidden), (hidden, hidden), (hidden, 2 * SIZES.intermediate)]
     layer += [(SIZES.intermediate, hidden)]
-    mixes = product(count=3, inner=3 * hidden, columns=hidden)
+    # The target's features need no gradient: forward, and the gradient of the weights.
+    mixes = product(count=2, inner=3 * hidden, columns=hidden)
     if family == "MTP":
         mixes = product(count=3 * steps, inner=2 * hidden, columns=hidden)
     # 3 products for each matrix of a layer: forward, and the gradients of input and weights.

@@ -38,7 +38,8 @@ def test_the_floor_of_a_head_has_the_products_of_a_hand_count() -> None:
     assert sum(m.flops for m in head_matmuls("Medusa")) == expected
     frozen = to_vocabulary * (1 + 3 * 2)  # no gradient of a frozen head
     layer = 2 * hidden * (512 + 256 + 256) + hidden * hidden + 3 * hidden * 1408
-    eagle = frozen + 2.0 * tokens * 3 * (3 * layer + 3 * hidden * hidden)
+    features = 2 * 3 * hidden * hidden  # forward and weights: no gradient of the target's features
+    eagle = frozen + 2.0 * tokens * (3 * 3 * layer + features)
     assert sum(m.flops for m in head_matmuls("EAGLE-3")) == eagle
 
 
