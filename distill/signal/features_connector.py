@@ -53,6 +53,9 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         write_states(self._url(filename), tensors["hidden_states"], config.eagle_aux_hidden_state_layer_ids)
 
     def _submit_async_write(self, pending: Any) -> None:
+        # All ranks hold the same states, and one writes them, as in vLLM's method.
+        if not self._is_tp_rank_zero:
+            return
         self._remove_stale_states(self._url(pending.filename))
         if self._kv_cache.device.type != "cpu":
             super()._submit_async_write(pending)

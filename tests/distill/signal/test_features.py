@@ -11,8 +11,11 @@ import itertools
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -554,3 +557,27 @@ def test_a_medusa_head_reads_the_last_hidden_state_of_a_cache(random_target: Pat
         for signal in (exact, cached)
     ]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=0)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_of_the_ranks_of_a_server_writes_the_states(is_first: bool) -> None:
+    """Without an engine: the connector as vLLM leaves it on a CPU."""
+    from redraft.distill.signal.features_connector import Connector
+
+    submitted: list[tuple[Any, ...]] = []
+
+    def submit(*task: Any) -> Future[None]:
+        submitted.append(task)
+        return Future()
+
+    connector = Connector.__new__(Connector)
+    connector._is_tp_rank_zero, connector._written = is_first, deque()
+    connector._kv_transfer_config = SimpleNamespace(get_from_extra_config=lambda *_: "/storage")
+    connector._executor = SimpleNamespace(submit=submit)
+    connector._kv_cache, connector._block_size = torch.zeros(2, 3, 4, 8), 4
+    connector._req_copy_events, connector._req_futures = {}, {}
+    connector._submit_async_write(
+        SimpleNamespace(req_id="1", filename="./cmpl-1.safetensors", block_ids=[1], token_ids=torch.arange(3))
+    )
+    assert [task[1]["hidden_states"].shape[0] for task in submitted] == ([3] if is_first else [])
