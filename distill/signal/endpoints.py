@@ -161,17 +161,23 @@ class Endpoints:
         while member.is_dead:
             await asyncio.sleep(min(self.pause_s * 2 ** min(member.failures, MAX_DOUBLINGS), self.longest_pause_s))
             member.failures += 1
-            if await member.endpoint.is_back(PROBE_TIMEOUT_S) and await self._passes(member.endpoint):
+            if await self._passes(member.endpoint):
                 member.is_dead, self._all_dead_since_s = False, None
                 Progress.write(f"{member.endpoint.url} is back")
             async with self._changed:
                 self._changed.notify_all()
 
     async def _passes(self, endpoint: Endpoint) -> bool:
+        """Whether the server answers and passes the check of `require`."""
         try:
+            if not await endpoint.is_back(PROBE_TIMEOUT_S):
+                return False
             if self._check is not None:
                 await self._check(endpoint)
         except (ConnectionError, ValueError) as error:
             Progress.write(f"still no requests to this server: {error}")
+            return False
+        except Exception as error:  # answers of any form: a probe that ends would leave the server dead for good
+            Progress.write(f"still no requests to {endpoint.url}, which answers in an unexpected form: {error!r}")
             return False
         return True

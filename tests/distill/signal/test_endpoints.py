@@ -132,6 +132,27 @@ def test_whatever_stands_in_for_a_server_that_starts_it_is_used_again_when_it_is
         asyncio.run(through_a_start(server))
 
 
+def test_a_check_that_an_unexpected_answer_breaks_is_made_again() -> None:
+    async def through_a_start(server: Teacher) -> None:
+        endpoints, checked = make_endpoints([server], patience_s=30), []
+
+        async def check(endpoint: Endpoint) -> None:
+            checked.append(endpoint.url)
+            if len(checked) == 2:
+                raise KeyError("choices")
+
+        await endpoints.require(check)
+        server.status = 503
+        asking = asyncio.create_task(ask(endpoints, 2))
+        await until(lambda: endpoints.members[0].is_dead)
+        server.status = 200
+        assert await asyncio.wait_for(asking, 10) == [0, 1]
+        assert len(checked) == 3
+
+    with teaching() as server:
+        asyncio.run(through_a_start(server))
+
+
 def test_patience_ends_though_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the probe itself fails, or takes for ever."""
 
