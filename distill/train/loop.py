@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal, cast
 
 import torch
@@ -345,7 +346,7 @@ def _batches(
 def _take_held_out(held_out: PackedDataset, loop: Loop, accelerator: Accelerator) -> list[Batch]:
     """This rank's batches of held-out text."""
     batches = held_out.in_order(loop.batch_size, rank=accelerator.process_index, num_ranks=accelerator.num_processes)
-    return [to_device(batch, accelerator.device) for batch, _ in zip(batches, range(loop.eval_batches), strict=False)]
+    return [to_device(batch, accelerator.device) for batch in islice(batches, loop.eval_batches)]
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
