@@ -44,8 +44,8 @@ def choose_mask_token(num_embeddings: int, num_tokens: int, pad_id: int | None) 
 def choose_rows(batch: Batch, has_label_BT: Tensor, count: int) -> Tensor:
     """`count` distinct rows in random order, those with a label first, int64 [B, N].
 
-    The choice depends on the batch alone, so that a resumed run, and a run on more processes, make the same; nothing
-    waits for the device.
+    The choice depends on the batch alone, so that a resumed run, and a run on more processes, make the same. It does
+    not wait for the device, unlike a caller that counts the labels there to find `count`.
     """
     # a hash of all tokens up to the row; the multiplier of Knuth's multiplicative hashing
     mixed_BT = (batch.input_ids_BT.cumsum(1) * 2654435761 + batch.position_ids_BT * 40503) % (1 << 31)
