@@ -49,14 +49,16 @@ class Quarantine:
         """Set the frame aside, unless there are young examples of its reason already."""
         now_ns = int(1e9 * self._clock())
         same = [file for file in self._files if file[1] == error.reason]
-        if len(same) >= MAX_FILES_PER_REASON:
-            if now_ns - same[0][0] < 1e9 * KEPT_S:
-                return
-            self._remove(same[0])
+        is_young = bool(same) and now_ns - same[0][0] < 1e9 * KEPT_S
+        if len(same) >= MAX_FILES_PER_REASON and (is_young or not self._remove(same[0])):
+            return
         # Names are unique and sort by time: two examples may come within one tick of the clock.
         time_ns = max(now_ns, self._files[-1][0] + 1 if self._files else 0)
         # The error on one line, even if it has several: the frame begins after the first newline.
         content = b" ".join(str(error).encode(errors="replace").split())[:500] + b"\n" + frame[:MAX_FILE_BYTES]
+        while self._files and self._is_full(len(content)):
+            if not self._remove(self._files[0]):
+                return
         with suppress(OSError):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds users' text
             path = self._path(time_ns, error.reason)
@@ -66,13 +68,15 @@ class Quarantine:
                 path.unlink(missing_ok=True)
                 raise
             self._files.append((time_ns, error.reason, len(content)))
-        while len(self._files) > MAX_FILES or sum(size for _, _, size in self._files) > MAX_BYTES:
-            self._remove(self._files[0])
+
+    def _is_full(self, num_bytes: int) -> bool:
+        """Whether an example of this size would exceed a bound."""
+        return len(self._files) >= MAX_FILES or sum(size for _, _, size in self._files) + num_bytes > MAX_BYTES
 
     def expire(self, now_s: float) -> None:
         """Delete the examples past the maximal age."""
-        while self._files and now_s - self._files[0][0] / 1e9 >= self.max_age_s:
-            self._remove(self._files[0])
+        for file in [file for file in self._files if now_s - file[0] / 1e9 >= self.max_age_s]:
+            self._remove(file)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -82,13 +86,19 @@ class Quarantine:
         for file in list(self._files):
             self._remove(file)
 
-    def _remove(self, file: tuple[int, str, int]) -> None:
+    def _remove(self, file: tuple[int, str, int]) -> bool:
+        """Overwrite and delete a file; returns whether it is gone. If not, the next call may succeed."""
         time_ns, reason, _ = file
         path = self._path(time_ns, reason)
-        with suppress(OSError):
+        try:
             overwrite(path)
             path.unlink()
+        except FileNotFoundError:  # a person was first
+            pass
+        except OSError:
+            return False
         self._files.remove(file)
+        return True
 
     def _path(self, time_ns: int, reason: str) -> Path:
         return self.folder / f"{time_ns:020d}-{reason}{SUFFIX}"

@@ -654,6 +654,26 @@ def test_whatever_is_forgotten_the_quarantine_is_emptied_and_old_examples_expire
     assert not files_of(buffer)
 
 
+def test_an_example_that_could_not_be_deleted_is_deleted_later(tmp_path, monkeypatch):
+    now = [1000.0]
+    quarantine = Quarantine(tmp_path, 3600.0, clock=lambda: now[0])
+    quarantine.keep(b"text", CorruptRecordError("torn"))
+    now[0] = 5000.0
+
+    def refuse(path):
+        raise OSError(30, "read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quarantine_module, "overwrite", refuse)
+        quarantine.clear()
+        quarantine.expire(now[0])
+        patch.setattr(quarantine_module, "MAX_FILES", 1)
+        quarantine.keep(b"more", CorruptRecordError("torn"))
+        assert len(quarantine) == len(list(tmp_path.iterdir())) == 1, "the bounds hold all the same"
+    quarantine.expire(now[0])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_without_retention_bad_records_are_only_counted():
     with Buffer(BufferConfig(), TARGET) as buffer:
         assert buffer.append(read_frames(b"rubbish"), 1.0) == {"corrupt": 1}
