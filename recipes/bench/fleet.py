@@ -290,9 +290,16 @@ class Stream:
     token_ids: list[list[int]]
 
 
+def choose_texts(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts to compare, and shorter ones of other texts for the requests that run during a swap."""
+    # One list of long texts: a running request that begins as a compared prompt would refill blocks counted as kept.
+    texts = list_prompts(cfg, 8 + cfg.clients, 400)
+    return texts[:8], [Prompt(token_ids=text.token_ids[:100]) for text in texts[8:]]
+
+
 async def measure_swaps(cfg: Config, registry: Path, *options: str) -> dict[str, Any]:
     """Swap from one version to the other and back, under load, and send the same prompts before and after each."""
-    prompts, running = list_prompts(cfg, 8, 400), list_prompts(cfg, 8 + cfg.clients, 100)[8:]
+    prompts, running = choose_texts(cfg)
     with contextlib.ExitStack() as stack:
         server = await asyncio.to_thread(stack.enter_context, serve(cfg, registry, *options))
         token = (registry.parent / "token").read_text().strip()

@@ -18,6 +18,7 @@ from redraft.recipes.bench.fleet import (
     Stream,
     Swapped,
     add_noise,
+    choose_texts,
     describe_records,
     lines,
     summarize,
@@ -82,6 +83,16 @@ def test_the_figures_of_a_swap() -> None:
     assert 0 < found["alpha_running"]["9 to 32"] <= 1 / 3
     assert found["lossless"]
     assert not summarize(before, [make_swap(Sent([[1, 3]], 0.8, 0.9))])["lossless"]
+
+
+def test_requests_run_on_other_texts_than_those_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [150] * 3 + [600] * 20  # in words: the first three are long enough to run, and too short to be compared
+    texts = [{"messages": f"{number} " * length} for number, length in enumerate(lengths)]
+    monkeypatch.setattr(fleet, "stdlib_conversations", lambda: texts)
+    compared, running = choose_texts(Config(clients=4))
+    assert ({len(p.token_ids) for p in compared}, {len(p.token_ids) for p in running}) == ({400}, {100})
+    assert (len(compared), len(running)) == (8, 4)
+    assert not {tuple(p.token_ids[:100]) for p in compared} & {tuple(p.token_ids) for p in running}
 
 
 def test_the_lines_say_what_falls_short() -> None:
