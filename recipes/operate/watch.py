@@ -47,11 +47,17 @@ class Poll:
     """One round of readings."""
 
     counts: dict[str, AcceptanceCounts]
-    """Counts by server since the round before; in the first round, since the server's start."""
+    """Counts by server since it was last read; in the first round, since the server's start."""
     away: dict[str, str]
     """Unreadable servers, with the reason."""
-    duration_s: float | None
-    """Time since the round before; None in the first round."""
+    durations_s: dict[str, float]
+    """Time by server since it was last read; empty in the first round."""
+
+    def pace(self, *urls: str) -> float | None:
+        """Drafts per second of these servers together; None in the first round."""
+        if not self.durations_s:
+            return None
+        return sum(self.counts[url].num_drafts / self.durations_s[url] for url in urls)
 
 
 def main(cfg: Config) -> None:
@@ -85,18 +91,19 @@ def poll_servers(cfg: Config) -> Iterator[Poll]:
     """
     # Strict on purpose: a wrong address would otherwise be polled forever.
     last = {url: read_counts(url) for url in cfg.urls}
-    read_at = time.monotonic()
-    yield Poll(counts=dict(last), away={}, duration_s=None)
+    read_at = dict.fromkeys(last, time.monotonic())
+    yield Poll(counts=dict(last), away={}, durations_s={})
     number = 0
     while number < cfg.polls or not cfg.polls:
         time.sleep(cfg.interval_s)
         now, away = read_all(cfg.urls)
-        duration_s, read_at = time.monotonic() - read_at, time.monotonic()
+        now_s = time.monotonic()
         # A counter that fell belongs to a new process, so all of its counts are new.
         counts = {url: reading.since(last[url]) or reading for url, reading in now.items()}
-        yield Poll(counts=counts, away=away, duration_s=duration_s)
+        yield Poll(counts=counts, away=away, durations_s={url: now_s - read_at[url] for url in now})
         # A silent server keeps the earlier reading, so the next line of it covers the whole gap.
         last |= now
+        read_at |= dict.fromkeys(now, now_s)
         number += 1
 
 
@@ -135,25 +142,23 @@ def format_poll(poll: Poll, clock: str) -> Iterator[str]:
     """A line per server, and one for the fleet if there are several."""
     width = max(len(name) for name in (*poll.counts, *poll.away, "fleet"))
     for url, counts in poll.counts.items():
-        yield f"{clock}  {url:<{width}}  {format_counts(counts, poll.duration_s)}"
+        yield f"{clock}  {url:<{width}}  {format_counts(counts, poll.pace(url))}"
     for url, reason in poll.away.items():
         yield f"{clock}  {url:<{width}}  {reason}"
     if len(poll.counts) > 1:
         fleet = sum(poll.counts.values(), AcceptanceCounts.zero())
-        yield f"{clock}  {'fleet':<{width}}  {format_counts(fleet, poll.duration_s)}"
+        yield f"{clock}  {'fleet':<{width}}  {format_counts(fleet, poll.pace(*poll.counts))}"
 
 
-def format_counts(counts: AcceptanceCounts, duration_s: float | None) -> str:
-    """tau, acceptance by position as bars and numbers, and drafts per second (in the first round, their number)."""
+def format_counts(counts: AcceptanceCounts, pace: float | None) -> str:
+    """tau, acceptance by position as bars and numbers, and drafts per second; without a pace, their number."""
     if not counts.num_drafts:
         return "no drafts"
     rates = counts.acceptance_per_position
     bars = "".join(BARS[round(rate * (len(BARS) - 1))] for rate in rates)
     numbers = " ".join(f"{rate:.2f}" for rate in rates)
-    pace = (
-        f"{counts.num_drafts / duration_s:,.0f} drafts/s" if duration_s else f"{counts.num_drafts:,.0f} drafts so far"
-    )
-    return f"tau {counts.tau:.2f}  |{bars}|  {numbers}  {pace}"
+    drafts = f"{counts.num_drafts:,.0f} drafts so far" if pace is None else f"{pace:,.0f} drafts/s"
+    return f"tau {counts.tau:.2f}  |{bars}|  {numbers}  {drafts}"
 
 
 def require_tau(counts: AcceptanceCounts, min_tau: float) -> None:

@@ -97,7 +97,7 @@ def test_a_line_has_bars_numbers_and_pace() -> None:
     counts = AcceptanceCounts(
         num_drafts=1000, num_draft_tokens=3000, num_accepted=1500, accepted_per_position=(1000, 500, 0)
     )
-    assert format_counts(counts, 10.0) == "tau 2.50  |█▄ |  1.00 0.50 0.00  100 drafts/s"
+    assert format_counts(counts, 100.0) == "tau 2.50  |█▄ |  1.00 0.50 0.00  100 drafts/s"
     assert format_counts(counts, None) == "tau 2.50  |█▄ |  1.00 0.50 0.00  1,000 drafts so far"
     assert format_counts(AcceptanceCounts.zero(), 10.0) == "no drafts"
 
@@ -127,6 +127,18 @@ def test_a_server_that_comes_back_is_read_on(capsys: pytest.CaptureFixture[str])
     assert "tau 1.60" in first
     assert f"cannot read {url}/metrics" in away
     assert "tau 1.50" in back, "all that the new process counted"
+
+
+def test_the_pace_of_a_server_that_was_silent_is_over_the_whole_gap() -> None:
+    pages = [make_metrics(100, (60,)), None, make_metrics(300, (180,))]
+    others = [make_metrics(100, (60,)), make_metrics(200, (120,)), make_metrics(400, (240,))]
+    with serving(*pages) as url, serving(*others) as other:
+        _, away, back = poll_servers(make_config(url, other, polls=2, interval_s=0.2))
+    gap_s = away.durations_s[other] + back.durations_s[other]
+    assert away.durations_s.keys() == {other}
+    assert back.pace(url) == pytest.approx(200 / gap_s)
+    assert back.pace(url, other) == pytest.approx(200 / gap_s + 200 / back.durations_s[other])
+    assert f"{200 / gap_s:,.0f} drafts/s" in next(format_poll(back, "now"))
 
 
 def test_too_low_a_tau_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
