@@ -77,9 +77,10 @@ def main(cfg: Config) -> None:
         "date": day.isoformat(),
         "target_fingerprint": target_id,
     }
-    write_whole(cfg.output.with_name(f"{cfg.output.name}.json"), json.dumps(provenance, indent=2, default=str) + "\n")
     bar = Progress(samples, desc="anchors", unit="sample")
     write_anchors(cfg.output, bar, InProcessTarget(model), target_id, k=cfg.top_k)
+    # Last: an interrupted run leaves earlier anchors with the provenance of those.
+    write_whole(cfg.output.with_name(f"{cfg.output.name}.json"), json.dumps(provenance, indent=2, default=str) + "\n")
     print(f"anchors: {len(samples):,} records, {cfg.output.stat().st_size / 1e6:,.1f} MB in {cfg.output}")
 
 

@@ -9,6 +9,7 @@ import pytest
 from redraft.heads.files.artifact import fingerprint
 from redraft.online.learning.anchors import read_anchors
 from redraft.recipes.cli import dispatch
+from redraft.recipes.serve import anchors
 
 
 def test_every_label_of_the_data_is_a_row_that_the_learner_reads(
@@ -35,3 +36,17 @@ def test_anchors_that_are_there_are_not_replaced_unasked(
     assert dispatch(["anchors", *flags]) == 2
     assert "already exists: choose another --output, or pass --overwrite" in capsys.readouterr().err
     assert (tmp_path / "anchors").read_text() == "mine"
+
+
+def test_an_interrupted_run_leaves_the_provenance_of_the_anchors_that_are_there(
+    random_target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("interrupted")
+
+    monkeypatch.setattr(anchors, "write_anchors", fail)
+    (tmp_path / "anchors").write_text("mine")
+    (tmp_path / "anchors.json").write_text("of mine")
+    flags = ["--target", str(random_target), "--data", str(data), "--output", str(tmp_path / "anchors"), "--overwrite"]
+    assert dispatch(["anchors", *flags, "--num-conversations", "2"]) == 2
+    assert (tmp_path / "anchors.json").read_text() == "of mine"
