@@ -426,15 +426,17 @@ class WindowCounts(NamedTuple):
 
     total: AcceptanceCounts
     by_domain: Mapping[str, AcceptanceCounts]
-    """Empty if the server does not count by domain."""
+    """Empty if the server does not count by domain, or miscounts."""
 
 
 def _subtract_domains(
     now: Mapping[str, AcceptanceCounts], first: Mapping[str, AcceptanceCounts]
 ) -> dict[str, AcceptanceCounts]:
-    """Counts by domain since `first`; empty if one fell, which is nonsense of the server."""
-    differences = {domain: counts.since(first.get(domain, AcceptanceCounts.zero())) for domain, counts in now.items()}
-    return {domain: counts for domain, counts in differences.items() if counts is not None}
+    """Counts by domain since `first`; empty if one fell or is gone, which is nonsense of the server."""
+    zero = AcceptanceCounts.zero()
+    differences = {domain: now.get(domain, zero).since(first.get(domain, zero)) for domain in {**first, **now}}
+    counted = {domain: counts for domain, counts in differences.items() if counts is not None}
+    return counted if len(counted) == len(differences) else {}
 
 
 class Window:

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import random
+from collections import defaultdict
 from dataclasses import replace
 
 import httpx
@@ -268,6 +269,20 @@ async def test_a_restarted_control_server_is_left_out_of_the_window():
         await fakes[1].restart()
         fakes[2].stop()
         assert list(await window.read()) == [servers[0]]
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+@in_event_loop
+async def test_a_server_that_miscounts_a_domain_counts_none_and_still_counts_its_drafts(is_gone):
+    fakes = [FakeServer(Traffic(), easy_share=0.5) for _ in range(2)]
+    async with running(*fakes) as servers:
+        await Window.open(servers)  # a first reading: counters begin at 0
+        window = await Window.open(servers)
+        fakes[1].domains = defaultdict(lambda: [0, 0], {"easy": [10**6, 10**6]} | ({} if is_gone else {"hard": [0, 0]}))
+        counted = await window.read()
+        assert list(counted[servers[0]].by_domain) == ["easy", "hard"]
+        assert counted[servers[1]].by_domain == {}
+        assert counted[servers[1]].total.num_drafts > 10**5
 
 
 @in_event_loop
