@@ -14,7 +14,7 @@ I = layers, G = key heads of this rank, E = head size, D = hidden, V = target vo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,13 +40,13 @@ def without_build(draft: Any) -> Iterator[None]:
         delattr(block, BUILD)
 
 
-def refill(runner: Any, draft: Any, read: Callable[[], Mapping[str, Tensor]], rank: int, num_ranks: int) -> None:
+def refill(runner: Any, draft: Any, tensors: Mapping[str, Tensor], rank: int, num_ranks: int) -> None:
     """Bring all copies of a loaded draft up to date.
 
     Args:
         runner: vLLM's model runner, V1 or V2.
         draft: Its draft, already loaded.
-        read: Reads the checkpoint's tensors. Called only if a copy needs them.
+        tensors: The checkpoint's.
         rank: Tensor-parallel rank.
         num_ranks: Number of those ranks.
 
@@ -54,13 +54,13 @@ def refill(runner: Any, draft: Any, read: Callable[[], Mapping[str, Tensor]], ra
         ValueError: a copy is not made as assumed here, e.g. in another version of vLLM.
     """
     if (block := _find_block(draft)) is not None:
-        refill_projections(block, read(), rank, num_ranks)
+        refill_projections(block, tensors, rank, num_ranks)
     if (columns_W := getattr(getattr(runner, "speculator", None), "_d2t_scatter_index", None)) is not None:
         refill_columns(columns_W, draft.draft_id_to_target_id, runner.speculator._draft_scatter_buf)
     state_D = getattr(getattr(runner, "drafter", None), "parallel_drafting_hidden_state_tensor", None)
     if state_D is not None:
         # As vLLM's proposer does at start: the mask state is that of all layers, and `fc` makes one of it.
-        draft.mask_hidden.copy_(next(value for name, value in read().items() if "mask_hidden" in name).view(1, -1))
+        draft.mask_hidden.copy_(next(value for name, value in tensors.items() if "mask_hidden" in name).view(1, -1))
         state_D.copy_(draft.combine_hidden_states(draft.mask_hidden.view(-1)))
 
 

@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from redraft.heads.files.artifact import MANIFEST, verify
-from redraft.online.engine.swap import load_draft
+from redraft.online.engine.swap import load_draft, read_tensors
 
 logger = logging.getLogger("vllm.redraft")
 
@@ -56,7 +56,7 @@ def _load_again(worker: Any) -> None:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{folder} has no weights")
-        load_draft(worker, files)
+        load_draft(worker, read_tensors(files))
     except Exception:  # the target can serve without a good draft, and the status tells
         logger.exception("redraft: the draft of %s could not be loaded after sleep", folder)
     else:

@@ -1,25 +1,32 @@
 """Read a draft from the registry into the worker's memory in a thread, the only one that a hung storage can stop.
 
-    stage ─► thread: manifest, weights into memory, SHA-256 of every file, layout ─► done, or an error
+    stage ─► thread: manifest, weights into memory, SHA-256 of every file, layout, pinning ─► done, or an error
     load  ─► copies from memory into the draft, while the engine is paused
     discard ─► frees the memory, at once or when the thread ends
 
-The weights go into anonymous files in memory: loaders open them by path, and no page of them is on the storage. Reading
-is done by Python, which lets the engine's thread run meanwhile. A page fault on a hung storage would stop both.
+The weights go into anonymous files in memory: safetensors opens them by path, and no page of them is on the storage.
+Reading is done by Python, which lets the engine's thread run meanwhile. A page fault on a hung storage would stop both.
+For a GPU the tensors are then copied to pinned memory, from which the paused engine takes them several times as fast.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import mmap
 import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from redraft.heads.files.artifact import MANIFEST, FileEntry, manifest, require_sizes, sha256
-from redraft.online.engine.swap import Layout, require_same_layout, require_same_shared
+from redraft.online.engine.swap import Layout, read_tensors, require_same_layout, require_same_shared
+
+logger = logging.getLogger("vllm.redraft")
 
 CHUNK_BYTES = 16 << 20
 
@@ -31,19 +38,20 @@ class DamagedError(ValueError):
 class Staging:
     """One draft on its way into memory. The model is not touched."""
 
-    def __init__(self, folder: Path, current: Layout, shared: set[str]) -> None:
-        """Begin to read `folder`, a draft to replace `current`, which shares the modules `shared` with the target."""
+    def __init__(self, folder: Path, current: Layout, shared: set[str], device: torch.device) -> None:
+        """Begin to read `folder`, for a worker on `device`: a draft to replace `current`, which shares the modules
+        `shared` with the target."""
         self.folder = folder
         self.layout: Layout | None = None
         """The draft's layout. None until it is done."""
-        self.files: list[Path] = []
-        """The weights, in memory. Empty until it is done."""
+        self.tensors: dict[str, Tensor] = {}
+        """The weights outside the shared modules, in memory. Empty until it is done."""
         self.manifest_sha256 = ""
         """SHA-256 of the folder's manifest; empty if it has none."""
         self.error = ""
         self.is_damaged = False
         """Whether `error` is about damaged or unreadable files."""
-        self._current, self._shared = current, shared
+        self._current, self._shared, self._device = current, shared, device
         self._descriptors: list[int] = []
         self._is_discarded = self._is_finished = False
         self._lock = threading.Lock()
@@ -88,7 +96,22 @@ class Staging:
         require_same_layout(self._current, layout)
         layout = layout.with_shared(self._shared, files)
         require_same_shared(self._current.with_shared(self._shared), layout)
-        self.files, self.layout = files, layout
+        tensors = read_tensors(files, self._shared)
+        if self._device.type == "cuda":
+            tensors = self._pin(tensors)
+        self.tensors, self.layout = tensors, layout
+
+    def _pin(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copies in pinned memory; the tensors themselves if the host has too little of it."""
+        try:
+            # A new thread has device 0. Pinning there would take memory of another rank's GPU.
+            with torch.cuda.device(self._device):
+                pinned = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        except RuntimeError as error:
+            logger.warning("no pinned memory for %s, so its swap will pause longer: %s", self.folder, error)
+            return tensors
+        self._close_files()
+        return pinned
 
     def _read_manifest(self) -> Mapping[str, FileEntry]:
         """The folder's manifest, with all sizes compared. A draft of the command line may have none."""
@@ -130,9 +153,13 @@ class Staging:
         return Path(f"/proc/self/fd/{descriptor}")
 
     def _free(self) -> None:
+        self.tensors = {}
+        self._close_files()
+
+    def _close_files(self) -> None:
         with self._lock:
             # Taken out under the lock, so that each is closed once: a second close could hit another file.
-            descriptors, self._descriptors, self.files = self._descriptors, [], []
+            descriptors, self._descriptors = self._descriptors, []
         for descriptor in descriptors:
             os.close(descriptor)
 

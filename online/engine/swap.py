@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,8 +125,8 @@ def require_same_shared(current: Layout, candidate: Layout) -> None:
         )
 
 
-def load_draft(worker: Any, files: Sequence[Path]) -> None:
-    """Load the weights in `files` into the draft of a worker, between two engine steps.
+def load_draft(worker: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Load a checkpoint's tensors into the draft of a worker, between two engine steps.
 
     Whatever happens, the target stays as it was, and the draft can still run and be loaded again. After an exception
     the draft's values are undefined until a load succeeds.
@@ -146,15 +146,16 @@ def load_draft(worker: Any, files: Sequence[Path]) -> None:
         without_shared_modules(draft, runner.get_model()) as shared,
         without_build(draft),
     ):
+        mine = {name: tensor for name, tensor in tensors.items() if shared.isdisjoint(name.split("."))}
         # vLLM repacks weights (for the CPU, for quantization) and frees the tensors load_weights writes to.
         initialize_layerwise_reload(draft)
         try:
-            draft.load_weights(_read_tensors(files, shared))
+            draft.load_weights(iter(mine.items()))
         finally:
             # Also after an error: until this call the layers are meta tensors, and the next step would end the engine.
             finalize_layerwise_reload(draft, draft_config)
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        refill(runner, draft, lambda: dict(_read_tensors(files, shared)), rank, num_ranks)
+        refill(runner, draft, mine, rank, num_ranks)
 
 
 def shared_modules(draft: nn.Module, target: nn.Module) -> set[str]:
@@ -249,13 +250,15 @@ def _find_weights(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def _read_tensors(files: Sequence[Path], shared: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """The checkpoint's tensors outside the shared modules."""
+def read_tensors(files: Sequence[Path], shared: Set[str] = frozenset()) -> dict[str, Tensor]:
+    """The checkpoint's tensors outside the modules named `shared`."""
+    tensors = {}
     for path in files:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 if shared.isdisjoint(name.split(".")):
-                    yield name, file.get_tensor(name)
+                    tensors[name] = file.get_tensor(name)
+    return tensors
 
 
 def _hash_tensors(files: Sequence[Path], shared: set[str]) -> dict[str, tuple[str, list[int], str]]:

@@ -245,7 +245,7 @@ def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, An
     state.swapper, state.swapped_from_s = swapper, time.monotonic()
     # Asked of the modules themselves: vLLM decides at start which of them the draft shares with the target.
     shared = shared_modules(worker.model_runner.get_draft_model(), worker.model_runner.get_model())
-    state.staging = Staging(Path(folder) if folder else state.draft.folder, state.draft, shared)
+    state.staging = Staging(Path(folder) if folder else state.draft.folder, state.draft, shared, worker.device)
     return {"ok": True}
 
 
@@ -331,7 +331,7 @@ def _load(worker: Any, staging: Staging) -> dict[str, Any]:
     try:
         # Compared with itself, not with the start: replicas move experts between them.
         before = checksum(worker.model_runner.get_model())
-        load_draft(worker, staging.files)
+        load_draft(worker, staging.tensors)
         after = checksum(worker.model_runner.get_model())
     except Exception as error:
         # The load may have overwritten a part already. `touched` makes the routes restore the last good draft.

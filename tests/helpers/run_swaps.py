@@ -26,6 +26,8 @@ from typing import Any
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 os.environ.setdefault("VLLM_PLUGINS", "redraft")
 
+from safetensors.torch import load_file
+
 from redraft.eval.parity.dump import keep_imports_frozen
 from redraft.online.engine.swap import load_draft
 
@@ -74,7 +76,7 @@ def fail(worker: Any, folder: str) -> dict[str, Any]:
 
 
 def forget(worker: Any, folder: str) -> None:
-    load_draft(worker, [Path(folder) / "model.safetensors"])
+    load_draft(worker, load_file(Path(folder) / "model.safetensors"))
 
 
 def damage(worker: Any, folder: str) -> None:

@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
 
 def register() -> None:
     from redraft.online.engine import worker as engine_worker
@@ -18,12 +20,12 @@ def register() -> None:
     load, watch_sleep = engine_worker.load_draft, engine_worker.watch_sleep
     marker, forgotten = Path(os.environ["FAIL_NEXT_LOAD"]), Path(os.environ["FORGET_FOR"]) / "model.safetensors"
 
-    def load_or_fail(worker: Any, files: Any) -> None:
+    def load_or_fail(worker: Any, tensors: Any) -> None:
         # not data_parallel_rank: for a dense target vLLM sets it to 0 in all replicas
         if worker.vllm_config.parallel_config.data_parallel_index == 1 and marker.exists():
             marker.unlink()
             raise OSError("the disk went away")
-        load(worker, files)
+        load(worker, tensors)
 
     def watch_sleep_of_a_forgetful(worker: Any) -> None:
         sleep = worker.sleep
@@ -31,7 +33,7 @@ def register() -> None:
         def sleep_and_forget(level: int = 1) -> None:
             sleep(level)
             if level == 2:
-                load(worker, [forgotten])
+                load(worker, load_file(forgotten))
 
         worker.sleep = sleep_and_forget
         watch_sleep(worker)

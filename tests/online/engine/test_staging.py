@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -18,7 +19,7 @@ from torch import nn
 from redraft.heads.files.artifact import publish
 from redraft.online.engine import worker as plugin_worker
 from redraft.online.engine.staging import Staging
-from redraft.online.engine.swap import Layout, _read_tensors
+from redraft.online.engine.swap import Layout
 from redraft.online.fleet.registry import hash_manifest
 
 TENSORS = {"a.weight": torch.randn(8, 4), "embed.weight": torch.randn(16, 4), "b": torch.randn(3).to(torch.bfloat16)}
@@ -37,8 +38,8 @@ def folders(tmp_path):
     return tmp_path / "v000001", tmp_path / "v000002"
 
 
-def stage(folder, current, shared=frozenset()):
-    staging = Staging(folder, Layout.read(current), set(shared))
+def stage(folder, current, shared=frozenset(), device="cpu"):
+    staging = Staging(folder, Layout.read(current), set(shared), torch.device(device))
     deadline_s = time.monotonic() + 20
     while not staging.is_done:
         assert time.monotonic() < deadline_s
@@ -59,7 +60,7 @@ def test_what_is_in_memory_is_the_version_and_is_freed(folders):
     assert staging.manifest_sha256 == hash_manifest(folder)
     for path in folder.iterdir():
         path.unlink()  # nothing is read from the storage any more
-    tensors = dict(_read_tensors(staging.files, {"embed"}))
+    tensors = staging.tensors
     assert tensors.keys() == {"a.weight", "b"}
     assert torch.equal(tensors["a.weight"], torch.ones(8, 4))
     assert torch.equal(tensors["b"], TENSORS["b"])
@@ -72,7 +73,50 @@ def test_a_draft_of_the_command_line_needs_no_manifest(folders, tmp_path):
     (tmp_path / "start").mkdir()
     write_draft(tmp_path / "start")
     staging = stage(tmp_path / "start", folders[0])
-    assert (staging.error, staging.manifest_sha256, len(staging.files)) == ("", "", 1)
+    assert (staging.error, staging.manifest_sha256, len(staging.tensors)) == ("", "", 3)
+    staging.discard()
+
+
+def test_for_a_gpu_the_tensors_are_pinned_on_the_workers_device_and_the_files_closed(folders, monkeypatch):
+    """With stand-ins for the two functions of CUDA."""
+    devices, pinned = [], {}
+
+    @contextlib.contextmanager
+    def on_device(device):
+        devices.append(device)
+        yield
+        devices.append(None)
+
+    def pin(tensor):
+        assert devices[-1] == torch.device("cuda", 3)
+        copy = tensor.clone()
+        pinned[id(copy)] = copy
+        return copy
+
+    monkeypatch.setattr(torch.cuda, "device", on_device)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    current, folder = folders
+    before = count_files()
+    staging = stage(folder, current, {"embed"}, "cuda:3")
+    assert (staging.error, devices) == ("", [torch.device("cuda", 3), None])
+    assert staging.tensors.keys() == {"a.weight", "b"}, "the target's embedding stays on the disk"
+    assert all(id(tensor) in pinned for tensor in staging.tensors.values())
+    assert torch.equal(staging.tensors["a.weight"], torch.ones(8, 4))
+    assert count_files() == before
+    staging.discard()
+    assert staging.tensors == {}
+
+
+def test_too_little_pinned_memory_makes_a_swap_slower_and_not_impossible(folders, monkeypatch, caplog):
+    def refuse(tensor):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    current, folder = folders
+    staging = stage(folder, current, device="cuda:0")
+    assert (staging.error, torch.equal(staging.tensors["a.weight"], torch.ones(8, 4))) == ("", True)
+    assert "its swap will pause longer" in caplog.text
     staging.discard()
 
 
@@ -100,7 +144,7 @@ def test_damage_is_told_and_holds_no_memory(folders, damage, told):
     staging = stage(folder, current)
     assert staging.is_damaged
     assert told in staging.error
-    assert staging.files == []
+    assert staging.tensors == {}
     assert count_files() == before
 
 
@@ -113,7 +157,7 @@ def test_too_little_memory_is_told_and_is_no_damage(folders, monkeypatch, error)
     before = count_files()
     monkeypatch.setattr("redraft.online.engine.staging.mmap.mmap", refuse)
     staging = stage(folder, current)
-    assert (staging.is_damaged, "memory" in staging.error, staging.files) == (False, True, [])
+    assert (staging.is_damaged, "memory" in staging.error, staging.tensors) == (False, True, {})
     assert count_files() == before
 
 
@@ -135,7 +179,7 @@ def test_a_storage_that_hangs_stops_only_the_thread_and_frees_all_when_it_ends(f
     write_draft(folder)
     os.mkfifo(folder / "z.safetensors")  # opened after the first file, and nobody writes
     before, began_s = count_files(), time.monotonic()
-    staging = Staging(folder, Layout.read(current), set())
+    staging = Staging(folder, Layout.read(current), set(), torch.device("cpu"))
     while count_files() == before:
         time.sleep(0.01)
     time.sleep(0.1)
@@ -176,7 +220,7 @@ def wait(worker):
 
 def test_only_a_draft_that_is_whole_in_memory_is_loaded(worker, folders, monkeypatch):
     loaded = []
-    monkeypatch.setattr(plugin_worker, "load_draft", lambda worker, files: loaded.append(files))
+    monkeypatch.setattr(plugin_worker, "load_draft", lambda worker, tensors: loaded.append(tensors))
     folder = folders[1]
     assert "was not read into memory" in plugin_worker.redraft_load(worker, str(folder))["error"]
     assert plugin_worker.redraft_stage(worker, str(folder), "me") == {"ok": True}
@@ -256,7 +300,7 @@ def test_reads_that_hang_are_bounded_and_forgotten_when_they_end(worker, tmp_pat
 
 
 def test_a_draft_whose_folder_has_left_the_registry_can_still_be_replaced(worker, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(plugin_worker, "load_draft", lambda worker, files: None)
+    monkeypatch.setattr(plugin_worker, "load_draft", lambda worker, tensors: None)
     monkeypatch.setattr(plugin_worker, "shared_modules", lambda draft, target: {"embed"})
     served, second = folders
     publish(tmp_path / "v000003", lambda folder: write_draft(folder, TENSORS | {"embed.weight": torch.ones(16, 4)}), {})
@@ -281,7 +325,7 @@ def test_a_draft_whose_folder_has_left_the_registry_can_still_be_replaced(worker
 
 
 def test_one_api_process_swaps_at_a_time(worker, folders, monkeypatch):
-    monkeypatch.setattr(plugin_worker, "load_draft", lambda worker, files: None)
+    monkeypatch.setattr(plugin_worker, "load_draft", lambda worker, tensors: None)
     folder = str(folders[1])
     assert plugin_worker.redraft_stage(worker, folder, "one") == {"ok": True}
     refused = plugin_worker.redraft_stage(worker, str(folders[0]), "two")
