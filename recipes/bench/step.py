@@ -197,8 +197,8 @@ def _run(
         steps = draft.draft_steps(batch, signal)
         count.begin(LOSS)
         loss = distill_loss(steps, batch, signal, plan.divergence, scale).loss
-    # The graph keeps the tensors it needs. The rest must not count towards the peak of the backward pass.
-    del steps, signal
+    # The graph keeps the tensors it needs of these. The signal stays, as in `Distillation.step`.
+    del steps
     count.begin(BACKWARD)
     torch.autograd.backward(loss)
     count.begin(OPTIMIZER)

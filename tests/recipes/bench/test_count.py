@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +146,32 @@ def test_a_count_in_float32_is_the_same_too() -> None:
     weightless, real = count_step(plan, shown_on=torch.device("cpu")), count_step(plan, weightless=False)
     assert (weightless.operations, weightless.memory) == (real.operations, real.memory)
     assert real.memory[GRADIENTS] == real.gradient_bytes == real.memory[DRAFT_WEIGHTS] - 128 * 8  # beside the ids
+
+
+def test_the_targets_signal_is_in_memory_during_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Distillation.step` holds it in a local variable."""
+    make_source, run_backward = bench_step._source, torch.autograd.backward
+    signals: list[Any] = []
+    alive: list[bool] = []
+
+    def make_watched(*args: Any, **options: Any) -> Any:
+        source = make_source(*args, **options)
+
+        def watched(batch: Any) -> Any:
+            signal = source(batch)
+            signals.append(weakref.ref(signal))
+            return signal
+
+        return watched
+
+    def backward(loss: torch.Tensor) -> None:
+        alive.extend(signal() is not None for signal in signals)
+        run_backward(loss)
+
+    monkeypatch.setattr(bench_step, "_source", make_watched)
+    monkeypatch.setattr(torch.autograd, "backward", backward)
+    count_step(plan_for("peagle", features="in-process"))
+    assert alive == [True]
 
 
 @pytest.mark.slow
