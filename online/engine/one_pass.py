@@ -3,9 +3,10 @@
     logits ─► kernel: maxima of groups, peaks and sums of chunks ─► the k groups with the largest maxima ─► k largest
 
 These groups hold the k largest logits, or equal ones. Only they are read a second time: 2,048 logits of 128,000. The
-float32 softmax of the whole row is never stored.
+float32 softmax of the whole row is never stored. Few kernels: with one request a step takes 5 ms and a launch 5 µs.
 
-R = rows, V = vocabulary, K = kept ids, G = groups, C = chunks, M = members of the chosen groups.
+R = rows, V = vocabulary, K = kept ids, G = groups, C = chunks, M = members of the chosen groups, B = requests,
+J = draft tokens of one request, N = draft tokens.
 """
 
 from __future__ import annotations
@@ -22,49 +23,93 @@ from redraft.online.engine.steps import Largest
 GROUP, CHUNK = 64, 4096
 """Logits of a group, and of one program of the kernel."""
 
+ROWS_AT_ONCE = 64
+"""Rows of logits in float32 that `gather_probs` holds without Triton: 33 MB with a vocabulary of 128k."""
+
 
 def find_in_one_pass(logits_RV: Tensor, k: int) -> Largest:
     """The `k` largest logits of every row in float32, descending, with ids and the row's log-sum-exp.
 
     Queues work and waits for nothing. Without Triton, or for a small vocabulary, PyTorch does it in more passes.
     """
-    vocab_size = logits_RV.shape[1]
+    num_rows, vocab_size = logits_RV.shape
     k = min(k, vocab_size)
-    kernel = _find_kernel()
+    kernels = find_kernels()
     # In a smaller vocabulary the k groups are more than half of the row, and the second read saves little.
-    if kernel is None or vocab_size < 2 * k * GROUP:
+    if kernels is None or vocab_size < 2 * k * GROUP:
         values_RK, ids_RK = logits_RV.float().topk(k, dim=-1)
         return Largest(ids_RK.int(), values_RK, logits_RV.float().logsumexp(-1))
-    maxima_RG, log_sum_exp_R = _scan(kernel, logits_RV)
+    # The kernels take any distance between rows, but the logits of one row side by side.
+    logits_RV = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
+    maxima_RG, log_sum_exp_R = _scan(kernels, logits_RV)
     # The last chunk may reach past the vocabulary. Its empty groups have the maximum -inf and lose.
     groups_RK = maxima_RG.topk(k, dim=-1, sorted=False).indices
-    members_RM = (groups_RK[:, :, None] * GROUP + torch.arange(GROUP, device=logits_RV.device)).flatten(1)
-    inside_RM = members_RM < vocab_size  # the last group may be shorter
-    logits_RM = logits_RV.gather(1, members_RM.clamp(max=vocab_size - 1)).float()
-    values_RK, places_RK = logits_RM.masked_fill(~inside_RM, -torch.inf).topk(k, dim=-1)
-    return Largest(members_RM.gather(1, places_RK).int(), values_RK, log_sum_exp_R)
+    logits_RM = maxima_RG.new_empty(num_rows, k * GROUP)
+    kernels.read_groups[num_rows, k](logits_RV, logits_RV.stride(0), vocab_size, groups_RK, logits_RM, k, GROUP=GROUP)
+    values_RK, places_RK = logits_RM.topk(k, dim=-1)
+    ids_RK = torch.empty_like(places_RK, dtype=torch.int32)
+    kernels.find_ids[(num_rows,)](groups_RK, places_RK, ids_RK, k, GROUP=GROUP, WIDTH=_next_power_of_two(k))
+    return Largest(ids_RK, values_RK, log_sum_exp_R)
 
 
-def _scan(kernel: Any, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+def gather_probs(logits_BJV: Tensor, slots_N: Tensor, steps_N: Tensor, ids_N: Tensor, temperatures_N: Tensor) -> Tensor:
+    """softmax(logits[slot, step] / temperature)[id], [N]; a temperature of 0 counts as 1."""
+    temperatures_N = torch.where(temperatures_N > 0, temperatures_N, 1.0)
+    kernels = find_kernels()
+    if kernels is not None and logits_BJV.stride(2) == 1:
+        log_sum_exp_N = _scan_drafts(kernels, logits_BJV, slots_N, steps_N, temperatures_N)
+        return (logits_BJV[slots_N, steps_N, ids_N].float() / temperatures_N - log_sum_exp_N).exp()
+    found = []
+    for part in torch.split(torch.arange(len(ids_N), device=ids_N.device), ROWS_AT_ONCE):
+        logits_MV = logits_BJV[slots_N[part], steps_N[part]].float() / temperatures_N[part, None]
+        chosen_M = logits_MV.gather(1, ids_N[part, None])[:, 0]
+        found.append((chosen_M - logits_MV.logsumexp(-1)).exp())
+    return torch.cat(found) if found else temperatures_N.new_zeros(0)
+
+
+def _scan(kernels: Any, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """The maximum of every group, [R, G], and the log-sum-exp of every row."""
-    # The kernel takes any distance between rows, but the logits of one row side by side.
-    logits_RV = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
     num_rows, vocab_size = logits_RV.shape
     num_chunks = -(-vocab_size // CHUNK)
     maxima_RG = logits_RV.new_empty(num_rows, num_chunks * CHUNK // GROUP, dtype=torch.float32)
     peaks_RC, sums_RC = logits_RV.new_empty(2, num_rows, num_chunks, dtype=torch.float32)
-    kernel[num_rows, num_chunks](
+    kernels.scan[num_rows, num_chunks](
         logits_RV, logits_RV.stride(0), vocab_size, maxima_RG, peaks_RC, sums_RC, num_chunks, GROUP=GROUP, CHUNK=CHUNK
     )
-    # peak + log(sum) is the log-sum-exp of a chunk, [R, C]. An all -inf chunk has the sum 0 and adds nothing.
-    return maxima_RG, (peaks_RC + sums_RC.log()).logsumexp(-1)
+    return maxima_RG, _join_chunks(kernels, peaks_RC, sums_RC)
+
+
+def _scan_drafts(kernels: Any, logits_BJV: Tensor, slots_N: Tensor, steps_N: Tensor, temperatures_N: Tensor) -> Tensor:
+    """The log-sum-exp of the logits over the temperature, for each draft token."""
+    num_drafts, vocab_size = len(slots_N), logits_BJV.shape[2]
+    num_chunks = -(-vocab_size // CHUNK)
+    peaks_NC, sums_NC = temperatures_N.new_empty(2, num_drafts, num_chunks, dtype=torch.float32)
+    if num_drafts:  # a grid without programs is an error
+        kernels.scan_drafts[num_drafts, num_chunks](
+            logits_BJV, slots_N, steps_N, *logits_BJV.stride()[:2], temperatures_N, vocab_size, peaks_NC, sums_NC,
+            num_chunks, CHUNK=CHUNK,
+        )  # fmt: skip
+    return _join_chunks(kernels, peaks_NC, sums_NC)
+
+
+def _join_chunks(kernels: Any, peaks_RC: Tensor, sums_RC: Tensor) -> Tensor:
+    """The log-sum-exp of every row, [R], from the maxima of its chunks and their sums of exp(logit - maximum)."""
+    num_rows, num_chunks = peaks_RC.shape
+    totals_R = peaks_RC.new_empty(num_rows)
+    if num_rows:
+        kernels.join_chunks[(num_rows,)](peaks_RC, sums_RC, totals_R, num_chunks, WIDTH=_next_power_of_two(num_chunks))
+    return totals_R
+
+
+def _next_power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
 
 
 @functools.cache
-def _find_kernel() -> Any:
-    """The kernel; None where there is no Triton."""
+def find_kernels() -> Any:
+    """The module of the kernels; None where there is no Triton."""
     if importlib.util.find_spec("triton") is None:
         return None
-    from redraft.online.engine.scan_kernel import scan
+    from redraft.online.engine import scan_kernel
 
-    return scan
+    return scan_kernel

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.feed import Batch, Feed
+from redraft.online.engine.one_pass import gather_probs
 from redraft.online.engine.reread import ReadText
 from redraft.online.engine.steps import EngineStep
 
@@ -195,18 +196,3 @@ class _Hooks:
             self.runner.sampler.sampling_states.temperature.gpu[slots_N],
         )
         return probs_R
-
-
-ROWS_AT_ONCE = 64
-"""Rows of logits in float32 that `gather_probs` holds: 33 MB with a vocabulary of 128k."""
-
-
-def gather_probs(logits_BJV: Tensor, slots_N: Tensor, steps_N: Tensor, ids_N: Tensor, temperatures_N: Tensor) -> Tensor:
-    """softmax(logits[slot, step] / temperature)[id], [N]; a temperature of 0 counts as 1."""
-    temperatures_N = torch.where(temperatures_N > 0, temperatures_N, 1.0)
-    found = []
-    for part in torch.split(torch.arange(len(ids_N), device=ids_N.device), ROWS_AT_ONCE):
-        logits_MV = logits_BJV[slots_N[part], steps_N[part]].float() / temperatures_N[part, None]
-        chosen_M = logits_MV.gather(1, ids_N[part, None])[:, 0]
-        found.append((chosen_M - logits_MV.logsumexp(-1)).exp())
-    return torch.cat(found) if found else temperatures_N.new_zeros(0)

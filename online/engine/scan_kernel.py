@@ -1,4 +1,7 @@
-"""The Triton kernel that scans logits once. Imported only where Triton is installed."""
+"""The Triton kernels of capture's hook. Imported only where Triton is installed.
+
+R = rows, V = vocabulary, C = chunks of a row, K = kept ids, N = draft tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,3 +24,64 @@ def scan(logits, stride, vocab_size, maxima, peaks, sums, num_chunks, GROUP: tl.
     peak = tl.where(peak == -float("inf"), 0.0, peak)
     tl.store(peaks + row * num_chunks + chunk, peak)
     tl.store(sums + row * num_chunks + chunk, tl.sum(tl.exp(values - peak), axis=0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scan_drafts(  # type: ignore[no-untyped-def]
+    logits,
+    slots,
+    steps,
+    slot_stride,
+    step_stride,
+    temperatures,
+    vocab_size,
+    peaks,
+    sums,
+    num_chunks,
+    CHUNK: tl.constexpr,
+):
+    """One program for each draft token and chunk: the chunk's maximum over the temperature, and its sum of exp."""
+    draft, chunk = tl.program_id(0), tl.program_id(1)
+    slot, step = tl.load(slots + draft).to(tl.int64), tl.load(steps + draft).to(tl.int64)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    row = logits + slot * slot_stride + step * step_stride
+    values = tl.load(row + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    values = values / tl.load(temperatures + draft)
+    peak = tl.max(values, axis=0)
+    peak = tl.where(peak == -float("inf"), 0.0, peak)
+    tl.store(peaks + draft * num_chunks + chunk, peak)
+    tl.store(sums + draft * num_chunks + chunk, tl.sum(tl.exp(values - peak), axis=0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def join_chunks(peaks, sums, totals, num_chunks, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program for each row: the log-sum-exp of its chunks. WIDTH is a power of two, at least their number."""
+    row, chunks = tl.program_id(0), tl.arange(0, WIDTH)
+    inside = chunks < num_chunks
+    chunk_sums = tl.load(sums + row * num_chunks + chunks, mask=inside, other=0.0)
+    chunk_peaks = tl.load(peaks + row * num_chunks + chunks, mask=inside, other=0.0)
+    # A chunk of -inf only has the peak 0, which may be far above the row's true one.
+    chunk_peaks = tl.where(chunk_sums > 0, chunk_peaks, -float("inf"))
+    peak = tl.max(chunk_peaks, axis=0)
+    peak = tl.where(peak == -float("inf"), 0.0, peak)
+    tl.store(totals + row, peak + tl.log(tl.sum(chunk_sums * tl.exp(chunk_peaks - peak), axis=0)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def read_groups(logits, stride, vocab_size, groups, values, num_groups, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program for each row and chosen group: the group's logits in float32; -inf past the vocabulary's end."""
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    group = tl.load(groups + row * num_groups + place)
+    ids = group * GROUP + tl.arange(0, GROUP)
+    found = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    tl.store(values + (row * num_groups + place) * GROUP + tl.arange(0, GROUP), found)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def find_ids(groups, places, ids, num_groups, GROUP: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program for each row: the token ids at these places among the logits of the chosen groups."""
+    row, kept = tl.program_id(0), tl.arange(0, WIDTH)
+    inside = kept < num_groups
+    place = tl.load(places + row * num_groups + kept, mask=inside, other=0)
+    group = tl.load(groups + row * num_groups + place // GROUP, mask=inside, other=0)
+    tl.store(ids + row * num_groups + kept, (group * GROUP + place % GROUP).to(tl.int32), mask=inside)

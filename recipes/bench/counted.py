@@ -148,21 +148,21 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, *, weightless: bool) -> None:
         """Without `weightless` the operations run on tensors with memory, and are counted alike."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._weightless, self._part = weightless, ""
+        self._weightless, self.part = weightless, ""
         self.operations: Counter[Operation] = Counter()
         self.memory = Memory()
 
     def begin(self, part: str) -> None:
         """Count from now on under this name; not at all for an empty one."""
-        self._part = part
+        self.part = part
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         without_values = self._weightless and _needs_no_values(func, args, kwargs)
         made = run_weightless(func, args, kwargs) if without_values else func(*args, **kwargs)
         self.memory.see(x for x in tree_leaves(made) if isinstance(x, Tensor))
-        if self._part:
-            self.operations[describe(self._part, func, args, kwargs, made)] += 1
+        if self.part:
+            self.operations[describe(self.part, func, args, kwargs, made)] += 1
         return made
 
 

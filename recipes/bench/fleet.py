@@ -4,7 +4,8 @@
 
     records   the tests that compare records of vLLM's V1 and V2 model runners, if they are here
     capture   tokens/s of one server with no, every and every tenth request recorded, in interleaved rounds
-    bytes     bytes that a step of 256 requests leaves in the queue, at a vocabulary of 128k, by the real hook
+    bytes     bytes that a step of 256 requests leaves in the queue, at a vocabulary of 128k, by the real hook; and its
+              work on GPUs by family, requests and vocabulary, counted
     swap      two versions of a draft in turn: the same function, but every key and value has the other sign
 
 The last is the worst case of a swap. With consistent keys both versions propose the same tokens, so acceptance before
@@ -46,7 +47,7 @@ from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.progress import Progress
 from redraft.online.engine.config import SwapCache
 from redraft.online.tokens import write_token
-from redraft.recipes.bench.hook import count_step
+from redraft.recipes.bench.hook import count_step, count_work, format_work
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.demo.fleet import Server, measure_rates, start_server
 from redraft.recipes.demo.online_report import describe_cost, estimate_overhead
@@ -97,6 +98,7 @@ def main(cfg: Config) -> None:
             report["records"] = compare_records()
         if "bytes" in cfg.parts:
             report["capture"] = count_step(num_requests=256, num_drafts=NUM_TOKENS, vocab_size=128_256)
+            report["capture"]["work"] = list(count_work(num_drafts=NUM_TOKENS))
         with make_registry(cfg, Path(folder)) as drafts:
             if "capture" in cfg.parts:
                 report.setdefault("capture", {}).update(asyncio.run(measure_capture(cfg, drafts["standalone"])))
@@ -117,6 +119,8 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
             f"queue, 256 requests, vocabulary 128k: {capture['bytes_per_step'] / 1e6:.2f} MB a step on a GPU,"
             f" {capture['bytes_by_reference'] / 1e6:.0f} MB by reference"
         )
+    if "work" in capture:
+        yield from format_work(capture["work"])
     for name in ("all", "tenth"):
         if f"ratio_{name}" in capture:
             cost = describe_cost(1 - capture[f"ratio_{name}"], capture[f"interval_{name}"])

@@ -48,7 +48,7 @@ from redraft.online.records.record import (
     training_sequences,
 )
 from redraft.online.records.spool import SpoolWriter, spool_files
-from redraft.recipes.bench.hook import count_step
+from redraft.recipes.bench.hook import DRAFTED, SCANNED, count_step, count_work
 
 V, K = 50, 4
 
@@ -355,15 +355,16 @@ def test_rows_that_the_hook_has_reduced_become_the_same_records(tmp_path):
 SCAN = """
 import torch
 from redraft.online.engine import one_pass
-assert one_pass._find_kernel() is not None
+assert one_pass.find_kernels() is not None
 one_pass.CHUNK, one_pass.GROUP = 256, 8
 torch.manual_seed(0)
 for size, k, dtype in ((1000, 16, torch.float32), (4099, 32, torch.bfloat16), (513, 4, torch.float16)):
-    for kind in ("distinct", "full of ties", "masked", "all alike", "a view"):
+    for kind in ("distinct", "full of ties", "masked", "all alike", "far below 0", "a view"):
         logits = 5 * torch.randn(3, size) - 3
         if kind == "full of ties": logits = logits.round()
         if kind == "masked": logits[:, 100:] = -torch.inf
         if kind == "all alike": logits[:] = -1.5
+        if kind == "far below 0": logits[:] -= 300; logits[:, :256] = -torch.inf
         logits = logits.to(dtype)
         if kind == "a view": logits = logits.repeat(1, 2)[:, :size]
         found = one_pass.find_in_one_pass(logits, k)
@@ -372,6 +373,18 @@ for size, k, dtype in ((1000, 16, torch.float32), (4099, 32, torch.bfloat16), (5
         assert torch.equal(exact.gather(1, found.ids_RK.long()), found.logits_RK.double()), (size, kind)
         assert all(len(set(ids)) == k for ids in found.ids_RK.tolist()), (size, kind)
         torch.testing.assert_close(found.log_sum_exp_R.double(), exact.logsumexp(-1), atol=1e-5, rtol=1e-6)
+for size in (97, 513, 1000):
+    stored = 5 * torch.randn(6, 4, size).to(torch.bfloat16)
+    stored[2] = torch.nan  # of a request that is not recorded
+    stored[3, 1, : size // 2] = -torch.inf
+    stored[3, 2] -= 300
+    slots, steps = torch.tensor([4, 0, 3, 3, 3, 5]), torch.tensor([0, 2, 1, 2, 0, 3])
+    ids, temperatures = torch.randint(size, (6,)), torch.tensor([0.0, 0.7, 1.3, 1.0, 2.0, 0.01])
+    warmth = temperatures.where(temperatures > 0, 1.0)[:, None]
+    exact = (stored[slots, steps].double() / warmth).softmax(-1).gather(1, ids[:, None])[:, 0]
+    found = one_pass.gather_probs(stored, slots, steps, ids, temperatures)
+    torch.testing.assert_close(found.double(), exact, atol=1e-7, rtol=1e-4)
+    assert len(one_pass.gather_probs(stored, slots[:0], steps[:0], ids[:0], temperatures[:0])) == 0
 print("SAME")
 """
 
@@ -386,6 +399,17 @@ def test_the_kernel_finds_what_a_sort_finds():
 def test_a_step_of_a_fleet_leaves_little_in_the_queue():
     sizes = count_step(num_requests=8, num_drafts=3, vocab_size=2000)
     assert sizes == {"bytes_per_step": 8 * 4 * (32 * 8 + 4), "bytes_by_reference": 8 * 4 * 2000 * 2}
+
+
+def test_the_hook_of_a_fleet_reads_the_logits_once_and_launches_few_kernels():
+    (row,) = count_work(("eagle3, peagle",), (256,), (128_256,))
+    assert row["bytes_queued"] == 256 * 4 * (32 * 8 + 4) + 256 * 4 * 3 * 4096 * 2
+    logits_bytes = 256 * 4 * 128_256 * 2
+    assert logits_bytes < row["bytes_by_part"][SCANNED] < 1.2 * logits_bytes
+    assert 256 * 3 * 128_256 * 2 < row["bytes_by_part"][DRAFTED] < 1.01 * 256 * 3 * 128_256 * 2
+    assert row["kernels"] < 30
+    (alone,) = count_work(("eagle3, peagle",), (1,), (128_256,))
+    assert alone["kernels"] == row["kernels"], "no loop over requests"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -183,7 +183,9 @@ def test_a_corrupt_record_in_a_file_from_which_it_cannot_be_deleted_costs_this_f
         fill(buffer, 8, size_bytes=40_000)
     (path,) = tmp_path.glob("records-*.db")
     with closing(sqlite3.connect(path)) as file:
-        (page,) = file.execute("SELECT rootpage FROM sqlite_master WHERE name = 'sqlite_autoindex_records_1'").fetchone()
+        (page,) = file.execute(
+            "SELECT rootpage FROM sqlite_master WHERE name = 'sqlite_autoindex_records_1'"
+        ).fetchone()
     data = bytearray(path.read_bytes())
     data[data.index(encode_record(make_record(3, size_bytes=40_000))[:200]) + 100] ^= 1
     data[(page - 1) * PAGE_BYTES : page * PAGE_BYTES] = b"\xa5" * PAGE_BYTES
