@@ -43,17 +43,17 @@ class CaptureConfig(Recording):
         return LOG_RECORD_BYTES if self.ingest else SPOOL_RECORD_BYTES
 
 
-SwapCache = Literal["keep", "draft", "clear"]
+SwapCache = Literal["auto", "keep", "draft", "clear"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwapConfig:
     """Settings of swaps."""
 
-    cache: SwapCache = "clear"
+    cache: SwapCache = "auto"
     """Fate of cached keys and values at a swap. `clear`: target and draft read everything again. `draft`: the target's
     stay, and the new draft reads the text again; for standalone drafts only. `keep`: all stay, and those of the
-    old draft fade out."""
+    old draft fade out. `auto`: `draft` if the draft can read again, else `clear`."""
 
 
 @dataclass(frozen=True, kw_only=True)

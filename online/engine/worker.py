@@ -174,11 +174,18 @@ def _prepare_cache(worker: Any, cache: SwapCache) -> None:
     state: WorkerState = worker.redraft
     if worker.model_runner.get_draft_model() is None:
         return
-    if cache == "draft":
-        family = find_method(worker.vllm_config.speculative_config.method)
-        if family is None or family.is_head:
-            raise ValueError("--swap.cache draft is for standalone drafts: choose keep or clear for a head")
-        state.rereader = install_reread(worker.model_runner)
+    if cache in ("auto", "draft"):
+        try:
+            family = find_method(worker.vllm_config.speculative_config.method)
+            if family is None or family.is_head:
+                raise ValueError("--swap.cache draft is for standalone drafts: choose keep or clear for a head")
+            state.rereader = install_reread(worker.model_runner)
+            cache = "draft"
+        except ValueError as error:
+            if cache == "draft":
+                raise
+            logger.info("redraft: a swap clears the cache (%s)", error)
+            cache = "clear"
     state.swap_cache = cache
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from redraft.online.engine import worker as engine_worker
 from redraft.online.engine.config import read_config
 from redraft.online.engine.reread import Ledger, Rereader
 from redraft.recipes.bench.fleet import turn_keys
@@ -197,10 +198,40 @@ def test_keys_of_an_unknown_layout_are_refused(changes, told):
 
 
 def test_the_setting_is_read_and_a_wrong_one_is_told():
-    assert read_config({}).swap.cache == "clear"
+    assert read_config({}).swap.cache == "auto"
     assert read_config({"REDRAFT_SWAP_CACHE": "draft"}).swap.cache == "draft"
-    with pytest.raises(ValueError, match="REDRAFT_SWAP_CACHE=flush is not one of keep, draft, clear"):
+    with pytest.raises(ValueError, match="REDRAFT_SWAP_CACHE=flush is not one of auto, keep, draft, clear"):
         read_config({"REDRAFT_SWAP_CACHE": "flush"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "method", "error", "chosen"),
+    [
+        ("auto", "draft_model", None, "draft"),
+        ("auto", "draft_model", "a draft with sliding windows is not read again after a swap", "clear"),
+        ("auto", "eagle3", None, "clear"),
+        ("keep", "eagle3", None, "keep"),
+        ("clear", "draft_model", None, "clear"),
+    ],
+)
+def test_by_default_a_draft_that_can_read_again_does_and_all_others_clear(monkeypatch, asked, method, error, chosen):
+    def install(runner):
+        if error:
+            raise ValueError(error)
+        return object()
+
+    monkeypatch.setattr(engine_worker, "install_reread", install)
+    state = engine_worker.WorkerState(server_id="server")
+    worker = SimpleNamespace(
+        redraft=state,
+        model_runner=SimpleNamespace(get_draft_model=object),
+        vllm_config=SimpleNamespace(speculative_config=SimpleNamespace(method=method)),
+    )
+    engine_worker._prepare_cache(worker, asked)
+    assert (state.swap_cache, state.rereader is not None) == (chosen, chosen == "draft")
+    if asked == "auto" and chosen == "clear":
+        with pytest.raises(ValueError, match=r"for standalone drafts|not read again"):
+            engine_worker._prepare_cache(worker, "draft")
 
 
 # --- the engine
