@@ -10,11 +10,14 @@ does the work; without one, this command does it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from redraft.heads.files.sealed import DamagedError
 from redraft.online.daemon import control
 from redraft.online.daemon.config import LearnerConfig, load_config
+from redraft.online.daemon.state import TRANSITIONS, Event, advance, load, save
 from redraft.online.fleet.discovery import discover
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import connected, converge
@@ -53,6 +56,9 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
         pass
     # A learner or a swap started meanwhile is refused: two of them would push different versions.
     with registry.owned():
+        candidate = _recall_candidate(cfg.folder / "state.json")
+        if not to and candidate not in (None, registry.current()):
+            to = registry.current()
         # A learner killed while it waits for the servers has rolled the registry back: then go no further.
         if not to and previous and registry.current() == previous:
             to = previous
@@ -65,6 +71,17 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
     if not back.is_complete:
         raise ConnectionError(f"{version} is current, but: {back}")
     return version
+
+
+def _recall_candidate(path: Path) -> str | None:
+    """End the rollout in which a learner was killed, and return its candidate; None if there was no rollout."""
+    with contextlib.suppress(DamagedError):  # the next learner tells it
+        state = load(path)
+        if (state.phase, Event.RECALLED) in TRANSITIONS:
+            # Else the next learner would repeat the canary.
+            save(advance(state, Event.RECALLED, reason="rolled back without a learner"), path)
+            return state.candidate
+    return None
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.lock import AlreadyOwnedError
 from redraft.online.daemon import control
 from redraft.online.daemon.config import load_config
+from redraft.online.daemon.state import Phase, State, load, save
 from redraft.recipes.cli import dispatch
 from redraft.recipes.operate import forget, rollback, swap, versions
 
@@ -122,6 +123,26 @@ def test_a_learner_killed_during_a_rollback_leaves_the_fleet_one_version_back(ha
             assert [fake.version for fake in world.fakes] == ["v000002", "v000002"]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("to", "served"), [("", "v000002"), ("v000001", "v000001")])
+def test_without_the_learner_that_rolled_it_out_a_candidate_is_taken_back_and_not_tried_again(to, served, world):
+    for _ in range(3):
+        publish(world)
+    world.registry.promote("v000001")
+    world.registry.promote("v000002")
+    cfg = world.config()
+    cfg.folder.mkdir(exist_ok=True)
+    save(State(phase=Phase.CANARY, candidate="v000003", num_looks=2), cfg.folder / "state.json")
+
+    async def main():
+        async with world.fleet():
+            assert await rollback.roll_back(world.config(), to) == world.registry.current() == served
+            assert [fake.version for fake in world.fakes] == [served, served]
+
+    asyncio.run(main())
+    state = load(cfg.folder / "state.json")
+    assert (state.phase, state.candidate, state.num_looks) == (Phase.IDLE, None, 2)
 
 
 def test_with_a_learner_the_commands_ask_it(world):
