@@ -56,11 +56,11 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
         pass
     # A learner or a swap started meanwhile is refused: two of them would push different versions.
     with registry.owned():
-        candidate = _recall_candidate(cfg.folder / "state.json")
-        if not to and candidate not in (None, registry.current()):
-            to = registry.current()
+        current, candidate = registry.current(), _recall_candidate(cfg.folder / "state.json")
+        if not to and current and candidate not in (None, current):
+            to = current
         # A learner killed while it waits for the servers has rolled the registry back: then go no further.
-        if not to and previous and registry.current() == previous:
+        if not to and previous and current == previous:
             to = previous
         # The registry first: a server restarted on the way takes `current`, and a kill here leaves one
         # answer to which version is right.
