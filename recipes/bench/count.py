@@ -112,14 +112,15 @@ def make_plan(cfg: Counting) -> Plan:
         ValueError: there is no such model, or a flag does not fit the family.
     """
     recipe = find_recipe(cfg.family)
-    head = find_sizes(cfg.draft) if cfg.family == "standalone" else recipe.head
+    is_head = find_family(cfg.family).is_head
+    head = recipe.head if is_head else find_sizes(cfg.draft)
     if cfg.num_steps is not None:
-        if cfg.family == "standalone":
+        if not is_head:
             raise ValueError(
                 "--num-steps does not fit a standalone draft: it learns one step, for any number of tokens"
             )
         head = replace(head, **{NUM_STEPS.get(cfg.family, "num_steps"): cfg.num_steps})
-    if cfg.gradient_checkpointing and cfg.family != "standalone":
+    if cfg.gradient_checkpointing and is_head:
         if not hasattr(head, "recompute"):
             raise ValueError(f"--gradient-checkpointing does not fit {cfg.family}: its activations are kept")
         head = replace(head, recompute=True)
@@ -127,7 +128,7 @@ def make_plan(cfg: Counting) -> Plan:
     if vocabulary and not hasattr(recipe, "draft_vocab_size"):
         raise ValueError(f"--draft-vocab-size does not fit {cfg.family}: it has the target's vocabulary")
     target = find_sizes(cfg.target)
-    if cfg.family == "standalone":
+    if not is_head:
         head.vocab_size = target.vocab_size  # as the command pads or transplants it
     return Plan(
         family=cfg.family,
@@ -150,7 +151,7 @@ def make_plan(cfg: Counting) -> Plan:
 
 def find_recipe(family: str) -> Any:
     """The defaults of the command that trains a family."""
-    name = "distill" if family == "standalone" else family.replace("_", "-")
+    name = family.replace("_", "-") if find_family(family).is_head else "distill"
     return importlib.import_module(COMMANDS[name].module).Config()
 
 
@@ -415,7 +416,7 @@ def ways_to_fit(cfg: Counting, result: Result, device: Device) -> Iterator[str]:
         yield f"--batch-size {rows} (with accumulation)"
     if cfg.features == "in-process":
         yield "--features served or cached"
-    if cfg.family == "standalone" and not cfg.gradient_checkpointing:
+    if not (find_family(cfg.family).is_head or cfg.gradient_checkpointing):
         yield "--gradient-checkpointing"
     if cfg.devices > 1 and cfg.sharding != "fsdp2":
         yield "--sharding fsdp2"

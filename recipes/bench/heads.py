@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,28 +28,14 @@ from redraft.recipes.bench.peers import PEERS, Sizes
 SIZES = Sizes(batch=2, length=512, hidden=512, intermediate=1408, vocabulary=32_768, heads=8, key_heads=4, steps=3)
 TOKENS = SIZES.batch * SIZES.length
 
-FURTHER_SIZES = {
-    "DFlash": {"steps": 7, "layers": 2, "anchors": 128},
-    "DSpark": {"steps": 8, "layers": 2, "anchors": 128},
-    "P-EAGLE": {"steps": 8, "layers": 2},
-}
-"""Sizes of drafts that propose all tokens in one pass. Blocks have eight slots."""
+BLOCK_SIZES = dataclasses.replace(SIZES, layers=2, anchors=128)
+"""Sizes of DFlash and DSpark, without the number of steps. Blocks have eight slots."""
 
 MARKOV_RANK = 256
 
-AIM = {
-    "EAGLE-3": ("ModelOpt", 1.97),
-    "Medusa": ("ModelOpt", 2.5),
-    "MTP": ("speculators", 2.5),
-    "DFlash": ("speculators", 2.0),
-    "DSpark": ("speculators", 2.0),
-    "P-EAGLE": ("speculators", 2.0),
-}
-"""By family: the fastest other trainer, and the required ratio of our speed to its speed."""
-
 
 def sizes_of(family: str) -> Sizes:
-    return dataclasses.replace(SIZES, **FURTHER_SIZES.get(family, {}))
+    return FAMILIES[family].sizes
 
 
 def head_cases() -> list[Case]:
@@ -60,7 +47,7 @@ def head_case(family: str, dtype: DtypeName) -> Case:
     peers = PEERS[family]
     absent = [peer for peer in peers.values() if not peer.is_installed]
     measured = {name: peer for name, peer in peers.items() if peer.can_run}
-    best, ratio = AIM[family]
+    best, ratio = FAMILIES[family].aim
     return Case(
         name=f"{family}, {sizes_of(family).steps} steps, vocabulary 32k, {dtype}",
         against={
@@ -69,7 +56,7 @@ def head_case(family: str, dtype: DtypeName) -> Case:
         },
         tokens=TOKENS,
         dtype=dtype,
-        matmuls=head_matmuls(family),
+        matmuls=FAMILIES[family].matmuls(),
         build=functools.partial(build_head, family, dtype),
         required={NAIVE: Required(memory=0.5), best: Required(speed=ratio, memory=0.5)},
         compiled=frozenset(name for name, peer in peers.items() if peer.is_compiled),
@@ -119,13 +106,13 @@ def naive_loss(head: Any, batch: Batch, signal: TargetSignal, scale: float) -> T
 def make_step(family: str, dtype: torch.dtype, device: str) -> tuple[nn.Module, Batch, TargetSignal]:
     """A head, a batch with one document per row, and the target's features."""
     torch.manual_seed(0)
-    config = target_config(family)
+    config = FAMILIES[family].target()
     target = Target(
         config=config,
         embed_VD=torch.randn(SIZES.vocabulary, SIZES.hidden).to(device, dtype),
         head_VD=(torch.randn(SIZES.vocabulary, SIZES.hidden) * SIZES.hidden**-0.5).to(device, dtype),
     )
-    head = FAMILIES[family](target).to(device, dtype)
+    head = FAMILIES[family].make(target).to(device, dtype)
     ids_BT = torch.randint(SIZES.vocabulary, (SIZES.batch, SIZES.length), device=device)
     batch = Batch.padded(list(ids_BT), device=device)
     hidden_BTD = (2 * torch.randn(*ids_BT.shape, SIZES.hidden)).to(device, dtype)
@@ -134,85 +121,157 @@ def make_step(family: str, dtype: torch.dtype, device: str) -> tuple[nn.Module, 
     return head, batch, TargetSignal(distribution=distribution, aux_BTLD=aux_BTLD)
 
 
-def target_config(family: str) -> Any:
+def make_llama() -> Any:
     """Configuration of a target with 8 layers. Only their number is used."""
-    config = SIZES.config(Qwen2Config if family == "MTP" else LlamaConfig)
+    config = SIZES.config(LlamaConfig)
     config.num_hidden_layers = 8
-    if family == "MTP":
-        config.architectures = ["MiMoForCausalLM"]
     return config
 
 
-FAMILIES: dict[str, Callable[[Target], Any]] = {
-    "EAGLE-3": lambda target: eagle3.Eagle3(eagle3.Config(num_steps=SIZES.steps, own_head=False), target),
-    "DFlash": lambda target: dflash.DFlash(dflash.Config(**_block_options("DFlash"), block_size=8), target),
-    "DSpark": lambda target: dspark.DSpark(
-        dspark.Config(**_block_options("DSpark"), block_size=8, markov_rank=MARKOV_RANK), target
-    ),
-    "P-EAGLE": lambda target: peagle.PEagle(
-        peagle.Config(num_layers=sizes_of("P-EAGLE").layers, num_steps=sizes_of("P-EAGLE").steps, own_head=False),
-        target,
-    ),
-    "Medusa": lambda target: medusa.Medusa(medusa.Config(num_heads=SIZES.steps), target),
-    "MTP": lambda target: mtp.Mtp(mtp.Config(num_steps=SIZES.steps), target),
-}
+def make_mimo() -> Any:
+    """The same of an architecture with an MTP layer."""
+    config = SIZES.config(Qwen2Config)
+    config.num_hidden_layers = 8
+    config.architectures = ["MiMoForCausalLM"]
+    return config
 
 
-def _block_options(family: str) -> dict[str, Any]:
-    sizes = sizes_of(family)
-    return {"num_layers": sizes.layers, "num_anchors": sizes.anchors, "gamma": 4.0}
+# ------------------------------------------------------------------------------------------------------ matrix products
 
 
-def head_matmuls(family: str) -> tuple[Matmul, ...]:
-    """The matmuls of a step: the target's logits, every step's logits and gradients, and the head's layers."""
-    if family in FURTHER_SIZES:
-        return _parallel_matmuls(family)
-    product, hidden, steps = functools.partial(Matmul, rows=TOKENS), SIZES.hidden, SIZES.steps
-    logits = (
-        # Logits: the target's once, the draft's in every step.
-        product(count=1 + steps, inner=hidden, columns=SIZES.vocabulary),
-        # The gradient of each step's hidden states: [T, V] @ [V, D].
-        product(count=steps, inner=SIZES.vocabulary, columns=hidden),
-    )
-    if family == "Medusa":  # each step has a trained head, whose gradient is another product
-        weights = Matmul(count=steps, rows=SIZES.vocabulary, inner=TOKENS, columns=hidden)
-        return (*logits, weights, product(count=3 * steps, inner=hidden, columns=hidden))
-    attention_input = 2 * hidden if family == "EAGLE-3" else hidden
+def count_medusa() -> tuple[Matmul, ...]:
+    """Logits, a trained head for each step, and a block for each step."""
+    hidden, steps = SIZES.hidden, SIZES.steps
+    weights = Matmul(count=steps, rows=SIZES.vocabulary, inner=TOKENS, columns=hidden)
+    return (*_count_logits(), weights, _product(count=3 * steps, inner=hidden, columns=hidden))
+
+
+def count_recurrent(attention_input: int, mix: Matmul) -> tuple[Matmul, ...]:
+    """Logits, the mix of features and embeddings, and one layer in every step."""
+    hidden = SIZES.hidden
     # q has D columns, k and v have D / 2 each: 8 heads share 4 pairs of keys and values.
     layer = [(attention_input, 2 * hidden), (hidden, hidden), (hidden, 2 * SIZES.intermediate)]
     layer += [(SIZES.intermediate, hidden)]
-    # The target's features need no gradient: forward, and the gradient of the weights.
-    mixes = product(count=2, inner=3 * hidden, columns=hidden)
-    if family == "MTP":
-        mixes = product(count=3 * steps, inner=2 * hidden, columns=hidden)
     # 3 products for each matrix of a layer: forward, and the gradients of input and weights.
-    return (*logits, mixes, *(product(count=3 * steps, inner=i, columns=o) for i, o in layer))
+    return (*_count_logits(), mix, *(_product(count=3 * SIZES.steps, inner=i, columns=o) for i, o in layer))
 
 
-def _parallel_matmuls(family: str) -> tuple[Matmul, ...]:
-    """`head_matmuls` of a draft that proposes all tokens in one pass."""
-    sizes, product = sizes_of(family), functools.partial(Matmul, rows=TOKENS)
-    hidden, keys = sizes.hidden, 2 * sizes.hidden * sizes.key_heads // sizes.heads
+def count_peagle() -> tuple[Matmul, ...]:
+    sizes = sizes_of("P-EAGLE")
+    # Draft step k is trained on a share of the rows: 0.7^k, and 0.2 at least.
+    shares = [max(peagle.Config.keep_ratio**k, peagle.Config.min_share) for k in range(sizes.steps)]
+    rows = round(TOKENS * sum(shares))
+    # The first layer reads the embedding beside the feature.
+    first = Matmul(count=3, rows=rows, inner=sizes.hidden, columns=sizes.hidden + _count_key_columns(sizes))
+    return _count_parallel(sizes, rows, rows, first)
+
+
+def count_blocks(family: str) -> tuple[Matmul, ...]:
+    """DFlash, which proposes nothing in the anchor's slot, and DSpark."""
+    sizes = sizes_of(family)
     blocks = sizes.batch * sizes.anchors
-    if family == "P-EAGLE":
-        # Draft step k is trained on a share of the rows: 0.7^k, and 0.2 at least.
-        shares = [max(peagle.Config.keep_ratio**k, peagle.Config.min_share) for k in range(sizes.steps)]
-        proposed = rows = round(TOKENS * sum(shares))
-    else:
-        # DFlash proposes nothing in the anchor's slot
-        proposed, rows = blocks * sizes.steps, blocks * 8
-    own = functools.partial(Matmul, count=3 * sizes.layers, rows=rows)
-    layers = [own(inner=hidden, columns=2 * hidden), own(inner=hidden, columns=2 * sizes.intermediate)]
-    layers += [own(inner=hidden, columns=keys), own(inner=sizes.intermediate, columns=hidden)]
-    if family == "P-EAGLE":  # the first layer reads the embedding beside the feature
-        layers.append(Matmul(count=3, rows=rows, inner=hidden, columns=hidden + keys))
-    else:  # keys and values of the context
-        layers.append(product(count=3 * sizes.layers, inner=hidden, columns=keys))
-    if family == "DSpark":  # the bias, whose head is trained
-        layers.append(Matmul(count=3, rows=proposed, inner=MARKOV_RANK, columns=sizes.vocabulary))
+    keys = _product(count=3 * sizes.layers, inner=sizes.hidden, columns=_count_key_columns(sizes))  # of the context
+    return _count_parallel(sizes, blocks * sizes.steps, blocks * 8, keys)
+
+
+def count_dspark() -> tuple[Matmul, ...]:
+    """As DFlash, and the bias, whose head is trained."""
+    sizes = sizes_of("DSpark")
+    proposed = sizes.batch * sizes.anchors * sizes.steps
+    bias = Matmul(count=3, rows=proposed, inner=MARKOV_RANK, columns=sizes.vocabulary)
+    return (*count_blocks("DSpark"), bias)
+
+
+def _product(*, count: int, inner: int, columns: int) -> Matmul:
+    return Matmul(count=count, rows=TOKENS, inner=inner, columns=columns)
+
+
+def _count_logits() -> tuple[Matmul, ...]:
+    """The target's logits once and the draft's in every step; then [T, V] @ [V, D], the hidden states' gradients."""
+    steps, hidden, vocabulary = SIZES.steps, SIZES.hidden, SIZES.vocabulary
     return (
-        product(count=1, inner=hidden, columns=sizes.vocabulary),
-        Matmul(count=2, rows=proposed, inner=hidden, columns=sizes.vocabulary),
-        product(count=2, inner=3 * hidden, columns=hidden),
-        *layers,
+        _product(count=1 + steps, inner=hidden, columns=vocabulary),
+        _product(count=steps, inner=vocabulary, columns=hidden),
     )
+
+
+def _count_key_columns(sizes: Sizes) -> int:
+    return 2 * sizes.hidden * sizes.key_heads // sizes.heads
+
+
+def _count_parallel(sizes: Sizes, proposed: int, rows: int, more: Matmul) -> tuple[Matmul, ...]:
+    """The products of a draft that proposes all tokens in one pass."""
+    hidden, of_rows = sizes.hidden, functools.partial(Matmul, count=3 * sizes.layers, rows=rows)
+    return (
+        _product(count=1, inner=hidden, columns=sizes.vocabulary),
+        Matmul(count=2, rows=proposed, inner=hidden, columns=sizes.vocabulary),
+        # The target's features need no gradient: forward, and the gradient of the weights.
+        _product(count=2, inner=3 * hidden, columns=hidden),
+        of_rows(inner=hidden, columns=2 * hidden),
+        of_rows(inner=hidden, columns=2 * sizes.intermediate),
+        of_rows(inner=hidden, columns=_count_key_columns(sizes)),
+        of_rows(inner=sizes.intermediate, columns=hidden),
+        more,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- families
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benched:
+    """A family whose whole step is timed."""
+
+    make: Callable[[Target], Any]
+    matmuls: Callable[[], tuple[Matmul, ...]]
+    """Products of a step: the target's logits, every step's logits and gradients, and the head's layers."""
+    aim: tuple[str, float]
+    """The fastest other trainer, and the required ratio of our speed to its speed."""
+    sizes: Sizes = SIZES
+    target: Callable[[], Any] = make_llama
+
+
+def _make_blocks(sizes: Sizes) -> dict[str, Any]:
+    return {"num_layers": sizes.layers, "num_anchors": sizes.anchors, "gamma": 4.0, "block_size": 8}
+
+
+FAMILIES = {
+    "EAGLE-3": Benched(
+        make=lambda target: eagle3.Eagle3(eagle3.Config(num_steps=SIZES.steps, own_head=False), target),
+        matmuls=lambda: count_recurrent(
+            2 * SIZES.hidden, _product(count=2, inner=3 * SIZES.hidden, columns=SIZES.hidden)
+        ),
+        aim=("ModelOpt", 1.97),
+    ),
+    "DFlash": Benched(
+        make=lambda target: dflash.DFlash(dflash.Config(**_make_blocks(BLOCK_SIZES)), target),
+        matmuls=lambda: count_blocks("DFlash"),
+        aim=("speculators", 2.0),
+        sizes=dataclasses.replace(BLOCK_SIZES, steps=7),
+    ),
+    "DSpark": Benched(
+        make=lambda target: dspark.DSpark(dspark.Config(**_make_blocks(BLOCK_SIZES), markov_rank=MARKOV_RANK), target),
+        matmuls=count_dspark,
+        aim=("speculators", 2.0),
+        sizes=dataclasses.replace(BLOCK_SIZES, steps=8),
+    ),
+    "P-EAGLE": Benched(
+        make=lambda target: peagle.PEagle(peagle.Config(num_layers=2, num_steps=8, own_head=False), target),
+        matmuls=count_peagle,
+        aim=("speculators", 2.0),
+        sizes=dataclasses.replace(SIZES, layers=2, steps=8),
+    ),
+    "Medusa": Benched(
+        make=lambda target: medusa.Medusa(medusa.Config(num_heads=SIZES.steps), target),
+        matmuls=count_medusa,
+        aim=("ModelOpt", 2.5),
+    ),
+    "MTP": Benched(
+        make=lambda target: mtp.Mtp(mtp.Config(num_steps=SIZES.steps), target),
+        matmuls=lambda: count_recurrent(
+            SIZES.hidden, _product(count=3 * SIZES.steps, inner=2 * SIZES.hidden, columns=SIZES.hidden)
+        ),
+        aim=("speculators", 2.5),
+        target=make_mimo,
+    ),
+}

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 from redraft.online.engine import capture as capture_module
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig
-from redraft.online.engine.feed import Batch, Feed, _copy_rows
+from redraft.online.engine.feed import Batch, Feed, _copy_rows, _find_runs, _read_states
 from redraft.online.engine.one_pass import find_in_one_pass
 from redraft.online.engine.reduction import ScratchMemory, find_largest, reduce_logits
 from redraft.online.engine.request_log import KEPT_STATES, RequestInfo, RequestLog, Rows, States, VerifiedStep
@@ -566,6 +566,23 @@ def test_at_temperature_zero_the_drafts_best_token_is_certain(tmp_path):
     second = replace(make_step(info, 4, sampled=[8, 9], drafts=[8, 50]), draft_probs_S=torch.tensor([17.5, -3.0]))
     (record,) = run_capture(tmp_path, [make_step(info, 3, sampled=[7], drafts=[]), second])[1]
     np.testing.assert_array_equal(record.draft_probs, np.array([1, 1, np.nan], np.float32))
+
+
+@pytest.mark.parametrize(("kept", "num_runs"), [([0, 1, 2, 3], 1), ([1, 2], 1), ([0, 2, 3], 2), ([0, 2], 2)])
+def test_states_of_the_recorded_requests_are_read_in_few_slices(kept, num_runs):
+    counts, begins = [3, 1, 4, 2], [0, 3, 4, 8]
+    parts = [
+        StepPart(request=make_info(), start=2, sampled_row=i, num_drafts=0, first_row=0, first_draft=0,
+                 num_read=counts[i], first_read=begins[i])
+        for i in kept
+    ]  # fmt: skip
+    streams_ND = torch.randn(2, 12, 5)  # two layers; the last two rows are padding
+    rows = [row for i in kept for row in range(begins[i], begins[i] + counts[i])]
+    states_NLD = _read_states(parts, list(streams_ND))
+    assert torch.equal(states_NLD, streams_ND[:, rows].transpose(0, 1).bfloat16())
+    assert len(_find_runs(parts)) == num_runs
+    streams_ND.zero_()
+    assert states_NLD.abs().sum() > 0, "a copy"
 
 
 def test_few_rows_of_many_are_copied_and_found_again():

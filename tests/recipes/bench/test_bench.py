@@ -11,7 +11,7 @@ import torch
 from redraft.recipes.bench import heads as bench_heads
 from redraft.recipes.bench import losses as bench_losses
 from redraft.recipes.bench import training as bench_training
-from redraft.recipes.bench.heads import NAIVE, build_head, head_cases, head_matmuls
+from redraft.recipes.bench.heads import NAIVE, build_head, head_cases
 from redraft.recipes.bench.losses import TRL, TRL_COMPILED
 from redraft.recipes.bench.measure import FLOOR, OURS, Case, Matmul, Required, Run, can_compile, matmuls_alone, measure
 from redraft.recipes.bench.peers import PEERS
@@ -35,12 +35,12 @@ def test_the_floor_of_a_head_has_the_products_of_a_hand_count() -> None:
     to_vocabulary = 2.0 * tokens * hidden * vocabulary
     # one product for the target; forward, and backward twice, for each of three heads and of three blocks
     expected = to_vocabulary * (1 + 3 * 3) + 2.0 * tokens * hidden * hidden * 3 * 3
-    assert sum(m.flops for m in head_matmuls("Medusa")) == expected
+    assert sum(m.flops for m in bench_heads.FAMILIES["Medusa"].matmuls()) == expected
     frozen = to_vocabulary * (1 + 3 * 2)  # no gradient of a frozen head
     layer = 2 * hidden * (512 + 256 + 256) + hidden * hidden + 3 * hidden * 1408
     features = 2 * 3 * hidden * hidden  # forward and weights: no gradient of the target's features
     eagle = frozen + 2.0 * tokens * (3 * 3 * layer + features)
-    assert sum(m.flops for m in head_matmuls("EAGLE-3")) == eagle
+    assert sum(m.flops for m in bench_heads.FAMILIES["EAGLE-3"].matmuls()) == eagle
 
 
 def test_the_matmuls_alone_are_as_many_as_they_claim() -> None:

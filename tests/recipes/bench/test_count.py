@@ -295,7 +295,7 @@ def test_the_peak_is_within_15_percent_of_memory_measured_on_this_cpu(
     name, head = HEADS[family]
     plan = Plan(
         family=name,
-        target=bench_heads.target_config(family),
+        target=bench_heads.FAMILIES[family].target(),
         head=head,
         divergence=Divergence(),
         features="served",
