@@ -49,8 +49,8 @@ def looks(world, fake):
 
 
 @pytest.mark.parametrize("trouble", [
-    {STATUS: "hang"}, {STATUS: "drip"}, {METRICS: "drip"}, {SWAP: "hang"}, {SWAP: "drip"},
-    {STATUS: "hang", SWAP: "hang", METRICS: "hang"},  # as stopped by SIGSTOP
+    {STATUS: "hang"}, {SWAP: "hang"}, {STATUS: "hang", SWAP: "hang", METRICS: "hang"},  # the last as after SIGSTOP
+    *(pytest.param({path: "drip"}, marks=pytest.mark.slow) for path in (STATUS, METRICS, SWAP)),
 ], ids=str)  # fmt: skip
 def test_one_server_that_hangs_neither_blinds_the_learner_nor_blocks_a_rollback(world, trouble):
     hung, *well = world.fakes

@@ -71,9 +71,9 @@ def test_a_case_is_measured_in_speed_and_memory_against_each_side() -> None:
         build=build_sleepy,
         required={"slow": Required(speed=2.0, memory=0.05)},
     )
-    result = measure(case, rounds=3, threads=1, device="cpu")
+    result = measure(case, rounds=1, threads=1, device="cpu")
     assert 2 < result.speed_ratio["slow"] < 20  # 10, on a machine that may be busy
-    assert result.sides[OURS].tokens_per_s == pytest.approx(100 / sorted(result.sides[OURS].wall_s)[1])
+    assert result.sides[OURS].tokens_per_s == pytest.approx(100 / result.sides[OURS].wall_s[0])
     assert result.sides[OURS].tokens_per_s <= 100 / 0.02
     assert result.sides[OURS].peak_mib == pytest.approx(8, abs=3)
     assert result.sides["slow"].peak_mib == pytest.approx(80, abs=3)
@@ -83,10 +83,8 @@ def test_a_case_is_measured_in_speed_and_memory_against_each_side() -> None:
     assert "BELOW TARGET (at most 0.05)" in table
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["EAGLE-3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("MTP", "DFlash", "DSpark", "P-EAGLE"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["EAGLE-3", "MTP", "DFlash", "DSpark", "P-EAGLE"])
 def test_a_compiled_peer_trains_like_the_one_that_ships(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not PEERS[family]["speculators, compiled"].can_run:
         pytest.skip("speculators or a compiler is not installed here")
