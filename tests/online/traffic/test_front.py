@@ -127,7 +127,10 @@ async def main():
     print(server.servers[0].sockets[0].getsockname()[1], flush=True)
     await serving
 
-asyncio.Runner(loop_factory=front._configure(None).get_loop_factory()).run(main())
+config = front._configure(None)
+# Older releases of uvicorn have no factory, and take the loop of asyncio here.
+factory = config.get_loop_factory() if hasattr(config, "get_loop_factory") else None
+asyncio.Runner(loop_factory=factory).run(main())
 """
 REQUEST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
 
