@@ -407,9 +407,10 @@ def test_a_head_of_a_block_is_trained_and_served_with_corrected_estimates(random
     draft = DraftConfig(family="dspark", initial=world.draft)
 
     async def main():
-        cfg = {"draft": draft, "training": settings, "gate": replace(world.config().gate, min_gain=0.005)}
+        # A random target teaches little: after 256 records the gain is 0.006, with an interval of 0.004 to each side.
+        cfg = {"draft": draft, "training": settings, "gate": replace(world.config().gate, min_gain=0.0005)}
         async with world.fleet(), world.learner(**cfg) as task:
-            ship(world.spool, [with_states(r, random_target, "dspark") for r in make_records(random_target, 400)])
+            ship(world.spool, [with_states(r, random_target, "dspark") for r in make_records(random_target, 600)])
             await until(lambda: world.registry.current() not in (None, "v000001"), task)
 
     asyncio.run(main())
@@ -417,7 +418,11 @@ def test_a_head_of_a_block_is_trained_and_served_with_corrected_estimates(random
     told = json.loads((world.registry.path(world.registry.current()) / "evaluation.json").read_text())["calibration"]
     assert promoted.calibration_error_before == told["error_before"] > told["error_after"]
     assert promoted.calibration_error_after == told["error_after"] < 0.1
-    assert [row["num_tokens"] > 0 for row in told["by_position"]] == [True] * 3
+    counts = [row["num_tokens"] for row in told["by_position"]]
+    assert counts[0] > 0
+    assert (len(counts), counts) == (3, sorted(counts, reverse=True)), (
+        "a position is reached if all before it are accepted"
+    )
 
 
 def test_records_without_states_are_told_and_a_head_of_another_family_is_refused(world, random_target, tmp_path):
