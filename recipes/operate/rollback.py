@@ -17,7 +17,7 @@ from pathlib import Path
 from redraft.heads.files.sealed import DamagedError
 from redraft.online.daemon import control
 from redraft.online.daemon.config import LearnerConfig, load_config
-from redraft.online.daemon.state import TRANSITIONS, Event, advance, load, save
+from redraft.online.daemon.state import TRANSITIONS, Event, State, advance, load, save
 from redraft.online.fleet.discovery import discover
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import connected, converge
@@ -56,15 +56,17 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
         pass
     # A learner or a swap started meanwhile is refused: two of them would push different versions.
     with registry.owned():
-        current, candidate = registry.current(), _recall_candidate(cfg.folder / "state.json")
-        if not to and current and candidate not in (None, current):
+        current, state = registry.current(), _load_rollout(cfg.folder / "state.json")
+        # A canary's candidate is not current yet, and a learner killed while it waits for the servers has rolled the
+        # registry back: then go no further.
+        is_candidate_out = state is not None and state.candidate not in (None, current)
+        if current and not to and (is_candidate_out or current == previous):
             to = current
-        # A learner killed while it waits for the servers has rolled the registry back: then go no further.
-        if not to and previous and current == previous:
-            to = previous
         # The registry first: a server restarted on the way takes `current`, and a kill here leaves one
         # answer to which version is right.
         version = registry.rollback(to)
+        if state:  # else the next learner would repeat the canary
+            save(advance(state, Event.RECALLED, reason="rolled back without a learner"), cfg.folder / "state.json")
         begin_training_again(cfg.buffer_config.folder)
         async with connected(await discover(cfg.fleet, cfg.domain), registry) as servers:
             back = await converge(servers, version, cfg.rollout.rollback_timeout_s)
@@ -73,14 +75,12 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
     return version
 
 
-def _recall_candidate(path: Path) -> str | None:
-    """End the rollout in which a learner was killed, and return its candidate; None if there was no rollout."""
+def _load_rollout(path: Path) -> State | None:
+    """The state of the rollout in which a learner was killed; None if there was no rollout."""
     with contextlib.suppress(DamagedError):  # the next learner tells it
         state = load(path)
         if (state.phase, Event.RECALLED) in TRANSITIONS:
-            # Else the next learner would repeat the canary.
-            save(advance(state, Event.RECALLED, reason="rolled back without a learner"), path)
-            return state.candidate
+            return state
     return None
 
 

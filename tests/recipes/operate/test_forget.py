@@ -213,10 +213,7 @@ def test_the_printed_command_serves_the_version_before_and_trains_on_from_it(wor
 def test_without_a_learner_a_rollback_makes_the_next_one_begin_again(world):
     async def main():
         async with world.fleet():
-            async with world.learner() as task:
-                await until(lambda: world.entries("state"), task)
-                ship(world.spool, make_records(world.target, 40, seed=3))
-                await until(lambda: world.last("training", "records_seen") >= 8, task)
+            await learn_some(world)
             for _ in range(2):
                 publish(world, until_s=1.0)
             cfg = world.config()
@@ -224,9 +221,7 @@ def test_without_a_learner_a_rollback_makes_the_next_one_begin_again(world):
                 await rollback.roll_back(cfg, "v000009")
             assert await rollback.roll_back(cfg, "v000001") == "v000001"
             assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
-        with Buffer(world.config().buffer_config, fingerprint(world.target)) as buffer:
-            newest, former, *_ = buffer.commits()
-            assert (newest.checkpoint_id, newest.through) == (SERVED, former.through)
+        assert begins_again(world)
 
     asyncio.run(main())
 
@@ -234,18 +229,28 @@ def test_without_a_learner_a_rollback_makes_the_next_one_begin_again(world):
 def test_without_a_learner_a_swap_makes_the_next_one_begin_again(world):
     async def main():
         async with world.fleet():
-            async with world.learner() as task:
-                await until(lambda: world.entries("state"), task)
-                ship(world.spool, make_records(world.target, 40, seed=3))
-                await until(lambda: world.last("training", "records_seen") >= 8, task)
+            await learn_some(world)
             chosen = publish(world, until_s=1.0)
             world.registry.rollback("v000001")
             assert (await swap.roll_out(world.config(), chosen)).passed
-        with Buffer(world.config().buffer_config, fingerprint(world.target)) as buffer:
-            newest, former, *_ = buffer.commits()
-            assert (newest.checkpoint_id, newest.through) == (SERVED, former.through)
+        assert begins_again(world)
 
     asyncio.run(main())
+
+
+async def learn_some(world):
+    """A learner that trains on some records, and ends."""
+    async with world.learner() as task:
+        await until(lambda: world.entries("state"), task)
+        ship(world.spool, make_records(world.target, 40, seed=3))
+        await until(lambda: world.last("training", "records_seen") >= 8, task)
+
+
+def begins_again(world):
+    """True if the next learner begins from the served version and passes over the records so far."""
+    with Buffer(world.config().buffer_config, fingerprint(world.target)) as buffer:
+        newest, former, *_ = buffer.commits()
+    return (newest.checkpoint_id, newest.through) == (SERVED, former.through)
 
 
 # --- the command

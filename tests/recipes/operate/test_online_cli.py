@@ -145,6 +145,22 @@ def test_without_the_learner_that_rolled_it_out_a_candidate_is_taken_back_and_no
     assert (state.phase, state.candidate, state.num_looks) == (Phase.IDLE, None, 2)
 
 
+def test_a_rollback_to_a_version_never_served_leaves_a_rollout_as_it_was(world):
+    for _ in range(2):
+        publish(world)
+    cfg = world.config()
+    cfg.folder.mkdir(exist_ok=True)
+    state = State(phase=Phase.CANARY, candidate="v000002", num_looks=2)
+    save(state, cfg.folder / "state.json")
+
+    async def main():
+        with pytest.raises(FileNotFoundError, match="v000009 was not current"):
+            await rollback.roll_back(cfg, "v000009")
+
+    asyncio.run(main())
+    assert load(cfg.folder / "state.json") == state
+
+
 def test_with_a_learner_the_commands_ask_it(world):
     async def main():
         async with world.fleet(), world.learner() as task:
