@@ -19,11 +19,7 @@ def scan(logits, stride, vocab_size, maxima, peaks, sums, num_chunks, GROUP: tl.
     largest = tl.max(tl.reshape(values, (CHUNK // GROUP, GROUP)), axis=1)
     first_group = (row * num_chunks + chunk) * (CHUNK // GROUP)
     tl.store(maxima + first_group + tl.arange(0, CHUNK // GROUP), largest)
-    peak = tl.max(largest, axis=0)
-    # a chunk of -inf only would give nan
-    peak = tl.where(peak == -float("inf"), 0.0, peak)
-    tl.store(peaks + row * num_chunks + chunk, peak)
-    tl.store(sums + row * num_chunks + chunk, tl.sum(tl.exp(values - peak), axis=0))
+    store_sum(peaks, sums, row * num_chunks + chunk, values, tl.max(largest, axis=0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -47,10 +43,16 @@ def scan_drafts(  # type: ignore[no-untyped-def]
     row = logits + slot * slot_stride + step * step_stride
     values = tl.load(row + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
     values = values / tl.load(temperatures + draft)
-    peak = tl.max(values, axis=0)
+    store_sum(peaks, sums, draft * num_chunks + chunk, values, tl.max(values, axis=0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_sum(peaks, sums, place, values, peak):  # type: ignore[no-untyped-def]
+    """Store a chunk's maximum, `peak`, and its sum of exp over that maximum."""
+    # a chunk of -inf only would give nan
     peak = tl.where(peak == -float("inf"), 0.0, peak)
-    tl.store(peaks + draft * num_chunks + chunk, peak)
-    tl.store(sums + draft * num_chunks + chunk, tl.sum(tl.exp(values - peak), axis=0))
+    tl.store(peaks + place, peak)
+    tl.store(sums + place, tl.sum(tl.exp(values - peak), axis=0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -33,6 +33,10 @@ KEPT_CHECKPOINTS = 2
 _NAME = re.compile(r"checkpoint-\d+")
 
 
+def _number(checkpoint_id: str) -> int:
+    return int(checkpoint_id.removeprefix("checkpoint-"))
+
+
 @dataclass(kw_only=True)
 class Progress:
     through: int = 0
@@ -199,10 +203,11 @@ class Trainer:
         return self.registry.path(current)
 
     def _checkpoints(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("checkpoint-*") if _NAME.fullmatch(path.name))
+        found = (path for path in self.folder.glob("checkpoint-*") if _NAME.fullmatch(path.name))
+        return sorted(found, key=lambda path: _number(path.name))
 
     def _next_number(self) -> int:
         # Commits count too, because their folders may be gone: a name is never used twice.
         names = [path.name for path in self._checkpoints()]
         names += [commit.checkpoint_id for commit in self.buffer.commits() if _NAME.fullmatch(commit.checkpoint_id)]
-        return 1 + max((int(name.removeprefix("checkpoint-")) for name in names), default=0)
+        return 1 + max(map(_number, names), default=0)

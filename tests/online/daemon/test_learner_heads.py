@@ -99,8 +99,7 @@ def floats(words_HLD):
 
 def with_states(record, target, name, begin=0):
     """The record as a server would have written it: all states from `begin` on, except the last token's."""
-    ids = np.concatenate([record.context_ids, record.output_ids])
-    states_HLD = states_of(target, ids, name)[begin:-1]
+    states_HLD = states_of(target, text_of(record), name)[begin:-1]
     hidden = {"hidden_begin": begin, "hidden_shape": tuple(states_HLD.shape[1:]), "hidden": words(states_HLD).tobytes()}
     return decode_record(encode_record(msgspec.structs.replace(record, **hidden)))
 
@@ -141,7 +140,7 @@ def test_every_token_of_a_batch_has_its_own_states_and_only_rows_with_states_cou
     states_BTLD = batch.signal.aux_BTLD if reads == "layers" else batch.signal.hidden_BTD[:, :, None]
     found = 0
     for record, begin in zip(records, (0, 12), strict=True):
-        ids = np.concatenate([record.context_ids, record.output_ids])[begin:].tolist()
+        ids = text_of(record)[begin:]
         for b, row in enumerate(batch.input_ids_BT.tolist()):
             for at in range(len(row) - len(ids) + 1):
                 if row[at : at + len(ids)] == ids:
@@ -188,7 +187,7 @@ def test_an_mtp_layer_learns_from_the_rows_that_an_engine_gives_it(random_target
     reads = choose_reads(find_family("mtp"), head)
     (batch,) = make_batches(training_sequences(record), num_batches=1, sequence_length=64, seed=0, reads=reads)
     (found, *_) = head.draft_steps(batch, batch.signal)
-    ids = torch.from_numpy(np.concatenate([record.context_ids, record.output_ids])).long()[None]
+    ids = torch.tensor(text_of(record))[None]
     states_BTD = states_of(targets["mtp"], ids[0].tolist(), "mtp")[None, begin:-1, 0].bfloat16().float()
     positions_BT = torch.arange(begin, ids.shape[1] - 1)[None]
     expected_BTD, _ = head.step(ids[:, begin + 1 :], states_BTD, positions_BT, KeyCache())
