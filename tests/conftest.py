@@ -25,7 +25,10 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 ASSETS = Path(__file__).parent / "assets"
 
-LONGEST = ("recipes/test_distill.py", "train/test_ranks.py", "train/test_killed_ranks.py", "page/test_page.py")
+LONGEST = (
+    "recipes/test_distill.py", "train/test_ranks.py", "page/test_page.py", "daemon/test_learner.py",
+    "bench/test_count.py", "records/test_stream.py", "train/test_heads_recipes.py",
+)  # fmt: skip
 """Files of tests that take half a minute or more without an engine: `make test` begins with them."""
 
 

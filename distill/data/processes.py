@@ -11,6 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from redraft.eval.engine.process import LIBC, PR_SET_PDEATHSIG
+from redraft.eval.machine import count_cores
 
 Tool = TypeVar("Tool")
 Chunk = TypeVar("Chunk")
@@ -34,7 +35,7 @@ def map_in_processes(
     Raises:
         RuntimeError: a process was killed, for example for want of memory.
     """
-    cores = min(len(os.sched_getaffinity(0)) if cores is None else cores, MAX_PROCESSES)
+    cores = min(count_cores() if cores is None else cores, MAX_PROCESSES)
     tool = make()  # also where the chunks go to processes: a wrong argument shows here
     if cores < 2 or len(chunks) < MIN_CHUNKS:
         yield from (work(tool, chunk) for chunk in chunks)

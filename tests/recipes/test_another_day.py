@@ -214,6 +214,7 @@ def test_advice_on_a_workload_is_of_a_day(
     assert seen[0] == seen[1] != seen[2]
 
 
+@pytest.mark.slow
 def test_the_prompts_of_a_soak_and_the_data_of_a_demo_are_of_one_day(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def test_without_torchrun_no_rank_writes_on_and_the_run_is_resumed_exactly_by_as
     assert said.endswith("was written by 2 processes: resume with the same, not 1 process")
 
 
+@pytest.mark.slow
 def test_without_one_rank_the_other_ends(tmp_path: Path) -> None:
     break_off([TORCHRUN], tmp_path, "rank")
 

@@ -63,6 +63,7 @@ def loaded() -> str:
     return subprocess.run(command, env=clean, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", CASES)
 def test_the_engine_core_of_our_servers_waits_with_sleeps(name: str, loaded: str) -> None:

@@ -200,6 +200,7 @@ def test_a_learner_slower_than_its_traffic_skips_the_oldest(world, records):
     play(world, script, training=type(training)(**lagging))
 
 
+@pytest.mark.slow
 def test_training_outlives_many_promotions_of_a_draft_that_began_long_ago(world, random_target):
     """With one version kept, the one that training began from is the first to go at the third promotion."""
     quick = {"training": replace(world.config().training, records_per_candidate=16), "gate": ANYTHING}

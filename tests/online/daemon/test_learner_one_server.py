@@ -49,7 +49,8 @@ def looks(world, fake):
 
 
 @pytest.mark.parametrize("trouble", [
-    {STATUS: "hang"}, {SWAP: "hang"}, {STATUS: "hang", SWAP: "hang", METRICS: "hang"},  # the last as after SIGSTOP
+    {SWAP: "hang"}, {STATUS: "hang", SWAP: "hang", METRICS: "hang"},  # the last as after SIGSTOP
+    pytest.param({STATUS: "hang"}, marks=pytest.mark.slow),
     *(pytest.param({path: "drip"}, marks=pytest.mark.slow) for path in (STATUS, METRICS, SWAP)),
 ], ids=str)  # fmt: skip
 def test_one_server_that_hangs_neither_blinds_the_learner_nor_blocks_a_rollback(world, trouble):

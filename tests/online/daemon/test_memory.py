@@ -36,6 +36,7 @@ print(psutil.Process().memory_info().rss >> 20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies nothing here")
 def test_a_learner_keeps_few_compiled_operations_of_shapes_that_do_not_come_back(monkeypatch):
     def measure_mib():

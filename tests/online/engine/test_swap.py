@@ -377,6 +377,7 @@ def test_the_draft_is_there_again_after_sleep(random_target, registry, runner):
         assert (report["status"]["draft_version"], report["status"]["draft_intact"]) == ("swapped", True)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_draft_that_cannot_be_loaded_after_sleep_is_told(random_target, registry, tmp_path):
     """The server wakes up all the same, and the next swap mends it."""

@@ -155,6 +155,7 @@ async def test_a_version_that_is_not_in_the_registry_is_refused_by_every_server(
         await fleet.close()
 
 
+@pytest.mark.slow
 @in_event_loop
 async def test_the_time_of_a_swap_grows_no_faster_than_its_waves():
     fleet = make_fleet("code", 40, 0)

@@ -96,7 +96,7 @@ async def test_a_window_is_read_over_the_same_time_also_beside_a_server_that_han
 # --- pushes
 
 
-@pytest.mark.parametrize("trouble", ["hang", "drip"])
+@pytest.mark.parametrize("trouble", ["hang", pytest.param("drip", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", [STATUS, SWAP])
 @in_event_loop
 async def test_a_push_to_all_waits_for_no_minority_and_ends_at_once_when_told(path, trouble):

@@ -61,6 +61,7 @@ def build_sleepy(side: str, device: str) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_a_case_is_measured_in_speed_and_memory_against_each_side() -> None:
     case = Case(
         name="sleepy",
@@ -98,6 +99,7 @@ def test_a_compiled_peer_trains_like_the_one_that_ships(family: str, monkeypatch
     assert losses[0][0] != losses[0][2], "it trains"
 
 
+@pytest.mark.slow
 def test_trl_compiled_has_the_loss_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_compile():
         pytest.skip("no compiler is installed here")

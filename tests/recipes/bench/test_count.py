@@ -132,7 +132,15 @@ def test_causal_attention_computes_the_scores_up_to_the_diagonal() -> None:
 
 
 @pytest.mark.parametrize("features", ["in-process", "served"])
-@pytest.mark.parametrize("family", [name for name in get_args(FamilyName) if name != "mtp"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        # It takes four times as long as any other.
+        pytest.param(name, marks=pytest.mark.slow) if name == "peagle" else name
+        for name in get_args(FamilyName)
+        if name != "mtp"
+    ],
+)
 def test_without_weights_the_same_is_counted_as_with_them(family: str, features: bench_step.Features) -> None:
     plan = plan_for(family, features=features, documents=3)
     weightless, real = count_step(plan, shown_on=torch.device("cpu")), count_step(plan, weightless=False)

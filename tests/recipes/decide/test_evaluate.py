@@ -277,6 +277,7 @@ def test_the_real_engine_counts_what_was_forecast_greedy_and_sampled(run: Run, s
     assert abs(difference["value"]) < width < 0.5 * sampled["engine"]["tau"]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_an_engine_that_does_not_start_is_one_line_and_the_forecast_is_kept(
     run: Run, served_pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -98,6 +98,7 @@ def test_a_run_that_was_interrupted_measures_what_is_missing(
     assert len(third.started) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_draft_that_the_engine_refuses_is_one_line_with_its_cure(
     served_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 
+import pytest
 from fake_completions import served
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -60,6 +61,7 @@ async def until(is_so):
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_every_failure_of_a_killed_router_and_server_is_told_or_seen(tmp_path):
     async def main():
         router = start_router(tmp_path)
