@@ -94,6 +94,7 @@ def test_bad_input_is_one_line_and_exit_status_2(command, flags, words):
     assert all(word in failed.stderr for word in words), failed.stderr[-500:]
 
 
+@pytest.mark.slow
 def test_a_cached_signal_trains_nearly_as_the_exact_one_does(command, tmp_path):
     exact = run(command("exact", "--loop.steps", "2", "--loop.on-policy", "0"))
     cached = run(

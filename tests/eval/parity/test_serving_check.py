@@ -173,6 +173,7 @@ def compared(name: str, dumps: dict[str, tuple[Broken, Dump]]) -> list[Finding]:
     return compare(head, CASES[name][0], InProcessTarget(model, head.aux_layer_ids), dump)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", [name for name in CASES if name != "unbroken"])
 def test_the_engine_shows_where_a_broken_checkpoint_diverges(name: str, dumps: dict[str, tuple[Broken, Dump]]) -> None:
@@ -182,6 +183,7 @@ def test_the_engine_shows_where_a_broken_checkpoint_diverges(name: str, dumps: d
     assert first.cure
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_an_unbroken_checkpoint_diverges_nowhere_and_a_changed_dump_does(dumps: dict[str, tuple[Broken, Dump]]) -> None:
     assert compared("unbroken", dumps) == []

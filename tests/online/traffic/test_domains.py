@@ -32,6 +32,7 @@ def clusters():
     return Clusters.fit(CODE + PROSE, 2).named_after(CODE + PROSE, ["code"] * len(CODE) + ["prose"] * len(PROSE))
 
 
+@pytest.mark.slow
 def test_the_two_shipped_domains_are_told_apart_without_labels():
     train, held_out = split_held_out(load_conversations("stdlib"), 0.2)
     train = train[::8]

@@ -23,6 +23,7 @@ TRIALS = 100
 SLACK = 0.03
 
 
+@pytest.mark.slow
 def test_an_equal_draft_stays_and_a_worse_one_does_not_also_with_unlike_traffic():
     canary = simulate_canary(TRIALS)
     assert {case["traffic"] for case in canary["cases"]} == set(MIXES)
@@ -42,6 +43,7 @@ def test_the_simulated_mix_moves_tau_as_it_says():
     assert rates[1] - rates[0] == pytest.approx(0.2 * DOMAIN_GAP, abs=0.012)
 
 
+@pytest.mark.slow
 def test_candidates_at_the_bar_are_seldom_promoted_in_ten_looks():
     gate = simulate_gate(40)
     assert gate["at_bar_promoted"] <= 0.05 + 2 * SLACK

@@ -201,6 +201,7 @@ def test_prefixes_that_ray_workers_got_stay(given, told):
     assert plugin_environment(parse("t"), {RAY_PREFIXES: given})[RAY_PREFIXES] == told
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="asks vLLM, without an engine")
 def test_ray_workers_get_the_variables_of_the_plugin(tmp_path):
     cfg = parse("t", "--registry", str(tmp_path), "--capture.spool", str(tmp_path / "spool"))
