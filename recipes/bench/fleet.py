@@ -251,7 +251,8 @@ def list_prompts(cfg: Config, count: int, length: int) -> list[Prompt]:
     """Prompts of `length` tokens of the standard library's text, which all begin differently."""
     tokenizer = load_tokenizer(cfg.target)
     texts = (str(conversation["messages"]) for conversation in stdlib_conversations())
-    tokens = (tokenizer(text)["input_ids"] for text in texts)
+    # They are cut here, so a warning that they are long would mislead.
+    tokens = (tokenizer(text, verbose=False)["input_ids"] for text in texts)
     long = (ids[:length] for ids in tokens if len(ids) >= length)
     return [Prompt(token_ids=list(ids)) for ids in islice(long, count)]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import msgspec
 import numpy as np
 import torch
 from fake_fleet import TOKEN, FakeServer, Traffic, running
+from real_server import NOISY, Server
 from transformers import LlamaForCausalLM
 
 from redraft.distill.data.samples import Sample
@@ -36,7 +38,7 @@ from redraft.online.learning.config import DraftConfig, Training
 from redraft.online.learning.gate import Policy
 from redraft.online.page.config import Page
 from redraft.online.records.record import Record, Sampling, encode_record
-from redraft.online.records.spool import SpoolWriter
+from redraft.online.records.spool import SpoolWriter, spool_files
 from redraft.recipes.demo import fleet as demo_fleet
 
 PROMPT_TOKENS, ANSWER_TOKENS = 8, 24
@@ -209,6 +211,27 @@ async def until(condition: Callable[[], Any], task: asyncio.Task[None] | None = 
         assert time.monotonic() < deadline_s, f"not after {timeout_s} s"
         await asyncio.sleep(0.05)
     return found
+
+
+@contextmanager
+def served_by(server: Server, target: Path, folder: Path) -> Iterator[World]:
+    """A learner's surroundings with this real server instead of a fleet of fakes, and an empty spool.
+
+    A learner starts with FIRST, a copy of NOISY; afterwards the registry is as it was.
+    """
+    before = set(server.registry.iterdir())
+    current = (server.registry / "current").readlink()
+    (server.registry / "current").unlink()
+    server.swap(NOISY)
+    asyncio.run(until(server.has_shipped))
+    for path in spool_files(server.spool):
+        path.unlink()
+    yield World.make(folder, target, server.registry / NOISY, servers=0)
+    server.swap(NOISY)  # a server must not fall back to a draft removed below
+    for path in set(server.registry.iterdir()) - before:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (server.registry / "current").unlink(missing_ok=True)
+    (server.registry / "current").symlink_to(current)
 
 
 assert TOKEN

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from learner_world import World, until
+from learner_world import World, served_by
 from real_broker import Broker, running_broker
 from real_server import COPY, CORRUPT, FOREIGN, NOISY, RANDOM, TOKEN, WIDER, Server, running_server
 from safetensors.torch import load_file, save_file
 
 from redraft.heads.files.artifact import publish
 from redraft.online.learning import prompt_key
-from redraft.online.records.spool import spool_files
 
 
 @pytest.fixture(autouse=True)
@@ -77,21 +75,7 @@ def server(random_target: Path, registry: Path, tmp_path_factory: pytest.TempPat
 def served_world(
     server: Server, random_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[World]:
-    """A learner's surroundings with the real server instead of a fleet of fakes, and an empty spool.
-
-    A learner starts with FIRST, a copy of NOISY; afterwards the registry is as it was.
-    """
+    """A learner's surroundings with the real server instead of a fleet of fakes, and an empty spool."""
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
-    before = set(server.registry.iterdir())
-    current = (server.registry / "current").readlink()
-    (server.registry / "current").unlink()
-    server.swap(NOISY)
-    asyncio.run(until(server.has_shipped))
-    for path in spool_files(server.spool):
-        path.unlink()
-    yield World.make(tmp_path, random_target, server.registry / NOISY, servers=0)
-    server.swap(NOISY)  # a server must not fall back to a draft removed below
-    for path in set(server.registry.iterdir()) - before:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (server.registry / "current").unlink(missing_ok=True)
-    (server.registry / "current").symlink_to(current)
+    with served_by(server, random_target, tmp_path) as world:
+        yield world

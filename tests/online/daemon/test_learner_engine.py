@@ -8,11 +8,13 @@ import shutil
 import signal
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
+import model_runners
 import pytest
 from fake_fleet import TOKEN
-from learner_world import ANYTHING, ON_AN_ENGINE, World, make_draft, streams, until
-from real_server import FIRST
+from learner_world import ANYTHING, ON_AN_ENGINE, World, make_draft, served_by, streams, until
+from real_server import FIRST, running_server
 from test_learner import with_other_tokenizer
 
 from redraft.eval.engine.process import free_port
@@ -72,23 +74,39 @@ def replace_by_link(folder, registry):
     folder.symlink_to(registry)
 
 
-@pytest.mark.vllm
-def test_a_real_server_ends_with_a_draft_that_was_trained_on_its_own_traffic(served_world, server):
+def learn_from_its_traffic(world, server):
+    """Wait until the server has a version that a learner trained on its traffic."""
     registry = Registry(server.registry)
 
     async def main():
         traffic = streams([server.url])
-        changes = served_world.beside(server, records_per_candidate=48)
+        changes = world.beside(server, records_per_candidate=48)
         # So few requests prove little: any gain will do, as long as it is proven.
         gate = Policy(min_gain=0, confidence=0.6, min_requests=10, min_domain_requests=10)
-        async with served_world.learner(**changes, gate=gate) as task, traffic.flowing():
+        async with world.learner(**changes, gate=gate) as task, traffic.flowing():
             await until(lambda: registry.current() not in (None, FIRST), task)
         assert server.status()["draft_version"] == registry.current()
         assert traffic.answers
         assert traffic.failures == []
 
     asyncio.run(main())
-    assert all(entry.dropped.get("corrupt", 0) == 0 for entry in served_world.entries("buffer"))
+    assert all(entry.dropped.get("corrupt", 0) == 0 for entry in world.entries("buffer"))
+
+
+@pytest.mark.vllm
+def test_a_real_server_ends_with_a_draft_that_was_trained_on_its_own_traffic(served_world, server):
+    learn_from_its_traffic(served_world, server)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_so_does_a_server_with_the_v2_runner(random_target, registry, tmp_path):
+    versions = Path(shutil.copytree(registry, tmp_path / "registry", symlinks=True))
+    environment, options = model_runners.environment("v2"), ["--draft-sample-method", "probabilistic"]
+    with running_server(random_target, versions, tmp_path, options, environment=environment) as server:
+        assert server.status()["runner"].startswith("V2 model runner")
+        with served_by(server, random_target, tmp_path / "world") as world:
+            learn_from_its_traffic(world, server)
 
 
 @pytest.mark.vllm
