@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from transformers import LlamaForCausalLM
 
 from redraft.eval.engine.counters import PrefixCache, parse_prefix_cache
+from redraft.heads.files import artifact
 from redraft.recipes.bench import fleet
 from redraft.recipes.bench.fleet import (
     Config,
@@ -21,6 +23,7 @@ from redraft.recipes.bench.fleet import (
     choose_texts,
     describe_records,
     lines,
+    make_registry,
     summarize,
     turn_keys,
 )
@@ -49,6 +52,16 @@ def test_noise_leaves_names_and_types() -> None:
     }
     assert torch.equal(noisy["norm"], tensors["norm"])
     assert 0.05 < float((noisy["a"] - tensors["a"]).float().std()) < 0.2
+
+
+def test_a_published_head_gives_two_intact_versions(random_target: Path, tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    artifact.publish(head, lambda folder: shutil.copytree(random_target, folder, dirs_exist_ok=True), {})
+    (tmp_path / "registries").mkdir()
+    with make_registry(Config(target=random_target, head=head), tmp_path / "registries") as drafts:
+        for registry in drafts.values():
+            for version in ("v000001", "v000002"):
+                artifact.verify(registry / version)
 
 
 def test_tokens_found_in_the_cache_are_summed_over_engines_and_not_with_those_of_other_servers() -> None:
