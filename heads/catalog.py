@@ -97,6 +97,9 @@ class Family:
     chooses_locally: bool = False
     """vLLM can choose the draft's most probable token among the draft's own vocabulary (`use_local_argmax_reduction`),
     instead of copying the draft's logits into a row of the target's vocabulary first."""
+    keeps_cache: bool = False
+    """After a swap the keys of the draft before may stay in the cache: there are none, or a head of one layer with the
+    target's state of every token hardly depends on them. If false, they cost acceptance as long as they stay."""
     can_sample: bool = False
     """vLLM can draw draft tokens from q. If false, it always takes the most probable one."""
     learns_online: bool = False
@@ -200,6 +203,7 @@ FAMILIES: tuple[Family, ...] = (
         # MiMo's prefix, Qwen's, and a tensor of DeepSeek's layer.
         tensors=r"(model\.mtp_layers\.|mtp\.).*|.*\.eh_proj\.weight",
         reads="last",
+        keeps_cache=True,
         can_sample=True,
         learns_online=True,
         is_in_target=True,
@@ -242,6 +246,7 @@ FAMILIES: tuple[Family, ...] = (
         reads="layers",
         layers_key="eagle_aux_hidden_state_layer_ids",
         chooses_locally=True,
+        keeps_cache=True,
         can_sample=True,
         learns_online=True,
         trains_lm_head=True,
@@ -312,6 +317,7 @@ FAMILIES: tuple[Family, ...] = (
         reads="last",
         fixed_tokens=FixedTokens(("num_heads", "medusa_num_heads")),
         varies_tokens=False,
+        keeps_cache=True,
         parity="parallel",
         checks="redraft.heads.doctor.medusa:CHECKS",
     ),
@@ -325,6 +331,7 @@ FAMILIES: tuple[Family, ...] = (
         # exports have LlamaForCausalLM, which could be any Llama
         architectures=("EagleLlamaForCausalLM",),
         reads="last",
+        keeps_cache=True,
         can_sample=True,
         learns_online=True,
         parity="recurrent",

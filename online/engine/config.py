@@ -53,7 +53,8 @@ class SwapConfig:
     cache: SwapCache = "auto"
     """Fate of cached keys and values at a swap. `clear`: target and draft read everything again. `draft`: the target's
     stay, and the new draft reads the text again; for standalone drafts only. `keep`: all stay, and those of the
-    old draft fade out. `auto`: `draft` if the draft can read again, else `clear`."""
+    old draft fade out. `auto`: `keep` for Medusa, MTP, EAGLE-1 and EAGLE-3, `draft` for a standalone draft that
+    can read again, else `clear`."""
 
 
 @dataclass(frozen=True, kw_only=True)

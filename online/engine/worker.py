@@ -174,9 +174,13 @@ def _prepare_cache(worker: Any, cache: SwapCache) -> None:
     state: WorkerState = worker.redraft
     if worker.model_runner.get_draft_model() is None:
         return
+    speculative = worker.vllm_config.speculative_config
+    family = find_method(speculative.method)
+    # P-EAGLE has EAGLE-3's method and several layers.
+    if cache == "auto" and family and family.keeps_cache and not speculative.parallel_drafting:
+        cache = "keep"
     if cache in ("auto", "draft"):
         try:
-            family = find_method(worker.vllm_config.speculative_config.method)
             if family is None or family.is_head:
                 raise ValueError("--swap.cache draft is for standalone drafts: choose keep or clear for a head")
             state.rereader = install_reread(worker.model_runner)

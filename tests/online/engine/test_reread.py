@@ -209,12 +209,19 @@ def test_the_setting_is_read_and_a_wrong_one_is_told():
     [
         ("auto", "draft_model", None, "draft"),
         ("auto", "draft_model", "a draft with sliding windows is not read again after a swap", "clear"),
-        ("auto", "eagle3", None, "clear"),
-        ("keep", "eagle3", None, "keep"),
+        ("auto", "an unknown method", None, "clear"),
+        ("auto", "eagle3", None, "keep"),
+        ("auto", "medusa", None, "keep"),
+        ("auto", "eagle3, parallel", None, "clear"),
+        ("auto", "dflash", None, "clear"),
+        ("clear", "eagle3", None, "clear"),
+        ("keep", "draft_model", None, "keep"),
         ("clear", "draft_model", None, "clear"),
     ],
 )
-def test_by_default_a_draft_that_can_read_again_does_and_all_others_clear(monkeypatch, asked, method, error, chosen):
+def test_by_default_the_cache_is_kept_for_heads_of_one_layer_and_read_again_by_drafts_that_can(
+    monkeypatch, asked, method, error, chosen
+):
     def install(runner):
         if error:
             raise ValueError(error)
@@ -222,10 +229,12 @@ def test_by_default_a_draft_that_can_read_again_does_and_all_others_clear(monkey
 
     monkeypatch.setattr(engine_worker, "install_reread", install)
     state = engine_worker.WorkerState(server_id="server")
+    method, _, parallel = method.partition(", ")
+    speculative = SimpleNamespace(method=method, parallel_drafting=bool(parallel))
     worker = SimpleNamespace(
         redraft=state,
         model_runner=SimpleNamespace(get_draft_model=object),
-        vllm_config=SimpleNamespace(speculative_config=SimpleNamespace(method=method)),
+        vllm_config=SimpleNamespace(speculative_config=speculative),
     )
     engine_worker._prepare_cache(worker, asked)
     assert (state.swap_cache, state.rereader is not None) == (chosen, chosen == "draft")
