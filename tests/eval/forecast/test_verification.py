@@ -102,7 +102,7 @@ def within_three_standard_errors(errors: Sequence[float]) -> bool:
     return abs(statistics.mean(errors)) <= 3 * statistics.stdev(errors) / len(errors) ** 0.5
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.6, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize("kind", ["sampled", "greedy", "sampled heads", "greedy heads"])
 def test_the_reference_sampler_counts_what_is_forecast_over_200_seeds(kind: str, temperature: float) -> None:
     errors: list[list[float]] = []
@@ -178,7 +178,14 @@ def test_ngrams_before_heads_are_counted_block_by_block(head_tokens: int) -> Non
     assert len(taken) > 10, "the texts differ"
 
 
-@pytest.mark.parametrize("filters", [Sampling(top_p=0.7), Sampling(top_k=2), Sampling(top_p=0.8, top_k=3, min_p=0.1)])
+@pytest.mark.parametrize(
+    "filters",
+    [
+        pytest.param(Sampling(top_p=0.7), marks=pytest.mark.slow),
+        pytest.param(Sampling(top_k=2), marks=pytest.mark.slow),
+        Sampling(top_p=0.8, top_k=3, min_p=0.1),
+    ],
+)
 @pytest.mark.parametrize("is_sampled", [False, True])
 def test_filters_of_the_target_are_forecast_exactly_though_drafts_ignore_them(
     filters: Sampling, is_sampled: bool

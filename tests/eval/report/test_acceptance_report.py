@@ -431,7 +431,7 @@ def test_the_page_is_small_and_refers_to_nothing_outside(tmp_path: Path) -> None
 
 
 @browser
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_chart_of_the_acceptance_report_renders_without_an_error_or_a_request(tmp_path: Path, dark: bool) -> None:
     report = make_report()
     report["baseline"] = compare_reports(make_report(make_measured(scale=0.8)), make_report(), 0.02)

@@ -190,7 +190,7 @@ def test_the_environment_names_hardware_and_versions():
 
 
 @browser
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_chart_renders_without_an_error_or_a_request(tmp_path: Path, dark: bool):
     page = write_report(tmp_path, make_report(TIE, ERROR))
     flags = ["--blink-settings=preferredColorScheme=0"] if dark else []

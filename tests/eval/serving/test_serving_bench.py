@@ -274,7 +274,7 @@ def test_a_benchmark_of_one_question_has_a_complete_report(tmp_path: Path) -> No
 
 
 @browser
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_chart_of_the_benchmark_renders_without_an_error_or_a_request(tmp_path: Path, dark: bool) -> None:
     page = write_serving(tmp_path, make_serving_report())
     flags = ["--blink-settings=preferredColorScheme=0"] if dark else []

@@ -439,6 +439,7 @@ print_peak()
 """
 
 
+@pytest.mark.slow
 def test_the_largest_records_and_bombs_stay_below_a_gibibyte(tmp_path, spool):
     """12 records of 60 MB each in one file, and 256 bombs of as much."""
     with (spool / f"{0:020d}-boot-00000000.records").open("wb") as file:

@@ -260,6 +260,7 @@ def test_sampled_answers_follow_the_target_and_do_not_depend_on_their_batch(serv
     assert abs(float(log_p_V[drawn].mean()) - mean) < 3 * spread / 300**0.5
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_the_real_engine_counts_what_was_forecast_greedy_and_sampled(run: Run, served_pair, tmp_path: Path) -> None:
     flags = ("--temperature", "0", "1", "--num-speculative-tokens", "3", "--draft-sample-method", "probabilistic")

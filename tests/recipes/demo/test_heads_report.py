@@ -136,7 +136,7 @@ def test_a_page_without_an_ablation_leaves_out_its_chart(tmp_path: Path) -> None
 
 
 @browser
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_chart_of_the_heads_renders_without_an_error_or_a_request(tmp_path: Path, dark: bool) -> None:
     page = write(tmp_path, make_heads_report())
     flags = ["--blink-settings=preferredColorScheme=0"] if dark else []
