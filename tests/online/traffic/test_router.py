@@ -487,7 +487,9 @@ async def test_a_server_that_takes_requests_and_never_answers_is_passed_over(tmp
             held = asyncio.create_task(them.ask("hung"))
         else:
             with pytest.raises(httpx.ReadTimeout):
-                await them.http.post(PATH, json={}, headers={"X-Redraft-Domain": "hung"}, timeout=0.03)
+                await them.http.post(
+                    PATH, json={}, headers={"X-Redraft-Domain": "hung"}, timeout=httpx.Timeout(10, read=0.03)
+                )
         await until_up_is(0)
         assert [await them.answered_by("hung") for _ in range(5)] == ["general"] * 5
         assert await them.metric("redraft_router_server_up", server=them.code.url, pool="code") == 1
