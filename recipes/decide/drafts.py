@@ -55,6 +55,8 @@ LOADS = (1, 8)
 RECIPES = Path(__file__).parents[1]
 LAYERS = re.compile(r"layers-(\d+)")
 HEAD = re.compile(r"(eagle3|dflash|peagle)-(\d+)k")
+TOKENS_FLAG = {"eagle3": "--head.num-steps", "medusa": "--head.num-heads"}
+"""Flag for the number of draft tokens, of the recipes that have one."""
 
 NGRAM, RETRIEVAL = "ngram", "retrieval"
 LOOKUP_TOKENS = {NGRAM: 4, RETRIEVAL: 6}
@@ -215,9 +217,9 @@ def training_command(cfg: Config, target: str, name: str) -> list[str]:
         recipe, own = "distill_llama3b.py", ["--draft.layers", *map(str, spread(int(found[1]), target))]
     elif found := HEAD.fullmatch(name):
         recipe, own = f"train/{found[1]}_llama8b.py", ["--draft-vocab-size", str(1024 * int(found[2]))]
-        own += ["--head.num-steps", tokens] if found[1] == "eagle3" else []
+        own += [TOKENS_FLAG[found[1]], tokens] if found[1] in TOKENS_FLAG else []
     else:
-        recipe, own = "train/medusa_llama8b.py", ["--head.num-heads", tokens]
+        recipe, own = "train/medusa_llama8b.py", [TOKENS_FLAG[name], tokens]
     return [
         *(recipe, "--target", target, "--target-dtype", dtype, "--output", str(cfg.output / name), *own),
         *("--mixed-precision", "bf16" if dtype == "bfloat16" else "no"),
