@@ -72,9 +72,9 @@ def test_a_case_is_measured_in_speed_and_memory_against_each_side() -> None:
         build=build_sleepy,
         required={"slow": Required(speed=2.0, memory=0.05)},
     )
-    result = measure(case, rounds=1, threads=1, device="cpu")
+    result = measure(case, rounds=3, threads=1, device="cpu")
     assert 2 < result.speed_ratio["slow"] < 20  # 10, on a machine that may be busy
-    assert result.sides[OURS].tokens_per_s == pytest.approx(100 / result.sides[OURS].wall_s[0])
+    assert result.sides[OURS].tokens_per_s == pytest.approx(100 / sorted(result.sides[OURS].wall_s)[1])
     assert result.sides[OURS].tokens_per_s <= 100 / 0.02
     assert result.sides[OURS].peak_mib == pytest.approx(8, abs=3)
     assert result.sides["slow"].peak_mib == pytest.approx(80, abs=3)
