@@ -42,7 +42,7 @@ from redraft.eval.engine.server import IDLE_S
 from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import write_results
-from redraft.heads.files.artifact import MANIFEST, PROVENANCE, publish
+from redraft.heads.files.artifact import MANIFEST, publish
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.progress import Progress
 from redraft.online.engine.config import SwapCache
@@ -199,8 +199,8 @@ def make_registry(cfg: Config, folder: Path) -> Iterator[dict[str, Path]]:
 def _writer(source: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
     def write(folder: Path) -> None:
         for path in source.iterdir():
-            # A published head has the two files of another version.
-            if path.suffix == ".json" and path.name not in (MANIFEST, PROVENANCE):
+            # A published head has its own manifest, which must not be listed in the new one.
+            if path.suffix == ".json" and path.name != MANIFEST:
                 shutil.copy(path, folder)
         save_file(dict(tensors), folder / "model.safetensors", {"format": "pt"})
 
