@@ -134,29 +134,19 @@ def distill_loss(
     Never holds [rows, V] of both target and draft: `fused_linear_divergence` computes it in blocks.
     """
     rows = [step.mask_BT.flatten().nonzero().squeeze(1) for step in steps]
-    # A flat row plus the shift stays in the document: for a row t of the mask, token t + 1 + shift is in it.
-    target_rows = [row + step.shift for row, step in zip(rows, steps, strict=True)]
-    # Several draft steps compare with the same target rows. Each needed row is selected once: new_index maps a flat row
-    # to a place among the kept ones. E.g. rows 1 and 3 of 4: needed = 0101, kept = [1, 3], new_index = [-1, 0, 0, 1].
-    needed = torch.zeros(batch.input_ids_BT.numel(), dtype=torch.bool, device=batch.input_ids_BT.device)
-    for target_row in target_rows:
-        needed[target_row] = True
-    kept = needed.nonzero().squeeze(1)
-    new_index = needed.cumsum(0) - 1
+    target, labels_N, target_rows = gather_target(steps, rows, batch, signal)
     drafts = [
         DraftRows(
             hidden_MD=step.hidden_BTD.flatten(0, 1)[row],
             head_WD=step.head_WD,
-            target_row_M=new_index[target_row],
+            target_row_M=target_row,
             weight_M=scale * step.weights(row),
             draft_ids_W=step.draft_ids_W,
             bias=None if step.bias is None else (step.bias.code_BTR.flatten(0, 1)[row], step.bias.head_WR),
         )
         for step, row, target_row in zip(steps, rows, target_rows, strict=True)
     ]
-    # The target's row n is about token n + 1.
-    labels_N = batch.input_ids_BT.flatten()[(kept + 1).clamp(max=needed.numel() - 1)]
-    result = fused_linear_divergence(drafts, select_rows(signal, kept), divergence, labels_N=labels_N, normaliser=1.0)
+    result = fused_linear_divergence(drafts, target, divergence, labels_N=labels_N, normaliser=1.0)
     loss = result.loss
     for step, row, alpha_M in zip(steps, rows, result.alpha_SM, strict=True):
         if step.extra_loss_BT is not None:
@@ -169,7 +159,43 @@ def distill_loss(
                 confidence_M, alpha_M.clamp(0, 1), weight=step.weights(row), reduction="sum"
             )
     sums = torch.stack([result.alpha_S, result.alpha_greedy_S, result.count_S.to(result.alpha_S.dtype)], dim=1)
-    return StepResult(loss=loss, sums_S3=sums)
+    # The acceptance that is reported is that of the text, whose steps come first.
+    return StepResult(loss=loss, sums_S3=sums[: sum(step.target is None for step in steps)])
+
+
+def gather_target(
+    steps: Sequence[DraftStep], rows: Sequence[Tensor], batch: Batch, signal: TargetSignal
+) -> tuple[ExactRows | TopKRows, Tensor | None, list[Tensor]]:
+    """The target's rows that the steps need, the text's token of each, and by step the indices of its target rows.
+
+    `rows` are the labelled flat rows of each step. The tokens are None if a step brings a distribution with it.
+    """
+    # A flat row plus the shift stays in the document: for a row t of the mask, token t + 1 + shift is in it.
+    places = [row + step.shift for row, step in zip(rows, steps, strict=True)]
+    # Several draft steps compare with the same target rows. Each needed row is selected once: new_index maps a flat row
+    # to a place among the kept ones. E.g. rows 1 and 3 of 4: needed = 0101, kept = [1, 3], new_index = [-1, 0, 0, 1].
+    needed = torch.zeros(batch.input_ids_BT.numel(), dtype=torch.bool, device=batch.input_ids_BT.device)
+    for step, place in zip(steps, places, strict=True):
+        if step.target is None:
+            needed[place] = True
+    kept, new_index = needed.nonzero().squeeze(1), needed.cumsum(0) - 1
+    text = select_rows(signal, kept)
+    if all(step.target is None for step in steps):
+        # The target's row n is about token n + 1.
+        labels_N = batch.input_ids_BT.flatten()[(kept + 1).clamp(max=needed.numel() - 1)]
+        return text, labels_N, [new_index[place] for place in places]
+    # The rows of the text first, then those that the steps bring with them, one step after the other.
+    assert isinstance(text, TopKRows), "branches come from records, which hold the largest probabilities"
+    ids, log_probs, found, count = [text.ids_NK], [text.log_probs_NK], [], len(kept)
+    for step, row, place in zip(steps, rows, places, strict=True):
+        if step.target is None:
+            found.append(new_index[place])
+        else:
+            ids.append(step.target.ids_BTK.flatten(0, 1)[row])
+            log_probs.append(step.target.log_probs_BTK.flatten(0, 1)[row])
+            found.append(torch.arange(count, count + len(row), device=row.device))
+            count += len(row)
+    return TopKRows(ids_NK=torch.cat(ids), log_probs_NK=torch.cat(log_probs)), None, found
 
 
 def select_rows(signal: TargetSignal, kept_N: Tensor) -> ExactRows | TopKRows:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -26,11 +26,11 @@ from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation, Optim, StepStats, fits_ranks
 from redraft.heads.catalog import Family, Reads, find_family, list_learning
-from redraft.heads.draft import Draft, TargetSignal
+from redraft.heads.draft import Draft
 from redraft.heads.files.folder import read_config
 from redraft.heads.target import Target
 from redraft.online.learning.config import Training
-from redraft.online.learning.replay import RecordedBatch, make_batches, read_signal, select_texts
+from redraft.online.learning.replay import RecordedBatch, make_batches, read_signal, select_head_texts, select_texts
 from redraft.online.records.record import Record
 
 STATE, DRAFT = "state", "draft"
@@ -143,9 +143,11 @@ class Candidate:
         """One optimizer step on the records, which the ranks share among them."""
         rng = np.random.default_rng(seed)
         reads = choose_reads(self.family, cast(Draft, self.distillation.draft))
-        # Records hold hidden states of the text only, not of rejected branches.
-        branches = self.cfg.branches_per_record if reads == "nothing" else 0
-        texts = select_texts(records, branches_per_record=branches, rng=rng)
+        if reads == "nothing":
+            texts = select_texts(records, branches_per_record=self.cfg.branches_per_record, rng=rng)
+        else:
+            branches = self.cfg.head_branches_per_record if self.family.reads_drafted else 0
+            texts = select_head_texts(records, branches_per_record=branches, rng=rng)
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         batches = make_batches(
             texts,
@@ -188,12 +190,14 @@ class Candidate:
 
 
 def move_to_device(batch: RecordedBatch, device: torch.device) -> RecordedBatch:
-    signal = vars(batch.signal)
     # `send_to_device` moves tensors in dicts, but does not know our dataclasses.
-    distribution = type(batch.signal.distribution)(**send_to_device(vars(batch.signal.distribution), device))
-    signal = send_to_device({name: value for name, value in signal.items() if name != "distribution"}, device)
-    tensors = send_to_device({name: value for name, value in vars(batch).items() if name != "signal"}, device)
-    return RecordedBatch(**tensors, signal=TargetSignal(distribution=distribution, **signal))
+    def move(value: Any) -> Any:
+        if is_dataclass(value):
+            return type(value)(**{field: move(some) for field, some in vars(value).items()})  # type: ignore[misc]
+        return send_to_device(value, device)
+
+    moved: RecordedBatch = move(batch)
+    return moved
 
 
 class Ranks:

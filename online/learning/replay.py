@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from torch import Tensor
 from redraft.distill.data.packing import pack
 from redraft.distill.signal.sources import recorded
 from redraft.heads.catalog import Reads
-from redraft.heads.draft import Batch, TargetSignal
-from redraft.online.records.record import Record, TrainingSequence, training_sequences
+from redraft.heads.draft import Batch, Branches, TargetSignal
+from redraft.online.learning.branches import draw_refused, lay_out_refused
+from redraft.online.records.record import Record
+from redraft.online.records.sequences import TrainingSequence, training_sequences
 
 FILLER = 0
 """Appended to a text whose last row predicts the next token: the row needs a place for its label, whatever the id."""
@@ -52,6 +55,17 @@ def select_texts(
     return [text for text in texts if len(text.rows_R)]
 
 
+def select_head_texts(
+    records: Sequence[Record], *, branches_per_record: int, rng: np.random.Generator
+) -> list[TrainingSequence]:
+    """The text of every record, with up to `branches_per_record` refused drafts each, drawn at random."""
+    texts = []
+    for record in records:
+        (whole,) = training_sequences(record, branches=False)
+        texts.append(replace(whole, refused=draw_refused(record, branches_per_record, rng)))
+    return [text for text in texts if len(text.rows_R)]
+
+
 def make_batches(
     texts: Sequence[TrainingSequence], *, num_batches: int, sequence_length: int, seed: int, reads: Reads = "nothing"
 ) -> list[RecordedBatch]:
@@ -78,7 +92,8 @@ def make_batches(
     with_states = []
     for batch, share in zip(batches, shares, strict=True):
         states_BTLD = _lay_out_states(share, width, cut[0].hidden_HLD.shape[1:])
-        with_states.append(replace(batch, signal=_add_states(batch.signal, states_BTLD, reads)))
+        signal = replace(_add_states(batch.signal, states_BTLD, reads), branches=_lay_out_branches(share, top_k))
+        with_states.append(replace(batch, signal=signal))
     return with_states
 
 
@@ -88,8 +103,10 @@ def _from_first_state(text: TrainingSequence) -> TrainingSequence:
     A row without hidden states can neither be predicted from nor be compared with.
     """
     begin = text.hidden_begin
-    kept = (text.rows_R >= begin) & (text.rows_R < begin + len(text.hidden_HLD))
-    return replace(_with_rows(text, kept, begin), hidden_begin=0)
+    end = begin + len(text.hidden_HLD)
+    kept = (text.rows_R >= begin) & (text.rows_R < end)
+    refused = tuple(draft for draft in text.refused if draft.row < end)
+    return replace(_with_rows(replace(text, refused=refused), kept, begin), hidden_begin=0)
 
 
 def _cut(text: TrainingSequence, sequence_length: int, top_k: int) -> TrainingSequence:
@@ -120,6 +137,7 @@ def _with_rows(text: TrainingSequence, kept_R: NDArray[np.bool_], begin: int) ->
         topk_log_probs_RK=text.topk_log_probs_RK[kept_R],
         draft_ids_R=text.draft_ids_R[kept_R],
         accepted_R=text.accepted_R[kept_R],
+        refused=tuple(replace(draft, row=draft.row - begin) for draft in text.refused if draft.row >= begin),
     )
 
 
@@ -134,6 +152,14 @@ def _lay_out_states(rows: Sequence[Sequence[TrainingSequence]], width: int, shap
             states_BTLD[b, start : start + len(words_HLD)] = words_HLD.view(torch.bfloat16)
             start += len(text.input_ids_T)
     return states_BTLD
+
+
+def _lay_out_branches(rows: Sequence[Sequence[TrainingSequence]], top_k: int) -> Branches | None:
+    placed = []
+    for row in rows:
+        starts = accumulate((len(text.input_ids_T) for text in row), initial=0)
+        placed.append([(start, draft) for start, text in zip(starts, row, strict=False) for draft in text.refused])
+    return lay_out_refused(placed, top_k)
 
 
 def _add_states(signal: TargetSignal, states_BTLD: Tensor, reads: Reads) -> TargetSignal:

@@ -19,7 +19,6 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 import msgspec
@@ -434,63 +433,6 @@ class _Source:
                 return self.size
             begin = max(begin + 1, piece_end - self.START_BYTES + 1)  # a start may lie across the end of the piece
         return self.size
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingSequence:
-    """A text and the rows labelled by the target. T = tokens, R = rows, K = top-k."""
-
-    input_ids_T: NDArray[np.int32]
-    rows_R: NDArray[np.int64]
-    """Index into the text: row t predicts token t + 1 after reading tokens 0..t."""
-    topk_ids_RK: NDArray[np.int32]
-    topk_log_probs_RK: NDArray[np.float32]
-    draft_ids_R: NDArray[np.int32]
-    accepted_R: NDArray[np.bool_]
-    is_branch: bool
-    position: int = 0
-    """Position of the first token; not 0 for the rest of a text whose beginning was cut off."""
-    hidden_begin: int = 0
-    hidden_HLD: NDArray[np.uint16] = field(default_factory=lambda: NO_HIDDEN)
-    """bfloat16 states of the tokens from `hidden_begin` on; a branch has none."""
-
-
-def training_sequences(record: Record, *, branches: bool = True) -> list[TrainingSequence]:
-    """The segment's text with all its rows first, then one sequence per rejected branch.
-
-    If a step rejects draft token a of 0..k-1, its rows a+1..k follow rejected tokens. Together they label one more
-    text: all tokens before the rejection, then the draft tokens a..k-1. Its rows are those k - a rows.
-    """
-    assert not record.context_begin, "first comes join_text"
-    # E.g. a step at 11 with drafts a, b, c, of which a is accepted:
-    #   rows of the text     predict 11 and 12, branches 0 0
-    #   rows of one branch   predict 13 and 14, branches 1 2, after text[:12] + [b, c]
-    text_T = np.concatenate([record.context_ids, record.output_ids])
-    hanging_R = record.branches
-    whole = _sequence(record, text_T, np.flatnonzero(hanging_R == 0), is_branch=False)
-    sequences = [replace(whole, hidden_begin=record.hidden_begin, hidden_HLD=record.hidden_words)]
-    if branches:
-        for begin in np.flatnonzero(hanging_R == 1):
-            end = begin + 1
-            while end < len(hanging_R) and hanging_R[end] == hanging_R[end - 1] + 1:
-                end += 1
-            # The first row of a branch follows one rejected token. Each row's draft token is what the next row follows.
-            rejected_at = record.positions[begin] - 1
-            branch_T = np.concatenate([text_T[:rejected_at], record.draft_ids[begin - 1 : end - 1]])
-            sequences.append(_sequence(record, branch_T, np.arange(begin, end), is_branch=True))
-    return sequences
-
-
-def _sequence(record: Record, text_T: NDArray[np.int32], rows: NDArray[Any], *, is_branch: bool) -> TrainingSequence:
-    return TrainingSequence(
-        input_ids_T=text_T,
-        rows_R=record.positions[rows].astype(np.int64) - 1,
-        topk_ids_RK=record.topk_ids[rows],
-        topk_log_probs_RK=record.topk_log_probs[rows],
-        draft_ids_R=record.draft_ids[rows],
-        accepted_R=record.accepted[rows],
-        is_branch=is_branch,
-    )
 
 
 def _array(data: bytes, dtype: DTypeLike) -> NDArray[Any]:

@@ -20,16 +20,16 @@ import torch
 from fake_fleet import TOKEN
 from learner_world import QUICK, World, make_records, ship, until
 from real_server import running_server
+from recorded_heads import LAYERS, OPTIONS, floats, make_head, states_of, text_of, with_states
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from redraft.distill.data.packing import collate
 from redraft.distill.data.samples import Sample
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.forecast.rows import take_draft_steps
 from redraft.eval.prompts import Prompt
 from redraft.heads.catalog import find_family
-from redraft.heads.draft import Batch, TargetSignal, final_hidden
+from redraft.heads.draft import Batch, TargetSignal
 from redraft.heads.families import eagle3, mtp
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.files.artifact import fingerprint
@@ -47,19 +47,10 @@ from redraft.online.learning.candidate import DRAFT, Candidate, choose_reads, re
 from redraft.online.learning.config import DraftConfig, Training
 from redraft.online.learning.replay import make_batches
 from redraft.online.learning.scoring import collect_outcomes, score
-from redraft.online.records.record import Record, decode_record, encode_record, read_frames, training_sequences
+from redraft.online.records.record import Record, decode_record, encode_record, read_frames
+from redraft.online.records.sequences import training_sequences
 from redraft.online.records.spool import spool_files
 from redraft.recipes.demo.fleet import Traffic
-
-LAYERS = {"eagle3": (0, 1, 2), "peagle": (0, 1, 2), "dflash": (1, 2), "dspark": (1, 2), "eagle1": (), "mtp": (2,)}
-OPTIONS = {
-    "eagle1": {"num_steps": 3},
-    "eagle3": {"num_steps": 3, "aux_layer_ids": LAYERS["eagle3"]},
-    "mtp": {"num_steps": 3},
-    "peagle": {"num_layers": 2, "num_steps": 3, "aux_layer_ids": LAYERS["peagle"]},
-    "dflash": {"num_layers": 1, "block_size": 4, "aux_layer_ids": LAYERS["dflash"]},
-    "dspark": {"num_layers": 1, "block_size": 3, "markov_rank": 8, "aux_layer_ids": LAYERS["dspark"]},
-}
 
 
 @pytest.fixture(scope="module")
@@ -68,40 +59,6 @@ def targets(random_target, tmp_path_factory):
     mimo = tmp_path_factory.mktemp("mimo") / "target"
     as_mimo(random_target, mimo)
     return {**dict.fromkeys(LAYERS, random_target), "mtp": mimo}
-
-
-def make_head(name, target, folder, seed=0):
-    """An exported head with random weights."""
-    torch.manual_seed(seed)
-    family = find_family(name)
-    head = family.draft_class()(family.config_class()(**OPTIONS[name]), Target.from_folder(target))
-    if family.trains_lm_head:
-        head.lm_head.weight.data += 0.01 * torch.randn_like(head.lm_head.weight)  # its own, as in a trained head
-    head.export(folder)
-    return folder
-
-
-def states_of(target, ids, name):
-    """The states the head reads of the target, float32 [T, L, D], by Hugging Face's forward pass."""
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    sample = Sample(input_ids=np.array(ids, np.int32), loss_mask=np.ones(len(ids), bool), conversation="", domain="")
-    signal = InProcessTarget(model, LAYERS[name])(collate([[sample]], len(ids), 0))
-    return signal.aux_BTLD[0] if LAYERS[name] else final_hidden(signal)[0][:, None]
-
-
-def words(states_HLD):
-    return states_HLD.bfloat16().contiguous().view(torch.int16).numpy().view(np.uint16)
-
-
-def floats(words_HLD):
-    return torch.from_numpy(words_HLD.astype(np.uint16).view(np.int16)).view(torch.bfloat16).float()
-
-
-def with_states(record, target, name, begin=0):
-    """The record as a server would have written it: all states from `begin` on, except the last token's."""
-    states_HLD = states_of(target, text_of(record), name)[begin:-1]
-    hidden = {"hidden_begin": begin, "hidden_shape": tuple(states_HLD.shape[1:]), "hidden": words(states_HLD).tobytes()}
-    return decode_record(encode_record(msgspec.structs.replace(record, **hidden)))
 
 
 # --- records and batches
@@ -553,10 +510,6 @@ def compare_drafts(head, name, record, states_TLD):
             found.append(math.log(prob) - float(logits_V.log_softmax(-1)[token]))
         number = number + 1 if token >= 0 else 0
     return found
-
-
-def text_of(record):
-    return np.concatenate([record.context_ids, record.output_ids]).tolist()
 
 
 def with_exact_states(signal, states_TLD):

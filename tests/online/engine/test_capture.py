@@ -45,8 +45,8 @@ from redraft.online.records.record import (
     encode_record,
     join_text,
     read_frames,
-    training_sequences,
 )
+from redraft.online.records.sequences import training_sequences
 from redraft.online.records.spool import SpoolWriter, spool_files
 from redraft.recipes.bench.hook import DRAFTED, SCANNED, count_step, count_work
 

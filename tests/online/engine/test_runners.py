@@ -21,7 +21,8 @@ from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.target import Target
 from redraft.online.engine import runner_v2
 from redraft.online.engine.runners import describe_runner, find_runner, install_capture
-from redraft.online.records.record import Record, read_frames, training_sequences
+from redraft.online.records.record import Record, read_frames
+from redraft.online.records.sequences import training_sequences
 from redraft.online.records.spool import spool_files
 
 # --- which runner, and why

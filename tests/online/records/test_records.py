@@ -21,8 +21,8 @@ from redraft.online.records.record import (
     encode_record,
     join_text,
     read_frames,
-    training_sequences,
 )
+from redraft.online.records.sequences import training_sequences
 from redraft.online.records.states import SCALE_BYTES, decode_float8
 
 
