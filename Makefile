@@ -54,8 +54,8 @@ demo-tiny: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write out
 demo-heads: $(STAMP)  ## train every family of heads, serve each in a real vLLM, write outputs/demo-heads/report.html
 	$(BIN)/python recipes/demo/heads.py --overwrite
 
-demo-online: $(STAMP)  ## shift traffic under two real servers and let the learner follow, write outputs/demo-online
-	$(BIN)/python recipes/demo/online.py --overwrite
+demo-online: $(STAMP)  ## shift traffic under two real servers, and let the learner follow; ONLINE="--preset smollm2": a real model
+	$(BIN)/python recipes/demo/online.py $(ONLINE) --overwrite
 
 demo-domains: $(STAMP)  ## a draft per domain behind a router against one shared draft, write outputs/demo-domains
 	$(BIN)/python recipes/demo/domains.py --overwrite

@@ -23,12 +23,14 @@ import httpx
 from redraft.distill.data.conversations import Conversation
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import build_samples
+from redraft.distill.inputs import TargetDtype
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import computes_bfloat16, make_accelerator
 from redraft.distill.train.step import Distillation, Optim
 from redraft.eval.engine.process import process_group
-from redraft.eval.engine.server import ONE_SPEED, VllmServer, wait_until_healthy
+from redraft.eval.engine.sampling import GREEDY, PENALTIES
+from redraft.eval.engine.server import ONE_SPEED, VllmServer, engine_is_cpu, wait_until_healthy
 from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt
 from redraft.heads.families.standalone import StandaloneDraft
@@ -40,6 +42,21 @@ SETTINGS = "demo.json"
 
 TENANT = "demo"
 """Tenant of the traffic to learn from. Measurements are sent without a tenant, so test prompts are never trained on."""
+
+MAX_NUM_SEQS = 16
+"""Most requests that a server answers at once."""
+
+KV_CACHE_BYTES = 128 << 20
+"""Enough for 16 requests of 512 tokens to the small target."""
+
+Runner = Literal["v1", "v2"]
+"""vLLM's model runners."""
+
+TRITON = Path(sys.prefix) / "triton-for-v2"
+"""Triton, which only the processes of V2 may see: where V1 sees it, standalone drafts break."""
+
+TRITON_BACKEND = Path("tests/helpers/triton_on_cpu")
+"""With this backend, Triton's interpreter runs the kernels of V2 on a CPU."""
 
 
 def clear(folder: Path, *, overwrite: bool) -> None:
@@ -109,6 +126,7 @@ class Server:
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+    dtype: TargetDtype = "float32"
 
     async def ready(self) -> None:
         """Wait until the server answers. Raises as `wait_until_healthy`."""
@@ -116,7 +134,7 @@ class Server:
 
     def measured(self, num_speculative_tokens: int) -> VllmServer:
         """The same server as an argument for the measurements of `eval`."""
-        return VllmServer(url=self.url, model="m", dtype="float32", num_speculative_tokens=num_speculative_tokens)
+        return VllmServer(url=self.url, model="m", dtype=self.dtype, num_speculative_tokens=num_speculative_tokens)
 
 
 @contextlib.contextmanager
@@ -131,27 +149,56 @@ def start_server(
     core: int,
     port: int,
     log: Path,
+    dtype: TargetDtype = "float32",
+    kv_cache_bytes: int = KV_CACHE_BYTES,
     options: Sequence[str] = (),
     arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """Start `redraft serve` with the registry's current draft. The server is not ready yet: see `Server.ready`.
 
-    `options` are further ones of `redraft serve`, `arguments` those of vLLM.
+    `options` are further ones of `redraft serve`, `arguments` those of vLLM, `environment` further variables.
     """
     command = [
         *(sys.executable, "-m", "redraft.recipes.serve.serve", str(target), "--registry", str(registry)),
         *("--num-speculative-tokens", str(num_speculative_tokens), "--token-file", str(token_file)),
         *("--capture.spool", str(spool), "--capture.tenants", TENANT, *options),
-        *("--", "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "m", "--dtype", "float32"),
-        *("--enforce-eager", "--max-model-len", str(max_model_len), "--max-num-seqs", "16"),
-        *("--kv-cache-memory-bytes", str(128 << 20), "--no-enable-prefix-caching"),
+        *("--", "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "m", "--dtype", dtype),
+        *("--enforce-eager", "--max-model-len", str(max_model_len), "--max-num-seqs", str(MAX_NUM_SEQS)),
+        *("--kv-cache-memory-bytes", str(kv_cache_bytes), "--no-enable-prefix-caching"),
         # Of two contrary flags the last counts, so `arguments` may turn the prefix cache on.
         *(ONE_SPEED, "--per-request-spec-decode-metrics", "detailed", *arguments),
     ]
     # By default vLLM would bind both servers to the first core.
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)), "VLLM_NO_USAGE_STATS": "1"}
-    with process_group(command, log=log, env=environment) as process:
-        yield Server(url=f"http://127.0.0.1:{port}", process=process, log=log)
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)), "VLLM_NO_USAGE_STATS": "1"}
+    with process_group(command, log=log, env={**bound, **(environment or {})}) as process:
+        yield Server(url=f"http://127.0.0.1:{port}", process=process, log=log, dtype=dtype)
+
+
+def runner_environment(runner: Runner | None) -> dict[str, str]:
+    """Variables of a server with this model runner; empty if vLLM chooses.
+
+    Raises:
+        FileNotFoundError: V2 is to run on a CPU, and Triton or the backend for its interpreter is not there.
+    """
+    if runner is None:
+        return {}
+    chosen = {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0"}
+    if runner == "v1" or not engine_is_cpu():
+        return chosen
+    if not TRITON_BACKEND.is_dir():
+        raise FileNotFoundError(f"V2 on a CPU needs {TRITON_BACKEND}: start from the top of redraft's source tree")
+    if not TRITON.is_dir():
+        raise FileNotFoundError(
+            f"V2 on a CPU needs Triton in {TRITON}: `python -m pytest tests/distill/loss/test_kernels.py` installs it "
+            "(700 MB)"
+        )
+    path = [str(TRITON), str(TRITON_BACKEND.absolute()), os.environ.get("PYTHONPATH", "")]
+    return chosen | {
+        "TRITON_INTERPRET": "1",
+        "VLLM_PLUGINS": "redraft,cpu_triton",
+        "PYTHONPATH": ":".join(filter(None, path)),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +279,9 @@ async def stream(http: httpx.AsyncClient, url: str, prompt: Prompt, max_tokens: 
         "model": "m",
         "prompt": prompt.token_ids,
         "max_tokens": max_tokens,
-        "temperature": 0,
+        # All of them: a server takes what is not set from the target's generation_config.json.
+        **asdict(GREEDY),
+        **PENALTIES,
         "stream": True,
         "return_token_ids": True,
     }

@@ -85,6 +85,36 @@ def describe_cost(cost: float, interval: Sequence[float] | None) -> str:
     return f"equal to no capture ({spread})" if low <= 0 <= high else f"{cost:.1%} ({spread})"
 
 
+def estimate_speed(rates: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Tokens/s of the draft `adapted` over those of `before`: the median over six rounds or more, with its interval."""
+    ratio, interval = median_interval(np.divide(rates["adapted"], rates["before"]))
+    return {
+        "adapted_over_before": ratio,
+        "interval": interval,
+        "tokens_per_s": {name: list(some) for name, some in rates.items()},
+    }
+
+
+def describe_speed(speed: Mapping[str, Any]) -> str:
+    """The ratio in words, with its interval."""
+    low, high = speed["interval"]
+    return (
+        f"{speed['adapted_over_before']:.2f}x the tokens/s of the first draft (95% interval {low:.2f}x to {high:.2f}x)"
+    )
+
+
+def describe_outputs(outputs: Mapping[str, Any], dtype: str) -> str:
+    """How far the answers are from the target's greedy tokens, in words."""
+    if dtype == "float32":
+        return f"lossless: {outputs['lossless']}"
+    alone = outputs["target_alone"]
+    return (
+        f"{outputs['parted']} of {outputs['answers']} answers part from the target in float32, by up to "
+        f"{outputs['widest_gap']:.2f} in logits; the target in {dtype} alone in {alone['parted']}, by up to "
+        f"{alone['widest_gap']:.2f}"
+    )
+
+
 def estimate_share(before_N2: Array, learned_SN2: Array, ceiling_SN2: Array) -> dict[str, Any]:
     """Share of the gap between two drafts that learning closed, with a 95% interval over seeds and prompts.
 
@@ -161,9 +191,11 @@ def summarise_report(report: dict[str, Any]) -> str:
             f"as many steps {tau['b_offline']:.3f} (70% of the gap: {when})",
             f"the same training replayed offline, by the forecast: {describe_gap(report['gap'])}",
             f"tau on {a}: {tau['a_before']:.3f} -> {tau['a_after']:.3f}",
+            f"speed on {b}: {describe_speed(report['speed'])}",
             f"{report['swap']['count']} swaps; longest wait for a chunk {report['swap']['pause_ms_max']:.0f} ms around "
             f"them, {report['swap']['pause_ms_max_before']:.0f} ms before them",
-            f"{report['failed_requests']} of {report['requests']} requests failed; lossless: {report['lossless']}",
+            f"{report['failed_requests']} of {report['requests']} requests failed; "
+            f"{describe_outputs(report['outputs'], report['dtype'])}",
             f"poisoned candidate rejected: {report['bad_candidate']['rejected_by_gate']}; bad draft rolled back: "
             f"{report['bad_draft']['rolled_back']}, after {report['bad_draft']['rollback_s']} s",
             f"cost in tokens/s of capturing every request: {whole}; one in ten: {tenth}",

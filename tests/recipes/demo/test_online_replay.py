@@ -19,9 +19,10 @@ from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.learner import provide_first_version
 from redraft.online.learning.buffer import Buffer
 from redraft.online.records.record import encode_record
-from redraft.recipes.demo import online
+from redraft.recipes.demo.online_config import SMALL, Config, describe_settings, forced_settings
 from redraft.recipes.demo.online_replay import Replayer
 from redraft.recipes.demo.online_report import describe_cost, describe_gap, estimate_overhead, estimate_share
+from redraft.recipes.demo.online_stage import Scene, write_learner_config
 
 
 def make_counts(rng: np.random.Generator, tau: Any, prompts: int = 48) -> np.ndarray:
@@ -98,8 +99,9 @@ def test_a_cost_that_the_interval_cannot_tell_from_none_is_called_equal() -> Non
 
 
 def test_the_demo_changes_only_the_settings_it_lists(tmp_path: Path) -> None:
-    cfg = online.Config()
-    config = asdict(online.Stage._learner_config(cfg, tmp_path, servers=["http://127.0.0.1:1"]))
+    cfg = Config()
+    scene = Scene(target=SMALL, dtype="float32", domains=("code", "prose"), about={}, training=[], traffic={}, test={})
+    config = asdict(write_learner_config(cfg, scene, tmp_path, servers=["http://127.0.0.1:1"]))
     defaults = asdict(LearnerConfig(target=Path("t"), registry=Path("r"), spool=Path("s")))
     changed = {
         f"{table}.{key}"
@@ -108,7 +110,7 @@ def test_the_demo_changes_only_the_settings_it_lists(tmp_path: Path) -> None:
         for key, value in values.items()
         if value != defaults[table][key]
     }
-    listed = {row["setting"]: row for row in online.describe_settings(online.forced_settings(cfg))}
+    listed = {row["setting"]: row for row in describe_settings(forced_settings(cfg))}
     addresses = {"draft.initial", "fleet.servers", "fleet.token_file"}
     assert changed - addresses == set(listed)
     assert all(row["reason"] for row in listed.values())

@@ -1,0 +1,166 @@
+"""The options of the online demo, and the learner's settings that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from redraft.distill.inputs import TargetDtype
+from redraft.online.daemon.config import LearnerConfig
+from redraft.recipes.demo.fleet import Runner, fastest_precision
+
+SMALL = Path("tests/assets/tiny-target")
+"""The small target, which was trained on the standard library only."""
+
+SMOLLM2 = Path("smollm2")
+"""The word for SmolLM2-135M-Instruct."""
+
+MAX_MODEL_LEN = 512
+"""Longest text of the servers, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: Path = SMALL
+    """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct, from a wheel on PyPI. The small target is
+    asked about functions, and then about documentation; any other first about documentation, and then to complete
+    functions."""
+    target_dtype: TargetDtype | None = None
+    """Type in which the target computes, here and in the servers. By default bfloat16 if this machine computes it as
+    fast as float32; for the small target float32."""
+    runner: Runner | None = None
+    """vLLM's model runner; by default vLLM chooses. On a CPU, v2 runs in Triton's interpreter, for correctness and not
+    for speed: --preset v2 has sizes for that."""
+    parts: Path = Path("outputs/parts")
+    """Folder of the downloaded model and prompts, kept for later runs. The small target needs none."""
+    output: Path = Path("outputs/demo-online")
+    """Folder for the report, the drafts and the logs."""
+    overwrite: bool = False
+    """Replace the demo in `output`."""
+    draft_layers: tuple[int, ...] = ()
+    """Layers of the target to initialise the draft with; by default the first and the last one."""
+    distil_steps: int = 60
+    """Training steps of 4,096 tokens, offline on A, for the served draft."""
+    seeds: int = 3
+    """Seeds of the offline replay of the learner's training, and of its ceiling."""
+    distil_lr: float = 1e-3
+    """AdamW learning rate of the offline distillation on A."""
+    num_anchors: int = 300
+    """Samples of A replayed by the learner against forgetting."""
+    num_test_prompts: int = 48
+    """Prompts per domain to measure tau on. They are never in the traffic."""
+    checked_answers: int = 5000
+    """Most answers to compare with the target's greedy tokens, spread over the whole run."""
+    clients: int = 8
+    """Number of streaming clients."""
+    pause_s: float = 1.0
+    """Pause of a client between two answers, in seconds. It leaves the learner about one of two cores."""
+    max_tokens: int = 96
+    """Maximum length of an answer, in tokens."""
+    max_prompt_tokens: int = 160
+    """Maximum length of a prompt, in tokens."""
+    num_speculative_tokens: int = 3
+    """Draft tokens per step."""
+    traffic_a_s: float = 45
+    """Duration of the traffic of A, in seconds."""
+    records_b: int = 360
+    """Number of records of B in the served draft's training after which the traffic of B ends."""
+    traffic_b_s: float = 540
+    """Maximum duration of the traffic of B, in seconds."""
+    min_drafts: int = 400
+    """Drafts that canary and other server must have made before they are first compared."""
+    window_s: float = 60
+    """Maximum duration of that comparison, in seconds."""
+    max_loss: float = 0.2
+    """Loss of tau that the canary may have. It must be less than a useless draft loses."""
+    overhead_pairs: int = 16
+    """Number of rounds to measure the cost of capture in, each with capture of all, a tenth and none of the requests.
+    Many short rounds are best, because the speed of a shared machine changes within seconds."""
+    overhead_prompts: int = 20
+    """Requests per measurement of the cost of capture."""
+    speed_rounds: int = 6
+    """Rounds to compare the speed with the first and with the adapted draft in, at least 6 for an interval."""
+    speed_prompts: int = 4
+    """Prompts of B in such a round, for each of the two drafts."""
+
+    def __post_init__(self) -> None:
+        if self.speed_rounds < 6:
+            raise ValueError(f"--speed-rounds {self.speed_rounds} give no 95% interval: 6 or more")
+        longest = self.max_prompt_tokens + self.max_tokens + self.num_speculative_tokens
+        if longest > MAX_MODEL_LEN:
+            raise ValueError(
+                f"--max-prompt-tokens, --max-tokens and --num-speculative-tokens add up to {longest} tokens: the "
+                f"servers take {MAX_MODEL_LEN}"
+            )
+
+
+PRESETS = {
+    # For two cores: fewer and shorter answers, and a short training before.
+    "smollm2": Config(
+        target=SMOLLM2,
+        output=Path("outputs/demo-online-smollm2"),
+        distil_steps=16,
+        seeds=1,
+        num_anchors=60,
+        num_test_prompts=16,
+        checked_answers=80,
+        max_tokens=48,
+        num_speculative_tokens=2,
+        traffic_a_s=30,
+        records_b=200,
+        traffic_b_s=420,
+        window_s=90,
+        # A short training gives a draft of little tau: a useless one loses less than 0.2 against it.
+        max_loss=0.1,
+        overhead_pairs=1,
+        overhead_prompts=4,
+    ),
+    "v2": Config(
+        runner="v2",
+        output=Path("outputs/demo-online-v2"),
+        seeds=1,
+        num_test_prompts=6,
+        max_tokens=24,
+        max_prompt_tokens=64,
+        records_b=100,
+        traffic_b_s=1200,
+        min_drafts=200,
+        window_s=300,
+        overhead_pairs=1,
+        overhead_prompts=4,
+        speed_prompts=1,
+    ),
+}
+
+
+def forced_settings(cfg: Config) -> dict[str, tuple[Any, str]]:
+    """The learner's settings that are not the defaults, each with the reason."""
+    slow = "a server on one core verifies some two dozen drafts a second"
+    cores = "the learner shares two cores with two servers"
+    return {
+        "training.lr": (1e-3, "a model of a few million parameters learns at higher rates than one of billions"),
+        "training.sequence_length": (MAX_MODEL_LEN, "the longest text that the servers take"),
+        "training.mixed_precision": (fastest_precision(), "the faster one on this processor"),
+        "training.replay_per_step": (12, cores),
+        "training.branches_per_record": (0, cores),
+        "fleet.poll_s": (2, "the chart of live traffic shows minutes"),
+        "rollout.min_drafts": (cfg.min_drafts, slow),
+        "rollout.max_loss": (cfg.max_loss, slow),
+        "rollout.window_timeout_s": (cfg.window_s, slow),
+        "rollout.poll_s": (0.5, slow),
+        "rollout.warm_up_s": (1, "answers take seconds"),
+        "rollout.watch_s": (2, "answers take seconds"),
+    }
+
+
+def describe_settings(forced: Mapping[str, tuple[Any, str]]) -> list[dict[str, Any]]:
+    """A row for every forced setting: name, default, value and reason. All others are the defaults."""
+    defaults = asdict(LearnerConfig(target=Path("target"), registry=Path("drafts"), spool=Path("spool")))
+    rows = []
+    for name, (value, reason) in forced.items():
+        table, key = name.split(".")
+        rows.append({"setting": name, "default": defaults[table][key], "value": value, "reason": reason})
+    # A value may be the default: the faster precision, or a loss that an option gives.
+    return [row for row in rows if row["value"] != row["default"]]
