@@ -6,12 +6,14 @@ import datetime
 import gzip
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.files.folder import read_config
@@ -115,6 +117,20 @@ def test_a_target_that_is_not_there_is_told_before_the_output_is_touched(parts: 
         make_scene(Config(target=tmp_path / "nothing", parts=parts))
 
 
+@pytest.fixture
+def fresh_accelerator() -> Iterator[None]:
+    """accelerate keeps the precision of the first training of a process, and refuses another one."""
+
+    def reset() -> None:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+    reset()
+    yield
+    reset()
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
 def test_the_stage_is_set_for_the_scene(random_target: Path, parts: Path, tmp_path: Path) -> None:
     output = tmp_path / "demo"
     clear(output, overwrite=False)
