@@ -139,7 +139,7 @@ def _may_run(pair: Pair, checked: Checked) -> bool:
     if pair.family.method is None:
         return False
     try:
-        require_runner({"method": pair.family.method})
+        require_runner(pair.family.speculative)
     except ValueError as error:
         checked.notes.append(f"the draft was not run in the engine: {error}")
         return False

@@ -22,7 +22,8 @@ from redraft.eval.engine import wait as engine_wait
 from redraft.eval.engine.command import vllm_command
 from redraft.eval.engine.lookups import lookup_env, vllm_part
 from redraft.eval.engine.process import free_port, process_group
-from redraft.heads.catalog import find_method
+from redraft.heads.catalog import FAMILIES, Family, find_method
+from redraft.heads.files.folder import CONFIG, model_folder, read_config
 from redraft.heads.progress import Progress
 
 START_TIMEOUT_S = 600
@@ -71,9 +72,9 @@ def vllm_server(
     Raises:
         ChildProcessError: the engine died; the message is the engine's. Or it was given up.
         TimeoutError: the server did not become healthy.
-        ValueError: vLLM's model runner here does not have this draft's proposer.
+        ValueError: vLLM would not serve this draft so (`require_servable`).
     """
-    require_runner(speculative_config, {**os.environ, **(extra_env or {})})
+    require_servable(speculative_config, {**os.environ, **(extra_env or {})})
     port = free_port()
     on_cpu = engine_is_cpu()
     dtype = dtype or ("float32" if on_cpu else "auto")
@@ -125,11 +126,20 @@ def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
     return {**speculative_config, "suffix_decoding_max_cached_requests": 0}
 
 
+def require_servable(speculative_config: Mapping[str, Any] | None, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ValueError if vLLM would refuse this draft, or would be asked for more tokens than it proposes.
+
+    The check before a server starts: of the model runner, and of the number of tokens in the draft's config.json.
+    """
+    require_runner(speculative_config, environment)
+    _require_tokens(speculative_config or {})
+
+
 def require_runner(
     speculative_config: Mapping[str, Any] | None, environment: Mapping[str, str] = os.environ, *, way_out: str = ""
 ) -> None:
-    """Raise ValueError if vLLM does not have this draft's proposer, or its V1 model runner does not and would serve."""
-    family = find_method((speculative_config or {}).get("method"))
+    """Raise ValueError if vLLM does not have this draft's proposer, or the model runner that would serve does not."""
+    family = _find_family(speculative_config or {})
     if family is None:
         return
     version = engine_version()
@@ -138,16 +148,47 @@ def require_runner(
         raise ValueError(
             f"vLLM {version} no longer serves {family.title}: install vLLM {family.last_vllm}, or train another draft"
         )
-    if "v1" in family.decoders:
-        return
     asked = environment.get("VLLM_USE_V2_MODEL_RUNNER")
-    if asked == "0":
-        reason = "VLLM_USE_V2_MODEL_RUNNER=0 asks for V1: unset it"
-    elif asked is None and engine_is_cpu():
-        reason = "vLLM on a CPU takes V1, because it has no Triton there: serve it on a GPU"
+    if asked is None:
+        # Left alone, vLLM takes V1 for a draft that V2 does not serve.
+        if "v1" in family.decoders or not engine_is_cpu():
+            return
+        needed, reason = "V2", "vLLM on a CPU takes V1, because it has no Triton there: serve it on a GPU"
     else:
+        taken, needed = ("V1", "V2") if asked == "0" else ("V2", "V1")
+        if taken.lower() in family.decoders:
+            return
+        reason = f"VLLM_USE_V2_MODEL_RUNNER={asked} asks for {taken}: unset it"
+    raise ValueError(f"only vLLM's {needed} model runner serves {family.title}, and {reason}{way_out}")
+
+
+def _require_tokens(speculative_config: Mapping[str, Any]) -> None:
+    """Raise ValueError if more tokens are asked for than the draft in the folder `model` proposes.
+
+    vLLM would make up the others. A draft that vLLM has yet to download is not checked.
+    """
+    family, model = _find_family(speculative_config), speculative_config.get("model")
+    asked = speculative_config.get("num_speculative_tokens")
+    if family is None or family.fixed_tokens is None or model is None or asked is None:
         return
-    raise ValueError(f"only vLLM's V2 model runner serves {family.title}, and {reason}{way_out}")
+    try:
+        folder = model_folder(model)
+    except FileNotFoundError:  # a hub name
+        return
+    most = family.max_tokens(read_config(folder)) if (folder / CONFIG).is_file() else None
+    if most is not None and asked > most:
+        raise ValueError(
+            f"{asked} draft tokens asked of {model}, a {family.title} draft that proposes {most}: give "
+            f"--num-speculative-tokens {most} at most"
+        )
+
+
+def _find_family(speculative_config: Mapping[str, Any]) -> Family | None:
+    """The row of a --speculative-config; None if there is none."""
+    chosen = {key: speculative_config[key] for key in ("method", "parallel_drafting") if speculative_config.get(key)}
+    # Only with the flag are P-EAGLE and EAGLE-3 two.
+    exact = (family for family in FAMILIES if family.is_parallel and family.speculative == chosen)
+    return next(exact, find_method(speculative_config.get("method")))
 
 
 def read_runner(log: Path) -> Literal["v1", "v2"]:

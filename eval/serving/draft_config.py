@@ -34,7 +34,9 @@ def draft_config(draft: str, sample_method: SampleMethod = "greedy") -> dict[str
     if draft == "ngram":
         return Ngram().speculative_config
     if draft in list_without_model():
-        return {"method": draft, **_sampled(find_method(draft), sample_method)}
+        config = {"method": draft, **_sampled(find_method(draft), sample_method)}
+        require_runner(config)
+        return config
     folder = draft_folder(draft, list_without_model())
     if is_retrieval(folder):
         return Retrieval.speculative_config(folder)

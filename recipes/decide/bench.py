@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import tyro
 
 from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
-from redraft.eval.engine.server import VllmServer, engine_is_cpu, forget_requests, vllm_server
+from redraft.eval.engine.server import VllmServer, engine_is_cpu, forget_requests, require_servable, vllm_server
 from redraft.eval.forecast.drafts import SampleMethod
 from redraft.eval.machine import engine_environment, environment
 from redraft.eval.serving.draft_config import cure, draft_config
@@ -116,6 +116,8 @@ def main(cfg: Config) -> None:
     configs = {draft: draft_config(draft, cfg.draft_sample_method) for draft in cfg.draft}
     questions = plan(sweep(cfg))
     cells = group_by_variant(cell for some in questions.values() for cell in some)
+    for variant in cells:
+        require_servable(speculative_config(variant, configs))  # now, not when its turn comes hours later
 
     # 2. measure the missing cells, one server at a time
     if cfg.overwrite:

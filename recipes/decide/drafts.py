@@ -34,7 +34,7 @@ from redraft.distill.data.rendering import choose_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.inputs import TargetDtype
 from redraft.distill.train.loop import computes_bfloat16
-from redraft.eval.engine.server import engine_is_cpu
+from redraft.eval.engine.server import engine_is_cpu, require_servable
 from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import TEMPLATES, write_page
@@ -137,12 +137,13 @@ class Config:
 def main(cfg: Config) -> None:
     started = time.perf_counter()
     target = cfg.target or str(make_target(cfg.parts))
-    # Before the trainings: too few prompts must not be found out an hour later.
+    # Before the trainings: too few prompts, or a draft that cannot be served, must not be found out an hour later.
     first, rest = load_prompts(cfg, target)
+    finished = list(finished_drafts(cfg))
 
     # 1. make the drafts
     # The trainings run here, one after the other: `make_drafts` is a generator.
-    candidates = [*make_drafts(cfg, target), *finished_drafts(cfg)]
+    candidates = [*make_drafts(cfg, target), *finished]
 
     # 2. measure each with one number of tokens, and predict the speed with every other
     results = measure_all(cfg, target, candidates, first)
@@ -198,11 +199,13 @@ def make_drafts(cfg: Config, target: str) -> Iterator[Candidate]:
 
 
 def finished_drafts(cfg: Config) -> Iterator[Candidate]:
-    """The drafts of --draft."""
+    """The drafts of --draft. Raises ValueError or FileNotFoundError if one is none, or would not be served so."""
     for source in cfg.draft:
         config, name = draft_config(source), Path(source).name
         size = count_parameters(Path(source)) if Path(source).is_dir() else None
-        yield Candidate(name, name, config, cfg.num_speculative_tokens, size)
+        candidate = Candidate(name, name, config, cfg.num_speculative_tokens, size)
+        require_servable(candidate.speculative_config)
+        yield candidate
 
 
 def training_command(cfg: Config, target: str, name: str) -> list[str]:

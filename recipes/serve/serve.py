@@ -21,7 +21,7 @@ import tyro
 from redraft.eval.engine.command import vllm_command
 from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.ngrams_first import HeadLimits, mix
-from redraft.eval.engine.server import engine_is_cpu, require_runner, vllm_keys
+from redraft.eval.engine.server import engine_is_cpu, require_servable, vllm_keys
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.catalog import FAMILIES, Family, Method, find_family, list_methods
 from redraft.heads.doctor.method import lacks_confidence
@@ -118,7 +118,7 @@ def speculative_config(cfg: Config) -> dict[str, Any]:
     }
     if cfg.draft_quantization:
         speculative["quantization"] = cfg.draft_quantization
-    require_runner(speculative)
+    require_servable(speculative)
     if cfg.adaptive_verification:
         _require_confidence(draft)
         speculative["enable_adaptive_verification"] = True

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import tyro
+from safetensors.torch import save_file
 
 from redraft.distill.data.conversations import load_conversations
 from redraft.recipes.cli.commands import COMMANDS
+from redraft.recipes.decide import drafts
 from redraft.recipes.decide.drafts import Config, main, run_once, spread, training_command
 
 
@@ -57,6 +60,17 @@ def test_a_finished_draft_is_kept_and_one_of_other_flags_refused(tmp_path: Path)
     with pytest.raises(ValueError, match="other flags"):
         run_once(folder, folder / "report.json", ["x.py", "--b"], cfg)
     assert "redraft.recipes.decide.drafts" in {command.module for command in COMMANDS.values()}
+
+
+def test_a_finished_draft_that_proposes_less_is_refused_before_the_trainings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"hidden_norm.weight": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "block_size": 4}))
+    monkeypatch.setattr(drafts, "load_prompts", lambda *_: ([], []))
+    monkeypatch.setattr(drafts, "run_once", lambda *_: pytest.fail("a training was started"))
+    with pytest.raises(ValueError, match=r"^5 draft tokens asked of .*, a DFlash draft that proposes 3: give "):
+        main(Config(target="target", draft=(str(tmp_path),), num_speculative_tokens=5, output=tmp_path / "drafts"))
 
 
 @pytest.mark.slow

@@ -188,6 +188,19 @@ def test_a_draft_that_only_v2_serves_is_refused_before_any_server_starts(
     assert draft_config(str(tmp_path)) == {"method": "dspark", "model": str(tmp_path)}
 
 
+def test_more_tokens_than_a_draft_proposes_are_refused_before_any_server_starts(
+    served_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"hidden_norm.weight": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "block_size": 4}))
+    monkeypatch.setattr(bench, "vllm_server", lambda *_, **__: pytest.fail("a server was started"))
+    drafts = (str(served_pair[1]), str(tmp_path))
+    # All numbers are asked of the first draft, and of the others only the first number.
+    for changes in ({"draft": drafts[::-1], "num_speculative_tokens": (3, 5)}, {"num_speculative_tokens": (5, 3)}):
+        with pytest.raises(ValueError, match=r"^5 draft tokens asked of .*, a DFlash draft that proposes 3: give "):
+            main(make_config(served_pair, tmp_path / "bench", **{"draft": drafts, **changes}))
+
+
 def test_doctor_finds_nothing_wrong_with_what_is_looked_up(served_pair: tuple[Path, Path]) -> None:
     assert cure(str(served_pair[0]), "ngram", 3) == ""
     assert cure(str(served_pair[0]), str(served_pair[1]), 3) == ""

@@ -90,6 +90,23 @@ def test_a_draft_of_v2_is_refused_in_a_line_where_vllm_takes_v1(tmp_path, monkey
     assert json.loads(command[command.index("--speculative-config") + 1])["method"] == "dspark"
 
 
+def test_a_draft_of_v1_is_refused_in_a_line_where_v2_is_asked_for(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["PeagleLlamaForCausalLM"]}))
+    assert "parallel_drafting" in str(server_command(parse("target", "--draft", str(tmp_path))))
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    message = "only vLLM's V1 model runner serves P-EAGLE, and VLLM_USE_V2_MODEL_RUNNER=1 asks for V2: unset it"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        server_command(parse("target", "--draft", str(tmp_path)))
+
+
+def test_more_tokens_than_the_draft_proposes_are_refused_in_a_line(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "block_size": 4}))
+    assert "dflash" in str(server_command(parse("target", "--draft", str(tmp_path), "--num-speculative-tokens", "3")))
+    asked = f"4 draft tokens asked of {tmp_path}, a DFlash draft that proposes 3: "
+    with pytest.raises(ValueError, match=f"^{re.escape(asked)}give --num-speculative-tokens 3 at most$"):
+        server_command(parse("target", "--draft", str(tmp_path), "--num-speculative-tokens", "4"))
+
+
 def test_adaptive_verification_is_asked_only_of_a_draft_with_a_confidence_head(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     asked = parse("target", "--draft", str(tmp_path), "--adaptive-verification")

@@ -1,0 +1,89 @@
+"""Drafts that vLLM would not serve as asked are refused in a line, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redraft.eval.engine import server
+from redraft.eval.engine.server import require_runner, require_servable, vllm_server
+from redraft.eval.serving.draft_config import draft_config
+from redraft.heads.catalog import FAMILIES, Family, find_family
+
+V2_ONLY = [family for family in FAMILIES if family.method and "v1" not in family.decoders]
+V1_ONLY = [
+    family for family in FAMILIES if family.method and "v2" not in family.decoders and family.name != "retrieval"
+]
+"""Counted answers get their runner from `lookup_env`."""
+
+BLOCKS = {"dflash": {"block_size": 4}, "dspark": {"block_size": 3}, "medusa": {"num_heads": 3}}
+"""The config.json of drafts of three tokens, by family."""
+
+
+@pytest.fixture(autouse=True)
+def gpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last vLLM that serves every family, on a machine where it may choose the model runner."""
+    monkeypatch.setattr(server, "_find_version", {"vllm": "0.32.4"}.get)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "needed", "taken"),
+    [*((f, "0", "V2", "V1") for f in V2_ONLY), *((f, "1", "V1", "V2") for f in V1_ONLY)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_draft_is_refused_if_the_variable_asks_for_a_runner_without_its_proposer(
+    family: Family, asked: str, needed: str, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_runner(family.speculative)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    variable = f"VLLM_USE_V2_MODEL_RUNNER={asked}"
+    message = f"only vLLM's {needed} model runner serves {family.title}, and {variable} asks for {taken}: unset it"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        require_runner(family.speculative)
+    with pytest.raises(ValueError, match=f"{re.escape(message)}, or wait$"):
+        require_runner(family.speculative, way_out=", or wait")
+
+
+def test_p_eagle_is_among_the_drafts_of_v1_and_eagle_3_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {family.name for family in V1_ONLY} == {"peagle", "medusa", "suffix"}
+    assert [family.name for family in V2_ONLY] == ["dspark"]
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    require_runner(find_family("eagle3").speculative)  # the same method without the flag
+    with pytest.raises(ValueError, match="V1 model runner serves suffix decoding"):
+        draft_config("suffix")
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_more_tokens_than_a_draft_proposes_are_refused_before_a_server_starts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(server, "process_group", start)
+    (tmp_path / "config.json").write_text(json.dumps(BLOCKS[name]))
+    family = find_family(name)
+    config = {**family.speculative, "model": str(tmp_path), "num_speculative_tokens": 3}
+    require_servable(config)
+    asked = f"4 draft tokens asked of {tmp_path}, a {family.title} draft that proposes 3: "
+    with (
+        pytest.raises(ValueError, match=f"^{re.escape(asked)}give --num-speculative-tokens 3 at most$"),
+        vllm_server("target", log=tmp_path / "vllm.log", speculative_config={**config, "num_speculative_tokens": 4}),
+    ):
+        pass
+    assert not (tmp_path / "vllm.log").exists()
+
+
+def test_drafts_of_any_number_and_drafts_to_download_are_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BLOCKS["dflash"]))
+    many = {"num_speculative_tokens": 9}
+    require_servable({"method": "eagle3", "model": str(tmp_path), **many})
+    require_servable({"method": "dflash", "model": "nobody/is-here", **many})
+    require_servable({"method": "dflash", "model": str(tmp_path / "nowhere"), **many})  # vLLM tells that
+    require_servable({"method": "ngram", **many})
+    require_servable(None)
