@@ -8,6 +8,8 @@ build packs the weights away.
   key and value projections of all layers, and `_k_norm_weights`.
 - DSpark with a reduced vocabulary and sampled drafts: the column of every draft id in the target's vocabulary.
 - P-EAGLE: the state in the slots to fill. The load itself writes it to a tensor without memory.
+- On a CPU, a head tied to the embeddings: vLLM packs it at start. A load brings it no weights, so vLLM does not pack it
+  again.
 
 I = layers, G = key heads of this rank, E = head size, D = hidden, V = target vocabulary, W = draft vocabulary.
 """
@@ -62,6 +64,15 @@ def refill(runner: Any, draft: Any, tensors: Mapping[str, Tensor], rank: int, nu
         # As vLLM's proposer does at start: the mask state is that of all layers, and `fc` makes one of it.
         draft.mask_hidden.copy_(next(value for name, value in tensors.items() if "mask_hidden" in name).view(1, -1))
         state_D.copy_(draft.combine_hidden_states(draft.mask_hidden.view(-1)))
+    repack_tied_heads(draft)
+
+
+def repack_tied_heads(draft: Any) -> None:
+    """Pack the weights of tied heads again, as vLLM's CPU build does at start."""
+    for module in draft.modules():
+        # Of a layer that the load itself has packed, the weight is empty.
+        if hasattr(module, "cpu_linear") and module.weight.numel():
+            module.quant_method.process_weights_after_loading(module)
 
 
 def refill_projections(block: Any, tensors: Mapping[str, Tensor], rank: int, num_ranks: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from swapping import run_engines
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.signal.sources import InProcessTarget
@@ -15,9 +15,19 @@ from redraft.heads.catalog import FAMILIES, find_family
 from redraft.heads.draft import Batch
 from redraft.heads.families import dflash, dspark, eagle1, eagle3, medusa, mtp, peagle
 from redraft.heads.families.mtp_folder import as_mimo
+from redraft.heads.families.standalone import StandaloneDraft
+from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.target import Target
 
+
+def make_tied(target, ids):
+    """A standalone draft whose output head is its embeddings."""
+    settings = target.config.to_dict() | {"tie_word_embeddings": True}
+    return StandaloneDraft(LlamaForCausalLM(LlamaConfig.from_dict(settings)))
+
+
 HEADS = {
+    "standalone: tied": make_tied,
     "eagle1": lambda target, ids: eagle1.Eagle1(eagle1.Config(num_steps=3), target),
     # with the target's head: one of its own could be swapped only for another one of its own
     "eagle3": lambda target, ids: eagle3.Eagle3(eagle3.Config(aux_layer_ids=(0, 1, 2), own_head=False), target),
@@ -36,7 +46,7 @@ HEADS = {
         dspark.Config(aux_layer_ids=(1, 2), num_layers=2, block_size=3, markov_rank=16), target, ids
     ),
 }
-"""Heads by family; `ids` is a draft vocabulary."""
+"""Drafts by family; `ids` is a draft vocabulary."""
 
 DRAFTS = ["standalone", *HEADS]
 
@@ -101,7 +111,8 @@ def make_pair(name, target, folder):
                 parameter.data += 0.2 * torch.randn_like(parameter)
         if which == "good":
             learn_by_heart(head, model, text)
-        head.export(folder / which)
+        # A standalone draft takes the tokenizer of the target, and a head has none.
+        head.export(folder / which, **({"tokenizer": load_tokenizer(target)} if name.startswith("standalone") else {}))
     return Pair(target, folder / "poor", folder / "good")
 
 
