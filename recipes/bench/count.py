@@ -56,9 +56,10 @@ class Counting:
     """Count one training step instead of measuring: FLOPs, bytes and memory at the real sizes, without a GPU or
     weights, and the time that H100, H200 and B200 would take. The flags up to --json belong to --count, the others to
     measuring."""
-    target: str = "llama-3.1-8b"
+    target: str | None = None
     """Sizes of the target: a folder, a config.json, a hub name, or one of llama-3.2-1b, llama-3.2-3b, llama-3.1-8b,
-    llama-3.3-70b, qwen3-0.6b, qwen3-8b, qwen3-32b, qwen3-30b-a3b."""
+    llama-3.3-70b, qwen3-0.6b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, mimo-7b. By default llama-3.1-8b, but mimo-7b for
+    MTP, because no Llama has a place for such a layer."""
     family: FamilyName = "eagle3"
     """Draft to train. Options, divergence and batch are the defaults of the command, unless given here."""
     draft: str = "llama-3.2-3b"
@@ -100,6 +101,11 @@ class Counting:
         if self.sharding != "none" and self.devices == 1:
             raise ValueError(f"--sharding {self.sharding} takes several devices: set --devices")
 
+    @property
+    def target_name(self) -> str:
+        """--target, or the family's default."""
+        return self.target or ("mimo-7b" if self.family == "mtp" else "llama-3.1-8b")
+
 
 NUM_STEPS = {"dflash": "block_size", "dspark": "block_size", "medusa": "num_heads", "mlp_speculator": "num_stages"}
 """The option of a family that says how many tokens it learns, if not `num_steps`."""
@@ -127,7 +133,7 @@ def make_plan(cfg: Counting) -> Plan:
     vocabulary = getattr(recipe, "draft_vocab_size", 0) if cfg.draft_vocab_size is None else cfg.draft_vocab_size
     if vocabulary and not hasattr(recipe, "draft_vocab_size"):
         raise ValueError(f"--draft-vocab-size does not fit {cfg.family}: it has the target's vocabulary")
-    target = find_sizes(cfg.target)
+    target = find_sizes(cfg.target_name)
     if not is_head:
         head.vocab_size = target.vocab_size  # as the command pads or transplants it
     return Plan(
@@ -280,7 +286,7 @@ def as_json(cfg: Counting, result: Result) -> dict[str, Any]:
     """The numbers, per token of one device."""
     total = add_up(result.step.operations, cfg.shares, result.step.operations)
     told = {
-        "target": cfg.target,
+        "target": cfg.target_name,
         "family": cfg.family,
         "features": cfg.features,
         "tokens_per_step": result.plan.tokens,
@@ -307,7 +313,7 @@ def as_text(cfg: Counting, result: Result) -> Iterator[str]:
     """The tables for a terminal."""
     plan = result.plan
     yield (
-        f"{find_family(cfg.family).title} for {cfg.target}, target {cfg.features}: a step of {plan.batch_size} x "
+        f"{find_family(cfg.family).title} for {cfg.target_name}, target {cfg.features}: a step of {plan.batch_size} x "
         f"{plan.sequence_length} tokens on one device, {plan.documents} conversations a row, "
         f"{cfg.precision if plan.autocast else 'float32'}"
     )

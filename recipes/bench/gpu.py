@@ -2,19 +2,22 @@
 
 plan (`count.make_plan`) ─► counted FLOPs and estimate
                         └─► run with random weights ─► tokens/s, share of the FLOP/s, peak memory
+
+The file is written after every family, so that a family that ends the process takes no result with it.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from redraft.eval.machine import environment
-from redraft.eval.report.page import write_results
+from redraft.heads.files.artifact import write_whole
 from redraft.recipes.bench.count import Counting, FamilyName, make_plan, on_device
 from redraft.recipes.bench.roofs import DEVICES, Device
 from redraft.recipes.bench.step import Plan, count_step, time_step
@@ -27,6 +30,8 @@ class GpuResult:
     """One family's step on one device."""
 
     family: str
+    target: str
+    """The name of its sizes."""
     tokens: int
     """Tokens of a step."""
     tokens_per_s: float
@@ -39,18 +44,54 @@ class GpuResult:
     estimated_peak_gb: float | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A family that did not run."""
+
+    family: str
+    target: str
+    reason: str
+
+
 def main(cfg: Counting, *, rounds: int, output: Path) -> None:
     """Measure every family, print and write.
 
     Raises:
-        ValueError: there is no GPU.
+        ValueError: there is no GPU, or no family ran.
     """
     if not torch.cuda.is_available():
         raise ValueError("there is no GPU to measure on; --count estimates the same steps without one")
     device = torch.device("cuda", torch.cuda.current_device())
     print("  ".join(f"{name} {value}" for name, value in environment().items()), flush=True)
-    results = measure(cfg, FAMILIES, device, find_device(torch.cuda.get_device_name(device)), rounds)
-    write_results(output, {"device": torch.cuda.get_device_name(device), "results": [asdict(r) for r in results]})
+    measure_all(cfg, FAMILIES, device, torch.cuda.get_device_name(device), rounds=rounds, output=output)
+
+
+def measure_all(
+    cfg: Counting, families: Sequence[FamilyName], device: torch.device, name: str, *, rounds: int, output: Path
+) -> None:
+    """Measure the families on the device that its driver calls `name`; print and write each as it is done.
+
+    Raises:
+        ValueError: no family ran.
+    """
+    results: list[GpuResult] = []
+    left_out: list[LeftOut] = []
+    for result in measure(cfg, families, device, find_device(name), rounds):
+        print(describe(result), flush=True)
+        if isinstance(result, GpuResult):
+            results.append(result)
+        else:
+            left_out.append(result)
+        report = {
+            "environment": environment(),
+            "device": name,
+            "results": [asdict(one) for one in results],
+            "left_out": [asdict(one) for one in left_out],
+        }
+        write_whole(output, json.dumps(report, indent=2) + "\n")
+    print(f"written to {output}")
+    if not results:
+        raise ValueError("no family ran: the reasons are above")
 
 
 def find_device(name: str) -> Device | None:
@@ -60,21 +101,26 @@ def find_device(name: str) -> Device | None:
 
 def measure(
     cfg: Counting, families: Sequence[FamilyName], device: torch.device, sheet: Device | None, rounds: int
-) -> list[GpuResult]:
-    """The results of the families, printed one by one. A family that does not fit is told, and left out."""
-    results = []
+) -> Iterator[GpuResult | LeftOut]:
+    """The result of each family, or the reason why it did not run: the others go on."""
     for family in families:
-        plan = make_plan(replace(cfg, family=family))
+        own = replace(cfg, family=family)
         try:
-            result = measure_plan(cfg, plan, device, sheet, rounds)
-        except torch.cuda.OutOfMemoryError as error:
-            print(f"{family}: does not fit ({str(error).splitlines()[0]})", flush=True)
-        else:
-            print(describe(result), flush=True)
-            results.append(result)
+            yield measure_plan(own, make_plan(own), device, sheet, rounds)
+        # All of them: a compiler of kernels has a type of exception for every stage.
+        except Exception as error:
+            yield LeftOut(family=family, target=own.target_name, reason=explain(error))
         # Modules in reference cycles keep device memory until they are collected. The next family needs it.
         gc.collect()
-    return results
+
+
+def explain(error: Exception) -> str:
+    """The reason in one line."""
+    first = next(iter(str(error).splitlines()), "")
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return f"it does not fit ({first})"
+    # Other exceptions are not written for users, and their type says more than the text.
+    return first if isinstance(error, ValueError) else f"{type(error).__name__}: {first}"
 
 
 def measure_plan(cfg: Counting, plan: Plan, device: torch.device, sheet: Device | None, rounds: int) -> GpuResult:
@@ -85,6 +131,7 @@ def measure_plan(cfg: Counting, plan: Plan, device: torch.device, sheet: Device 
     estimate = on_device(cfg, plan, counted, None, sheet) if sheet else None
     return GpuResult(
         family=plan.family,
+        target=cfg.target_name,
         tokens=plan.tokens,
         tokens_per_s=plan.tokens / timed.seconds,
         flops_per_s=flops / timed.seconds,
@@ -95,8 +142,11 @@ def measure_plan(cfg: Counting, plan: Plan, device: torch.device, sheet: Device 
     )
 
 
-def describe(result: GpuResult) -> str:
+def describe(result: GpuResult | LeftOut) -> str:
     """One line."""
+    name = f"{result.family:<12} {result.target:<14}"
+    if isinstance(result, LeftOut):
+        return f"{name} left out: {result.reason}"
     parts = [f"{result.tokens_per_s:,.0f} tokens/s", f"{result.flops_per_s / 1e12:,.1f} TFLOP/s"]
     if result.mfu is not None:
         parts.append(f"MFU {result.mfu:.0%}")
@@ -104,4 +154,4 @@ def describe(result: GpuResult) -> str:
         parts.append(f"peak {result.peak_gb:,.1f} GB")
     if result.estimated_tokens_per_s is not None:
         parts.append(f"counted: {result.estimated_tokens_per_s:,.0f} tokens/s, peak {result.estimated_peak_gb:,.1f} GB")
-    return f"{result.family:<12} {', '.join(parts)}"
+    return f"{name} {', '.join(parts)}"

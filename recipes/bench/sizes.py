@@ -6,7 +6,7 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from redraft.heads.files.checkpoint import load_text_config
 
@@ -36,6 +36,11 @@ KNOWN = {
     "qwen3-30b-a3b": lambda: Qwen3MoeConfig(
         vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32,
         num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+    ),
+    # transformers has no class for MiMo, which is a Qwen2 with an MTP layer.
+    "mimo-7b": lambda: Qwen2Config(
+        architectures=["MiMoForCausalLM"], vocab_size=151_680, hidden_size=4096, intermediate_size=11_008,
+        num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, num_nextn_predict_layers=1,
     ),
 }  # fmt: skip
 """From the config.json of each on the hub."""

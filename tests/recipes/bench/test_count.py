@@ -14,7 +14,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.heads.catalog import FAMILIES, find_family
@@ -66,6 +66,13 @@ PLAN = Plan(
 )
 
 
+MIMO = Qwen2Config(
+    architectures=["MiMoForCausalLM"], vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=8,
+    num_attention_heads=4, num_key_value_heads=2, num_nextn_predict_layers=1,
+)  # fmt: skip
+"""`TARGET` with a place for an MTP layer."""
+
+
 def plan_for(family: str, **changes: Any) -> Plan:
     head = DRAFT if family == "standalone" else find_family(family).config_class()()
     if family == "dflash":
@@ -73,7 +80,8 @@ def plan_for(family: str, **changes: Any) -> Plan:
     if family == "dspark":
         head = dspark.Config(num_layers=2, block_size=3, num_anchors=6, markov_rank=8)
     vocabulary = 128 if family in ("eagle3", "peagle", "dflash", "dspark") else 0
-    return replace(PLAN, family=family, head=head, draft_vocab_size=vocabulary, **changes)
+    target = MIMO if family == "mtp" else TARGET
+    return replace(PLAN, family=family, target=target, head=head, draft_vocab_size=vocabulary, **changes)
 
 
 @pytest.fixture
@@ -138,7 +146,6 @@ def test_causal_attention_computes_the_scores_up_to_the_diagonal() -> None:
         # It takes four times as long as any other.
         pytest.param(name, marks=pytest.mark.slow) if name == "peagle" else name
         for name in get_args(FamilyName)
-        if name != "mtp"
     ],
 )
 def test_without_weights_the_same_is_counted_as_with_them(family: str, features: bench_step.Features) -> None:
@@ -438,9 +445,24 @@ def test_known_sizes_are_those_of_the_models() -> None:
     with torch.device("meta"):
         from transformers import AutoModelForCausalLM
 
-        for name, billions in (("llama-3.1-8b", 8.030), ("llama-3.2-3b", 3.213), ("qwen3-8b", 8.191)):
+        models = {"llama-3.1-8b": 8.030, "llama-3.2-3b": 3.213, "qwen3-8b": 8.191, "mimo-7b": 7.623}
+        for name, billions in models.items():
             model = AutoModelForCausalLM.from_config(find_sizes(name))
             assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+def test_mtp_is_counted_for_a_target_with_a_place_for_its_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    training.main(training.Config(count=True, family="mtp", batch_size=1, sequence_length=64, json=True))
+    told = json.loads(capsys.readouterr().out)
+    assert (told["target"], told["family"]) == ("mimo-7b", "mtp")
+    # The released model has 7.83 billion weights: the target's 7.62, and the layer's, here in float32.
+    assert told["memory"]["draft's weights"] == pytest.approx(4 * 0.211e9, rel=0.01)
+    assert (Counting().target_name, Counting(family="mtp", target="qwen3-8b").target_name) == (
+        "llama-3.1-8b",
+        "qwen3-8b",
+    )
+    with pytest.raises(ValueError, match="model type llama has no MTP layout"):
+        count(Counting(family="mtp", target="llama-3.1-8b", sequence_length=64))
 
 
 @pytest.mark.parametrize(
@@ -472,7 +494,7 @@ def test_every_family_with_weights_can_be_counted() -> None:
 # ---------------------------------------------------------------------------------------------------------------- a GPU
 
 
-@pytest.mark.parametrize("family", ["standalone", pytest.param("eagle3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["standalone", "mtp", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_the_step_that_is_counted_is_the_one_that_is_run(family: str, tiny_target: str) -> None:
     """On the CPU, because every line but the memory's is the same; the sheet is that of an H100."""
     plan, sheet = plan_for(family), gpu.find_device("NVIDIA H100 80GB HBM3")
@@ -485,6 +507,53 @@ def test_the_step_that_is_counted_is_the_one_that_is_run(family: str, tiny_targe
     assert result.peak_gb is None
     assert result.estimated_tokens_per_s
     assert f"{family} " in gpu.describe(result)
+
+
+def test_a_family_that_cannot_run_is_told_and_the_others_go_on(
+    tiny_target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, cpu = tmp_path / "gpu.json", torch.device("cpu")
+    time_step, written = gpu.time_step, []
+
+    def run(plan: Plan, device: torch.device, *, rounds: int) -> bench_step.Timed:
+        written.append(len(json.loads(out.read_text())["results"]) if out.exists() else 0)
+        if plan.family == "eagle1":
+            raise RuntimeError("no kernel image\nfor this device")
+        return time_step(plan, device, rounds=rounds)
+
+    monkeypatch.setattr(gpu, "time_step", run)
+    cfg = Counting(target=tiny_target, batch_size=1, sequence_length=32, documents=1)
+    gpu.measure_all(cfg, ("medusa", "mtp", "eagle1", "mlp_speculator"), cpu, "a CPU", rounds=1, output=out)
+    report = json.loads(out.read_text())
+    assert [result["family"] for result in report["results"]] == ["medusa", "mlp_speculator"]
+    assert written == [0, 1, 1], "the file is written after every family"
+    (mtp, eagle1) = report["left_out"]
+    assert (mtp["family"], mtp["target"]) == ("mtp", tiny_target)
+    assert mtp["reason"].startswith("model type llama has no MTP layout here")
+    assert eagle1["reason"] == "RuntimeError: no kernel image"
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 5
+    assert told[1].endswith(f"left out: {mtp['reason']}")
+    assert told[-1] == f"written to {out}"
+    with pytest.raises(ValueError, match=r"^no family ran: the reasons are above$"):
+        gpu.measure_all(cfg, ("mtp",), cpu, "a CPU", rounds=1, output=out)
+    assert json.loads(out.read_text())["results"] == []
+
+
+def test_on_a_gpu_mtp_gets_a_target_with_a_place_for_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Plan] = []
+    monkeypatch.setattr(gpu, "measure_plan", lambda cfg, plan, *_: plans.append(plan))
+    assert list(gpu.measure(Counting(), gpu.FAMILIES, torch.device("cpu"), None, 1)) == [None] * 5
+    assert {plan.family: plan.target.num_hidden_layers for plan in plans} == {
+        "standalone": 32,
+        "eagle3": 32,
+        "medusa": 32,
+        "mtp": 36,
+        "dflash": 32,
+    }
+    assert gpu.explain(torch.cuda.OutOfMemoryError("tried to allocate 2 GiB\nof 80")) == (
+        "it does not fit (tried to allocate 2 GiB)"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
