@@ -36,6 +36,9 @@ class Batch:
     """int64, index of the token's document within the row, ascending from 0; -1 on padding."""
     position_ids_BT: Tensor
     """int64, consecutive in every document: from 0, or later if the beginning was cut off."""
+    salt: int = 0
+    """Turns the choice of rows, for drafts that train a part of them: the epoch, or a number for each step of the
+    learner. Evaluation has 0."""
 
     @staticmethod
     def packed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,11 +71,12 @@ class PackedDataset:
         return batches
 
     def batch(self, index: int, *, batch_size: int, rank: int = 0, num_ranks: int = 1) -> Batch:
-        """Batch `index` of this rank, counted from the start of the run across epochs."""
+        """Batch `index` of this rank, counted from the start of the run across epochs. Its salt is the epoch."""
         epoch, index_in_epoch = divmod(index, self.num_batches(batch_size, num_ranks))
         # Batches of all ranks side by side: with 2 ranks of 4 rows, rank 1 begins with row 4, then row 12.
         first = (index_in_epoch * num_ranks + rank) * batch_size
-        return self._collate([self.rows[row] for row in self._order_of(epoch)[first : first + batch_size]])
+        batch = self._collate([self.rows[row] for row in self._order_of(epoch)[first : first + batch_size]])
+        return replace(batch, salt=epoch)
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
         """The order of the rows, from the seed: a resumed run or another rank computes the same. The last one is

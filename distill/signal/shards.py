@@ -17,7 +17,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -188,7 +188,10 @@ def _write_shard(
         keyed = list(keyed_rows(batch, content.rows(batch)))
         if not keyed:
             continue
-        signal = source(Batch(**{name: tensor.to(device) for name, tensor in vars(batch).items()}))
+        there: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(batch).items() if torch.is_tensor(value)
+        }
+        signal = source(replace(batch, **there))
         for key, rows_N in keyed:
             keys.append(key)
             num_rows.append(len(rows_N))

@@ -53,7 +53,7 @@ class Config:
     """Token whose embedding stands in the slots to fill. It must be in the target's table and should never occur in
     text. By default the recipe takes a row that the tokenizer does not use, or else the padding token."""
     keep_ratio: float = 0.7
-    """Share of the rows of a step that the next step trains, from above 0 to 1."""
+    """Share of the rows of a step that the next step trains, from above 0 to 1. Every epoch chooses other rows."""
     min_share: float = 0.2
     """Smallest share of the first step's rows that a step trains."""
     own_head: bool = True

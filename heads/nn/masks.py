@@ -41,14 +41,21 @@ def choose_mask_token(num_embeddings: int, num_tokens: int, pad_id: int | None) 
     return pad_id
 
 
+TURN = 1327217885
+"""2^31 divided by the golden ratio: the multiples of this share are spread evenly around a circle."""
+
+
 def choose_rows(batch: Batch, has_label_BT: Tensor, count: int) -> Tensor:
     """`count` distinct rows in random order, those with a label first, int64 [B, N].
 
-    The choice depends on the batch alone, so that a resumed run, and a run on more processes, make the same. It does
+    The choice depends on the batch alone, so that a resumed run, and a run on more processes, make the same. Each
+    `batch.salt` makes another: five epochs that choose a quarter of the rows each have chosen almost every row. It does
     not wait for the device, unlike a caller that counts the labels there to find `count`.
     """
+    # The keys lie on a circle. A choice takes the rows from one point downwards, and each salt turns the circle.
+    turn = batch.salt * TURN % (1 << 31)
     # a hash of all tokens up to the row; the multiplier of Knuth's multiplicative hashing
-    mixed_BT = (batch.input_ids_BT.cumsum(1) * 2654435761 + batch.position_ids_BT * 40503) % (1 << 31)
+    mixed_BT = (batch.input_ids_BT.cumsum(1) * 2654435761 + batch.position_ids_BT * 40503 + turn) % (1 << 31)
     # int64 may wrap in the product. torch's remainder has the sign of the divisor, so keys are never negative.
     # -1 sorts the rows without a label last.
     key_BT = torch.where(has_label_BT, mixed_BT, -1)

@@ -154,6 +154,8 @@ class Candidate:
             num_batches=ranks * self.cfg.accumulation,
             sequence_length=self.cfg.sequence_length,
             seed=seed,
+            # Drawn, because seeds of steps are multiples of the records of a step: some of these hardly turn a choice.
+            salt=int(rng.integers(1 << 31)),
             reads=reads,
         )
         # Every rank has packed all batches from the same seed, and keeps a share.

@@ -67,12 +67,18 @@ def select_head_texts(
 
 
 def make_batches(
-    texts: Sequence[TrainingSequence], *, num_batches: int, sequence_length: int, seed: int, reads: Reads = "nothing"
+    texts: Sequence[TrainingSequence],
+    *,
+    num_batches: int,
+    sequence_length: int,
+    seed: int,
+    salt: int = 0,
+    reads: Reads = "nothing",
 ) -> list[RecordedBatch]:
     """All texts in `num_batches` batches of one shape. If there are too few rows, some batches are all padding.
 
     If the draft reads hidden states, a text starts at the first token with hidden states, and rows after the last
-    such token are dropped.
+    such token are dropped. The packing depends on `seed`; `salt` goes into every batch.
     """
     top_k = min(text.topk_ids_RK.shape[1] for text in texts)  # records from a tap have fewer than a plugin's
     if reads != "nothing":
@@ -86,7 +92,7 @@ def make_batches(
     rows += [[]] * (-len(rows) % num_batches)
     # Dealt in turn: of 6 rows, the first of 2 batches gets rows 0, 2 and 4.
     shares = [[[cut[i] for i in row] for row in rows[first::num_batches]] for first in range(num_batches)]
-    batches = [_make_batch(share, width, top_k) for share in shares]
+    batches = [replace(_make_batch(share, width, top_k), salt=salt) for share in shares]
     if reads == "nothing":
         return batches
     with_states = []

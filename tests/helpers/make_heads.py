@@ -6,6 +6,7 @@ B = batch, T = tokens, D = hidden, V = vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,11 @@ def make_batch(documents: Sequence[Sequence[Sequence[int]]], loss_from: int = 0)
         document_BT=document_BT,
         position_ids_BT=position_ids_BT,
     )
+
+
+def take_rows(batch: Batch, rows: slice) -> Batch:
+    """A batch of these rows only."""
+    return replace(batch, **{name: value[rows] for name, value in vars(batch).items() if torch.is_tensor(value)})
 
 
 def make_ids(length: int, seed: int = 1) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
-from make_heads import VOCAB, make_batch, make_ids, make_signal, make_target
+from make_heads import VOCAB, make_batch, make_ids, make_signal, make_target, take_rows
 from make_native import make_native_target
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -90,8 +90,7 @@ def rows_of(step: int, times: int = 1) -> Batch:
 
 def micro_batches(step: int, rank: int, ranks: int, accumulation: int, times: int = 1) -> list[Batch]:
     whole, parts = rows_of(step, times), ranks * accumulation
-    shares = [{name: value[part::parts] for name, value in vars(whole).items()} for part in range(parts)]
-    return [Batch(**share) for share in shares[rank::ranks]]
+    return [take_rows(whole, slice(part, None, parts)) for part in range(rank, parts, ranks)]
 
 
 def train_family(name: str, target: Any, cfg: argparse.Namespace) -> dict[str, Any]:

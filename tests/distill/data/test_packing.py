@@ -82,8 +82,17 @@ def test_a_batch_is_a_function_of_seed_and_index() -> None:
         straight.batch(index, batch_size=4)
     resumed = PackedDataset(samples, sequence_length=8, seed=5)
     assert torch.equal(straight.batch(9, batch_size=4).input_ids_BT, resumed.batch(9, batch_size=4).input_ids_BT)
+    # 24 rows are 6 batches of 4, so batch 9 is of the second epoch
+    assert straight.batch(9, batch_size=4).salt == resumed.batch(9, batch_size=4).salt == 1
     other = PackedDataset(samples, sequence_length=8, seed=6)
     assert not torch.equal(straight.batch(9, batch_size=4).input_ids_BT, other.batch(9, batch_size=4).input_ids_BT)
+
+
+def test_the_salt_is_the_epoch_on_every_rank_and_evaluation_has_none() -> None:
+    data = PackedDataset(make_samples([8] * 24), sequence_length=8, seed=5)
+    salts = [{data.batch(i, batch_size=2, rank=r, num_ranks=3).salt for r in range(3)} for i in range(10)]
+    assert salts == [{0}] * 4 + [{1}] * 4 + [{2}] * 2
+    assert {batch.salt for batch in data.in_order(2)} == {0}
 
 
 def test_too_few_rows_for_a_batch_are_refused() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from make_heads import take_rows
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.distill.data.on_policy import draft_written, is_on_policy
@@ -142,9 +143,7 @@ def test_cross_entropy_learns_the_texts_next_token():
 def test_micro_batches_with_unequal_labels_make_the_same_step_as_one_batch():
     target = make_model(0)
     whole, parts = make_batch([24, 5]), [make_batch([24, 5])] * 2
-    parts = [
-        Batch(**{name: value[row : row + 1] for name, value in vars(part).items()}) for row, part in enumerate(parts)
-    ]
+    parts = [take_rows(part, slice(row, row + 1)) for row, part in enumerate(parts)]
     one = make_distillation(make_model(1), target)
     stats_one = one.step([whole])
     two = make_distillation(make_model(1), target, accumulation=2)  # accelerate shares its state: after `one` is done
@@ -240,7 +239,8 @@ def test_an_on_policy_batch_keeps_the_prompts_and_repeats_itself_for_the_same_se
 @pytest.mark.slow
 def test_two_processes_with_unequal_labels_make_the_step_of_one(tmp_path: Path):
     worker = Path(__file__).with_name("two_process_worker.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    folders = os.pathsep.join([str(Path.cwd()), str(Path.cwd() / "tests/helpers")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": folders}
     launch = ["torchrun", "--standalone", "--nproc_per_node", "2"]
     subprocess.run(
         [str(Path(sys.executable).with_name("torchrun")), *launch[1:], str(worker), str(tmp_path / "two.pt")],

@@ -205,6 +205,21 @@ def test_anchors_are_spread_and_depend_on_the_row_alone() -> None:
     assert torch.equal(alone[0], rows_BA[3])
 
 
+def test_every_epoch_trains_other_anchors_and_a_forecast_stays_the_same() -> None:
+    head, model = make_head(num_anchors=5)
+    batch = make_batch([[make_ids(22)]])
+    signal = make_signal(model, batch, head.aux_layer_ids)
+    epochs = [head.draft_steps(replace(batch, salt=epoch), signal)[0].mask_BT for epoch in range(10)]
+    assert [int(mask_BT.sum()) for mask_BT in epochs] == [5] * 10
+    # 20 rows can begin a block
+    assert int(torch.stack(epochs).any(0).sum()) >= 18
+    with torch.no_grad():
+        first, second = (head.draft_steps(replace(batch, salt=salt), signal) for salt in (0, 3))
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one.mask_BT, other.mask_BT)
+        assert torch.equal(one.hidden_BTD, other.hidden_BTD)
+
+
 def test_a_row_without_labels_trains_nothing() -> None:
     head, model = make_head(num_anchors=4)
     batch = make_batch([[make_ids(6)], [make_ids(12)]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,21 @@ def test_a_row_of_the_batch_trains_the_same_beside_any_other() -> None:
         ):
             assert torch.equal(step.mask_BT[0], other.mask_BT[i, : len(text)])
             assert step.mask_BT.any()
+
+
+def test_later_steps_train_other_rows_in_every_epoch() -> None:
+    head, model = make_head(keep_ratio=0.3, min_share=0.2)
+    batch = make_batch([[make_ids(42)]])
+    signal = make_signal(model, batch, head.aux_layer_ids)
+    epochs = [[step.mask_BT for step in head.draft_steps(replace(batch, salt=e), signal)] for e in range(10)]
+    # 39 rows have a label two tokens on, 38 of them three: an epoch trains 30% and 20% of them
+    for k, rows in ((1, 39), (2, 38)):
+        masks = [masks[k] for masks in epochs]
+        assert max(int(mask_BT.sum()) for mask_BT in masks) <= 0.3 * 39
+        assert int(torch.stack(masks).any(0).sum()) >= 0.9 * rows
+    with torch.no_grad():
+        first, second = (head.draft_steps(replace(batch, salt=salt), signal) for salt in (0, 3))
+    assert all(torch.equal(one.hidden_BTD, other.hidden_BTD) for one, other in zip(first, second, strict=True))
 
 
 def test_later_steps_train_rows_of_the_step_before() -> None:
