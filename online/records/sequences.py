@@ -1,4 +1,4 @@
-"""What a draft learns from a record: the text with the rows labelled by the target, and the drafts that it refused.
+"""A record as training data: the text with the rows labelled by the target, and the drafts that it refused.
 
 T = tokens, R = rows, K = kept top-k ids, H = tokens with hidden states, L = states per token, D = size of one,
 S = tokens of a draft, Q = those from the refused one on.

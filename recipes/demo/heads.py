@@ -84,6 +84,8 @@ class Config:
     seeds: int = 3
     """Seeds of EAGLE-3 with the first divergence, to tell how much tau differs from seed to seed. All but the first are
     trained and forecast without an engine."""
+    rejected_branches: bool = True
+    """Also compare EAGLE-3 trained on recorded requests with and without the drafts that the target refused."""
     resume: bool = False
     """Continue the runs in `output`."""
     overwrite: bool = False
@@ -128,7 +130,10 @@ def main(cfg: Config) -> None:
         print(f"\n{number} of {len(runs)}: {folder}", flush=True)
         train_and_prove(HEADS[name].recipe, cfg.output / folder, cfg, ("--data.date", day.isoformat(), *flags))
 
-    # 3. compare
+    # 3. EAGLE-3 goes on learning from requests, with and without refused drafts
+    rejected = compare_refused(cfg) if cfg.rejected_branches and "eagle3" in cfg.heads else None
+
+    # 4. compare
     reports = {folder: json.loads((cfg.output / folder / "report.json").read_text()) for folder, _, _ in runs}
     by_divergence = {DIVERGENCES[0]: "eagle3"} | {name: f"eagle3-{name}" for name in others}
     ablation = {name: extract_entry(reports[run]) for name, run in by_divergence.items()} if others else {}
@@ -149,6 +154,7 @@ def main(cfg: Config) -> None:
             },
             "ablation": compare_with_best(ablation, seed_taus) if ablation else {},
             "seed_taus": seed_taus,
+            "rejected_branches": rejected,
             "date": day.isoformat(),
             "environment": environment(),
             "duration_s": round(sum(report["duration_s"] for report in reports.values()), 1),
@@ -177,6 +183,30 @@ def train_and_prove(recipe: str, folder: Path, cfg: Config, flags: tuple[str, ..
         command.append("--overwrite")
     if subprocess.run(command).returncode:
         raise ValueError(f"{folder.name} failed, see above: fix the problem and continue with --resume")
+
+
+def compare_refused(cfg: Config) -> dict[str, Any]:
+    """The report of `recipes/demo/refused.py` with the trained EAGLE-3 head.
+
+    Raises:
+        ValueError: if it fails, after it has printed the reason.
+    """
+    report = cfg.output / "refused" / "report.json"
+    if not (cfg.resume and report.is_file()):
+        print("\nEAGLE-3 learns from refused drafts", flush=True)
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("refused.py")),
+            "--head",
+            str(cfg.output / "eagle3/draft"),
+        ]
+        command += ["--conversations", str(cfg.output / "conversations.jsonl"), "--output", str(report)]
+        if subprocess.run(command).returncode:
+            raise ValueError(
+                "learning from refused drafts failed, see above: fix the problem and continue with --resume"
+            )
+    found: dict[str, Any] = json.loads(report.read_text())
+    return found
 
 
 def compare_with_best(entries: Mapping[str, Mapping[str, Any]], seed_taus: Sequence[float]) -> dict[str, Any]:

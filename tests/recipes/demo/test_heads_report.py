@@ -19,6 +19,8 @@ from redraft.recipes.demo.heads import (
     extract_entry,
     main,
 )
+from redraft.recipes.demo.refused import Config as RefusedConfig
+from redraft.recipes.demo.refused import summarise
 
 TITLES = {"eagle3": "EAGLE-3", "medusa": "Medusa", "mlp_speculator": "MLPSpeculator"}
 
@@ -65,6 +67,7 @@ def make_heads_report(**changes: Any) -> dict[str, Any]:
         },
         "ablation": compare_with_best({"forward_kl": make_entry(1.5), "cross_entropy": make_entry(1.3)}, SEED_TAUS),
         "seed_taus": SEED_TAUS,
+        "rejected_branches": None,
         "environment": {"date": "2026-01-02", "processor": "an abacus"},
         "duration_s": 900.0,
         **changes,
@@ -133,6 +136,23 @@ def test_a_head_is_told_with_its_worth_even_if_it_is_a_loss(tmp_path: Path) -> N
 
 def test_a_page_without_an_ablation_leaves_out_its_chart(tmp_path: Path) -> None:
     assert 'id="ablation"' not in write(tmp_path, make_heads_report(ablation={})).read_text()
+
+
+def test_the_page_tells_what_refused_drafts_taught(tmp_path: Path) -> None:
+    found = summarise({"before": [1.5], "plain": [1.60, 1.62, 1.64], "learned": [1.62, 1.60, 1.66]})
+    # By seed +1.25%, -1.23%, +1.22%: on average 0.41%, and t = 4.30 with two degrees of freedom.
+    assert found["gain"] == pytest.approx(0.0041, abs=1e-4)
+    assert found["gain_interval"] == pytest.approx((-0.0312, 0.0395), abs=2e-4)
+    report = make_heads_report(rejected_branches=found | {"records": 9, "passes": 2, "seeds": 3})
+    html = write(tmp_path, report).read_text()
+    assert re.search(r"the text and refused drafts</th><td><b>1.627</b></td><td>1.620, 1.600, 1.660</td>", html)
+    assert "changed tau by 0.4%, with a 95% interval over pairs of seeds from -3.1% to 4.0%" in html
+    assert "refused" not in write(tmp_path / "none", make_heads_report(rejected_branches=None)).read_text()
+
+
+def test_one_seed_gives_no_interval_and_is_refused() -> None:
+    with pytest.raises(ValueError, match="--seeds is 1: an interval needs 2 or more"):
+        RefusedConfig(seeds=1)
 
 
 @browser
