@@ -88,6 +88,9 @@ class Family:
     """Key of config.json with the list of target layers to read. Dots lead into nested sections."""
     layers_offset: int = 0
     """Added to each of them: 1 if the checkpoint's k stands for the stream after k + 1 layers."""
+    speculators_layers_key: str = ""
+    """Key of the same list in the layout of the library `speculators`, whose k stands for the stream after k layers;
+    empty if it is `layers_key` there too."""
     fixed_tokens: FixedTokens | None = None
     """The limit on draft tokens; None for a family without one."""
     is_parallel: bool = False
@@ -179,7 +182,10 @@ class Family:
         self.load(target, lambda: borrowed).export(folder, borrowed.config.dtype)
 
     def read_layers(self, config: Mapping[str, Any]) -> list[int]:
-        """The target layers read by an export with this config.json, from `layers_key`."""
+        """The target layers read by an export with this config.json, from `layers_key`; k stands for the stream after
+        k layers."""
+        if self.speculators_layers_key and "speculators_model_type" in config:
+            return list(config[self.speculators_layers_key])
         *sections, last = self.layers_key.split(".")
         for section in sections:
             config = config[section]
@@ -266,10 +272,11 @@ FAMILIES: tuple[Family, ...] = (
         decoders=("v2",),
         tensors=r"markov_head\..*",
         # vLLM takes the second name for the first if the layers are those of Qwen3
-        architectures=("Qwen3DSparkModel", "DSparkDraftModel"),
+        architectures=("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator"),
         reads="layers",
         layers_key="target_layer_ids",
         layers_offset=1,
+        speculators_layers_key="aux_hidden_state_layer_ids",
         fixed_tokens=FixedTokens(("block_size",), unused=1, used_if="sample_from_anchor"),
         varies_tokens=False,
         can_sample=True,
@@ -286,10 +293,11 @@ FAMILIES: tuple[Family, ...] = (
         decoders=("v1", "v2"),
         # The whole name must match: EAGLE-3's is `midlayer.hidden_norm.weight`.
         tensors=r"hidden_norm\.weight",
-        architectures=("DFlashDraftModel",),
+        architectures=("DFlashDraftModel", "DFlashSpeculator"),
         reads="layers",
         layers_key="dflash_config.target_layer_ids",
         layers_offset=1,
+        speculators_layers_key="aux_hidden_state_layer_ids",
         fixed_tokens=FixedTokens(("block_size",), unused=1),
         varies_tokens=False,
         can_sample=True,

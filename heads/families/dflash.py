@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +36,16 @@ from redraft.heads.draft import (
 from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.nn.blocks import BlockMask, attend_blocks
-from redraft.heads.nn.layers import GatedMLP, LlamaShape, Rotary, norm, rotate
+from redraft.heads.nn.layers import GatedMLP, LlamaShape, Rotary, norm, read_layer_config, rotate
 from redraft.heads.nn.masks import check_mask_token, choose_rows
 from redraft.heads.nn.vocabulary import check_ids, over_target_vocabulary, read_ids, to_offsets
 from redraft.heads.target import Target, aux_layers
 
 SECTION = "dflash_config"
 """The part of config.json with the keys of this family only."""
+
+SPECULATORS = "speculators_model_type"
+"""Key of config.json by which the layout of the package `speculators` is recognised."""
 
 TRAINING_OPTIONS = ("num_anchors", "gamma", "pace")
 """Options that no engine reads. An export keeps them, to train on with."""
@@ -65,7 +68,7 @@ class Config:
     """Token whose embedding stands in the empty slots. It must be in the target's table and should never occur in text.
     By default the recipe takes a row that the tokenizer does not use, or else the padding token."""
     num_anchors: int = 512
-    """Blocks to train in each row of a batch. Their anchors are chosen for every batch."""
+    """Blocks to train in each row of a batch. Every epoch chooses other anchors."""
     gamma: float = 7.0
     """Decay of a draft token's weight in the loss: token i has the weight exp(-(i - 1) / gamma). Usual values are 4 for
     blocks of 8 and 7 for blocks of 16."""
@@ -136,6 +139,8 @@ class DFlash(nn.Module):
     family = "dflash"
     architecture = "DFlashDraftModel"
     """vLLM's name of the class."""
+    speculators_architecture = "DFlashDraftModel"
+    """The name of the class in the package `speculators`."""
     float32: tuple[str, ...] = ()
     """Tensors whose names begin so are exported in float32."""
     is_autoregressive = False
@@ -158,6 +163,7 @@ class DFlash(nn.Module):
             ValueError: the target does not have these layers or ids.
         """
         super().__init__()
+        self._target_architectures = list(getattr(target.config, "architectures", None) or ())
         self._mask_token_id = len(target.embed_VD) - 1 if config.mask_token_id is None else config.mask_token_id
         self.config = config = replace(config, mask_token_id=self._mask_token_id)
         self.shape = shape or LlamaShape.from_config(target.config)
@@ -313,29 +319,49 @@ class DFlash(nn.Module):
         *,
         weights: Mapping[str, Tensor] | None = None,
         like: Path | None = None,
+        layout: Literal["vllm", "speculators"] = "vllm",
+        target_name: str = "",
+        num_speculative_tokens: int | None = None,
     ) -> None:
-        """Write a folder for vLLM's method of this name, without the embeddings, which are the target's.
+        """Write a folder for vLLM's method of this name; `like` decides the layout if it is given.
 
-        The output head is left out too, unless the vocabulary is reduced: then the folder has its rows and `d2t`.
+        The embeddings are the target's and are left out. So is the output head, unless the vocabulary is reduced: then
+        the folder has its rows and `d2t`. The layout "speculators", of the package with this name, also names the
+        target, from which the package takes the rest, and `num_speculative_tokens`, by default those of a block. If
+        `like` has this layout, both are taken from there.
         """
+        earlier = read_config(like) if like else {}
+        is_speculators = layout == "speculators" or SPECULATORS in earlier
         tensors = dict(weights or self.state_dict())
         if self._draft_ids_W is not None:
-            tensors |= {"lm_head.weight": self._head_WD, "d2t": to_offsets(self._draft_ids_W.cpu())}
-        served = {**self._served(), "block_size": self.config.block_size}
-        rotation = {"head_dim": self.shape.head_dim, "rope_parameters": dict(self.shape.rope_parameters)}
-        kept = {name: getattr(self.config, name) for name in TRAINING_OPTIONS}
-        config = {
+            ids_W = self._draft_ids_W.cpu()
+            tensors |= {"lm_head.weight": self._head_WD, "d2t": to_offsets(ids_W)}
+            if is_speculators:  # the package finds the target's rows by it, and vLLM does not read it
+                tensors["t2d"] = torch.zeros(self.shape.vocab_size, dtype=torch.bool).index_fill(0, ids_W, True)
+        served = {
+            **(self._served_by_speculators() if is_speculators else self._served()),
+            "block_size": self.config.block_size,
+        }
+        layer = {
             **self.shape.hf_config(),
-            "architectures": [self.architecture],
             # `hf_config` says llama, because the shape knows nothing of this file's norms of queries and keys.
             "model_type": "qwen3",
             "num_hidden_layers": self.config.num_layers,
             "layer_types": ["full_attention"] * self.config.num_layers,
-            "draft_vocab_size": len(self._head_WD),
-            **served,
-            "redraft": {"family": self.family, **kept, TRAINED_WITH: {**served, **rotation}},
         }
+        if is_speculators:
+            method = earlier.get("speculators_config") or self._method(target_name, num_speculative_tokens)
+            frame = {**self._frame(), "transformer_layer_config": layer, "speculators_config": method}
+        else:
+            frame = {**layer, "architectures": [self.architecture]}
+        config = {**frame, "draft_vocab_size": len(self._head_WD), **served, "redraft": self._training(served)}
         write_head(folder, tensors, config, dtype or self.fc.weight.dtype, self.float32)
+
+    def _training(self, served: Mapping[str, Any]) -> dict[str, Any]:
+        """The section of redraft in config.json."""
+        rotation = {"head_dim": self.shape.head_dim, "rope_parameters": dict(self.shape.rope_parameters)}
+        kept = {name: getattr(self.config, name) for name in TRAINING_OPTIONS}
+        return {"family": self.family, **kept, TRAINED_WITH: {**served, **rotation}}
 
     def _served(self) -> dict[str, Any]:
         """The keys of config.json for engines that a head of this kind alone has."""
@@ -344,9 +370,41 @@ class DFlash(nn.Module):
         ids = [layer - 1 for layer in self.aux_layer_ids]
         return {SECTION: {"mask_token_id": self._mask_token_id, "target_layer_ids": ids, "causal": False}}
 
+    def _served_by_speculators(self) -> dict[str, Any]:
+        """The keys of `_served` in the layout of `speculators`, whose k is our k."""
+        return {
+            "mask_token_id": self._mask_token_id,
+            "aux_hidden_state_layer_ids": list(self.aux_layer_ids),
+            "sample_from_anchor": self.config.first_slot == 0,
+            # The package reads it for layers with a window only. vLLM makes every layer of a DFlash head causal unless
+            # it is true.
+            "sliding_window_non_causal": True,
+        }
+
+    def _frame(self) -> dict[str, Any]:
+        """The keys by which `speculators` recognises its layout."""
+        return {
+            "architectures": [self.speculators_architecture],
+            SPECULATORS: self.family,
+            "speculators_version": "0.9.0",
+            # null means as wide as the head
+            "target_hidden_size": None,
+            "tie_word_embeddings": False,
+        }
+
+    def _method(self, target_name: str, num_speculative_tokens: int | None) -> dict[str, Any]:
+        """The section `speculators_config`."""
+        greedy = {"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens or self.max_tokens}
+        return {
+            "algorithm": self.family,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**greedy, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": target_name, "architectures": self._target_architectures},
+        }
+
     @staticmethod
     def load(folder: Path, target: Target) -> DFlash:
-        """A head from an exported folder, or from a checkpoint of another trainer with the same layout.
+        """A head from an exported folder of either layout, or from a checkpoint of another trainer with one of them.
 
         Raises:
             ValueError: a tensor is missing, unknown or of another shape, the embeddings or the head are not the
@@ -362,7 +420,7 @@ def load_head(
     head_class: type[Head], read: Callable[[Mapping[str, Any], Path], Config], folder: Path, target: Target
 ) -> Head:
     """A head of `head_class` with the options that `read` finds in config.json. Raises: as `DFlash.load`."""
-    config = read_config(folder)
+    config = translate(read_config(folder), folder)
     tensors = read_tensors(folder, tensor_files(folder))
     draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
     for name, theirs_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
@@ -376,6 +434,31 @@ def load_head(
     head = head_class(read(config, folder), target, draft_ids_W, replace(shape, head_dim=config["head_dim"]))
     load_into(head, tensors, folder)
     return head
+
+
+def translate(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """config.json in the keys of vLLM: as it is, or from the layout of the package `speculators`.
+
+    Raises:
+        ValueError: it names no mask token or no target layers.
+    """
+    if SPECULATORS not in config:
+        return config
+    layers = config.get("aux_hidden_state_layer_ids")
+    if not layers or config.get("mask_token_id") is None:
+        absent = "mask_token_id" if layers else "aux_hidden_state_layer_ids"
+        raise ValueError(f"{folder}: config.json has no {absent}: write the one of training")
+    # the package takes Qwen3's defaults for absent keys
+    inner = read_layer_config({"model_type": "qwen3", **(config.get("transformer_layer_config") or {})}).to_dict()
+    # of rotary parameters for several kinds of layers, the package takes these for all
+    rope = inner["rope_parameters"].get("sliding_attention", inner["rope_parameters"])
+    # `sliding_window_non_causal` is about layers with a window, which are refused whatever it says.
+    section = {
+        "mask_token_id": config["mask_token_id"],
+        "target_layer_ids": [layer - 1 for layer in layers],
+        "causal": False,
+    }
+    return {**inner, "rope_parameters": rope, **config, SECTION: section}
 
 
 def check_options(config: Config, num_embeddings: int) -> None:
@@ -449,9 +532,14 @@ def _read(config: Mapping[str, Any], folder: Path) -> Config:
     """The options of a checkpoint.
 
     Raises:
-        ValueError: its attention is causal, of a window, or rotates in another way.
+        ValueError: its attention is causal, of a window, or rotates in another way, or the anchor proposes.
     """
-    return Config(**read_options(config, config.get(SECTION) or {}, folder))
+    section = config.get(SECTION) or {}
+    if config.get("sample_from_anchor") or section.get("sample_from_anchor"):
+        raise ValueError(
+            f"{folder}: its anchor proposes (sample_from_anchor), which DFlash does neither here nor in vLLM"
+        )
+    return Config(**read_options(config, section, folder))
 
 
 def read_options(config: Mapping[str, Any], section: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -460,6 +548,8 @@ def read_options(config: Mapping[str, Any], section: Mapping[str, Any], folder: 
     windows = "sliding_attention" in (config.get("layer_types") or ()) or of_dflash.get("use_swa")
     if of_dflash.get("causal") or config.get("is_causal") or windows or config.get("is_neox_style") is False:
         raise ValueError(f"{folder}: only full attention in both directions within a block is supported here")
+    if (act := config.get("hidden_act") or "silu") not in ("silu", "swish"):
+        raise ValueError(f"{folder}: hidden_act is {act}, only silu is supported here, as in vLLM")
     # other trainers do not write how the head was trained
     known = {name: value for name, value in config.get("redraft", {}).items() if name in TRAINING_OPTIONS}
     return {

@@ -95,6 +95,7 @@ class ConfidenceHead(nn.Module):
 class DSpark(DFlash):
     family = "dspark"
     architecture = "Qwen3DSparkModel"
+    speculators_architecture = "DSparkDraftModel"
     float32 = (CONFIDENCE_HEAD,)
     config: Config
 
@@ -137,6 +138,15 @@ class DSpark(DFlash):
             "target_layer_ids": of_dflash["target_layer_ids"],
             "is_causal": of_dflash["causal"],
             "sample_from_anchor": self.config.sample_from_anchor,
+            **self._heads(),
+        }
+
+    def _served_by_speculators(self) -> dict[str, Any]:
+        return {**super()._served_by_speculators(), **self._heads()}
+
+    def _heads(self) -> dict[str, Any]:
+        """The keys of the Markov head and the confidence head, the same in both layouts."""
+        return {
             "markov_rank": self.config.markov_rank,
             "markov_head_type": "vanilla",
             "enable_confidence_head": self.config.confidence_head,
@@ -155,7 +165,7 @@ class DSpark(DFlash):
 
     @staticmethod
     def load(folder: Path, target: Target) -> DSpark:
-        """A head from an exported folder, or from a checkpoint of another trainer with the same layout.
+        """A head from an exported folder of either layout, or from a checkpoint of another trainer with one of them.
 
         Raises:
             ValueError: as `DFlash.load`, or the Markov or confidence head is of another kind.
@@ -167,7 +177,8 @@ def _read(config: Mapping[str, Any], folder: Path) -> Config:
     """The options of a checkpoint.
 
     Raises:
-        ValueError: the attention, the Markov head or the confidence head is of another kind.
+        ValueError: the attention, the Markov head or the confidence head is of another kind, or the kind of block is
+            not written down.
     """
     if (kind := config.get("markov_head_type") or "vanilla") != "vanilla":
         raise ValueError(f"{folder}: a Markov head of type {kind} is not supported here, only vanilla")
@@ -175,6 +186,11 @@ def _read(config: Mapping[str, Any], folder: Path) -> Config:
     # vLLM takes false if the key is absent, so an absent key is refused as well.
     if has_confidence and not config.get("confidence_head_with_markov"):
         raise ValueError(f"{folder}: a confidence head that does not read the Markov head is not supported here")
+    if dflash.SPECULATORS in config and "sample_from_anchor" not in config:
+        raise ValueError(
+            f"{folder}: config.json does not say whether the anchor proposes, and speculators takes true, vLLM false: "
+            'write the "sample_from_anchor" of training'
+        )
     # an engine looks there first
     section = {**config, **(config.get(dflash.SECTION) or {})}
     return Config(

@@ -32,15 +32,19 @@ def _eagle(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _has_window_or_direction(config: Mapping[str, Any]) -> bool:
-    section = config["dflash_config"]
-    has_window = section.get("use_swa") or "sliding_attention" in (config.get("layer_types") or ())
+    section = config.get("dflash_config") or {}
+    layer_types = (config.get("transformer_layer_config") or config).get("layer_types") or ()
+    has_window = section.get("use_swa") or "sliding_attention" in layer_types
     return bool(has_window or section.get("causal") or config.get("is_causal"))
 
 
 def _is_dspark_of_other_layers(config: Mapping[str, Any]) -> bool:
     """True for layers of DeepSeek-V4, Kimi K3 or Gemma 4. One name of Qwen3's is also one of DeepSeek's."""
     names = [name for name in config.get("architectures") or () if "dspark" in name.lower()]
-    ours = {"Qwen3DSparkModel"} | ({"DSparkDraftModel"} if config.get("model_type") == "qwen3" else set())
+    ours = {"Qwen3DSparkModel"}
+    # In the layout of speculators the type of the layers is in a section, and they are Qwen3's in any case.
+    if config.get("model_type") == "qwen3" or config.get("speculators_model_type") == "dspark":
+        ours |= {"DSparkDraftModel", "DSparkSpeculator"}
     return bool(names) and not ours.intersection(names)
 
 
@@ -55,11 +59,6 @@ def _any(pattern: str) -> Callable[[Mapping[str, Any], Collection[str]], bool]:
 
 # The first match counts: the rarer sign comes first.
 FOREIGN: tuple[Foreign, ...] = (
-    Foreign(
-        name="a DSpark draft in the layout of speculators",
-        method="dspark",
-        matches=lambda config, names: config.get("speculators_model_type") == "dspark",
-    ),
     Foreign(
         name="a DSpark draft of layers other than Qwen3's",
         method="dspark",
@@ -81,16 +80,22 @@ FOREIGN: tuple[Foreign, ...] = (
         architecture="(?i)dflash2",
     ),
     Foreign(
-        name="a DFlash draft in the layout of speculators",
-        method="dflash",
-        matches=lambda config, names: config.get("speculators_model_type") == "dflash",
+        name="a DSpark draft with windows",
+        method="dspark",
+        matches=lambda config, names: (
+            config.get("speculators_model_type") == "dspark"
+            and "redraft" not in config
+            and _has_window_or_direction(config)
+        ),
     ),
     Foreign(
         name="a DFlash draft with windows or with causal attention",
         method="dflash",
         # in an export of redraft, it is a fault
         matches=lambda config, names: (
-            "dflash_config" in config and "redraft" not in config and _has_window_or_direction(config)
+            ("dflash_config" in config or config.get("speculators_model_type") == "dflash")
+            and "redraft" not in config
+            and _has_window_or_direction(config)
         ),
     ),
     Foreign(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -22,6 +23,8 @@ from redraft.recipes.cli import run_recipe
 @dataclass(frozen=True, kw_only=True)
 class Config(ParallelConfig):
     head: dflash.Config = field(default_factory=dflash.Config)
+    layout: Literal["vllm", "speculators"] = "vllm"
+    """Format of the exported checkpoint: vLLM's, or that of the library `speculators`. vLLM reads both."""
     output: Path = Path("outputs/dflash-llama8b")
     """Folder of the run. It receives the config, metrics, checkpoints, the exported draft and the report."""
 
@@ -60,7 +63,11 @@ def main(cfg: Config) -> None:
     head, cost = run.train(head)
 
     # 5. The proof: publish the head, load it back, forecast it, serve it in vLLM, report.
-    draft = run.publish(lambda folder: head.export(folder, torch.bfloat16))
+    def export(folder: Path) -> None:
+        tokens = cfg.prove.num_speculative_tokens
+        head.export(folder, torch.bfloat16, layout=cfg.layout, target_name=cfg.target, num_speculative_tokens=tokens)
+
+    draft = run.publish(export)
     run.prove(before, draft, cost, {"method": "dflash", "model": str(draft.absolute())})
 
 

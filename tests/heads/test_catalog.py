@@ -87,6 +87,16 @@ def test_the_anchor_of_a_dspark_block_proposes_unless_the_config_says_no(config:
     assert find_family("dflash").max_tokens({"block_size": 7, **config}) == 6
 
 
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_layers_are_counted_alike_in_every_layout(name: str) -> None:
+    section = {"target_layer_ids": [0, 1, 3]}
+    family = find_family(name)
+    assert family.read_layers({"dflash_config": section} if name == "dflash" else section) == [1, 2, 4]
+    of_speculators = {"speculators_model_type": name, "aux_hidden_state_layer_ids": [1, 2, 4], "block_size": 7}
+    assert family.read_layers(of_speculators) == [1, 2, 4]
+    assert family.max_tokens(of_speculators) == {"dflash": 6, "dspark": 7}[name]
+
+
 def test_a_head_of_others_is_recognised_by_its_architecture(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
     assert detect_family(tmp_path).name == "eagle3"

@@ -32,20 +32,38 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
         ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight", "norm.weight"),
         'a DFlash draft with windows or with causal attention: vLLM serves it with "method": "dflash"',
     ),
-    "speculators DFlash": (
-        {"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [2, 10], "mask_token_id": 9},
+    "speculators DFlash with windows": (
+        {
+            "architectures": ["DFlashDraftModel"],
+            "speculators_model_type": "dflash",
+            "transformer_layer_config": {"layer_types": ["full_attention", "sliding_attention"]},
+        },
         ("fc.weight", "hidden_norm.weight", "layers.0.input_layernorm.weight"),
-        "a DFlash draft in the layout of speculators",
+        'a DFlash draft with windows or with causal attention: vLLM serves it with "method": "dflash"',
     ),
     "z-lab DFlash2": (
         {"architectures": ["DFlash2DraftModel"], "dflash_config": {"selector_rank": 256}},
         ("fc.weight", "layers.0.input_layernorm.weight"),
         "a DFlash2 draft",
     ),
-    "speculators DSpark": (
-        {"speculators_model_type": "dspark", "aux_hidden_state_layer_ids": [2, 10], "architectures": ["X"]},
+    "speculators DSpark with windows": (
+        {
+            "architectures": ["DSparkDraftModel"],
+            "speculators_model_type": "dspark",
+            "transformer_layer_config": {"layer_types": ["sliding_attention", "sliding_attention"]},
+        },
         ("fc.weight", "markov_head.markov_w1.weight", "layers.0.input_layernorm.weight"),
-        'a DSpark draft in the layout of speculators: vLLM serves it with "method": "dspark"',
+        'a DSpark draft with windows: vLLM serves it with "method": "dspark"',
+    ),
+    "speculators DSpark of Qwen3-Omni": (
+        {"architectures": ["Qwen3OmniDSparkModel"], "speculators_model_type": "dspark"},
+        ("fc.weight", "markov_head.markov_w1.weight"),
+        "a DSpark draft of layers other than Qwen3's",
+    ),
+    "speculators, recurrent DSpark": (
+        {"architectures": ["DSparkDraftModel"], "speculators_model_type": "dspark", "markov_head_type": "rnn"},
+        ("fc.weight", "markov_head.markov_w1.weight"),
+        "a DSpark draft with a Markov head that is not vanilla: vLLM has no method to serve it",
     ),
     "DSpark of Gemma 4": (
         {"architectures": ["Gemma4DSparkModel"], "markov_rank": 256},
@@ -142,6 +160,22 @@ def test_dspark_heads_of_other_trainers_are_ours_to_open(architecture: str, tmp_
     (tmp_path / "config.json").write_text(json.dumps(config))
     names = ("fc.weight", "hidden_norm.weight", "markov_head.markov_w1.weight")
     assert detect_family_by_tensors(names, tmp_path).name == detect_family(tmp_path).name == "dspark"
+
+
+@pytest.mark.parametrize("end", ["DraftModel", "Speculator"])
+@pytest.mark.parametrize(("name", "start"), [("dflash", "DFlash"), ("dspark", "DSpark")])
+def test_blocks_of_speculators_without_windows_are_ours_to_open(
+    name: str, start: str, end: str, tmp_path: Path
+) -> None:
+    config = {
+        "architectures": [start + end],
+        "speculators_model_type": name,
+        "transformer_layer_config": {"layer_types": ["full_attention"], "model_type": "qwen3"},
+        "sliding_window_non_causal": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = ["fc.weight", "hidden_norm.weight", *(["markov_head.markov_w1.weight"] if name == "dspark" else [])]
+    assert detect_family_by_tensors(names, tmp_path).name == detect_family(tmp_path).name == name
 
 
 def test_a_medusa_checkpoint_in_the_layout_of_its_authors_opens(tmp_path: Path) -> None:
