@@ -13,30 +13,41 @@ from redraft.heads.doctor import shared
 from redraft.heads.doctor.eagle3 import vocabulary_map
 from redraft.heads.doctor.pair import Check, Finding, Pair
 
-SECTION_KEYS = ("mask_token_id", "target_layer_ids", "causal", "is_causal", "sample_from_anchor")
+LAYERS, LAYERS_OF_SPECULATORS = "target_layer_ids", "aux_hidden_state_layer_ids"
+"""Keys of the target layers in the two layouts: the last layer counted from 0, or the number of layers."""
+
+SECTION_KEYS = ("mask_token_id", LAYERS, LAYERS_OF_SPECULATORS, "causal", "is_causal", "sample_from_anchor")
+
+COUNTED = {
+    LAYERS: "layer k counts from 0, the first one is 0",
+    LAYERS_OF_SPECULATORS: "k stands for the state after k layers, the first one is 1",
+}
 
 
 def target_layers(pair: Pair) -> Iterator[Finding]:
     """The layers exist, and `fc` reads as many."""
     section, place = _section(pair, pair.config)
-    ids = section.get("target_layer_ids")
+    key = LAYERS_OF_SPECULATORS if pair.is_speculators else LAYERS
+    ids = section.get(key)
     if not ids:
         yield Finding(
-            f"{place} names no target_layer_ids, so the engine does not know which states of the target to feed",
-            f'write "target_layer_ids" into {place}: layer k counts from 0, the first one is 0',
+            f"{place} names no {key}, so the engine does not know which states of the target to feed",
+            f'write "{key}" into {place}: {COUNTED[key]}',
         )
         return
     read = pair.shapes["fc.weight"][1] // pair.target_config.hidden_size
     if len(ids) != read:
         yield Finding(
             f"{len(ids)} target layers {list(ids)} are fed, the weights of fc read {read}",
-            f"name in target_layer_ids the {read} layers that the head was trained on",
+            f"name in {key} the {read} layers that the head was trained on",
         )
-    elif list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= pair.target_config.num_hidden_layers:
-        last = pair.target_config.num_hidden_layers - 1
+        return
+    first = 1 if pair.is_speculators else 0
+    last = pair.target_config.num_hidden_layers - 1 + first
+    if list(ids) != sorted(set(ids)) or ids[0] < first or ids[-1] > last:
         yield Finding(
-            f"target layers {list(ids)} are not distinct ascending layers of the target, which has 0 to {last}",
-            "name the layers that the head was trained on; the first layer of the target is 0",
+            f"target layers {list(ids)} are not distinct ascending layers of the target, which has {first} to {last}",
+            f"name the layers that the head was trained on; the first layer of the target is {first}",
         )
 
 
@@ -70,7 +81,16 @@ def as_trained(pair: Pair) -> Iterator[Finding]:
 
 
 def causality(pair: Pair) -> Iterator[Finding]:
-    """The direction of attention within a block is written down."""
+    """The direction of attention within a block is written down, as in training."""
+    if pair.is_speculators:
+        # The library reads the key for layers with a window only, and a head with those does not open.
+        if pair.config.get("sliding_window_non_causal") is False:
+            yield Finding(
+                "sliding_window_non_causal is false, by which vLLM makes every layer causal; without windows, "
+                "attention within a block was trained in both directions",
+                'write "sliding_window_non_causal": true into config.json',
+            )
+        return
     section, place = _section(pair, pair.config)
     if "causal" not in section and "is_causal" not in pair.config:
         yield Finding(
@@ -103,28 +123,29 @@ def head_norms(pair: Pair) -> Iterator[Finding]:
 
 def rotation(pair: Pair) -> Iterator[Finding]:
     """Rotary parameters and head size are those that the head was trained with."""
-    trained = pair.trained_with or {}
+    trained, served = pair.trained_with or {}, pair.layer_config
+    place = "transformer_layer_config" if pair.is_speculators else "config.json"
     for key in ("head_dim", "rope_parameters"):
-        if key in trained and pair.config.get(key) != trained[key]:
+        if key in trained and served.get(key) != trained[key]:
             yield Finding(
-                f"{key} is {pair.config.get(key)}, the head was trained with {trained[key]}",
-                f'write the "{key}" of training into config.json',
+                f"{key} is {served.get(key)}, the head was trained with {trained[key]}",
+                f'write the "{key}" of training into {place}',
             )
 
 
 def _section(pair: Pair, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """The part of `config` with the keys of the family, and the name of the part."""
-    # "dflash_config" for DFlash; empty for DSpark, with all keys at the top.
-    name = pair.family.layers_key.rpartition(".")[0]
+    # "dflash_config" for DFlash; empty for DSpark and the layout of speculators, with all keys at the top.
+    name = "" if pair.is_speculators else pair.family.layers_key.rpartition(".")[0]
     return (config.get(name) or {}, name) if name else (config, "config.json")
 
 
 def _off_by_one(key: str, section: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
-    if key != "target_layer_ids" or len(section[key]) != len(trained[key]):
+    if key not in COUNTED or len(section[key]) != len(trained[key]):
         return ""
-    # DFlash counts layers from 0, EAGLE-3 the streams between them: layer 1 is stream 2.
+    # DFlash counts layers from 0, EAGLE-3 and speculators the streams between them: layer 1 is stream 2.
     shifts = {served - was for served, was in zip(section[key], trained[key], strict=True)}
-    return ": off by one; layer k is counted from 0" if shifts in ({1}, {-1}) else ""
+    return f": off by one; {COUNTED[key]}" if shifts in ({1}, {-1}) else ""
 
 
 OF_BLOCKS: tuple[Check, ...] = (

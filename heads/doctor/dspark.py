@@ -11,8 +11,17 @@ CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 
 
 def layout(pair: Pair) -> Iterator[Finding]:
-    """A block whose anchor proposes nothing says so."""
-    if "sample_from_anchor" not in pair.config and (pair.trained_with or {}).get("sample_from_anchor") is False:
+    """A block whose anchor proposes nothing says so, and in the layout of speculators every block."""
+    if "sample_from_anchor" in pair.config:
+        return
+    trained = (pair.trained_with or {}).get("sample_from_anchor")
+    if pair.is_speculators:
+        value = "true or false, as in training," if trained is None else str(trained).lower()
+        yield Finding(
+            "config.json has no sample_from_anchor: speculators takes true, vLLM false",
+            f'write "sample_from_anchor": {value} into config.json',
+        )
+    elif trained is False:
         yield Finding(
             "config.json has no sample_from_anchor: the engine takes true, the head was trained with false",
             'write "sample_from_anchor": false into config.json',

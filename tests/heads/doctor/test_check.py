@@ -127,7 +127,9 @@ UNBROKEN = {
         "eagle3",
     ),
     "dflash": (lambda folder: make_pair(folder, make_dflash), "dflash"),
+    "dflash, speculators": (lambda folder: make_pair(folder, make_dflash, layout="speculators"), "dflash"),
     "dspark": (lambda folder: make_pair(folder, make_dspark), "dspark"),
+    "dspark, speculators": (lambda folder: make_pair(folder, make_dspark, layout="speculators"), "dspark"),
     "dspark, bfloat16": (lambda folder: make_pair(folder, make_dspark, dtype=torch.bfloat16), "dspark"),
     "dspark, from the first mask": (
         lambda folder: make_pair(folder, lambda target: make_dspark(target, sample_from_anchor=False, block_size=4)),
@@ -373,6 +375,53 @@ def test_a_dflash_head_of_another_target(mask: int, layers: list[int], problem: 
     section = {"mask_token_id": mask, "target_layer_ids": layers, "causal": False}
     edit_config(folders[1], "redraft", dflash_config=section)
     assert problem in only(findings(folders)).problem
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem", "cure"),
+    [
+        ({"mask_token_id": 5}, "mask_token_id is 5, the head was trained with 95", '"mask_token_id": 95 into config'),
+        ({"mask_token_id": None}, "config.json has no mask_token_id", '"mask_token_id" of training'),
+        (
+            {"aux_hidden_state_layer_ids": [0, 1, 3]},
+            "trained with [1, 2, 4]: off by one; k stands for the state after k layers",
+            '"aux_hidden_state_layer_ids": [1, 2, 4]',
+        ),
+        ({"aux_hidden_state_layer_ids": [0, 2, 4]}, "which has 1 to 5", "the first layer of the target is 1"),
+        (
+            {"aux_hidden_state_layer_ids": [1, 4]},
+            "2 target layers [1, 4] are fed",
+            "name in aux_hidden_state_layer_ids",
+        ),
+        ({"aux_hidden_state_layer_ids": None}, "names no aux_hidden_state_layer_ids", "the first one is 1"),
+        ({"block_size": 8}, "block_size is 8, the head was trained with", '"block_size": '),
+        ({"sample_from_anchor": None}, "speculators takes true, vLLM false", '"sample_from_anchor": true'),
+        ({"sliding_window_non_causal": False}, "vLLM makes every layer causal", '"sliding_window_non_causal": true'),
+    ],
+)
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_keys_of_blocks_of_speculators_unlike_training(
+    name: str, changed: dict[str, Any], problem: str, cure: str, tmp_path: Path
+) -> None:
+    folders = make_pair(tmp_path, make_dflash if name == "dflash" else make_dspark, layout="speculators")
+    removed = [key for key, value in changed.items() if value is None]
+    edit_config(folders[1], *removed, **{key: value for key, value in changed.items() if value is not None})
+    found = findings(folders)
+    # vLLM reads the direction from this key for DFlash only, and only DSpark has blocks of two kinds
+    harmless = {"dspark": "sliding_window_non_causal", "dflash": "sample_from_anchor"}[name]
+    if harmless in changed:
+        assert found == []
+    else:
+        assert any(problem in finding.problem and cure in finding.cure for finding in found), found
+
+
+def test_another_rotation_in_the_layout_of_speculators(tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make_dspark, layout="speculators")
+    layer = json.loads((folders[1] / "config.json").read_text())["transformer_layer_config"]
+    edit_config(folders[1], transformer_layer_config={**layer, "head_dim": 16})
+    finding = only(findings(folders))
+    assert "head_dim is 16, the head was trained with 8" in finding.problem
+    assert finding.cure == 'write the "head_dim" of training into transformer_layer_config'
 
 
 def test_a_longer_block_another_rotation_and_missing_norms(tmp_path: Path) -> None:
