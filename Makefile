@@ -16,7 +16,7 @@ endif
 export GOMP_SPINCOUNT ?= 0
 
 .PHONY: help env lock demo drafts demo-tiny demo-heads demo-online demo-domains soak faketime test test-all test-floors browser \
-	check check-deps \
+	test-gpu check check-deps \
 	format bench bench-gpu bench-decisions bench-fleet clean
 
 help:  ## what can be made
@@ -69,6 +69,9 @@ test: $(STAMP) browser  ## the quick tests, with the real engine, a real browser
 
 test-all: $(STAMP) browser  ## these and the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-gpu: $(STAMP)  ## kernels, attention and training steps on one GPU, beside PyTorch's operations and the CPU
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 # torch is the locked one, because its CPU build is not on PyPI; the engine pins the same. Everything else is the oldest that
 # pyproject.toml allows; only pytest and its helpers are new.

@@ -1,0 +1,315 @@
+"""The code that only a GPU runs: kernels, FlexAttention, streams, and a training step of each family beside the CPU's.
+
+`make test-gpu`. M = draft rows, W = draft vocabulary, D = hidden, R = rows of logits, V = target vocabulary,
+B = requests, J = draft tokens of a request.
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from make_heads import make_batch, make_ids, make_signal, make_target
+from torch import Tensor
+from train_on_ranks import FAMILIES, Descent, make_standalone, rows_of
+from transformers import AutoModelForCausalLM
+
+from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.fused import (
+    DraftRows,
+    ExactRows,
+    FusedResult,
+    TopKRows,
+    _Gradient,
+    fused_linear_divergence,
+)
+from redraft.distill.loss.rows import has_triton
+from redraft.distill.signal.ahead import OneAhead, host_zeros
+from redraft.distill.train.loop import to_device
+from redraft.distill.train.step import Distillation, Optim
+from redraft.heads.draft import Batch, ExactTarget, TargetSignal
+from redraft.heads.families.mtp_folder import as_mimo
+from redraft.heads.nn.prefix import Prefixes, attend
+from redraft.online.engine import one_pass
+from tests.distill.loss.test_fused import EVERY_FORM, leaves, make_draft, make_exact, make_labels, make_top_k
+from tests.heads.nn.test_attention import masked_attention
+from tests.online.engine.test_capture import SCAN
+
+GPU = torch.device("cuda")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_way_out_of_compilation() -> Iterator[None]:
+    """After eight compilations of a function PyTorch gives up, and FlexAttention computes all scores from then on."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+
+
+def assert_near(mine: Tensor, true: Tensor, within: float) -> None:
+    """|mine - true| <= within * |true|, as norms over all entries."""
+    narrow, exact = (x.detach().double().cpu() for x in (mine, true))
+    assert (narrow - exact).norm().item() <= within * exact.norm().item()
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+DOCUMENTS = [[0] * 140 + [1] * 160, [0] * 200 + [1] * 60 + [-1] * 40]
+NUM_ROWS = 150
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("some", [False, True], ids=["all rows", "some rows"])
+def test_flex_attention_equals_attention_under_a_mask(size: int, dtype: torch.dtype, within: float, some: bool) -> None:
+    """The range alone, and with two keys of the row's own; the mask's form is in float64."""
+    generator = torch.Generator().manual_seed(0)
+    batch, tokens = len(DOCUMENTS), len(DOCUMENTS[0])
+    rows = torch.stack([torch.randperm(tokens, generator=generator)[:NUM_ROWS] for _ in DOCUMENTS]) if some else None
+    count = NUM_ROWS if some else tokens
+    shapes = [(batch, 4, count, size), *[(batch, 2, n, size) for n in (tokens, count, count)] * 2]
+    narrow = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    weights = torch.randn(shapes[0], generator=generator)
+    prefixes = Prefixes.of(torch.tensor(DOCUMENTS, device=GPU))
+    if rows is not None:
+        prefixes = prefixes.rows(rows.to(GPU))
+    for steps in (1, 3):
+        inputs = [x.to(GPU).requires_grad_() for x in (narrow[0], *narrow[1 : 1 + steps], *narrow[4 : 4 + steps])]
+        q, keys, values = inputs[0], inputs[1 : 1 + steps], inputs[1 + steps :]
+        out = attend(q, (keys[0], values[0]), prefixes, size**-0.5, list(zip(keys[1:], values[1:], strict=True)))
+        wide = [x.detach().cpu().double().requires_grad_() for x in inputs]
+        wanted = masked_attention(wide[0], wide[1 : 1 + steps], wide[1 + steps :], DOCUMENTS, rows, size**-0.5)
+        assert out.dtype == dtype
+        assert_near(out, wanted, within)
+        found = torch.autograd.grad((out.float() * weights.to(GPU)).sum(), inputs)
+        for grad, wanted_grad in zip(found, torch.autograd.grad((wanted * weights).sum(), wide), strict=True):
+            assert_near(grad, wanted_grad, within)
+
+
+# ----------------------------------------------------------------------------------------------------------- divergence
+
+WIDTHS = [
+    pytest.param(32_768, None, id="32k"),
+    pytest.param(128_256, None, id="128k"),
+    pytest.param(128_256, torch.arange(0, 128_256, 4), id="32k of 128k"),
+]
+
+
+def move(given: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """Draft rows and target rows on the GPU in this type. A tensor that several of them share stays one."""
+    moved: dict[int, Tensor] = {}
+
+    def to_gpu(x: Tensor) -> Tensor:
+        if id(x) not in moved:
+            copy = x.detach().to(GPU, dtype if x.is_floating_point() else x.dtype)
+            moved[id(x)] = copy.requires_grad_(x.requires_grad)
+        return moved[id(x)]
+
+    return [
+        replace(each, **{name: to_gpu(value) for name, value in vars(each).items() if isinstance(value, Tensor)})
+        for each in given
+    ]
+
+
+def run(drafts: Sequence[DraftRows], target: ExactRows | TopKRows, divergence: Divergence) -> FusedResult:
+    return fused_linear_divergence(
+        drafts, target, divergence, normaliser=7.0, labels_N=make_labels().to(GPU), chunk_tokens=8
+    )
+
+
+@pytest.mark.parametrize(("name", "top_k", "temperature"), EVERY_FORM)
+@pytest.mark.parametrize(("width", "draft_ids"), WIDTHS)
+def test_the_kernels_equal_the_plain_form_in_float64(
+    name: str, top_k: bool, temperature: float, width: int, draft_ids: Tensor | None
+) -> None:
+    exact = make_exact(vocabulary=width)
+    target = make_top_k(exact, k=32) if top_k else exact
+    first = make_draft(range(17), vocabulary=width, draft_ids=draft_ids)
+    # other rows, in another order, one of them twice, and with the same head
+    second = make_draft([9, 3, 5, 3], vocabulary=width, draft_ids=draft_ids, head=first.head_WD, seed=2)
+    divergence = Divergence(name=name, temperature=temperature)
+    results, gradients = [], []
+    for form, dtype in (("kernel", torch.float32), ("plain", torch.float64)):
+        *drafts, its = move([first, second, target], dtype)
+        results.append(run(drafts, its, replace(divergence, form=form)))
+        distinct = {id(leaf): leaf for leaf in leaves(drafts)}.values()
+        gradients.append(torch.autograd.grad(results[-1].loss, list(distinct)))
+    kernel, plain = results
+    for each in ("loss", "loss_S", "alpha_S", "alpha_greedy_S"):
+        torch.testing.assert_close(getattr(kernel, each).double(), getattr(plain, each), rtol=1e-4, atol=1e-5)
+    for mine, true in zip(kernel.alpha_SM, plain.alpha_SM, strict=True):
+        torch.testing.assert_close(mine.double(), true, rtol=1e-4, atol=1e-5)
+    for mine, true in zip(*gradients, strict=True):
+        assert_near(mine, true, 1e-3)  # with a top-k target q is nearly all tail: up to 4e-4 in the interpreter
+
+
+def test_a_gpu_takes_the_kernels_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_triton()
+    *drafts, target = move([make_draft(range(17)), make_exact()], torch.float32)
+    plain = run(drafts, target, Divergence(form="plain"))
+    monkeypatch.setattr("redraft.distill.loss.fused._run_blocks", lambda *_: pytest.fail("PyTorch's operations"))
+    torch.testing.assert_close(run(drafts, target, Divergence()).loss, plain.loss, rtol=1e-5, atol=1e-6)
+
+
+def test_products_in_bfloat16_add_to_a_float32_gradient_unrounded() -> None:
+    generator = torch.Generator().manual_seed(0)
+    dz_WM, hidden_MD = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((96, 40), (40, 64)))
+    gradient = _Gradient(torch.full((96, 64), torch.nan, device=GPU))
+    for _ in range(3):
+        gradient.add_product(dz_WM.to(GPU), hidden_MD.to(GPU))
+    total = gradient.finish()
+    assert total.dtype == torch.float32
+    assert_near(total, 3 * (dz_WM.double() @ hidden_MD.double()), 1e-5)  # sums rounded to bfloat16 are 2e-3 away
+
+
+def test_under_autocast_both_forms_give_the_same_gradients() -> None:
+    """Bfloat16 products of a float32 head: rounded where bfloat16 is written, in either form."""
+    given = [make_draft(range(17), vocabulary=32_768), make_exact(vocabulary=32_768)]
+    gradients = []
+    for form in ("kernel", "plain"):
+        *drafts, target = move(given, torch.float32)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = run(drafts, target, Divergence(name="lk_hybrid", form=form)).loss
+        gradients.append(torch.autograd.grad(loss, leaves(drafts)))
+    for kernel, plain in zip(*gradients, strict=True):
+        assert kernel.dtype == torch.float32
+        assert_near(kernel, plain, 2e-2)
+
+
+# -------------------------------------------------------------------------------------------------------------- capture
+
+
+def test_the_kernels_of_capture_find_what_a_sort_finds() -> None:
+    """The cases of the interpreter, with ties, masks and views, in small tiles; in a process, because they set them."""
+    code = f"import torch\ntorch.set_default_device('cuda')\n{SCAN}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "SAME", done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernels_of_capture_at_their_sizes(dtype: torch.dtype) -> None:
+    assert one_pass.find_kernels() is not None
+    torch.manual_seed(0)
+    logits_RV = (5 * torch.randn(64, 128_256, device=GPU) - 3).to(dtype)
+    found, exact_RV = one_pass.find_in_one_pass(logits_RV, 32), logits_RV.double()
+    assert torch.equal(found.logits_RK.double(), exact_RV.topk(32).values)
+    assert torch.equal(exact_RV.gather(1, found.ids_RK.long()), found.logits_RK.double())
+    assert all(len(set(ids)) == 32 for ids in found.ids_RK.tolist())
+    torch.testing.assert_close(found.log_sum_exp_R.double(), exact_RV.logsumexp(-1), atol=1e-5, rtol=1e-6)
+    slots, steps = torch.arange(16, device=GPU).repeat_interleave(3), torch.arange(3, device=GPU).repeat(16)
+    ids, warmth = torch.randint(128_256, (48,), device=GPU), 0.5 + torch.rand(48, device=GPU)
+    logits_BJV = logits_RV.unflatten(0, (16, 4))
+    exact = (logits_BJV[slots, steps].double() / warmth[:, None]).softmax(-1).gather(1, ids[:, None])[:, 0]
+    probs = one_pass.gather_probs(logits_BJV, slots, steps, ids, warmth)
+    torch.testing.assert_close(probs.double(), exact, atol=1e-7, rtol=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------------------- stream
+
+
+def test_a_signal_that_comes_on_another_stream_is_whole_and_stays_until_the_step_is_done() -> None:
+    """The step is slow and lets go of the signal at once; the next one must not be written into that memory."""
+    batches = [make_batch([[make_ids(64, seed=seed)]]) for seed in range(8)]
+    streams = set()
+
+    def teach(batch: Batch) -> TargetSignal:
+        streams.add(torch.cuda.current_stream(GPU))
+        states = host_zeros(1, 64, 4096, dtype=torch.float32, device=GPU)
+        states += batch.input_ids_BT[..., None].cpu()
+        arrived = states.to(GPU, non_blocking=True)
+        return TargetSignal(
+            distribution=ExactTarget(hidden_BTD=arrived, head_VD=arrived[0]), aux_BTLD=arrived[:, :, None]
+        )
+
+    source, sums = OneAhead(teach, GPU), []
+    busy = torch.randn(4096, 4096, device=GPU)
+    source.start(batches[0])
+    for batch, following in zip(batches, [*batches[1:], None], strict=True):
+        signal = source(batch)
+        if following is not None:
+            source.start(following)
+        for _ in range(20):
+            busy = (busy @ busy).tanh()
+        assert isinstance(signal.distribution, ExactTarget)
+        sums.append(signal.distribution.hidden_BTD.sum(-1))
+        del signal
+    for found, batch in zip(sums, batches, strict=True):
+        assert torch.equal(found.cpu(), 4096.0 * batch.input_ids_BT)
+    assert streams
+    assert torch.cuda.default_stream(GPU) not in streams
+
+
+# -------------------------------------------------------------------------------------------------------- training step
+
+SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+"""FlexAttention takes heads of 16 or more."""
+
+
+@pytest.fixture
+def fresh_accelerator() -> Iterator[None]:
+    reset_accelerator()
+    yield
+    reset_accelerator()
+
+
+def reset_accelerator() -> None:
+    """Forget the device: accelerate keeps it for the whole process."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def train_one_step(name: str, folder: Path, *, on_cpu: bool) -> tuple[float, dict[str, Tensor]]:
+    """(loss, clipped gradient of every parameter) of a step in float32."""
+    reset_accelerator()
+    accelerator = Accelerator(cpu=on_cpu)
+    model: Any = make_target(**SHAPE)
+    if name == "mtp":
+        if not folder.exists():
+            model.save_pretrained(folder / "llama")
+            as_mimo(folder / "llama", folder / "mimo")
+        model = AutoModelForCausalLM.from_pretrained(folder / "mimo").eval()
+    target = model.to(accelerator.device)
+    torch.manual_seed(1)
+    draft: Any = make_standalone(target, **SHAPE) if name == "standalone" else FAMILIES[name](target)
+    before = {key: tensor.detach().cpu().clone() for key, tensor in draft.named_parameters()}
+    aux = getattr(draft, "aux_layer_ids", ())
+    optim = Optim(lr=1.0, warmup_fraction=0.0, schedule="constant")
+    distillation = Distillation(
+        draft, lambda batch: make_signal(target, batch, aux), Divergence(name="forward_kl"), optim, 8, accelerator
+    )
+    stats = distillation.step([to_device(rows_of(0), accelerator.device)])
+    assert not stats.skipped
+    assert next(draft.parameters()).device.type == accelerator.device.type
+    after = {key: tensor.cpu() for key, tensor in distillation.weights().items()}
+    distillation.close()
+    gc.collect()
+    return stats.loss, {key: before[key] - after[key] for key in before}
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"tied", "mtp-moe"}))
+def test_a_training_step_is_that_of_the_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.optim, "AdamW", Descent)  # it leaves the gradient in the weights
+    loss, gradients = train_one_step(name, tmp_path / "target", on_cpu=False)
+    true_loss, true_gradients = train_one_step(name, tmp_path / "target", on_cpu=True)
+    assert loss == pytest.approx(true_loss, rel=1e-3)
+    whole = torch.stack([gradient.norm() for gradient in true_gradients.values()]).norm()
+    assert whole > 0
+    for key, true in true_gradients.items():
+        apart = (gradients[key] - true).norm()
+        # A gradient that is zero but for rounding is compared with all of them.
+        assert apart <= 1e-3 * true.norm() + 1e-6 * whole, f"{key}: {apart:.2e} of {true.norm():.2e}"
