@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -27,6 +28,8 @@ from redraft.recipes.bench.fleet import (
     summarize,
     turn_keys,
 )
+
+EAGLE3 = Path(__file__).parents[2] / "assets/tiny-eagle3"
 
 
 @torch.no_grad()
@@ -56,9 +59,10 @@ def test_noise_leaves_names_and_types() -> None:
 
 def test_a_published_head_gives_two_intact_versions(random_target: Path, tmp_path: Path) -> None:
     head = tmp_path / "head"
-    artifact.publish(head, lambda folder: shutil.copytree(random_target, folder, dirs_exist_ok=True), {})
+    artifact.publish(head, lambda folder: shutil.copytree(EAGLE3, folder, dirs_exist_ok=True), {})
     (tmp_path / "registries").mkdir()
     with make_registry(Config(target=random_target, head=head), tmp_path / "registries") as drafts:
+        assert list(drafts) == ["standalone", "eagle3"]
         for registry in drafts.values():
             for version in ("v000001", "v000002"):
                 artifact.verify(registry / version)
@@ -154,6 +158,18 @@ def test_records_are_compared_by_the_tests_of_both_runners(cases: str, is_equal:
 def test_without_the_tests_no_records_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "RUNNER_TESTS", tmp_path / "test_some.py")
     assert describe_records(fleet.compare_records()).startswith("not compared: no ")
+
+
+def test_a_part_that_fails_leaves_the_results_of_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise ValueError("no kernel")
+
+    monkeypatch.setattr(fleet, "compare_records", lambda: {"v1_equals_v2": True, "tests": 35})
+    monkeypatch.setattr(fleet, "count_step", fail)
+    output = tmp_path / "report.json"
+    with pytest.raises(ValueError, match="no kernel"):
+        fleet.main(Config(output=output, head=EAGLE3, target=EAGLE3, parts=("records", "bytes")))
+    assert json.loads(output.read_text())["records"]["tests"] == 35
 
 
 def test_a_missing_target_is_told(tmp_path: Path) -> None:
