@@ -48,7 +48,7 @@ class FixedTokens:
     """The number of draft tokens is fixed by the checkpoint. This says where config.json has it."""
 
     keys: tuple[str, ...]
-    """Keys of config.json, of which the first one present counts."""
+    """Keys of config.json, of which the first one present counts. Dots lead into nested sections."""
     unused: int = 0
     """Counted positions without a proposal, e.g. 1 for a block with the last known token in front."""
     used_if: str = ""
@@ -57,7 +57,7 @@ class FixedTokens:
     def read(self, config: Mapping[str, Any]) -> int | None:
         """The most tokens of a draft with this config.json; None if none of the keys is there."""
         # DFlash, block_size 16: 16 - 1 = 15 tokens. DSpark, block_size 7 and sample_from_anchor: 7.
-        count = next((config[key] for key in self.keys if config.get(key)), None)
+        count = next(filter(None, (_read_key(config, key) for key in self.keys)), None)
         unused = 0 if self.used_if and config.get(self.used_if, True) else self.unused
         return None if count is None else int(count) - unused
 
@@ -235,6 +235,8 @@ FAMILIES: tuple[Family, ...] = (
         varies_tokens=False,
         learns_online=True,
         trains_lm_head=True,
+        # In exports of redraft only: other trainers do not say.
+        fixed_tokens=FixedTokens(("redraft.num_steps",)),
         parity="prefix_and_masks",
         checks="redraft.heads.doctor.peagle:CHECKS",
     ),
@@ -460,6 +462,12 @@ def require_head(folder: Path, name: str, target: Path) -> None:
         raise ValueError(
             f"{folder} was trained for another target than {target}: {provenance.get('target', 'unnamed')}"
         )
+
+
+def _read_key(config: Mapping[str, Any], key: str) -> Any:
+    for name in key.split("."):
+        config = config.get(name) or {}
+    return config
 
 
 def _import(path: str) -> Any:

@@ -4,8 +4,8 @@
                            and its own ones: those of the same row at other draft steps, or those of its block
     total                  one softmax over both: the parts are merged by log sum exp
 
-The range is an operation with a form for CPUs (PyTorch's flash kernel, document by document or in blocks of rows) and
-one for GPUs (FlexAttention). `redraft bench-training --count` counts it by its sizes.
+The range has a form for CPUs (PyTorch's flash kernel, document by document or in blocks of rows) and one for GPUs
+(FlexAttention). The first is an operation, which `redraft bench-training --count` counts by its sizes.
 
 B = batch, H = query heads, G = key heads, N = rows, T = keys, E = head size.
 """
@@ -92,7 +92,8 @@ class _Attention(torch.autograd.Function):
         keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
         ranges = (prefixes.start_BN, prefixes.end_BN, prefixes.is_whole, scale)
         # 1. The range alone: output and log sum exp of each row.
-        out, total_BHN = prefix_attention(q, keys[0], values[0], *ranges)
+        forward, _ = _operations(q)
+        out, total_BHN = forward(q, keys[0], values[0], *ranges)
         if len(keys) > 1:
             # 2. The few further scores, in float32 or wider: [B, G, R, A, S, S] for each pair.
             # A recurrent head has S = 1.
@@ -120,9 +121,8 @@ class _Attention(torch.autograd.Function):
         ranges = (start_BN, end_BN, ctx.is_whole, ctx.scale)
         # FlashAttention-2's backward (Dao, arXiv 2307.08691, algorithm 2) reads the softmax from `out` and
         # `total` alone, so with the joint ones it yields the range's part.
-        grad_q, grad_k, grad_v = prefix_attention_backward(
-            grad.contiguous(), q, keys[0], values[0], out, total_BHN, *ranges
-        )
+        _, backward = _operations(q)
+        grad_q, grad_k, grad_v = backward(grad.contiguous(), q, keys[0], values[0], out, total_BHN, *ranges)
         grad_keys, grad_values = [grad_k], [grad_v]
         if len(keys) > 1:
             blocks, wide = _Blocks(keys[0].shape[1], ctx.num_slots), total_BHN.dtype
@@ -179,6 +179,13 @@ class _Blocks:
 
 
 # ------------------------------------------------------------------------------------------------------ the operations
+
+
+def _operations(q: Tensor) -> tuple[Any, Any]:
+    """(forward, backward) of the range on the device of `q`."""
+    # On a GPU no operation of PyTorch: inside one, autograd records nothing, and the backward pass asks it for
+    # FlexAttention's gradients.
+    return (_flex, _flex_backward) if q.is_cuda else (prefix_attention, prefix_attention_backward)
 
 
 # One operation each way, because the loops inside depend on data. A compiler and the counter of
@@ -297,7 +304,6 @@ def _documents(start_BT: Tensor) -> Iterator[_Piece]:
 # ------------------------------------------------------------------------------------------------------------- on a GPU
 
 
-@torch.library.register_kernel("redraft::prefix_attention", "cuda")  # type: ignore[untyped-decorator]
 def _flex(
     q: Tensor, k: Tensor, v: Tensor, start_BN: Tensor, end_BN: Tensor, is_whole: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -308,7 +314,6 @@ def _flex(
     return out, aux.lse
 
 
-@torch.library.register_kernel("redraft::prefix_attention_backward", "cuda")  # type: ignore[untyped-decorator]
 def _flex_backward(
     grad: Tensor,
     q: Tensor,
@@ -322,16 +327,16 @@ def _flex_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """FlexAttention computes the range again: its backward takes no joint `out`."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad():
-        range_out, range_BHN = _flex(*leaves, start_BN, end_BN, is_whole, scale)
+        range_out, range_BHN = _flex(q, k, v, start_BN, end_BN, is_whole, scale)
     wide = total_BHN.dtype
     # out = share * range_out + the part of the other keys, with share = exp(range - total).
     share_BHN1 = (range_BHN.detach() - total_BHN).exp()[..., None]
     grad_range = (share_BHN1 * grad.to(wide)).to(q.dtype)
     # d total / d range's log sum exp is the share, and so is d out / d range's out
     grad_BHN = (share_BHN1 * grad.to(wide) * (range_out.detach().to(wide) - out.to(wide))).sum(-1)
-    return torch.autograd.grad((range_out, range_BHN), leaves, (grad_range, grad_BHN.to(range_BHN.dtype)))  # type: ignore[return-value]
+    return torch.autograd.grad((range_out, range_BHN), (q, k, v), (grad_range, grad_BHN.to(range_BHN.dtype)))  # type: ignore[return-value]
 
 
 @functools.cache

@@ -20,7 +20,12 @@ V1_ONLY = [
 ]
 """Counted answers get their runner from `lookup_env`."""
 
-BLOCKS = {"dflash": {"block_size": 4}, "dspark": {"block_size": 3}, "medusa": {"num_heads": 3}}
+BLOCKS = {
+    "dflash": {"block_size": 4},
+    "dspark": {"block_size": 3},
+    "medusa": {"num_heads": 3},
+    "peagle": {"redraft": {"family": "peagle", "num_steps": 3}},
+}
 """The config.json of drafts of three tokens, by family."""
 
 

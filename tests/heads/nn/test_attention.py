@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex_module
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from redraft.heads.draft import Batch, attention_mask
@@ -85,8 +86,13 @@ def use_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Prefixes, "of", lambda document: replace(whole(document), is_whole=False))
     if form == "gpu":
         monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)  # it refuses gradients on a CPU
-        monkeypatch.setattr(prefix, "prefix_attention", prefix._flex)
-        monkeypatch.setattr(prefix, "prefix_attention_backward", prefix._flex_backward)
+        monkeypatch.setattr(prefix, "_operations", lambda _: (prefix._flex, prefix._flex_backward))
+
+
+def test_on_a_gpu_the_range_is_no_operation_because_autograd_is_off_inside_one() -> None:
+    with FakeTensorMode():
+        assert prefix._operations(torch.empty(1, device="cuda")) == (prefix._flex, prefix._flex_backward)
+    assert prefix._operations(torch.empty(1)) == (prefix.prefix_attention, prefix.prefix_attention_backward)
 
 
 def masked_attention(
