@@ -384,11 +384,17 @@ def find_family(name: str) -> Family:
     return known[name]
 
 
-def find_method(method: str | None) -> Family | None:
-    """The first row with this vLLM method and no further flag; None if there is none."""
-    # P-EAGLE shares EAGLE-3's method. Only the flag `parallel_drafting` tells the two apart.
-    rows = (family for family in FAMILIES if family.method == method and not family.is_parallel)
-    return next(rows, None) if method is not None else None
+def find_method(method: str | None, *, parallel_drafting: bool = False) -> Family | None:
+    """The row with this vLLM method and `parallel_drafting` beside it; None if there is none."""
+    rows = [family for family in FAMILIES if family.method == method and method is not None]
+    # Only the flag tells P-EAGLE from EAGLE-3. vLLM itself sets it for DFlash and DSpark, whose rows do not ask for it.
+    rows.sort(key=lambda family: family.is_parallel != parallel_drafting)
+    return next(iter(rows), None)
+
+
+def find_speculative(config: Mapping[str, Any]) -> Family | None:
+    """The row of a --speculative-config; None if there is none."""
+    return find_method(config.get("method"), parallel_drafting=bool(config.get("parallel_drafting")))
 
 
 def list_lookups() -> list[str]:

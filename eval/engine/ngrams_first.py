@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from redraft.heads.catalog import FAMILIES, find_method
+from redraft.heads.catalog import FAMILIES, find_speculative
 
 LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
 """Keys of a speculative config for the lengths of n-grams. Beside a head vLLM sets them to 0."""
@@ -54,7 +54,7 @@ def mix(lookup: Mapping[str, Any], head: Mapping[str, Any], limits: HeadLimits) 
     Raises:
         ValueError: n-grams do not go before this draft.
     """
-    family = None if head.get("parallel_drafting") else find_method(head.get("method"))
+    family = find_speculative(head)
     if family is None or not family.takes_ngrams:
         titles = ", ".join(family.title for family in FAMILIES if family.takes_ngrams)
         raise ValueError(f"n-grams go before {titles}, not before a draft of vLLM's method {head.get('method')}")

@@ -22,7 +22,7 @@ from redraft.eval.engine import wait as engine_wait
 from redraft.eval.engine.command import vllm_command
 from redraft.eval.engine.lookups import lookup_env, vllm_part
 from redraft.eval.engine.process import free_port, process_group
-from redraft.heads.catalog import FAMILIES, Family, find_method
+from redraft.heads.catalog import find_speculative
 from redraft.heads.files.folder import CONFIG, model_folder, read_config
 from redraft.heads.progress import Progress
 
@@ -109,9 +109,9 @@ def vllm_keys(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
     target's vocabulary first: the same token, 0.24 ms later instead of 0.04 ms with 8,192 of 49,152 tokens on a CPU.
     """
     config = vllm_part(speculative_config)
-    family = find_method(config.get("method"))
+    family = find_speculative(config)
     is_greedy = config.get("draft_sample_method", "greedy") == "greedy"
-    if family is not None and family.chooses_locally and is_greedy and not config.get("parallel_drafting"):
+    if family is not None and family.chooses_locally and is_greedy:
         config.setdefault("use_local_argmax_reduction", True)
     return config
 
@@ -139,7 +139,7 @@ def require_runner(
     speculative_config: Mapping[str, Any] | None, environment: Mapping[str, str] = os.environ, *, way_out: str = ""
 ) -> None:
     """Raise ValueError if vLLM does not have this draft's proposer, or the model runner that would serve does not."""
-    family = _find_family(speculative_config or {})
+    family = find_speculative(speculative_config or {})
     if family is None:
         return
     version = engine_version()
@@ -167,7 +167,7 @@ def _require_tokens(speculative_config: Mapping[str, Any]) -> None:
 
     vLLM would make up the others. A draft that vLLM has yet to download is not checked.
     """
-    family, model = _find_family(speculative_config), speculative_config.get("model")
+    family, model = find_speculative(speculative_config), speculative_config.get("model")
     asked = speculative_config.get("num_speculative_tokens")
     if family is None or family.fixed_tokens is None or model is None or asked is None:
         return
@@ -181,14 +181,6 @@ def _require_tokens(speculative_config: Mapping[str, Any]) -> None:
             f"{asked} draft tokens asked of {model}, a {family.title} draft that proposes {most}: give "
             f"--num-speculative-tokens {most} at most"
         )
-
-
-def _find_family(speculative_config: Mapping[str, Any]) -> Family | None:
-    """The row of a --speculative-config; None if there is none."""
-    chosen = {key: speculative_config[key] for key in ("method", "parallel_drafting") if speculative_config.get(key)}
-    # Only with the flag are P-EAGLE and EAGLE-3 two.
-    exact = (family for family in FAMILIES if family.is_parallel and family.speculative == chosen)
-    return next(exact, find_method(speculative_config.get("method")))
 
 
 def read_runner(log: Path) -> Literal["v1", "v2"]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from redraft.eval.counts import tau
-from redraft.heads.catalog import find_method
+from redraft.heads.catalog import find_speculative
 
 V = TypeVar("V")
 
@@ -29,7 +29,7 @@ STEP_COSTS_VERSION = 1
 
 def has_fixed_tokens(draft: Mapping[str, Any]) -> bool:
     """vLLM would exit if a step asked the draft of this speculative config for another number of tokens than set."""
-    family = find_method(draft.get("method"))
+    family = find_speculative(draft)
     return family is not None and not family.varies_tokens
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.serving.cost import Prediction, StepCosts, advise
 from redraft.eval.serving.rounds import PLAIN, Results, compare, count, measure_prefill
-from redraft.heads.catalog import find_method
+from redraft.heads.catalog import find_speculative
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Candidate:
     @property
     def is_lookup(self) -> bool:
         """It finds the tokens in text, and decides at every step how many to propose."""
-        family = find_method(self.config.get("method"))
+        family = find_speculative(self.config)
         return family is not None and family.is_lookup
 
 

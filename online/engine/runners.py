@@ -34,11 +34,12 @@ def _explain_v1(vllm_config: Any, environment: Mapping[str, str]) -> str:
     if environment.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
         return "VLLM_USE_V2_MODEL_RUNNER=0"
     speculative = vllm_config.speculative_config
-    family = find_method(speculative.method) if speculative else None
+    parallel = bool(speculative and speculative.parallel_drafting)
+    family = find_method(speculative.method, parallel_drafting=parallel) if speculative else None
     if family is not None and "v2" not in family.decoders:
         return f"only this one serves {family.title}"
-    # V2 refuses P-EAGLE. DFlash and DSpark draft in parallel too, and V2 serves both (vllm/config/vllm.py).
-    if speculative and speculative.parallel_drafting and (family is None or family.parity != "block"):
+    # PARD and others without a row. DFlash and DSpark draft in parallel too, and V2 serves both (vllm/config/vllm.py).
+    if parallel and (family is None or family.parity != "block"):
         return "only this one serves drafts that propose in parallel"
     if speculative and getattr(speculative, "use_heterogeneous_vocab", False):
         return "only this one serves drafts with another vocabulary"

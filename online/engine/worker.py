@@ -155,7 +155,7 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
         state.draft_version = folder.name
         with suppress(OSError):
             state.manifest_sha256 = hash_manifest(folder)
-    family = find_method(speculative.method)
+    family = find_method(speculative.method, parallel_drafting=speculative.parallel_drafting)
     is_target = folder == model_folder(worker.vllm_config.model_config.model).resolve()
     if family is not None and family.is_in_target and is_target:
         raise ValueError(
@@ -175,9 +175,8 @@ def _prepare_cache(worker: Any, cache: SwapCache) -> None:
     if worker.model_runner.get_draft_model() is None:
         return
     speculative = worker.vllm_config.speculative_config
-    family = find_method(speculative.method)
-    # P-EAGLE has EAGLE-3's method and several layers.
-    if cache == "auto" and family and family.keeps_cache and not speculative.parallel_drafting:
+    family = find_method(speculative.method, parallel_drafting=speculative.parallel_drafting)
+    if cache == "auto" and family and family.keeps_cache:
         cache = "keep"
     if cache in ("auto", "draft"):
         try:

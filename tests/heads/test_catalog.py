@@ -75,6 +75,10 @@ def test_methods_are_those_of_vllm_and_lead_back_to_their_family() -> None:
     assert list_methods() == ["dflash", "draft_model", "dspark", "eagle", "eagle3", "medusa", "mtp"]
     assert [getattr(find_method(method), "name", None) for method in ("eagle", "suffix")] == ["eagle1", "suffix"]
     assert find_method(None) is None
+    assert find_method("eagle3") is find_family("eagle3")
+    assert find_method("eagle3", parallel_drafting=True) is find_family("peagle")
+    # vLLM sets the flag itself.
+    assert find_method("dflash", parallel_drafting=True) is find_family("dflash")
     assert find_method("dspark") is find_family("dspark")
     assert find_method("dflash2") is None
 
