@@ -109,7 +109,8 @@ class Signal:
     cache: Path | None = None
     """Folder of the cache, for several runs to share; by default inside --output."""
     cache_dtype: HiddenDtype = "bfloat16"
-    """Type of cached hidden states. bfloat16 is exact for a target in bfloat16."""
+    """Type of cached hidden states. bfloat16 is exact for a target in bfloat16. float8 takes half of the space: 8-bit
+    floats with a scale for each state."""
 
     def __post_init__(self) -> None:
         if self.k < 1:

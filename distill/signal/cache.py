@@ -3,11 +3,13 @@
                  one row per       holds                                                        distribution
 TopK             labelled token    k ids and log-probabilities, 8 k bytes                       top k and a tail
 HiddenStates     token             last hidden state and L streams, 2 (L + 1) D bytes in bf16   exact
+                                   the same in float8 (`heads.nn.float8`), (L + 1) (D + 4)      rounded to 4 bits
 
 A head needs the streams of every token anyway. The last hidden state makes the distribution exact, by one matmul with
 the target's head, and takes 8 KB per token at D = 4096; a row of logits takes 256 KB at a vocabulary of 128k.
 
-B = batch, T = tokens, N = rows, D = hidden, K = kept top-k ids, L = auxiliary layers, V = vocabulary.
+B = batch, T = tokens, N = rows, D = hidden, K = kept top-k ids, L = auxiliary layers, V = vocabulary,
+S = numbers stored of one state: D, or D + 4 bytes in float8.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from redraft.distill.signal.ahead import host_zeros
 from redraft.distill.signal.shards import Shards, keyed_rows
 from redraft.distill.signal.sources import recorded, top_k
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, final_hidden, label_rows
+from redraft.heads.nn.float8 import SCALE_BYTES, decode_float8, encode_float8, scales
 
-HiddenDtype = Literal["bfloat16", "float32"]
+HiddenDtype = Literal["bfloat16", "float32", "float8"]
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,12 @@ class HiddenStates:
 
     @property
     def bytes_per_row(self) -> int:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return (len(self.layers) + 1) * self.hidden_size * dtype.itemsize
+        if self.dtype == "float8":
+            state_bytes = self.hidden_size + SCALE_BYTES
+        else:
+            dtype: torch.dtype = getattr(torch, self.dtype)
+            state_bytes = self.hidden_size * dtype.itemsize
+        return (len(self.layers) + 1) * state_bytes
 
     def rows(self, batch: Batch) -> Tensor:
         return batch.document_BT >= 0
@@ -96,11 +103,23 @@ class HiddenStates:
         return len(sample.input_ids)
 
     def select(self, signal: TargetSignal, rows_N: Tensor) -> dict[str, Tensor]:
+        """Raises ValueError for a state that float8 cannot hold."""
         states = {"hidden": final_hidden(signal)}
         if self.layers:
             assert signal.aux_BTLD is not None
             states["aux"] = signal.aux_BTLD
-        return {name: x.flatten(0, 1)[rows_N].to("cpu", getattr(torch, self.dtype)) for name, x in states.items()}
+        return {name: self._stored(x.flatten(0, 1)[rows_N]) for name, x in states.items()}
+
+    def _stored(self, states: Tensor) -> Tensor:
+        if self.dtype != "float8":
+            return states.to("cpu", getattr(torch, self.dtype))
+        codes = encode_float8(states).cpu()
+        if not bool(scales(codes).isfinite().all()):
+            raise ValueError(
+                "a hidden state of the target is not finite, and float8 would lose all of its numbers: "
+                "choose --signal.cache-dtype bfloat16"
+            )
+        return codes
 
 
 class CachedTarget:
@@ -147,28 +166,36 @@ class CachedHiddenStates:
                 f"{folder} holds target layers {content['layers']}, but this head reads {sorted(layers)}: layers "
                 f"{missing} are missing; write a cache for this head"
             )
+        self._is_float8 = content["dtype"] == "float8"
         # A cache of layers [2, 8, 13] and a head of [2, 13]: places [0, 2].
         self._places = [content["layers"].index(layer) for layer in sorted(layers)]
 
     def __call__(self, batch: Batch) -> TargetSignal:
         """Raises ValueError if a document of the batch was not cached or is corrupt."""
-        shape, hidden_size = batch.input_ids_BT.shape, self.head_VD.shape[1]
+        shape, num_stored = batch.input_ids_BT.shape, self.head_VD.shape[1]
         dtype, device = self.head_VD.dtype, self.head_VD.device
-        hidden_BTD = host_zeros(*shape, hidden_size, dtype=dtype, device=device)
-        aux_BTLD = host_zeros(*shape, len(self._places), hidden_size, dtype=dtype, device=device)
-        hidden_ND, aux_NLD = hidden_BTD.flatten(0, 1), aux_BTLD.flatten(0, 1)
+        if self._is_float8:
+            num_stored, dtype = num_stored + SCALE_BYTES, torch.uint8
+        hidden_BTS = host_zeros(*shape, num_stored, dtype=dtype, device=device)
+        aux_BTLS = host_zeros(*shape, len(self._places), num_stored, dtype=dtype, device=device)
+        hidden_NS, aux_NLS = hidden_BTS.flatten(0, 1), aux_BTLS.flatten(0, 1)
         for key, rows_N in keyed_rows(batch, batch.document_BT >= 0):
             kept = self._shards.document(key)
             rows = slice(int(rows_N[0]), int(rows_N[-1]) + 1)  # a document's rows are consecutive
             # `copy_` converts the dtype while it reads from the mapped file: no second copy in memory.
-            hidden_ND[rows].copy_(kept["hidden"])
+            hidden_NS[rows].copy_(kept["hidden"])
             for own, place in enumerate(self._places):
-                aux_NLD[rows, own].copy_(kept["aux"][:, place])
-        hidden_BTD = hidden_BTD.to(device, non_blocking=True)
+                aux_NLS[rows, own].copy_(kept["aux"][:, place])
         return TargetSignal(
-            distribution=ExactTarget(hidden_BTD=hidden_BTD, head_VD=self.head_VD),
-            aux_BTLD=aux_BTLD.to(device, non_blocking=True) if self._places else None,
+            distribution=ExactTarget(hidden_BTD=self._on_device(hidden_BTS), head_VD=self.head_VD),
+            aux_BTLD=self._on_device(aux_BTLS) if self._places else None,
         )
+
+    def _on_device(self, states: Tensor) -> Tensor:
+        """States [..., S] of host memory on the device of the head, [..., D]."""
+        there = states.to(self.head_VD.device, non_blocking=True)
+        # There, because a GPU decodes faster, and half the bytes have to be copied.
+        return decode_float8(there, self.head_VD.dtype) if self._is_float8 else there
 
 
 def _content(shards: Shards, kind: str) -> dict[str, Any]:

@@ -23,7 +23,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from redraft.distill.signal.ahead import host_zeros
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
-from redraft.distill.signal.features_store import DEFAULT_STORAGE, StatesLostError, Storage, absolute
+from redraft.distill.signal.features_store import (
+    DEFAULT_STORAGE,
+    Description,
+    StatesFormat,
+    StatesLostError,
+    Storage,
+    absolute,
+)
 from redraft.distill.signal.sources import EndpointTarget, documents
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
 from redraft.heads.files.checkpoint import register_models
@@ -36,7 +43,9 @@ ATTEMPTS = 3
 """Tries per document whose states are lost between the server and this process."""
 
 
-def server_args(layers: Sequence[int], num_layers: int, storage: str) -> list[str]:
+def server_args(
+    layers: Sequence[int], num_layers: int, storage: str, states_format: StatesFormat = "exact"
+) -> list[str]:
     """vLLM server arguments for writing the streams after `layers`, and the last stream, to `storage`.
 
     Raises:
@@ -57,6 +66,7 @@ def server_args(layers: Sequence[int], num_layers: int, storage: str) -> list[st
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {
             "storage": absolute(storage),
+            "format": states_format,
             "shared_storage_path": ".",  # unused, but vLLM's connector creates this folder; object storage has none
             "use_synchronization_lock": False,
         },
@@ -132,7 +142,7 @@ class EndpointHiddenStates(EndpointTarget):
         prompt = [token * 7919 % vocabulary for token in range(1, 17)]
         last_TD = self._host_zeros(len(prompt), hidden)
         aux_TLD = self._host_zeros(len(prompt), len(self.layers), hidden)
-        answer = await self._read(endpoint, last_TD, aux_TLD, prompt=prompt, prompt_logprobs=1)
+        answer, description = await self._read(endpoint, last_TD, aux_TLD, prompt=prompt, prompt_logprobs=1)
         hidden_TD = self._norm(last_TD.to(self.head_VD.device))
         entries = answer["choices"][0]["prompt_logprobs"][1:]
         # Entry t + 1 is about token t + 1, which row t predicts: 15 rows of 16 tokens.
@@ -142,8 +152,7 @@ class EndpointHiddenStates(EndpointTarget):
         log_p_TV = F.linear(hidden_TD[:-1], self.head_VD).float().log_softmax(-1)
         ours_T = log_p_TV.gather(1, torch.tensor(prompt[1:], device=log_p_TV.device)[:, None]).squeeze(1).cpu()
         difference = float((ours_T - theirs_T).abs().mean())
-        # 16 bits round logits to about 1/16; another target differs by whole nats.
-        if difference > (1e-2 if self.head_VD.dtype == torch.float32 else 0.25):
+        if difference > _tolerance(self.head_VD.dtype, description):
             raise ValueError(
                 f"{endpoint.url} does not serve this target: its log-probabilities are {difference:.2g} nats from "
                 "those that the target's norm and head give for its hidden states"
@@ -184,9 +193,9 @@ class EndpointHiddenStates(EndpointTarget):
 
     async def _read(
         self, endpoint: Endpoint | Endpoints, last_TD: Tensor, aux_TLD: Tensor, **body: Any
-    ) -> dict[str, Any]:
-        """The answer to a request. The last stream, before the final norm, and `self.layers` are written into the two
-        tensors in host memory.
+    ) -> tuple[dict[str, Any], Description]:
+        """The answer to a request, and the description of its states. The last stream, before the final norm, and
+        `self.layers` are written into the two tensors in host memory.
 
         Raises:
             ValueError: if a layer is missing, the states do not arrive, or they are not in the storage.
@@ -209,8 +218,7 @@ class EndpointHiddenStates(EndpointTarget):
                     aux_TLD[rows, place].copy_(states_tLD[:, layer])
 
             try:
-                await asyncio.to_thread(self._storage.take, self._read_url(answer, endpoint), put)
-                return answer
+                return answer, await asyncio.to_thread(self._storage.take, self._read_url(answer, endpoint), put)
             except StatesLostError as error:
                 lost = error
         raise ValueError(
@@ -232,3 +240,12 @@ class EndpointHiddenStates(EndpointTarget):
                 f"TARGET --layers {' '.join(map(str, self.layers))}`"
             )
         return held.index(self._last_layer), [held.index(layer) for layer in self.layers]
+
+
+def _tolerance(dtype: torch.dtype, description: Description) -> float:
+    """How far a target's log-probabilities may be from those of its states, in nats, on average."""
+    # Another target differs by whole nats.
+    if description.dtype == "float8":
+        return 0.5
+    # 16 bits round logits to about 1/16.
+    return 1e-2 if dtype == torch.float32 else 0.25

@@ -50,7 +50,9 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
     def _write_tensors(self, tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: None) -> None:
         event.synchronize()
         config = self._vllm_config.speculative_config.draft_model_config.hf_config
-        write_states(self._url(filename), tensors["hidden_states"], config.eagle_aux_hidden_state_layer_ids)
+        states_format = self._kv_transfer_config.get_from_extra_config("format", "exact")
+        layers = config.eagle_aux_hidden_state_layer_ids
+        write_states(self._url(filename), tensors["hidden_states"], layers, states_format)
 
     def _submit_async_write(self, pending: Any) -> None:
         # All ranks hold the same states, and one writes them, as in vLLM's method.

@@ -1,6 +1,6 @@
 """Hidden states on their way from a server to a trainer, through any storage supported by fsspec.
 
-    NAME.bin     [T, L, D], row after row, in the server's dtype
+    NAME.bin     [T, L, D], row after row, in the server's dtype; or in 8 bits (`heads.nn.float8`), [T, L, D + 4] bytes
     NAME.json    written afterwards: dtype, shape, layers, CRC-32 of the bytes
 
 Neither side holds the states twice: the writer sends the tensor's memory as it is, and the reader copies a few rows at
@@ -20,7 +20,7 @@ import re
 import stat
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
@@ -30,6 +30,8 @@ import msgspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
+
+from redraft.heads.nn.float8 import SCALE_BYTES, decode_float8, encode_float8
 
 DEFAULT_STORAGE = "/dev/shm/redraft-features"
 """Storage of server and trainer on one machine."""
@@ -53,7 +55,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", re.ASCII)
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 Use = Callable[[int, Tensor, Sequence[int]], None]
-"""Receives (first row, rows [t, L, D], layers)."""
+"""Receives (first row, rows [t, L, D], layers). Rows sent in 8 bits are float32."""
+
+StatesFormat = Literal["exact", "float8"]
+"""States as the server computes them, or in 8 bits."""
 
 
 class StatesLostError(OSError):
@@ -64,7 +69,7 @@ class StatesLostError(OSError):
 class Description:
     """The contents of NAME.json."""
 
-    dtype: Literal["float64", "float32", "bfloat16", "float16"]
+    dtype: Literal["float64", "float32", "bfloat16", "float16", "float8"]
     shape: tuple[Size, Size, Size]
     layers: tuple[int, ...]
     """Ascending; k is the residual stream after k layers."""
@@ -76,7 +81,18 @@ class Description:
 
     @property
     def row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * int(getattr(torch, self.dtype).itemsize)
+        return math.prod(self.stored_shape) * self.stored_dtype.itemsize
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = torch.uint8 if self.dtype == "float8" else getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def stored_shape(self) -> tuple[int, int]:
+        """Of one row, in numbers of `stored_dtype`."""
+        _, num_layers, hidden = self.shape
+        return num_layers, hidden + SCALE_BYTES if self.dtype == "float8" else hidden
 
 
 def absolute(storage: str) -> str:
@@ -93,26 +109,34 @@ def absolute(storage: str) -> str:
     return named
 
 
-def write_states(url: str, states_TLD: Tensor, layers: Sequence[int]) -> None:
+def write_states(url: str, states_TLD: Tensor, layers: Sequence[int], states_format: StatesFormat = "exact") -> None:
     """Write the states of one text under `url`. Errors of the storage are passed on."""
     storage, path = fsspec.core.url_to_fs(url)
     storage.makedirs(storage._parent(path), exist_ok=True)
-    # As bytes, because numpy has no bfloat16.
-    data, crc = states_TLD.contiguous().view(torch.uint8).flatten().numpy().data, 0
+    crc = 0
     with storage.open(f"{path}.bin", "wb") as file:
-        for start in range(0, len(data), BLOCK_BYTES):
-            block = data[start : start + BLOCK_BYTES]
+        for block in _blocks(states_TLD, states_format):
             crc = zlib.crc32(block, crc)
             file.write(block)
     tokens, num_layers, hidden = states_TLD.shape
     description = Description(
-        dtype=str(states_TLD.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        dtype="float8" if states_format == "float8" else str(states_TLD.dtype).removeprefix("torch."),  # type: ignore[arg-type]
         shape=(tokens, num_layers, hidden),
         layers=tuple(layers),
         crc32=crc,
     )
     # Last: the description tells readers that the bytes are complete.
     storage.pipe_file(f"{path}.json", json.dumps(asdict(description)).encode())
+
+
+def _blocks(states_TLD: Tensor, states_format: StatesFormat) -> Iterator[memoryview]:
+    """The bytes of the states, those of about BLOCK_BYTES of them at a time."""
+    num_rows = max(1, BLOCK_BYTES // states_TLD[0].nbytes)
+    for start in range(0, len(states_TLD), num_rows):
+        states_tLD = states_TLD[start : start + num_rows]
+        # As bytes, because numpy has no bfloat16.
+        block = encode_float8(states_tLD) if states_format == "float8" else states_tLD.contiguous().view(torch.uint8)
+        yield block.flatten().numpy().data
 
 
 def remove_states(url: str) -> None:
@@ -135,8 +159,8 @@ class Storage:
         self.root = absolute(storage)
         self._files, self._folder = fsspec.core.url_to_fs(self.root)
 
-    def take(self, url: str, use: Use, wait_s: float = WAIT_S) -> None:
-        """Pass the states under `url` to `use`, a few rows at a time; then remove them.
+    def take(self, url: str, use: Use, wait_s: float = WAIT_S) -> Description:
+        """Pass the states under `url` to `use`, a few rows at a time; then remove them. Returns their description.
 
         The memory of the rows is reused by the next call of `use`. The rows are known to be undamaged only once this
         returns.
@@ -159,6 +183,7 @@ class Storage:
             _remove(self._files, path)
         if crc != description.crc32:
             raise StatesLostError(f"{url} is corrupt: its CRC-32 is {crc:08x}, not {description.crc32:08x}")
+        return description
 
     def _name(self, url: str) -> str:
         folder, _, name = url.rpartition("/")
@@ -213,7 +238,7 @@ def _remove(storage: Any, path: str) -> None:
 def _read_rows(file: Any, description: Description, use: Use) -> int:
     """Pass all rows to `use`, and return the CRC-32."""
     # At most LONGEST_ROW bytes: a row longer than a block is a block of one row.
-    tokens, num_layers, hidden = description.shape
+    tokens = description.shape[0]
     rows_per_block, crc = max(1, BLOCK_BYTES // description.row_bytes), 0
     buffer = torch.empty(min(tokens, rows_per_block) * description.row_bytes, dtype=torch.uint8)
     for first in range(0, tokens, rows_per_block):
@@ -222,5 +247,6 @@ def _read_rows(file: Any, description: Description, use: Use) -> int:
         if file.readinto(block.numpy().data) != len(block):
             raise OSError("the file is truncated")
         crc = zlib.crc32(block.numpy().data, crc)
-        use(first, block.view(getattr(torch, description.dtype)).view(num_rows, num_layers, hidden), description.layers)
+        rows = block.view(description.stored_dtype).view(num_rows, *description.stored_shape)
+        use(first, decode_float8(rows, torch.float32) if description.dtype == "float8" else rows, description.layers)
     return crc

@@ -26,8 +26,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from redraft.heads.nn.float8 import encode_float8
 from redraft.online.engine.config import CaptureConfig
-from redraft.online.engine.reduction import ReducedSteps, ScratchMemory, encode_float8, reduce_steps
+from redraft.online.engine.reduction import ReducedSteps, ScratchMemory, reduce_steps
 from redraft.online.engine.request_log import RequestLog, States, VerifiedStep
 from redraft.online.engine.steps import EngineStep, StepPart, StepQueue
 from redraft.online.records.outlet import open_outlet

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from redraft.online.engine.request_log import Rows
 from redraft.online.engine.steps import EngineStep, Largest
-from redraft.online.records.states import FLOAT8_MAX
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,17 +96,6 @@ def reduce_logits(logits: Sequence[Tensor], top_k: int, scratch: ScratchMemory) 
         topk_log_probs_RK=(logits_RK - log_sum_exp_R[:, None]).cpu().numpy(),
         log_sum_exp_R=log_sum_exp_R.cpu().numpy(),
     )
-
-
-@torch.inference_mode()
-def encode_float8(states_HLD: Tensor) -> Tensor:
-    """States in the float8 format of records, uint8 [H, L, D + SCALE_BYTES]: a scale maps each one's largest number to
-    the largest of e4m3fn."""
-    values_HLD = states_HLD.float()
-    scale_HL1 = values_HLD.abs().amax(-1, keepdim=True) / FLOAT8_MAX
-    scale_HL1 = torch.where(scale_HL1 == 0, 1, scale_HL1)
-    codes_HLD = (values_HLD / scale_HL1).to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.cat([codes_HLD, scale_HL1.view(torch.uint8)], dim=-1)
 
 
 def find_largest(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:

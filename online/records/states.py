@@ -4,7 +4,7 @@
     float8     D codes of a byte (e4m3fn, arXiv 2209.05433), then a scale as float32, the factor of all D
 
 numpy has neither type: bfloat16 is handled as its bits, in uint16. H = tokens, L = states of one token, D = size of
-each.
+each. Written by `heads.nn.float8`, and decoded here without torch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ SCALE_BYTES = 4
 
 NAN = 0x7FC0
 """Bits of a NaN in bfloat16."""
-
-FLOAT8_MAX = 448.0
-"""The largest number of e4m3fn; the scale maps the largest of a state to it."""
 
 
 def state_bytes(hidden_format: HiddenFormat, size: int) -> int:

@@ -18,7 +18,7 @@ from typing import Annotated
 import tyro
 
 from redraft.distill.signal.features import server_args
-from redraft.distill.signal.features_store import DEFAULT_STORAGE
+from redraft.distill.signal.features_store import DEFAULT_STORAGE, StatesFormat
 from redraft.eval.engine.command import vllm_command
 from redraft.heads.files.checkpoint import load_text_config
 from redraft.recipes.cli import run_recipe
@@ -35,6 +35,9 @@ class Config:
     storage: str = DEFAULT_STORAGE
     """Folder or fsspec URL through which the states pass, with room for all requests in flight. The trainer's
     --signal.storage must be the same: it reads nothing outside of it."""
+    format: StatesFormat = "exact"
+    """Format of the states. `exact`: as the server computes them. `float8`: 8-bit floats with a scale for each state,
+    half the bytes of bfloat16. The trainer reads both."""
 
 
 def main(cfg: Config) -> None:
@@ -44,7 +47,8 @@ def main(cfg: Config) -> None:
         ValueError: for a layer the target does not have.
     """
     num_layers = load_text_config(cfg.target).num_hidden_layers
-    command = vllm_command(cfg.target, [*server_args(cfg.layers, num_layers, cfg.storage), *cfg.vllm_args])
+    states = server_args(cfg.layers, num_layers, cfg.storage, cfg.format)
+    command = vllm_command(cfg.target, [*states, *cfg.vllm_args])
     os.execv(command[0], command)
 
 

@@ -36,7 +36,7 @@ from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, Hidde
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.features import EndpointHiddenStates, load_skeleton, server_args
-from redraft.distill.signal.features_store import Storage, write_states
+from redraft.distill.signal.features_store import StatesFormat, Storage, write_states
 from redraft.distill.signal.shards import write_cache
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import LoadedData
@@ -217,6 +217,55 @@ def test_the_size_of_hidden_states_is_said_to_the_byte(
     assert 512 * tokens <= written < 512 * tokens * 1.1
 
 
+def test_a_cache_in_float8_takes_half_the_space(tmp_path: Path) -> None:
+    samples, written = make_samples(), {}
+
+    def source(batch: Batch) -> TargetSignal:
+        streams_BTLD = torch.randn(*batch.input_ids_BT.shape, 3, 4096)
+        distribution = ExactTarget(hidden_BTD=streams_BTLD[:, :, 0], head_VD=torch.zeros(3, 4096))
+        return TargetSignal(distribution=distribution, aux_BTLD=streams_BTLD)
+
+    for dtype, per_token in (("bfloat16", 32_768), ("float8", 16_400)):
+        content = HiddenStates(layers=(2, 16, 29), hidden_size=4096, dtype=dtype)
+        folder = tmp_path / dtype
+        header = write_cache(samples, source, folder, content, target="t", sequence_length=32, batch_size=2)
+        assert header.bytes_per_row == per_token
+        written[dtype] = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert 0.5 < written["float8"] / written["bfloat16"] < 0.51
+
+
+def test_a_cache_of_another_dtype_is_not_continued(random_target: Path, tmp_path: Path) -> None:
+    samples = make_samples()
+
+    def interrupted(batch: Batch) -> TargetSignal:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_cache(tmp_path, samples, interrupted, dtype="bfloat16")
+    source = InProcessTarget(load(random_target), LAYERS)
+    with pytest.raises(
+        ValueError, match=r"holds a cache with content .*'bfloat16'.*, not .*'float8'.*: choose another"
+    ):
+        make_cache(tmp_path, samples, source, dtype="float8")
+    make_cache(tmp_path, samples, source, dtype="bfloat16")
+
+
+def test_a_state_that_float8_cannot_hold_ends_the_cache_with_one_line(random_target: Path, tmp_path: Path) -> None:
+    model, samples = load(random_target), make_samples()
+    source = InProcessTarget(model, LAYERS)
+
+    def overflow(batch: Batch) -> TargetSignal:
+        signal = source(batch)
+        assert signal.aux_BTLD is not None
+        signal.aux_BTLD[:, :, 1, 3] = torch.inf
+        return signal
+
+    with pytest.raises(ValueError, match="is not finite, and float8 would lose all of its numbers: choose") as error:
+        make_cache(tmp_path / "float8", samples, overflow, dtype="float8")
+    assert len(str(error.value).splitlines()) == 1
+    make_cache(tmp_path / "bfloat16", samples, overflow, dtype="bfloat16")
+
+
 def test_opening_and_reading_a_cache_copies_none_of_it(tmp_path: Path) -> None:
     hidden_size = 4096
     ids = [np.arange(i, i + 2000, dtype=np.int32) for i in range(8)]
@@ -283,7 +332,12 @@ ONE_AT_A_TIME = threading.Lock()
 """Streams are read by hooks on a model, which another thread's pass would set off too."""
 
 
-def make_teacher(model: Any, storage: str, harm: Callable[[Path, int], None] = lambda path, count: None) -> Teacher:
+def make_teacher(
+    model: Any,
+    storage: str,
+    harm: Callable[[Path, int], None] = lambda path, count: None,
+    states_format: StatesFormat = "exact",
+) -> Teacher:
     """A server that speaks the features contract, `harm`ing the states of its requests, counted from 0."""
     source, count = InProcessTarget(model, LAYERS), itertools.count()
 
@@ -295,7 +349,7 @@ def make_teacher(model: Any, storage: str, harm: Callable[[Path, int], None] = l
             log_p_TV = model(input_ids=ids_BT).logits[0].log_softmax(-1)
         assert streams_BTLD is not None
         url = f"{storage}/{id(source)}-{number}"
-        write_states(url, streams_BTLD[0], LAYERS)
+        write_states(url, streams_BTLD[0], LAYERS, states_format)
         harm(Path(f"{url}.bin"), number)
         entries = [
             {str(token): {"logprob": float(log_p_TV[t, token])}} for t, token in enumerate(request["prompt"][1:])
@@ -331,6 +385,29 @@ def test_a_fleet_sends_what_the_model_computes_and_lost_states_are_asked_for_aga
     for mine, its in zip(states(InProcessTarget(model, LAYERS)(batch), batch), states(streamed, batch), strict=True):
         torch.testing.assert_close(its, mine, atol=2e-4, rtol=1e-4)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_head_learns_the_same_from_float8_states_streamed_and_cached(random_target: Path, tmp_path: Path) -> None:
+    model, samples = load(random_target), make_samples()
+    batch, source = make_batch(samples), InProcessTarget(model, LAYERS)
+    teacher = make_teacher(model, str(tmp_path / "wire"), states_format="float8")
+    with teaching(teacher):
+        live = from_teachers([teacher], random_target, tmp_path / "wire")
+        live.require_target()
+        streamed = live(batch)
+    make_cache(tmp_path / "cache", samples, source, dtype="float8")
+    cached, exact = read_cache(tmp_path / "cache", samples, model)(batch), source(batch)
+    (last, aux), (last_streamed, aux_streamed), (last_cached, aux_cached) = (
+        states(signal, batch) for signal in (exact, streamed, cached)
+    )
+    # Both round the same states; a few lie between two codes, and other sums round them to the other.
+    assert ((aux_streamed - aux_cached).abs() > 1e-3 * aux_cached.abs()).float().mean() < 0.01
+    # The last one is rounded before the final norm on the wire, and after it in a cache.
+    for one, other in ((aux, aux_streamed), (aux, aux_cached), (last, last_streamed), (last, last_cached)):
+        assert (other - one).norm() < 0.04 * one.norm()
+        assert not torch.equal(one, other), "nothing was rounded"
+    assert_trains_alike(model, batch, streamed, cached, tolerance=0.1)
+    assert_trains_alike(model, batch, exact, cached, tolerance=0.15)
 
 
 def test_a_standalone_draft_learns_the_exact_distribution_from_servers_and_cache(
@@ -557,6 +634,28 @@ def test_a_medusa_head_reads_the_last_hidden_state_of_a_cache(random_target: Pat
         for signal in (exact, cached)
     ]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=0)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("states_format", ["exact", "float8"])
+def test_a_server_writes_states_in_the_format_that_it_was_started_with(
+    states_format: StatesFormat, tmp_path: Path
+) -> None:
+    """Without an engine: the connector with the configuration of `server_args`."""
+    from redraft.distill.signal.features_connector import Connector
+
+    arguments = server_args((0, 2), num_layers=2, storage=str(tmp_path), states_format=states_format)
+    extra = json.loads(arguments[3])["kv_connector_extra_config"]
+    hf_config = SimpleNamespace(eagle_aux_hidden_state_layer_ids=[0, 2])
+    draft = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=hf_config))
+    connector = Connector.__new__(Connector)
+    connector._kv_transfer_config = SimpleNamespace(get_from_extra_config=extra.get)
+    connector._vllm_config = SimpleNamespace(speculative_config=draft)
+    copied = SimpleNamespace(synchronize=lambda: None)
+    connector._write_tensors({"hidden_states": torch.randn(3, 2, 64).bfloat16()}, copied, "./cmpl-1.safetensors", None)
+    description = json.loads((tmp_path / "cmpl-1.json").read_text())
+    assert description["dtype"] == ("bfloat16" if states_format == "exact" else "float8")
+    assert (tmp_path / "cmpl-1.bin").stat().st_size == 3 * 2 * (128 if states_format == "exact" else 68)
 
 
 @pytest.mark.vllm

@@ -50,6 +50,25 @@ def test_what_is_taken_is_what_was_written_and_nothing_stays(storage: str, dtype
     assert files.ls(files._parent(path)) == []
 
 
+def test_states_in_float8_take_a_byte_a_number_and_come_as_torch_decodes_them(tmp_path: Path) -> None:
+    url, states_TLD = str(tmp_path / "states"), torch.randn(3 * BLOCK_BYTES // 4 // 2048 + 5, 2, 1024).bfloat16()
+    write_states(url, states_TLD, (1, 4), "float8")
+    assert Path(f"{url}.bin").stat().st_size == len(states_TLD) * 2 * (1024 + 4)
+    taken_TLD, layers = take(url)
+    assert (taken_TLD.dtype, layers) == (torch.float32, [1, 4])
+    scale_TL1 = states_TLD.float().abs().amax(-1, keepdim=True) / 448
+    assert torch.equal(taken_TLD, (states_TLD.float() / scale_TL1).to(torch.float8_e4m3fn).float() * scale_TL1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_states_that_are_called_float8_and_are_not_are_an_error(tmp_path: Path) -> None:
+    write_states(str(tmp_path / "states"), make_states(), (0, 1, 2))
+    description = json.loads((tmp_path / "states.json").read_text())
+    (tmp_path / "states.json").write_text(json.dumps(description | {"dtype": "float8"}))
+    with pytest.raises(StatesLostError, match="is corrupt: its CRC-32 is"):
+        take(str(tmp_path / "states"))
+
+
 def test_states_larger_than_a_block_come_in_blocks_that_use_one_memory(tmp_path: Path) -> None:
     states_TLD = torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.float32).view(-1, 4, 1024)
     url = str(tmp_path / "large")

@@ -21,8 +21,8 @@ from redraft.eval.intervals import estimate_gain
 from redraft.heads.families import eagle3
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.nn.float8 import encode_float8
 from redraft.heads.target import Target
-from redraft.online.engine.reduction import encode_float8
 from redraft.online.learning.anchors import make_anchors
 from redraft.online.learning.candidate import Candidate
 from redraft.online.learning.config import Training

@@ -10,7 +10,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redraft.online.engine.reduction import encode_float8
+from redraft.heads.nn import float8
+from redraft.heads.nn.float8 import encode_float8
 from redraft.online.records.record import (
     MAGIC,
     MAX_RECORD_BYTES,
@@ -219,6 +220,7 @@ def test_float8_is_that_of_torch_and_no_state_is_farther_off_than_a_sixteenth():
     again = torch.from_numpy(decode_float8(codes_HLX.numpy()).view(np.int16)).view(torch.bfloat16)
     codes, scale = codes_HLX[..., :64].view(torch.float8_e4m3fn), codes_HLX[..., 64:].contiguous().view(torch.float32)
     assert torch.equal(again, (codes.float() * scale).bfloat16())
+    assert torch.equal(again, float8.decode_float8(codes_HLX, torch.bfloat16)), "the trainer reads the same"
     largest = states_HLD.float().abs().amax(-1, keepdim=True)
     error = (again.float() - states_HLD.float()).abs()
     assert (error <= states_HLD.float().abs() / 15 + largest / 2**17).all()

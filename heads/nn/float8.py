@@ -1,0 +1,48 @@
+"""Hidden states in 8 bits: D codes of a byte (e4m3fn, arXiv 2209.05433), then a scale as float32, the factor of all D.
+
+The same bytes as in records (`online.records.states`, which decodes without torch). X = D + SCALE_BYTES.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCALE_BYTES = 4
+
+FLOAT8_MAX = 448.0
+"""The largest number of e4m3fn; the scale maps the largest of a state to it."""
+
+PIECE_ROWS = 4096
+"""States decoded at a time, so that the copy in float32 stays small."""
+
+
+@torch.no_grad()
+def encode_float8(states_HLD: Tensor) -> Tensor:
+    """States [..., D] of at least two dimensions in 8 bits, uint8 [..., D + SCALE_BYTES].
+
+    A scale maps each one's largest number to the largest of e4m3fn. It is not finite if one of the numbers is not.
+    """
+    values_HLD = states_HLD.float()
+    scale_HL1 = values_HLD.abs().amax(-1, keepdim=True) / FLOAT8_MAX
+    scale_HL1 = torch.where(scale_HL1 == 0, 1, scale_HL1)
+    codes_HLD = (values_HLD / scale_HL1).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.cat([codes_HLD, scale_HL1.view(torch.uint8)], dim=-1)
+
+
+@torch.no_grad()
+def decode_float8(codes_HLX: Tensor, dtype: torch.dtype) -> Tensor:
+    """The states of `encode_float8`, [..., D], rounded once to `dtype`. Bytes of zeros are a state of zeros."""
+    codes_NX = codes_HLX.flatten(0, -2)
+    states_ND = codes_NX.new_empty(len(codes_NX), codes_NX.shape[1] - SCALE_BYTES, dtype=dtype)
+    for start in range(0, len(codes_NX), PIECE_ROWS):
+        piece_nX = codes_NX[start : start + PIECE_ROWS]
+        values_nD = piece_nX[:, :-SCALE_BYTES].view(torch.float8_e4m3fn).float()
+        states_ND[start : start + PIECE_ROWS] = values_nD * scales(piece_nX)
+    return states_ND.view(*codes_HLX.shape[:-1], -1)
+
+
+def scales(codes_HLX: Tensor) -> Tensor:
+    """The scales of states, float32 [..., 1]."""
+    # A copy, because torch takes no float32 from an address that 4 does not divide.
+    return codes_HLX[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
