@@ -28,7 +28,12 @@ from redraft.eval.intervals import CONFIDENCE, Estimate, estimate_gain
 from redraft.eval.prompts import Prompt
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.draft import Batch, TargetSignal
+from redraft.heads.families import dflash
+from redraft.heads.families.dflash import DFlash
+from redraft.heads.families.dspark import DSpark
 from redraft.heads.families.eagle3 import Eagle3
+from redraft.heads.families.peagle import PEagle
+from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.nn.layers import Attention, LlamaShape, Rotary
 from redraft.heads.progress import Progress
 
@@ -38,8 +43,14 @@ MIN_GAIN = 0.05
 MIN_GAIN_TOKENS = 0.02
 """And in tokens per target step: a dead head gains any share by chance."""
 
+MIN_GAIN_OF_ANCHOR = 0.25
+"""The share for a reading with a feature that tells the next token: a sound head may gain a few per cent by it."""
+
 MAX_PERMUTED = 4
 """Aux layers up to which every order is tried: 23 for 4 of them."""
+
+MAX_MASKS = 12
+"""Mask tokens that are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +63,8 @@ class Reading:
     """Changes a copy of the head."""
     aux_layer_ids: tuple[int, ...] | None = None
     """Target layers to feed instead of the head's; None for the head's."""
+    min_gain: float = MIN_GAIN
+    """Smallest gain that counts, as a share of the accepted tokens."""
 
 
 def find_better_readings(
@@ -62,7 +75,7 @@ def find_better_readings(
     num_tokens: int,
     device: str = "cpu",
 ) -> Iterator[Finding]:
-    """The reading that accepts most on the target's answers, if it accepts clearly more than the head as it is.
+    """The reading that accepts most on the target's answers, of those that accept clearly more than the head as it is.
 
     Args:
         pair: The folders.
@@ -93,15 +106,16 @@ def find_better_readings(
         return [forecast_prompt(changed, read, text, num_tokens, device).counts for text in texts]
 
     as_it_is = count(None)
-    gains = [
-        (_estimate_gain(count(reading), as_it_is), reading)
-        for reading in Progress(readings, desc="other readings of the weights", unit="reading")
-    ]
-    gain, best = max(gains, key=lambda each: each[0].value)
-    # `tau - 1` is accepted tokens per step: the share is of these, not of the target's token.
     tau = sum(as_it_is, AcceptanceCounts.zero()).tau
-    if gain.value < max(MIN_GAIN * (tau - 1), MIN_GAIN_TOKENS) or gain.interval()[0] <= 0:
+    better = []
+    for reading in Progress(readings, desc="other readings of the weights", unit="reading"):
+        gain = _estimate_gain(count(reading), as_it_is)
+        # `tau - 1` is accepted tokens per step: the share is of these, not of the target's token.
+        if gain.value >= max(reading.min_gain * (tau - 1), MIN_GAIN_TOKENS) and gain.interval()[0] > 0:
+            better.append((gain, reading))
+    if not better:
         return
+    gain, best = max(better, key=lambda each: each[0].value)
     # The best of many readings gains some by chance. Bonferroni: the error of each is that of one, divided by
     # the number of readings.
     is_certain = gain.interval(1 - (1 - CONFIDENCE) / len(readings))[0] > 0
@@ -147,8 +161,9 @@ def _copy_head(head: Any, num_tokens: int) -> Any:
     """A copy that shares the target's matrices and drafts `num_tokens`."""
     shared = [value for value in vars(head).values() if torch.is_tensor(value)]
     copied = copy.deepcopy(head, {id(tensor): tensor for tensor in shared})
-    if hasattr(copied.config, "num_steps"):
-        copied.config = dataclasses.replace(copied.config, num_steps=num_tokens)
+    for name in ("config", "options"):  # P-EAGLE has its steps in `options`
+        if hasattr(getattr(copied, name, None), "num_steps"):
+            setattr(copied, name, dataclasses.replace(getattr(copied, name), num_steps=num_tokens))
     return copied
 
 
@@ -158,10 +173,15 @@ def list_readings(pair: Pair, head: Any, head_VD: Tensor) -> Iterator[Reading]:
     yield from _swapped_halves(head)
     if hasattr(head, "shape"):
         yield from _shapes_of_target(pair, head)
-    if isinstance(head, Eagle3):
+    if isinstance(head, Eagle3 | DFlash):
         yield from _orders_of_layers(head)
         yield from _other_layers(pair, head)
-        yield from _options(head)
+        yield from _options(pair, head)
+    if isinstance(head, PEagle | DFlash):
+        yield from _other_mask_tokens(pair, head)
+    if isinstance(head, DFlash):
+        yield _anchor_in_context()
+    if isinstance(head, Eagle3):
         yield from _head_of_target(head, head_VD)
 
 
@@ -202,8 +222,12 @@ def _swapped_halves(head: nn.Module) -> Iterator[Reading]:
     if (embed_VD := vars(head).get("_embed_VD")) is None:
         return
     hidden = embed_VD.shape[1]
-    parameters = [(name, p) for name, p in head.named_parameters() if name.split(".")[-2] in READ_BOTH]
-    wide = [name for name, p in parameters if p.shape[1] == 2 * hidden]
+    parameters = [
+        (name, p) for name, p in head.named_parameters() if name.removesuffix(".weight").split(".")[-1] in READ_BOTH
+    ]
+    # `fc` of a head that reads two target layers is as wide, and mixes those: see `_orders_of_layers`.
+    mixed = {"fc.weight"} if isinstance(head, Eagle3 | DFlash) else set()
+    wide = [name for name, p in parameters if p.shape[1] == 2 * hidden and name not in mixed]
     if wide:
         names = ", ".join(wide)
         yield Reading(
@@ -219,7 +243,7 @@ def _change(head: nn.Module, names: Sequence[str], change: Callable[[Tensor], Te
         parameter.data = change(parameter.data)
 
 
-def _orders_of_layers(head: Eagle3) -> Iterator[Reading]:
+def _orders_of_layers(head: Eagle3 | DFlash) -> Iterator[Reading]:
     """The blocks of columns in fc, one for each aux layer, in every other order, and transposed."""
     ids, hidden = head.aux_layer_ids, head.shape.hidden_size
     if len(ids) <= MAX_PERMUTED:
@@ -249,37 +273,139 @@ def _transpose(matrix_ND: Tensor, width: int) -> Tensor:
     return torch.cat([block.T for block in matrix_ND.view(len(matrix_ND), -1, width).unbind(1)], dim=1)
 
 
-def _other_layers(pair: Pair, head: Eagle3) -> Iterator[Reading]:
+def _other_layers(pair: Pair, head: Eagle3 | DFlash) -> Iterator[Reading]:
     ids, num_layers = head.aux_layer_ids, pair.target_config.num_hidden_layers
+    # Layer 0 is the embeddings, which engines do not feed to a drafter of blocks.
+    first = 1 if isinstance(head, DFlash) else 0
     # Off by one either way: layer k may be meant as the input of layer k or as the output.
     others = [tuple(k + shift for k in ids) for shift in (-1, 1)]
-    if len(ids) == 3:
+    if len(ids) == 3 and isinstance(head, Eagle3):
         # vLLM's default for EAGLE-3, if config.json names no layers.
         others.append((2, num_layers // 2, num_layers - 3))
     for other in dict.fromkeys(others):
-        if other != ids and list(other) == sorted(set(other)) and 0 <= other[0] <= other[-1] <= num_layers:
+        if other != ids and list(other) == sorted(set(other)) and first <= other[0] <= other[-1] <= num_layers:
             yield Reading(
                 problem=f"the head was trained on the aux layers {list(other)}, and is fed {list(ids)}",
-                cure=f'write "eagle_aux_hidden_state_layer_ids": {list(other)} at the top level of config.json',
+                cure=_write_layers(pair, other),
                 change=lambda _: None,
                 aux_layer_ids=other,
             )
 
 
-def _options(head: Eagle3) -> Iterator[Reading]:
+def _write_layers(pair: Pair, layers: Sequence[int]) -> str:
+    """The cure that names these layers as the head's config.json counts them."""
+    family = pair.family
+    if pair.is_speculators and family.speculators_layers_key:
+        key, offset = family.speculators_layers_key, 0
+    else:
+        key, offset = family.layers_key.rpartition(".")[2], family.layers_offset
+    return f'write "{key}": {[k - offset for k in layers]} {_place(pair, key)}'
+
+
+def _place(pair: Pair, key: str) -> str:
+    """The part of config.json in which the head of this family has the key."""
+    # Engines look for the keys of a DSpark head in DFlash's section first, too.
+    is_inside = key in (pair.config.get(dflash.SECTION) or {})
+    return f"into {dflash.SECTION} of config.json" if is_inside else "at the top level of config.json"
+
+
+def _options(pair: Pair, head: Eagle3 | DFlash) -> Iterator[Reading]:
     def flip_residual(copied: Any) -> None:
         copied.midlayer._norm_before_residual = not copied.midlayer._norm_before_residual
 
     def flip_output(copied: Any) -> None:
         copied.config = dataclasses.replace(copied.config, norm_output=not copied.config.norm_output)
 
-    for key, change in (("norm_before_residual", flip_residual), ("norm_output", flip_output)):
+    def flip_layout(copied: Any) -> None:
+        config = copied.config
+        # One slot more, or the same number of tokens would not fit if the anchor proposes none.
+        copied.config = dataclasses.replace(
+            config, sample_from_anchor=not config.sample_from_anchor, block_size=config.block_size + 1
+        )
+
+    changes: list[tuple[str, Callable[[Any], None]]] = []
+    if isinstance(head, Eagle3):
+        changes.append(("norm_before_residual", flip_residual))
+    if isinstance(head, Eagle3) and not isinstance(head, PEagle):  # P-EAGLE feeds nothing back
+        changes.append(("norm_output", flip_output))
+    if isinstance(head, DSpark):
+        changes.append(("sample_from_anchor", flip_layout))
+    for key, change in changes:
         right = str(not getattr(head.config, key)).lower()
         yield Reading(
             problem=f"{key} is not {right}, with which the head was trained",
-            cure=f'write "{key}": {right} at the top level of config.json',
+            cure=f'write "{key}": {right} {_place(pair, key)}',
             change=change,
         )
+
+
+MASK_KEYS = ("mask_token_id", "pard_token")
+"""Names of the mask token in config.json. Engines look for the first one first."""
+
+
+def _other_mask_tokens(pair: Pair, head: PEagle | DFlash) -> Iterator[Reading]:
+    section = pair.config.get(dflash.SECTION) or {}
+    key = next((key for key in MASK_KEYS if key in section or key in pair.config), MASK_KEYS[0])
+    now = head._mask_token_id
+    for token in _list_mask_tokens(pair, len(head._embed_VD)):
+        if token != now:
+            yield Reading(
+                problem=f"token {now} stands in the slots to fill, and the head was trained with token {token}",
+                cure=f'write "{key}": {token} {_place(pair, key)}',
+                change=partial(_set_mask_token, token=token),
+            )
+
+
+def _list_mask_tokens(pair: Pair, num_embeddings: int) -> list[int]:
+    """Tokens that trainers put into the slots, the likeliest first: at most MAX_MASKS of all `num_embeddings`."""
+    tokenizer = load_tokenizer(pair.target)
+    special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
+    reserved = sorted(index for text, index in special.items() if "reserved" in text or "unused" in text)
+    found = [
+        # The first row without a token is redraft's choice, and that of DFlash's authors for Qwen3.
+        len(tokenizer),
+        # A config of another tool may hold the right one under another name.
+        *_named_tokens(pair.config),
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+        *(index for text, index in special.items() if "mask" in text.lower()),
+        *reserved[:1],
+        *reserved[-1:],
+        num_embeddings - 1,
+        len(tokenizer) - 1,
+        tokenizer.unk_token_id,
+        tokenizer.bos_token_id,
+        0,
+    ]
+    legal = [token for token in found if isinstance(token, int) and 0 <= token < num_embeddings]
+    return list(dict.fromkeys(legal))[:MAX_MASKS]
+
+
+def _named_tokens(config: Mapping[str, Any]) -> Iterator[Any]:
+    """The values of all keys that name a token, in all sections."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _named_tokens(value)
+        elif key.endswith(("token_id", "_token")):
+            yield value
+
+
+def _set_mask_token(head: Any, token: int) -> None:
+    head._mask_token_id = token
+
+
+def _anchor_in_context() -> Reading:
+    """The target reads the anchor while it verifies, so in training its feature is there, and in serving it is not."""
+
+    def show_anchor(copied: Any) -> None:
+        copied.sees_anchor = True
+
+    return Reading(
+        problem="the head was trained with the target's feature of the anchor in the context, and no engine has it yet",
+        cure="no change to the folder helps: train again, with the features before each block's anchor only",
+        change=show_anchor,
+        min_gain=MIN_GAIN_OF_ANCHOR,
+    )
 
 
 def _head_of_target(head: Eagle3, head_VD: Tensor) -> Iterator[Reading]:
@@ -308,10 +434,13 @@ def _shapes_of_target(pair: Pair, head: Any) -> Iterator[Reading]:
     same_rows = [mine.head_dim * getattr(mine, n) for n in ("num_attention_heads", "num_key_value_heads")] == [
         its.head_dim * getattr(its, n) for n in ("num_attention_heads", "num_key_value_heads")
     ]
+    # Norms of queries and keys have as many weights as a head has numbers, so they settle it.
+    norms = [p for name, p in head.named_parameters() if name.endswith(("q_norm.weight", "k_norm.weight"))]
+    can_be_its = same_rows and all(len(p) == its.head_dim for p in norms)
     changes: dict[str, Mapping[str, Any]] = {
         "rms_norm_eps": {"rms_norm_eps": its.rms_norm_eps},
         "rope_parameters": {"rope_parameters": its.rope_parameters},
-        **({"heads of attention": sizes} if same_rows else {}),
+        **({"heads of attention": sizes} if can_be_its else {}),
     }
     for name, change in changes.items():
         if all(getattr(mine, key) == value for key, value in change.items()):

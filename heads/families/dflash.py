@@ -146,6 +146,9 @@ class DFlash(nn.Module):
     is_autoregressive = False
     is_block = True
     engine_output = 0
+    sees_anchor = False
+    """A block also reads the feature of its anchor, c[a]. No engine has it in time: only the doctor sets this, to find
+    out whether a head was trained so."""
     config: Config
 
     def __init__(
@@ -254,7 +257,7 @@ class DFlash(nn.Module):
             positions_BN = (batch.position_ids_BT.gather(1, anchor_BA)[..., None] + slots_S).flatten(1)
             ids_BAS = anchor_BA.new_full((*anchor_BA.shape, num_slots), self._mask_token_id)
             ids_BAS[..., 0] = batch.input_ids_BT.gather(1, anchor_BA)
-            mask = BlockMask.make(chunk_BA, batch.document_BT, num_slots)
+            mask = BlockMask.make(anchor_BA if self.sees_anchor else chunk_BA, batch.document_BT, num_slots)
             x_BND = F.embedding(ids_BAS.flatten(1), self._embed_VD).to(context_BTD.dtype)
             # Keys of the context are rotated already. Both rotations are by absolute position.
             cos_sin = self._rotary(positions_BN, context_BTD)
