@@ -19,11 +19,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
 from redraft.distill.signal.endpoints import Endpoints
+from redraft.distill.train.compiled import running_compiled
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget, label_rows
 from redraft.heads.families.standalone import find_logit_change
 
@@ -52,6 +54,7 @@ class InProcessTarget:
             ValueError: if a layer does not exist, or the model cannot be used exactly.
         """
         self.model, self.aux_layers = model.eval(), sorted(aux_layers)
+        self._compiled: list[nn.Module] = []
         num_layers = model.config.get_text_config().num_hidden_layers
         if self.aux_layers and not 0 <= self.aux_layers[0] <= self.aux_layers[-1] <= num_layers:
             raise ValueError(f"auxiliary layers {self.aux_layers} of a target that has {num_layers} layers")
@@ -60,11 +63,21 @@ class InProcessTarget:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> TargetSignal:
-        with self._streams() as streams:
+        with self._streams() as streams, running_compiled(self._compiled):
             hidden_BTD = self._hidden(batch.input_ids_BT, batch.position_ids_BT)
         # [B, T, L, D], in the order of `aux_layers`: ascending.
         aux_BTLD = torch.stack([streams[k] for k in self.aux_layers], dim=2) if self.aux_layers else None
         return TargetSignal(distribution=ExactTarget(hidden_BTD=hidden_BTD, head_VD=self._head()), aux_BTLD=aux_BTLD)
+
+    def compile_layers(self) -> None:
+        """Compile the model's layers for the calls of this source. For others the model stays as it is.
+
+        Raises:
+            ValueError: if the layers are in shards.
+        """
+        if any(isinstance(p, DTensor) for p in self.model.parameters()):
+            raise ValueError("a target in shards is not compiled: leave out --loop.compile or --signal.shard")
+        self._compiled = list(self.model.base_model.layers)
 
     def _head(self) -> Tensor:
         weight_VD: Tensor = self.model.get_output_embeddings().weight

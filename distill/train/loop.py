@@ -24,6 +24,7 @@ from accelerate.utils import (
 from redraft.distill.data.on_policy import draft_written, is_on_policy
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import SampleStats
+from redraft.distill.train.compiled import require_compiler
 from redraft.distill.train.ranks import (
     LONGEST_WAIT,
     die_with_launcher,
@@ -77,8 +78,14 @@ class Loop:
     """Number of evaluations (--loop.eval-every) without a higher tau after which --loop.stop-by acceptance ends."""
     seed: int = 0
     """Seed of the order of the data, of random initial weights, and of generated text."""
+    compile: bool = False
+    """Compile the layers of the draft, and of a target in this process, with `torch.compile`: fewer and larger kernels
+    between the matrix products. The first step and the first evaluation take a minute or two longer, and results
+    differ in rounding. Needs a C++ compiler; not for DeepSpeed or a target in shards."""
 
     def __post_init__(self) -> None:
+        if self.compile:
+            require_compiler()
         for name in ("steps", "batch_size", "log_every", "eval_batches", "patience"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--loop.{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
@@ -180,6 +187,8 @@ def train(
         raise ValueError(
             "a draft that is sharded over the ranks cannot write text: --loop.on-policy 0, or DDP or ZeRO-2"
         )
+    if loop.compile:
+        distillation.compile_layers()
     run.restore(distillation.resume)
     trainer = _Trainer(distillation, data, run, num_speculative_tokens, writer)
     if loop.minutes is not None:
@@ -335,12 +344,14 @@ def _batches(
     # different for every step and rank, and the same in a resumed run
     seed = (loop.seed * 1_000_003 + step) * accelerator.num_processes + accelerator.process_index
     writer = writer or cast(StandaloneDraft, distillation.draft)
-    return [
-        draft_written(
-            writer, b, pad_id=data.train.pad_id, end_ids=data.end_ids, seed=seed, max_tokens=loop.on_policy_tokens
-        )
-        for b in batches
-    ]
+    # Not compiled, because every written token has another number of keys and would need a graph for it.
+    with torch.compiler.set_stance("force_eager"):
+        return [
+            draft_written(
+                writer, b, pad_id=data.train.pad_id, end_ids=data.end_ids, seed=seed, max_tokens=loop.on_policy_tokens
+            )
+            for b in batches
+        ]
 
 
 def _take_held_out(held_out: PackedDataset, loop: Loop, accelerator: Accelerator) -> list[Batch]:

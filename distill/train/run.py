@@ -44,13 +44,17 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _lasting(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config on which a resumed run must agree. Servers, storage and the data's cache may move."""
+    """The part of a config on which a resumed run must agree. Servers, storage and the data's cache may
+    move, and layers be compiled or not."""
     kept = {key: value for key, value in config.items() if key not in MAY_CHANGE}
     if "signal" in kept:
         # Whether servers give the signal is a part of the training. The addresses are not.
         kept["signal"] = {**kept["signal"], "url": bool(kept["signal"]["url"]), "storage": None}
     if isinstance(kept.get("data"), dict):
         kept["data"] = {**kept["data"], "cache": None}
+    if isinstance(kept.get("loop"), dict):
+        # It changes the rounding only.
+        kept["loop"] = {**kept["loop"], "compile": None}
     return kept
 
 

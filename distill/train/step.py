@@ -21,6 +21,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.loss.fused import DraftRows, ExactRows, TopKRows, fused_linear_divergence
 from redraft.distill.signal.ahead import OneAhead
+from redraft.distill.signal.sources import InProcessTarget
+from redraft.distill.train.compiled import compile_in_place, draft_layers
 from redraft.distill.train.ranks import describe_layout, fit_deepspeed, fit_fsdp, uses_deepspeed
 from redraft.distill.train.unpickle import without_code
 from redraft.eval.forecast.greedy import QuickMetrics, metric_sums, quick_metrics
@@ -247,6 +249,18 @@ class Distillation:
         accelerator.wait_for_everyone()
         self.module, self.optimizer = accelerator.prepare(module, optimizer)
         self.num_steps, self.step_index, self.skipped, self.skipped_in_a_row = num_steps, 0, 0, 0
+
+    def compile_layers(self) -> None:
+        """Compile the layers of the draft, and of a target in this process (`distill.train.compiled`).
+
+        Raises: ValueError if the target is in shards.
+        """
+        layers = draft_layers(self.draft)
+        recomputed = any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
+        recomputed |= getattr(getattr(self.draft, "config", None), "recompute", False)
+        compile_in_place(layers, recomputed=recomputed)
+        if isinstance(self.target, InProcessTarget):
+            self.target.compile_layers()
 
     def weights(self) -> dict[str, Tensor]:
         """The draft's state dict, whole on the main process even if the ranks shard it. All ranks must call this."""

@@ -10,11 +10,12 @@ import importlib
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from redraft.heads.catalog import find_family
-from redraft.recipes.bench.counted import ACTIVATIONS, Operation
+from redraft.recipes.bench.counted import ACTIVATIONS, Operation, merging
 from redraft.recipes.bench.roofs import (
     DEVICES,
     HOST_BYTES_PER_S,
@@ -82,6 +83,9 @@ class Counting:
     gradient_checkpointing: bool = False
     """Recompute the activations: of a standalone draft layer by layer, of EAGLE-3 and MTP draft step by draft step
     (--head.recompute)."""
+    compile: bool = False
+    """Count the step with compiled layers (--loop.compile): a run of operations on the same elements moves only its
+    inputs and outputs. Less is merged than a compiler merges. Memory is counted as without."""
     devices: int = 1
     """GPUs of the whole training."""
     sharding: Literal["none", "zero2", "fsdp2"] = "none"
@@ -204,7 +208,8 @@ class Result:
 def count(cfg: Counting) -> Result:
     """Count the step, and derive time and memory on every kind of device."""
     plan = make_plan(cfg)
-    step = count_step(plan)
+    with merging() if cfg.compile else nullcontext():
+        step = count_step(plan)
     served = None if plan.features == "in-process" else count_target(plan)
     return Result(
         plan=plan, step=step, served=served, on={d.name: on_device(cfg, plan, step, served, d) for d in DEVICES}

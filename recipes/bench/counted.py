@@ -12,19 +12,24 @@ tensors of integers keep values, so that code may branch on the ids, masks and d
 
 from __future__ import annotations
 
+import bisect
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._autograd import _get_sequence_nr
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from redraft.distill.train.compiled import EAGER
 from redraft.heads.nn import prefix as prefix  # registers its operations
 
 Kind = Literal["product", "attention", "other"]
@@ -145,25 +150,42 @@ class Operation:
 class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs and counts every operation within it."""
 
+    graphs: Graphs | None = None
+    """The places where `merging` counts runs of operations as one."""
+
     def __init__(self, *, weightless: bool) -> None:
         """Without `weightless` the operations run on tensors with memory, and are counted alike."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._weightless, self.part = weightless, ""
         self.operations: Counter[Operation] = Counter()
         self.memory = Memory()
+        self._run: Run | None = None
 
     def begin(self, part: str) -> None:
         """Count from now on under this name; not at all for an empty one."""
+        self._end_run()
         self.part = part
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        joins = self.graphs and self.part and _fuses(func, args, kwargs)
+        graph = self.graphs.current() if self.graphs and joins else None
+        if self._run and not func.is_view and not self._run.takes(graph, args, kwargs):
+            self._end_run()  # before the results, which are not of the run
         without_values = self._weightless and _needs_no_values(func, args, kwargs)
         made = run_weightless(func, args, kwargs) if without_values else func(*args, **kwargs)
         self.memory.see(x for x in tree_leaves(made) if isinstance(x, Tensor))
-        if self.part:
+        if graph is not None:
+            self._run = self._run or Run(graph)
+            self._run.add(args, kwargs, made)
+        elif self.part:
             self.operations[describe(self.part, func, args, kwargs, made)] += 1
         return made
+
+    def _end_run(self) -> None:
+        if self._run:
+            self.operations[Operation(self.part, "other", 0, self._run.count_bytes())] += 1
+        self._run = None
 
 
 def describe(part: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Operation:
@@ -177,6 +199,124 @@ def describe(part: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
         flops = flop_registry[packet](*args, **kwargs, out_val=made)
         return Operation(part, "product", flops, num_bytes)
     return Operation(part, "other", 0, num_bytes)
+
+
+# ------------------------------------------------------------------------------------------------------ compiled layers
+
+
+def _fuses(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a compiler puts an operation into one kernel with its neighbours: one of elements, or of each row."""
+    if torch.Tag.pointwise in func.tags or func._overloadpacket is aten._to_copy:
+        return True
+    dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    return func._overloadpacket in (aten.mean, aten.sum) and dims in ([-1], [args[0].ndim - 1])
+
+
+class Run:
+    """Operations over the same elements, one after the other in one graph, which a compiler makes one kernel."""
+
+    def __init__(self, graph: int) -> None:
+        self._graph, self._size, self._rows = graph, 0, 0
+        self._read: dict[Any, int] = {}
+        """Bytes by the place of what is read, and by storage for what is changed."""
+        self._made: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def takes(self, graph: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether an operation belongs here: it goes over as many elements, or over a number for each row."""
+        return graph == self._graph and max(x.numel() for x in _tensors((args, kwargs))) in (self._size, self._rows)
+
+    def add(self, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
+        given = _tensors((args, kwargs))
+        largest = max(given, key=Tensor.numel)
+        if largest.numel() > self._size:
+            self._size, self._rows = largest.numel(), math.prod(largest.shape[:-1])
+        for x in given:
+            if _storage(x)._cdata not in self._made:
+                self._read[_storage(x)._cdata, x.storage_offset(), x.shape, x.stride()] = size_bytes(x)
+        known = {_storage(x)._cdata for x in given}
+        for x in _tensors([made]):
+            if _storage(x)._cdata not in known:
+                self._made[_storage(x)._cdata] = weakref.ref(_storage(x)), size_bytes(x)
+            elif _storage(x)._cdata not in self._made:
+                self._read[_storage(x)._cdata] = size_bytes(x)
+
+    def count_bytes(self) -> int:
+        """Bytes read of others, and those of the results that are alive now, at the end of the run."""
+        written = sum(num_bytes for storage, num_bytes in self._made.values() if storage() is not None)
+        return sum(self._read.values()) + written
+
+
+class Graphs:
+    """The graphs of `--loop.compile`: a layer up to attention, and from there to its end, forward and backward.
+
+    Operations of the backward pass are known by the numbers that autograd gave their nodes in the forward pass.
+    """
+
+    def __init__(self) -> None:
+        self._firsts: list[int] = []
+        """The first number of each graph."""
+        self._lasts: list[int] = []
+        self._is_open = False
+
+    def enter(self) -> None:
+        self._firsts.append(_get_sequence_nr())
+        self._is_open = True
+
+    def leave(self) -> None:
+        self._lasts.append(_get_sequence_nr())
+        self._is_open = False
+
+    def current(self) -> int | None:
+        """The graph of the operation that runs now."""
+        node = torch._C._current_autograd_node()
+        if self._is_open or node is None:
+            return len(self._firsts) - 1 if self._is_open else None
+        graph = bisect.bisect_right(self._firsts, node._sequence_nr()) - 1
+        return graph if graph >= 0 and node._sequence_nr() < self._lasts[graph] else None
+
+    def apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, outside of any graph."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            was_open = self._is_open
+            if was_open:
+                self.leave()
+            out = function(*args, **kwargs)
+            if was_open:
+                self.enter()
+            return out
+
+        return run
+
+
+@contextmanager
+def merging() -> Iterator[None]:
+    """Count steps as with compiled layers: a run of operations moves what it reads of others and leaves to others.
+
+    Less is merged than a compiler merges: operations join only if they follow each other over the same elements, and
+    what eager autograd keeps for the backward pass is written, though a compiler may compute it again.
+    """
+    graphs = Graphs()
+
+    def is_layer(module: nn.Module) -> bool:
+        return any("attn" in name for name, _ in module.named_children())
+
+    hooks = (
+        register_module_forward_pre_hook(lambda module, _: graphs.enter() if is_layer(module) else None),
+        register_module_forward_hook(lambda module, *_: graphs.leave() if is_layer(module) else None, always_call=True),
+    )
+    before = [(owner, name, getattr(owner, name)) for owner, name in EAGER]
+    for owner, name, function in before:
+        setattr(owner, name, graphs.apart(function))
+    Count.graphs = graphs
+    try:
+        yield
+    finally:
+        Count.graphs = None
+        for owner, name, function in before:
+            setattr(owner, name, function)
+        for hook in hooks:
+            hook.remove()
 
 
 # ---------------------------------------------------------------------------------------------------------------- FLOPs

@@ -27,6 +27,14 @@ def test_a_run_is_resumed_though_its_teachers_moved(tmp_path: Path) -> None:
         open_run(tmp_path / "run", resume=True, signal={"kind": "endpoint", "url": ("http://c:3",)}, seed=2)
 
 
+def test_a_run_is_resumed_with_its_layers_compiled_or_not(tmp_path: Path) -> None:
+    open_run(tmp_path / "run", loop={"steps": 3})  # of a redraft without the flag
+    for compiles in (True, False):
+        open_run(tmp_path / "run", resume=True, loop={"steps": 3, "compile": compiles})
+    with pytest.raises(ValueError, match="loop was"):
+        open_run(tmp_path / "run", resume=True, loop={"steps": 4, "compile": False})
+
+
 def test_a_resumed_run_keeps_the_date_of_its_start(tmp_path: Path) -> None:
     run = open_run(tmp_path / "run")
     assert run.date == datetime.date.today()

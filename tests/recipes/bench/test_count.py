@@ -14,9 +14,11 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from redraft.distill.loss.divergences import Divergence
+from redraft.distill.train.compiled import running_compiled
 from redraft.heads.catalog import FAMILIES, find_family
 from redraft.heads.families import dflash, dspark, eagle3, medusa
 from redraft.recipes.bench import gpu, training
@@ -31,7 +33,15 @@ from redraft.recipes.bench.count import (
     plan_run,
     share_out,
 )
-from redraft.recipes.bench.counted import ACTIVATIONS, META, Count, Operation, Weightless, attention_flops
+from redraft.recipes.bench.counted import (
+    ACTIVATIONS,
+    META,
+    Count,
+    Operation,
+    Weightless,
+    attention_flops,
+    merging,
+)
 from redraft.recipes.bench.measure import OURS, _in_fresh_process, _resident_peak_bytes
 from redraft.recipes.bench.roofs import DEVICES, HOST_BYTES_PER_S, LAUNCH_S, Shares, all_reduce_s
 from redraft.recipes.bench.sizes import find_sizes
@@ -262,6 +272,114 @@ def test_bytes_are_what_a_kernel_reads_and_writes() -> None:
     moved = [work.num_bytes for work in counting.operations.elements() if work.num_bytes]
     gathered = 3 * 16 * 4
     assert sorted(moved) == sorted([2 * gathered + 3 * 8, 512, 2 * 512])
+
+
+class Block(nn.Module):
+    """A layer without attention: what `merging` takes for one has a child of that name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = nn.Identity()
+
+    def forward(self, x: torch.Tensor, between: Any = None) -> torch.Tensor:
+        hidden = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1.0)
+        if between is not None:
+            hidden = between(hidden)
+        out: torch.Tensor = hidden * 2 + x
+        return out
+
+
+@pytest.mark.parametrize("weightless", [True, False])
+def test_a_run_of_operations_in_a_layer_moves_what_goes_in_and_what_comes_out(weightless: bool) -> None:
+    def count_block(between: Any = None, *, grad: bool = False) -> dict[str, list[int]]:
+        with merging(), Count(weightless=weightless) as counting:
+            block, x = Block(), torch.randn(6, 100, requires_grad=grad)
+            w = torch.randn(100, 100)
+            counting.begin("layer")
+            out = block(x, between and functools.partial(between, w))
+            counting.begin("outside")
+            loss = (out + 1).sum()
+            if grad:
+                counting.begin("backward")
+                loss.backward()
+            counting.begin("")
+        return {
+            part: sorted(
+                work.num_bytes for work in counting.operations.elements() if work.part == part and work.num_bytes
+            )
+            for part in ("layer", "outside", "backward")
+        }
+
+    size = 6 * 100 * 4
+    # x is read and the result written, though the layer has seven operations
+    assert count_block() == {"layer": [2 * size], "outside": [size + 4, 2 * size], "backward": []}
+    # a product ends the run: the norm writes its input, and what follows reads its output, and x again
+    product = size + 100 * 100 * 4 + size
+    merged = count_block(lambda w, hidden: hidden @ w)
+    assert merged["layer"] == sorted([2 * size, product, 3 * size])
+    # eager autograd keeps some results of a run for the backward pass, and these are written
+    with_gradient = count_block(grad=True)
+    assert 2 * size < with_gradient["layer"][0] < 5 * size
+    assert len(with_gradient["layer"]) == 1
+    assert with_gradient["backward"]
+
+
+def test_merged_runs_are_the_same_with_weights_and_change_no_product_and_no_loss() -> None:
+    apart = count_step(PLAN, shown_on=torch.device("cpu"))
+    with merging():
+        weightless, real = count_step(PLAN, shown_on=torch.device("cpu")), count_step(PLAN, weightless=False)
+    assert weightless.operations == real.operations
+    assert weightless.memory == apart.memory
+    assert count_step(PLAN, shown_on=torch.device("cpu")).operations == apart.operations, "nothing of it stays"
+    moved = {}
+    for name, operations in (("apart", apart.operations), ("merged", weightless.operations)):
+        kept = [
+            work for work in operations.elements() if work.kind != "other" or work.part in ("divergence", "optimizer")
+        ]
+        moved[name] = Counter(kept)
+    assert moved["merged"] == moved["apart"]
+    for part in ("target", "draft", "backward"):
+        before, after = (
+            sum(work.num_bytes for work in operations.elements() if work.part == part)
+            for operations in (apart.operations, weightless.operations)
+        )
+        assert after < before
+
+
+@pytest.mark.slow
+def test_no_more_is_merged_than_a_compiler_merges() -> None:
+    """Against the plan of PyTorch's compiler for a Llama layer, in which a product moves no element by itself."""
+    from torch._inductor import config, metrics
+    from torch._inductor.scheduler import ExternKernelSchedulerNode
+    from transformers import LlamaForCausalLM
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "head_dim": 64}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, num_key_value_heads=2, **sizes)).eval()
+    x_BTD, layers = torch.randn(2, 256, 512), model.model.layers
+    cos_sin = model.model.rotary_emb(x_BTD, torch.arange(256).expand(2, -1))
+
+    def moved() -> int:
+        with Count(weightless=False) as counting:
+            counting.begin("layer")
+            layers[0](x_BTD, position_embeddings=cos_sin, attention_mask=None)
+            counting.begin("")
+        return sum(work.num_bytes for work in counting.operations.elements() if work.kind == "other")
+
+    with torch.no_grad():
+        apart = moved()
+        with merging():
+            merged = moved()
+        torch._dynamo.reset()
+        torch._logging.set_logs(inductor_metrics=True)
+        metrics.reset()
+        with config.patch(force_disable_caches=True), running_compiled(layers):
+            layers[0](x_BTD, position_embeddings=cos_sin, attention_mask=None)
+        torch._logging.set_logs()
+        torch._dynamo.reset()
+    kernels = [n for node, n in metrics.nodes_num_elem if not isinstance(node, ExternKernelSchedulerNode)]
+    planned = 4 * sum(kernels)
+    print(f"{apart / 1e6:.1f} MB apart, {merged / 1e6:.1f} MB merged, {planned / 1e6:.1f} MB planned by the compiler")
+    assert 0.5 * merged < planned < merged < apart
 
 
 def test_a_view_keeps_the_memory_of_the_whole() -> None:

@@ -1,0 +1,94 @@
+"""Layers of target and draft compiled by `torch.compile`: what lies between two matrix products becomes one kernel.
+
+target       each transformer layer, in the calls of its signal only (`running_compiled`)
+draft        each layer, in place: forward and backward
+as it was    attention over ranges of keys, the divergence, embeddings, the optimizer
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from redraft.distill.train.ranks import uses_deepspeed
+from redraft.heads.families import standalone
+from redraft.heads.nn import blocks
+from redraft.heads.nn.attention import StepMemory
+
+LAYERS = ("layers", "midlayer", "block", "blocks")
+"""Attributes under which drafts keep their layers: one of them, a list or a dict."""
+
+EAGER: Sequence[tuple[Any, str]] = ((StepMemory, "attend"), (blocks, "attend"), (standalone, "attend"))
+"""Functions that a graph ends before. Their loops and branches depend on the documents of a batch, and the keys grow by
+a pair with every draft step: a graph would be made anew for each."""
+
+
+def require_compiler() -> None:
+    """Raise ValueError if layers cannot be compiled in this launch, or on this machine."""
+    if uses_deepspeed():
+        raise ValueError("--loop.compile does not work with DeepSpeed: launch with ddp.yaml or fsdp2.yaml, or leave it")
+    compilers = (os.environ.get("CXX", ""), "g++", "clang++")
+    if not any(name and shutil.which(name) for name in compilers):
+        raise ValueError("--loop.compile needs a C++ compiler, and there is no g++ or clang++ here: install one")
+    if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
+        raise ValueError("--loop.compile needs Triton on a GPU: pip install triton")
+
+
+def draft_layers(draft: Any) -> list[nn.Module]:
+    """The layers of a draft, of any family; none of a draft of single matrices."""
+    owner = draft.model.base_model if isinstance(draft, standalone.StandaloneDraft) else draft
+    found = (getattr(owner, name) for name in LAYERS if hasattr(owner, name))
+    return [
+        layer
+        for one in found
+        for layer in (
+            one.values() if isinstance(one, nn.ModuleDict) else one if isinstance(one, nn.ModuleList) else [one]
+        )
+    ]
+
+
+def compile_in_place(layers: Iterable[nn.Module], *, recomputed: bool) -> None:
+    """Compile the calls of these layers from now on. Parameters and their names stay as they are."""
+    _keep_attention_eager()
+    # Layer by layer there is nothing to overlap within a graph, so DDP's buckets must not cut it.
+    torch._dynamo.config.optimize_ddp = False
+    for layer in layers:
+        # By default the first shape gets a graph of fixed sizes. Activations that are computed again must come from
+        # the graph that made them first, so there is only one.
+        layer.compile(dynamic=True if recomputed else None)
+
+
+@contextmanager
+def running_compiled(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Run these layers compiled, within this context.
+
+    Hooks stay outside of the graphs. In a graph, a hook would be the one of the call that was compiled.
+    """
+    for layer in layers:
+        vars(layer)["forward"] = MethodType(_compiled(type(layer).forward), layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]
+
+
+@functools.cache
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    _keep_attention_eager()
+    return torch.compile(forward)
+
+
+def _keep_attention_eager() -> None:
+    for owner, name in EAGER:
+        # A second time it makes the same of the function inside.
+        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))  # type: ignore[no-untyped-call]
