@@ -160,7 +160,8 @@ def load_target(target: str, signal: Signal, device: torch.device, dtype: Target
         return load_skeleton(target, chosen, device), tokenizer
     if signal.shard and PartialState().num_processes > 1:
         return load_sharded(target, chosen, device), tokenizer
-    return load_causal_lm(target, chosen).to(device).requires_grad_(False).eval(), tokenizer
+    model = load_causal_lm(target, chosen, cure=f"{SERVERS}, for a head those of `redraft serve-features`")
+    return model.to(device).requires_grad_(False).eval(), tokenizer
 
 
 def load_data(data: Data, target: str, tokenizer: Any, loop: Loop, run: Run) -> LoadedData:

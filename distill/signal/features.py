@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,8 @@ def server_args(
 def load_skeleton(target: str, dtype: torch.dtype | None, device: torch.device) -> Any:
     """The target with real embeddings, final norm and head only. The layers' weights stay on `meta`.
 
+    Its `base_model` is the language model, for Llama 4 too.
+
     Raises:
         FileNotFoundError: for a missing folder.
         ValueError: if one of these tensors is missing.
@@ -90,8 +92,7 @@ def load_skeleton(target: str, dtype: torch.dtype | None, device: torch.device) 
     if config.get_text_config().tie_word_embeddings:
         wanted.discard("lm_head.weight")
     there = tensor_files(folder).keys()
-    # A model of text and images stores the language model one level deeper.
-    stored = {name if name in there else name.replace("model.", "model.language_model.", 1): name for name in wanted}
+    stored = {_stored_name(name, there): name for name in wanted}
     if missing := sorted(stored.keys() - there):
         raise ValueError(f"{folder} has no tensor {stored[missing[0]]}: give the folder of the target model")
     # `assign`, because a copy into a tensor on `meta` would be lost. A tied head has no tensor in the file:
@@ -99,7 +100,17 @@ def load_skeleton(target: str, dtype: torch.dtype | None, device: torch.device) 
     tensors = {stored[name]: tensor.to(device, model.dtype) for name, tensor in read_tensors(folder, stored).items()}
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
+    if model.base_model is model:
+        # Llama 4's class names an attribute that it does not have, and `base_model` is then the whole model.
+        model.base_model_prefix = "model"
     return model.eval().requires_grad_(False)
+
+
+def _stored_name(name: str, there: Collection[str]) -> str:
+    """The name of a tensor in a checkpoint. A model of text and images stores the language model one level deeper."""
+    deeper = name.replace("model.", "model.language_model.", 1)
+    # Llama 4 stores the output head deeper, too.
+    return next((n for n in (name, f"language_model.{name}") if n in there), deeper)
 
 
 class EndpointHiddenStates(EndpointTarget):
@@ -111,12 +122,18 @@ class EndpointHiddenStates(EndpointTarget):
         """Only the final norm and the head of `target` are used: `load_skeleton` is enough.
 
         Raises:
-            ValueError: if `storage` is neither a folder nor a URL that fsspec knows.
+            ValueError: if `storage` is neither a folder nor a URL that fsspec knows, or the target's final norm is not
+                found.
         """
         super().__init__(endpoint)
         self._storage = Storage(storage)
         self.head_VD: Tensor = target.get_output_embeddings().weight.detach()
         self.layers = sorted(layers)
+        if not hasattr(target.base_model, "norm"):
+            raise ValueError(
+                f"{type(target).__name__} has no final norm named `norm`, which served states need: "
+                "train with the target in the training process (--signal.kind model)"
+            )
         self._norm = target.base_model.norm
         self._last_layer = target.config.get_text_config().num_hidden_layers
 

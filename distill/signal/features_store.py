@@ -90,7 +90,7 @@ class Description:
 
     @property
     def stored_shape(self) -> tuple[int, int]:
-        """Of one row, in numbers of `stored_dtype`."""
+        """The shape of one row, in numbers of `stored_dtype`."""
         _, num_layers, hidden = self.shape
         return num_layers, hidden + SCALE_BYTES if self.dtype == "float8" else hidden
 

@@ -34,10 +34,11 @@ def register_models() -> None:
     AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
 
 
-def load_causal_lm(name_or_path: str | Path, dtype: torch.dtype | None = None) -> Any:
+def load_causal_lm(name_or_path: str | Path, dtype: torch.dtype | None = None, *, cure: str = "") -> Any:
     """The causal LM of a folder or hub name, in `dtype` (None: as stored), with all weights from the files.
 
-    Attention is SDPA, which can read the boolean mask per document of `heads.draft.attention_mask`.
+    Attention is SDPA, which can read the boolean mask per document of `heads.draft.attention_mask`. A `cure` ends the
+    error of a model that transformers cannot load.
 
     Raises:
         FileNotFoundError: the folder is missing, or is not a model folder.
@@ -53,7 +54,10 @@ def load_causal_lm(name_or_path: str | Path, dtype: torch.dtype | None = None) -
             output_loading_info=True,
         )
     except Exception as error:  # transformers raises a dozen types here, many of several lines
-        raise ValueError(f"cannot load the model {name_or_path}: {first_line(error)}") from error
+        reason = first_line(error)
+        if "scaled_dot_product_attention" in reason:  # it goes on with advice for transformers
+            reason = "transformers has no SDPA attention for it"
+        raise ValueError("; ".join(filter(None, [f"cannot load the model {name_or_path}: {reason}", cure]))) from error
     # transformers fills what lacks with random numbers and only warns
     if wrong := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
         raise ValueError(f"{name_or_path} lacks {len(wrong)} weights of its architecture, the first is {wrong[0]}")

@@ -44,10 +44,15 @@ def main(cfg: Config) -> None:
     """Replace this process by the server.
 
     Raises:
-        ValueError: for a layer the target does not have.
+        ValueError: for a layer the target does not have, or a target whose states vLLM does not send.
     """
-    num_layers = load_text_config(cfg.target).num_hidden_layers
-    states = server_args(cfg.layers, num_layers, cfg.storage, cfg.format)
+    config = load_text_config(cfg.target)
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise ValueError(
+            f"{cfg.target} has multi-head latent attention, and vLLM does not send hidden states of such targets: "
+            "train with the target in the training process (--signal.kind model, or cache without --signal.url)"
+        )
+    states = server_args(cfg.layers, config.num_hidden_layers, cfg.storage, cfg.format)
     command = vllm_command(cfg.target, [*states, *cfg.vllm_args])
     os.execv(command[0], command)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from redraft.distill.data.conversations import read_conversation, split_held_out
 from redraft.distill.inputs import Data, Signal, load_data, load_target
@@ -18,6 +19,7 @@ from redraft.distill.train.loop import LoadedData, Loop
 from redraft.distill.train.run import Run
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.recipes.train import mtp_qwen3_next
+from tests.helpers.target_families import MOE, TINY
 
 DAY = datetime.date(2024, 2, 29)
 
@@ -123,3 +125,19 @@ def test_a_quantised_target_is_refused_with_the_cure(method: str, random_target:
     with pytest.raises(ValueError, match="give the folder of the weights before quantisation"):
         mtp_qwen3_next.main(cfg)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_target_that_transformers_cannot_load_is_refused_with_the_cure(random_target: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt_oss", **{**TINY, **MOE})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    for file in random_target.glob("*token*"):
+        shutil.copy(file, tmp_path)
+    cure = r"--signal\.kind endpoint .*redraft serve-features"
+    with pytest.raises(ValueError, match=rf"cannot load the model .*: transformers has no SDPA .*{cure}") as refused:
+        load_target(str(tmp_path), Signal(), torch.device("cpu"))
+    assert "\n" not in str(refused.value)
+    served = Signal(kind="endpoint", url=("http://t1:8001",))
+    skeleton = load_target(str(tmp_path), served, torch.device("cpu"))[0]
+    assert not skeleton.base_model.norm.weight.is_meta
+    assert all(p.is_meta for p in skeleton.base_model.layers.parameters())

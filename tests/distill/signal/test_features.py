@@ -23,9 +23,10 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import save_file
 from teachers import Teacher, teaching
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Llama4Config
 
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, SampleStats, data_hash
@@ -46,6 +47,7 @@ from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families import eagle3, medusa
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.target import Target
+from tests.helpers.target_families import MOE, TINY
 
 LAYERS = (0, 1, 2)
 """All that a target of two layers has: the embeddings, between the layers, before the final norm."""
@@ -431,6 +433,35 @@ def test_a_standalone_draft_learns_the_exact_distribution_from_servers_and_cache
         torch.testing.assert_close(its, hidden, atol=2e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="a target in this process is always exact"):
         Signal(exact=True)
+
+
+def save_llama4(folder: Path) -> Any:
+    """A tiny Llama 4 whose checkpoint has the names of the released ones, which read images too."""
+    torch.manual_seed(0)
+    text = AutoConfig.for_model("llama4_text", **{**TINY, **MOE, "num_hidden_layers": 2})
+    model = AutoModelForCausalLM.from_config(text)
+    tensors = {f"language_model.{name}": tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    Llama4Config(text_config=text.to_dict()).save_pretrained(folder)
+    model.base_model_prefix = "model"  # or its streams cannot be read here
+    return model
+
+
+def test_served_states_of_llama_4_give_its_distribution(tmp_path: Path) -> None:
+    (folder := tmp_path / "llama4").mkdir()
+    model, batch = save_llama4(folder), make_batch(make_samples(vocab_size=TINY["vocab_size"]))
+    with teaching(make_teacher(model, str(tmp_path))) as teacher:
+        live = from_teachers([teacher], folder, tmp_path)
+        live.require_target()
+        streamed = live(batch)
+    for mine, its in zip(states(InProcessTarget(model, LAYERS)(batch), batch), states(streamed, batch), strict=True):
+        torch.testing.assert_close(its, mine, atol=2e-4, rtol=1e-4)
+
+
+def test_a_target_whose_final_norm_is_not_found_is_refused_in_a_line() -> None:
+    config = AutoConfig.for_model("gpt2", n_layer=1, n_embd=16, n_head=2, vocab_size=32)
+    with pytest.raises(ValueError, match=r"^GPT2LMHeadModel has no final norm .*--signal\.kind model\)$"):
+        EndpointHiddenStates(Endpoint("http://t1:8001"), AutoModelForCausalLM.from_config(config), LAYERS)
 
 
 def test_a_fleet_with_a_server_of_another_target_names_it(
