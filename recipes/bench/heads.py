@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,13 @@ from transformers import LlamaConfig, Qwen2Config
 
 from redraft.distill.loss.divergences import Divergence, forward_kl, log_probs
 from redraft.distill.train.step import DistillStep
+from redraft.heads import catalog
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 from redraft.heads.families import dflash, dspark, eagle3, medusa, mtp, peagle
 from redraft.heads.target import Target
 from redraft.recipes.bench.losses import NAIVE
-from redraft.recipes.bench.measure import DTYPES, OURS, Case, DtypeName, Matmul, Required, Run
-from redraft.recipes.bench.peers import PEERS, Sizes
+from redraft.recipes.bench.measure import DTYPES, OURS, Against, Case, DtypeName, Matmul, Required, Run, Step, adamw
+from redraft.recipes.bench.peers import PEERS, Sizes, describe_absent, list_sides
 
 SIZES = Sizes(batch=2, length=512, hidden=512, intermediate=1408, vocabulary=32_768, heads=8, key_heads=4, steps=3)
 TOKENS = SIZES.batch * SIZES.length
@@ -39,28 +40,24 @@ def sizes_of(family: str) -> Sizes:
 
 
 def head_cases() -> list[Case]:
-    return [head_case(family, dtype) for family in FAMILIES for dtype in DTYPES]
+    return [head_case(family, dtype) for family in FAMILIES for dtype in DTYPES] + [lk_hybrid_case()]
 
 
 def head_case(family: str, dtype: DtypeName) -> Case:
     """The case of one family, with all weights in `dtype`."""
-    peers = PEERS[family]
-    absent = [peer for peer in peers.values() if not peer.is_installed]
-    measured = {name: peer for name, peer in peers.items() if peer.can_run}
-    best, ratio = FAMILIES[family].aim
+    naive = Against(description="the same head, each step's logits in full, autograd", peer=NAIVE)
+    against = {NAIVE: naive, **list_sides(PEERS[family])}
+    speeds = FAMILIES[family].aims
     return Case(
         name=f"{family}, {sizes_of(family).steps} steps, vocabulary 32k, {dtype}",
-        against={
-            NAIVE: "the same head, each step's logits in full, autograd",
-            **{name: peer.description for name, peer in measured.items()},
-        },
+        family=next(row.name for row in catalog.FAMILIES if row.title == family),
+        against=against,
         tokens=TOKENS,
         dtype=dtype,
         matmuls=FAMILIES[family].matmuls(),
         build=functools.partial(build_head, family, dtype),
-        required={NAIVE: Required(memory=0.5), best: Required(speed=ratio, memory=0.5)},
-        compiled=frozenset(name for name, peer in peers.items() if peer.is_compiled),
-        note="; ".join(f"not installed here, recorded: {peer.recorded}" for peer in absent),
+        required={name: Required(speed=speeds.get(name), memory=0.5) for name in against},
+        note=describe_absent(PEERS[family]),
     )
 
 
@@ -68,22 +65,43 @@ def build_head(family: str, dtype: DtypeName, side: str, device: str) -> Run:
     """A training step on random features: ours, the naive one, or another trainer's."""
     if side in PEERS[family]:
         return PEERS[family][side].build(sizes_of(family), getattr(torch, dtype), device)
+    return build_ours(family, dtype, device, Divergence(), is_naive=side == NAIVE)
+
+
+def build_ours(family: str, dtype: DtypeName, device: str, divergence: Divergence, *, is_naive: bool = False) -> Run:
+    """A training step of redraft's head."""
     head, batch, signal = make_step(family, getattr(torch, dtype), device)
-    module = DistillStep(head, Divergence())
-    trained = [p for p in head.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    module = DistillStep(head, divergence)
     sizes = sizes_of(family)
     # About one over the labels. It only has to be the same for both sides, for the losses to compare.
     scale = 1 / (sizes.batch * (sizes.anchors * sizes.steps or sizes.length - 1))
 
-    def run() -> Tensor:
-        optimizer.zero_grad()
-        loss = module(batch, signal, scale=scale)[0] if side == OURS else naive_loss(head, batch, signal, scale)
-        torch.autograd.backward(loss)
-        optimizer.step()
-        return loss.detach()
+    def loss() -> Tensor:
+        return naive_loss(head, batch, signal, scale) if is_naive else module(batch, signal, scale=scale)[0]
 
-    return run
+    return Step(loss, (p for p in head.parameters() if p.requires_grad), adamw)
+
+
+FORWARD_KL = "forward KL"
+
+
+def lk_hybrid_case() -> Case:
+    """An EAGLE-3 step by lk_hybrid, against one by forward KL."""
+    return Case(
+        name=f"lk_hybrid, EAGLE-3, {SIZES.steps} steps, vocabulary 32k, bfloat16",
+        family="lk_hybrid",
+        against={FORWARD_KL: Against(description="the same step, which learns another divergence", peer="forward_kl")},
+        tokens=TOKENS,
+        dtype="bfloat16",
+        matmuls=FAMILIES["EAGLE-3"].matmuls(),
+        build=build_divergence,
+        required={FORWARD_KL: Required(speed=0.9)},
+    )
+
+
+def build_divergence(side: str, device: str) -> Run:
+    divergence = Divergence(name="lk_hybrid" if side == OURS else "forward_kl")
+    return build_ours("EAGLE-3", "bfloat16", device, divergence)
 
 
 def naive_loss(head: Any, batch: Batch, signal: TargetSignal, scale: float) -> Tensor:
@@ -225,8 +243,8 @@ class Benched:
     make: Callable[[Target], Any]
     matmuls: Callable[[], tuple[Matmul, ...]]
     """Products of a step: the target's logits, every step's logits and gradients, and the head's layers."""
-    aim: tuple[str, float]
-    """The fastest other trainer, and the required ratio of our speed to its speed."""
+    aims: Mapping[str, float]
+    """Required ratios of our speed to that of other sides."""
     sizes: Sizes = SIZES
     target: Callable[[], Any] = make_llama
 
@@ -241,37 +259,37 @@ FAMILIES = {
         matmuls=lambda: count_recurrent(
             2 * SIZES.hidden, _product(count=2, inner=3 * SIZES.hidden, columns=SIZES.hidden)
         ),
-        aim=("ModelOpt", 1.97),
+        aims={"speculators, compiled": 2.5, "ModelOpt, compiled": 2.0},
     ),
     "DFlash": Benched(
         make=lambda target: dflash.DFlash(dflash.Config(**_make_blocks(BLOCK_SIZES)), target),
         matmuls=lambda: count_blocks("DFlash"),
-        aim=("speculators", 2.0),
+        aims={"speculators": 2.0},
         sizes=dataclasses.replace(BLOCK_SIZES, steps=7),
     ),
     "DSpark": Benched(
         make=lambda target: dspark.DSpark(dspark.Config(**_make_blocks(BLOCK_SIZES), markov_rank=MARKOV_RANK), target),
         matmuls=count_dspark,
-        aim=("speculators", 2.0),
+        aims={"speculators": 2.0},
         sizes=dataclasses.replace(BLOCK_SIZES, steps=8),
     ),
     "P-EAGLE": Benched(
         make=lambda target: peagle.PEagle(peagle.Config(num_layers=2, num_steps=8, own_head=False), target),
         matmuls=count_peagle,
-        aim=("speculators", 2.0),
+        aims={"speculators": 2.0},
         sizes=dataclasses.replace(SIZES, layers=2, steps=8),
     ),
     "Medusa": Benched(
         make=lambda target: medusa.Medusa(medusa.Config(num_heads=SIZES.steps), target),
         matmuls=count_medusa,
-        aim=("ModelOpt", 2.5),
+        aims={"ModelOpt, compiled": 2.0},
     ),
     "MTP": Benched(
         make=lambda target: mtp.Mtp(mtp.Config(num_steps=SIZES.steps), target),
         matmuls=lambda: count_recurrent(
             SIZES.hidden, _product(count=3 * SIZES.steps, inner=2 * SIZES.hidden, columns=SIZES.hidden)
         ),
-        aim=("speculators", 2.5),
+        aims={"speculators, compiled": 2.0},
         target=make_mimo,
     ),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,8 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.step import DistillStep
 from redraft.heads.draft import Batch
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.recipes.bench.measure import DTYPES, OURS, Case, DtypeName, Matmul, Required, Run, can_compile
+from redraft.recipes.bench.measure import DTYPES, OURS, Against, Case, DtypeName, Matmul, Required, Run, Step, adamw
+from redraft.recipes.bench.peers import ON_EPYC, Peer, describe_absent, list_sides
 
 NAIVE = "naive"
 
@@ -46,12 +47,23 @@ def fused_loss_case(thousands: int, dtype: DtypeName) -> Case:
     )
     return Case(
         name=f"fused loss, vocabulary {thousands}k, {dtype}",
-        against={NAIVE: "both logits in full, log_softmax, KL, autograd"},
+        family="fused_kl",
+        against={
+            NAIVE: Against(description="both logits in full, log_softmax, KL, autograd", peer=NAIVE),
+            **list_sides(LIGER_LOSSES),
+        },
         tokens=NUM_TOKENS,
         dtype=dtype,
         matmuls=matmuls,
         build=functools.partial(build_fused_loss, vocabulary, dtype),
-        required={NAIVE: Required(speed=2.0, memory=0.5)} if dtype == "bfloat16" else {},
+        required={
+            NAIVE: Required(speed=2.0, memory=0.5),
+            LIGER: Required(memory=0.5),
+            LIGER_COMPILED: Required(speed=1.4, memory=0.5),
+        }
+        if dtype == "bfloat16"
+        else {},
+        note=describe_absent(LIGER_LOSSES),
     )
 
 
@@ -61,6 +73,10 @@ def build_fused_loss(vocabulary: int, dtype: DtypeName, side: str, device: str) 
     hidden_ND, target_hidden_ND = (make(NUM_TOKENS, HIDDEN, scale=2.0) for _ in range(2))
     # The target's tensors get no gradient, on either side.
     leaves = [hidden_ND.requires_grad_(), head_VD.requires_grad_()]
+    if side in LIGER_LOSSES:
+        labels_N = torch.zeros(NUM_TOKENS, dtype=torch.long, device=device)
+        build = LIGER_LOSSES[side].build
+        return Step(build(hidden_ND, head_VD, target_hidden_ND, target_head_VD, labels_N), leaves)
 
     def ours() -> Tensor:
         rows_N = torch.arange(NUM_TOKENS, device=device)
@@ -75,17 +91,49 @@ def build_fused_loss(vocabulary: int, dtype: DtypeName, side: str, device: str) 
         log_q_NV = torch.log_softmax(hidden_ND @ head_VD.T, -1, dtype=torch.float32)
         return F.kl_div(log_q_NV, log_p_NV, reduction="batchmean", log_target=True)
 
-    def run() -> Tensor:
-        for leaf in leaves:
-            leaf.grad = None
-        return _backward(ours() if side == OURS else naive())
-
-    return run
+    return Step(ours if side == OURS else naive, leaves)
 
 
-# -------------------------------------------------------------------------------------- a whole step: against TRL's GKD
+def liger_kl(
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    target_hidden_NE: Tensor,
+    target_head_VE: Tensor,
+    labels_N: Tensor,
+    *,
+    is_compiled: bool,
+) -> Run:
+    """Liger's chunked forward KL, the mean of the rows. It reads the labels only for padding."""
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
-STEP_BATCH, STEP_LENGTH, STEP_VOCABULARY = 2, 512, 32_768
+    # beta 0 is its forward KL
+    loss = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0, compiled=is_compiled)
+    return functools.partial(loss, hidden_ND, head_VD, target_hidden_NE, target_head_VE, labels_N)
+
+
+LIGER, LIGER_COMPILED = "Liger", "Liger, compiled"
+
+LIGER_LOSSES = {
+    LIGER: Peer(
+        package="liger_kernel",
+        name="liger",
+        description="Liger's chunked loss",
+        recorded="Liger's loss alone: not measured",
+        build=functools.partial(liger_kl, is_compiled=False),
+    ),
+    LIGER_COMPILED: Peer(
+        package="liger_kernel",
+        name="liger",
+        description="the same compiled, its default",
+        recorded="Liger's loss alone, compiled: not measured",
+        build=functools.partial(liger_kl, is_compiled=True),
+        is_compiled=True,
+    ),
+}
+
+# ------------------------------------------------------------------------- a whole step: against TRL's GKD, and Liger's
+
+STEP_BATCH, STEP_LENGTH = 2, 512
 TRL, TRL_COMPILED = "TRL", "TRL, compiled"
 
 Precision = Literal["mixed", "weights"]
@@ -93,36 +141,44 @@ Precision = Literal["mixed", "weights"]
 
 
 def kl_step_cases() -> list[Case]:
+    steps: list[tuple[int, Precision]] = [(32, "mixed"), (32, "weights"), (128, "mixed")]
+    return [kl_step_case(thousands, precision) for thousands, precision in steps]
+
+
+def kl_step_case(thousands: int, precision: Precision) -> Case:
     """A small Llama learns the distribution of a larger one. A step is both models, loss, backward and AdamW."""
+    vocabulary = 1024 * thousands
     # One pass of the target; for the student one forward, and a backward of twice its cost. Without attention scores.
-    matmuls = (*_linears(target_config(), passes=1), *_linears(student_config(), passes=3))
-    return [
-        Case(
-            name=f"KL step, vocabulary 32k, bfloat16 {precision}",
-            against={TRL: "GKDTrainer's loss on the same models"}
-            | ({TRL_COMPILED: "the same with the loss compiled"} if can_compile() else {}),
-            compiled=frozenset({TRL_COMPILED}),
-            tokens=STEP_BATCH * STEP_LENGTH,
-            dtype="bfloat16",
-            matmuls=matmuls,
-            build=functools.partial(build_kl_step, precision),
-            required={TRL: Required(speed=1.8)} if precision == "mixed" else {},
-        )
-        for precision in get_args(Precision)
-    ]
+    target, student = _linears(target_config(vocabulary), passes=1), _linears(student_config(vocabulary), passes=3)
+    return Case(
+        name=f"KL step, vocabulary {thousands}k, bfloat16 {precision}",
+        family="kl",
+        against=list_sides(KL_PEERS),
+        tokens=STEP_BATCH * STEP_LENGTH,
+        dtype="bfloat16",
+        matmuls=(*target, *student),
+        build=functools.partial(build_kl_step, vocabulary, precision),
+        required={
+            TRL: Required(memory=0.5),
+            TRL_COMPILED: Required(speed=2.0, memory=0.5),
+            LIGER: Required(memory=0.5),
+            LIGER_COMPILED: Required(speed=1.4, memory=0.5),
+        },
+        note=describe_absent(KL_PEERS),
+    )
 
 
-def student_config() -> LlamaConfig:
-    return _llama(layers=2, hidden=256)
+def student_config(vocabulary: int) -> LlamaConfig:
+    return _llama(vocabulary, layers=2, hidden=256)
 
 
-def target_config() -> LlamaConfig:
-    return _llama(layers=6, hidden=512)
+def target_config(vocabulary: int) -> LlamaConfig:
+    return _llama(vocabulary, layers=6, hidden=512)
 
 
-def _llama(layers: int, hidden: int) -> LlamaConfig:
+def _llama(vocabulary: int, layers: int, hidden: int) -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=STEP_VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=hidden * 11 // 4,
         num_hidden_layers=layers,
@@ -143,26 +199,15 @@ def _linears(config: LlamaConfig, passes: int) -> Iterator[Matmul]:
             yield Matmul(count=passes, rows=rows, inner=module.in_features, columns=module.out_features)
 
 
-def build_kl_step(precision: Precision, side: str, device: str) -> Run:
+def build_kl_step(vocabulary: int, precision: Precision, side: str, device: str) -> Run:
     torch.manual_seed(0)
     mixed = precision == "mixed"
-    target = LlamaForCausalLM(target_config()).to(device, torch.bfloat16).eval().requires_grad_(False)
-    student = LlamaForCausalLM(student_config()).to(device, torch.float32 if mixed else torch.bfloat16)
-    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4, fused=True)  # the Trainer's default
-    ids_BT = torch.randint(STEP_VOCABULARY, (STEP_BATCH, STEP_LENGTH)).to(device)
+    target = LlamaForCausalLM(target_config(vocabulary)).to(device, torch.bfloat16).eval().requires_grad_(False)
+    student = LlamaForCausalLM(student_config(vocabulary)).to(device, torch.float32 if mixed else torch.bfloat16)
+    ids_BT = torch.randint(vocabulary, (STEP_BATCH, STEP_LENGTH)).to(device)
     autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mixed)
-    if side == OURS:
-        loss = our_kl(student, target, ids_BT, autocast)
-    else:
-        loss = trl_kl(student, target, ids_BT, autocast, is_compiled=side == TRL_COMPILED)
-
-    def run() -> Tensor:
-        optimizer.zero_grad()
-        value = _backward(loss())
-        optimizer.step()
-        return value
-
-    return run
+    build = our_kl if side == OURS else KL_PEERS[side].build
+    return Step(build(student, target, ids_BT, autocast), student.parameters(), adamw)
 
 
 def our_kl(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast) -> Run:
@@ -205,10 +250,58 @@ def trl_kl(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast, 
     return loss
 
 
+def liger_step(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast, *, is_compiled: bool) -> Run:
+    labels_N = ids_BT[:, 1:].flatten()
+
+    def read(model: Any) -> Tensor:
+        hidden_BTD: Tensor = model.model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT)).last_hidden_state
+        return hidden_BTD[:, :-1].flatten(0, 1)
+
+    def loss() -> Tensor:
+        with autocast:
+            hidden_ND = read(student)
+            with torch.no_grad():
+                target_hidden_NE = read(target)
+            heads = student.lm_head.weight, target.lm_head.weight
+            return liger_kl(hidden_ND, heads[0], target_hidden_NE, heads[1], labels_N, is_compiled=is_compiled)()
+
+    return loss
+
+
+KL_PEERS = {
+    TRL: Peer(
+        package="trl",
+        name="trl",
+        description="GKDTrainer's loss on the same models",
+        recorded=f"TRL 1.16, vocabulary 32k: 551 {ON_EPYC}",
+        build=functools.partial(trl_kl, is_compiled=False),
+    ),
+    TRL_COMPILED: Peer(
+        package="trl",
+        name="trl",
+        description="the same with the loss compiled",
+        recorded=f"TRL 1.16, its loss compiled, vocabulary 32k: 655 {ON_EPYC}",
+        build=functools.partial(trl_kl, is_compiled=True),
+        is_compiled=True,
+    ),
+    LIGER: Peer(
+        package="liger_kernel",
+        name="liger",
+        description="Liger's chunked loss on the same models",
+        recorded="Liger: not measured",
+        build=functools.partial(liger_step, is_compiled=False),
+    ),
+    LIGER_COMPILED: Peer(
+        package="liger_kernel",
+        name="liger",
+        description="the same with the loss compiled, its default",
+        recorded=f"Liger, compiled, vocabulary 32k: 803 {ON_EPYC}",
+        build=functools.partial(liger_step, is_compiled=True),
+        is_compiled=True,
+    ),
+}
+"""`build` takes the two models, the batch's ids and the autocast, and returns the loss."""
+
+
 def _normal(generator: torch.Generator, device: str, dtype: DtypeName, *shape: int, scale: float) -> Tensor:
     return (scale * torch.randn(*shape, generator=generator)).to(device, getattr(torch, dtype))
-
-
-def _backward(loss: Tensor) -> Tensor:
-    torch.autograd.backward(loss)
-    return loss.detach()

@@ -1,20 +1,23 @@
 """Measurement of a benchmark: all sides of a case take turns in one process, with the bare matmuls as a floor.
 
 A change of the machine's speed affects all sides, and the matmuls show the speed available. Peak memory is the memory
-of a side above weights and inputs, measured in a fresh process per side.
+of a side above weights and inputs, measured in a fresh process per side, after a run that compiles.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import gc
 import importlib.util
 import multiprocessing
 import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -33,6 +36,42 @@ FLOOR = "matmuls alone"
 
 FLOOR_ROWS = 256
 """Rows per product of the floor. A larger result would leave the caches; fewer rows would make a matmul slower."""
+
+MEMORY_RUNS = 3
+"""Runs of a side whose peak memory is measured."""
+
+
+class Step:
+    """A run of a side that trains: loss, backward pass, and a step of the optimizer, if there is one."""
+
+    def __init__(
+        self, loss: Run, trained: Iterable[Tensor], make_optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    ) -> None:
+        self.loss = loss
+        self.trained = list(trained)
+        self.optimizer = make_optimizer(self.trained) if make_optimizer else None
+
+    def __call__(self) -> Tensor:
+        self._drop_gradients()
+        loss = self.loss()
+        torch.autograd.backward(loss)
+        if self.optimizer:
+            self.optimizer.step()
+        return loss.detach()
+
+    def forget(self) -> None:
+        """Free the gradients and the optimizer's state, so that the next run allocates all that the first one did."""
+        self._drop_gradients()
+        if self.optimizer:
+            self.optimizer.state.clear()
+
+    def _drop_gradients(self) -> None:
+        for tensor in self.trained:
+            tensor.grad = None
+
+
+adamw = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
+"""The optimizer of every side that has one: the default of transformers' Trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +99,25 @@ class Required:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Against:
+    """Another side of a case, which ours is compared with."""
+
+    description: str
+    peer: str
+    """Name in the report: the peer's in lower case, the same for the peer as it ships and compiled."""
+    is_compiled: bool = False
+    """`torch.compile` is applied to it. If that fails, the side is left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """One task done in several ways, the sides."""
 
     name: str
-    against: Mapping[str, str]
-    """Descriptions of the other sides, by name."""
+    family: str
+    """Name in the report: of the draft's family, or of a loss."""
+    against: Mapping[str, Against]
+    """The other sides, by name."""
     tokens: int
     """Tokens of one run."""
     dtype: DtypeName
@@ -74,8 +126,6 @@ class Case:
     build: Callable[[str, str], Run]
     """Allocates a side's weights and inputs on a device. It must be picklable, because other processes call it."""
     required: Mapping[str, Required] = field(default_factory=dict)
-    compiled: frozenset[str] = frozenset()
-    """Sides that compile in their first run. That takes memory itself, so their peak is not told."""
     note: str = ""
 
 
@@ -89,7 +139,9 @@ class Side:
     cpu_s: list[float]
     """CPU time of every round."""
     peak_mib: float | None
-    """None if it was not measured."""
+    """The median of `peaks_mib`; None for the floor."""
+    peaks_mib: list[float]
+    """Peak memory of every measured run."""
     loss: float
 
 
@@ -106,6 +158,8 @@ class Measurement:
     gflops_per_s: float
     """Speed of the matmuls alone."""
     threads: int
+    left_out: dict[str, str]
+    """Sides that do not compile here, with the first line of the error."""
 
 
 def can_compile() -> bool:
@@ -118,46 +172,57 @@ def can_compile() -> bool:
 def measure(case: Case, *, rounds: int, threads: int, device: str) -> Measurement:
     """Measure a case: the time of all sides in turn, the memory of each alone."""
     fresh = functools.partial(_in_fresh_process, threads=threads)
-    names = [OURS, *case.against]
-    wall, cpu, losses, threads_used = fresh(_time_case, case, names, rounds, device)
+    timed = fresh(_time_case, case, rounds, device)
+    wall, cpu = timed.wall_s, timed.cpu_s
     # One process each: a freed block of one side would hide the peak of the next.
-    peaks = {name: fresh(_peak_bytes, case, name, device) / 2**20 for name in names if name not in case.compiled}
+    peaks = {name: fresh(_measure_peaks, case, name, device) for name in timed.losses}
     sides = {
         name: Side(
             tokens_per_s=case.tokens / statistics.median(wall[name]),
             wall_s=wall[name],
             cpu_s=cpu[name],
-            peak_mib=peaks.get(name),
-            loss=losses.get(name, 0.0),
+            peak_mib=statistics.median(peaks[name]) if name in peaks else None,
+            peaks_mib=peaks.get(name, []),
+            loss=timed.losses.get(name, 0.0),
         )
-        for name in (*names, FLOOR)
+        for name in wall
     }
-    others = [*case.against, FLOOR]
+    others = [name for name in wall if name != OURS]
     return Measurement(
         case=case.name,
         sides=sides,
-        speed_ratio={name: _median_ratio(wall[name], wall[OURS]) for name in others},
-        cpu_time_ratio={name: _median_ratio(cpu[name], cpu[OURS]) for name in others},
+        speed_ratio={name: statistics.median(round_ratios(wall[name], wall[OURS])) for name in others},
+        cpu_time_ratio={name: statistics.median(round_ratios(cpu[name], cpu[OURS])) for name in others},
         gflops_per_s=sum(m.flops for m in case.matmuls) / statistics.median(wall[FLOOR]) / 1e9,
-        threads=threads_used,
+        threads=timed.threads,
+        left_out=timed.left_out,
     )
 
 
-def _median_ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
-    return statistics.median(other / our for other, our in zip(theirs, ours, strict=True))
+def round_ratios(theirs: Sequence[float], ours: Sequence[float]) -> list[float]:
+    """Their time over ours in each round, which is our speed over theirs."""
+    return [other / our for other, our in zip(theirs, ours, strict=True)]
 
 
-Seconds = dict[str, list[float]]
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """Times of a case's sides and its floor, by name."""
+
+    wall_s: dict[str, list[float]]
+    cpu_s: dict[str, list[float]]
+    losses: dict[str, float]
+    """Loss of the first run; the floor has none."""
+    left_out: dict[str, str]
+    threads: int
+    """Threads used by torch."""
 
 
-def _time_case(case: Case, names: Sequence[str], rounds: int, device: str) -> tuple[Seconds, Seconds, Any, int]:
-    """(wall seconds by side, CPU seconds by side, losses of the first runs by side, threads used by torch)."""
-    runs = {name: case.build(name, device) for name in names}
-    losses = {name: float(run()) for name, run in runs.items()}  # warms up too
+def _time_case(case: Case, rounds: int, device: str) -> Timed:
+    runs, losses, left_out = _start(case, device)
     runs[FLOOR] = matmuls_alone(case.matmuls, getattr(torch, case.dtype), device)
     runs[FLOOR]()
-    wall: Seconds = {name: [] for name in runs}
-    cpu: Seconds = {name: [] for name in runs}
+    wall: dict[str, list[float]] = {name: [] for name in runs}
+    cpu: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
             started = time.perf_counter(), time.process_time()  # wall, and CPU of all threads
@@ -166,7 +231,27 @@ def _time_case(case: Case, names: Sequence[str], rounds: int, device: str) -> tu
                 torch.cuda.synchronize()  # kernels are still running when their launch returns
             wall[name].append(time.perf_counter() - started[0])
             cpu[name].append(time.process_time() - started[1])
-    return wall, cpu, losses, torch.get_num_threads()
+    return Timed(wall_s=wall, cpu_s=cpu, losses=losses, left_out=left_out, threads=torch.get_num_threads())
+
+
+def _start(case: Case, device: str) -> tuple[dict[str, Run], dict[str, float], dict[str, str]]:
+    """(runs, losses of the first run of each, errors of those that do not compile)."""
+    runs: dict[str, Run] = {}
+    losses: dict[str, float] = {}
+    left_out: dict[str, str] = {}
+    for name in (OURS, *case.against):
+        try:
+            run = case.build(name, device)
+            losses[name] = float(run())  # warms up too
+            run()  # a second time: what was made in the first run, such as gradients, may be compiled for again
+            runs[name] = run
+        # All of them: a compiler has a type of exception for every stage.
+        except Exception as error:
+            if name == OURS or not case.against[name].is_compiled:
+                raise
+            losses.pop(name, None)
+            left_out[name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    return runs, losses, left_out
 
 
 def matmuls_alone(matmuls: Sequence[Matmul], dtype: torch.dtype, device: str) -> Run:
@@ -190,20 +275,34 @@ def matmuls_alone(matmuls: Sequence[Matmul], dtype: torch.dtype, device: str) ->
     return run
 
 
-def _peak_bytes(case: Case, side: str, device: str) -> int:
-    """Peak memory of one run of `side` above weights and inputs. Call it in a fresh process."""
+def _measure_peaks(case: Case, side: str, device: str) -> list[float]:
+    """Peak memory of `MEMORY_RUNS` runs of `side` above weights and inputs, in MiB. Call it in a fresh process."""
     run = case.build(side, device)
-    tiny = torch.ones(8, 8, device=device, dtype=getattr(torch, case.dtype), requires_grad=True)
-    torch.autograd.backward((tiny @ tiny).sum())  # libraries allocate at their first call
+    for _ in range(2):
+        run()  # compiles; libraries allocate at their first call
+    return [_peak_bytes(run, device) / 2**20 for _ in range(MEMORY_RUNS)]
+
+
+def _peak_bytes(run: Run, device: str) -> int:
+    if isinstance(run, Step):
+        run.forget()
+    gc.collect()
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
         return torch.cuda.max_memory_allocated() - before
+    _trim()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the process's peak of resident memory
     before = _resident_peak_bytes()
     run()
     return _resident_peak_bytes() - before
+
+
+def _trim() -> None:
+    """Give freed memory back to the system: a run that filled it again would seem to take none."""
+    with suppress(AttributeError):  # other C libraries than glibc have no such function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident_peak_bytes() -> int:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib.util
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from redraft.recipes.bench.measure import Run, can_compile
+from redraft.recipes.bench.measure import Against, Run, Step, adamw, can_compile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +58,19 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """Another project's trainer."""
+    """Another project's trainer or loss, as it ships or compiled."""
 
     package: str
     """Name of the package to import."""
+    name: str
+    """Name in the report, the same for both forms."""
     description: str
     recorded: str
     """Result recorded elsewhere, in bfloat16, at the sizes of the cases."""
-    build: Callable[[Sizes, torch.dtype, str], Run]
+    build: Callable[..., Run]
+    """For a draft's step: takes the sizes, the type and the device, and returns a whole run."""
     is_compiled: bool = False
-    """`torch.compile` is asked for here; a peer may compile itself as it ships."""
+    """`torch.compile` is applied, by us or by the peer."""
 
     @property
     def can_run(self) -> bool:
@@ -76,6 +79,26 @@ class Peer:
     @property
     def is_installed(self) -> bool:
         return importlib.util.find_spec(self.package) is not None
+
+
+def list_sides(peers: Mapping[str, Peer]) -> dict[str, Against]:
+    """The peers that can run here, as sides of a case."""
+    return {
+        name: Against(description=peer.description, peer=peer.name, is_compiled=peer.is_compiled)
+        for name, peer in peers.items()
+        if peer.can_run
+    }
+
+
+def describe_absent(peers: Mapping[str, Peer]) -> str:
+    """The peers that cannot run here, and why, in one line; empty if all can."""
+    absent = [f"not installed here, recorded: {peer.recorded}" for peer in peers.values() if not peer.is_installed]
+    absent += [
+        f"no compiler here: {name} is left out"
+        for name, peer in peers.items()
+        if peer.is_installed and not peer.can_run
+    ]
+    return "; ".join(absent)
 
 
 def speculators_eagle3(sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False) -> Run:
@@ -216,13 +239,15 @@ def modelopt_eagle3(sizes: Sizes, dtype: torch.dtype, device: str) -> Run:
     return _training(model, lambda: model(input_ids=ids, base_model_outputs=given).loss)
 
 
-def modelopt_medusa(sizes: Sizes, dtype: torch.dtype, device: str) -> Run:
+def modelopt_medusa(sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False) -> Run:
     model = _modelopt(sizes, dtype, device, "medusa", {"medusa_num_heads": sizes.steps, "medusa_num_layers": 1})
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("medusa_heads" in name)
     ids = torch.randint(sizes.vocabulary, (sizes.batch, sizes.length), device=device)
     model.model = _Given(torch.randn(*ids.shape, sizes.hidden).to(device, dtype))
-    return _training(model, lambda: model(input_ids=ids, labels=ids).loss)
+    forward = torch.compile(model, dynamic=False) if is_compiled else model
+    # by key: the compiled form returns an output without attributes
+    return _training(model, lambda: forward(input_ids=ids, labels=ids)["loss"])
 
 
 class _Given(nn.Module):
@@ -259,18 +284,8 @@ def _packed(sizes: Sizes, device: str) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(sizes.batch, device=device).repeat_interleave(sizes.length)[None]
 
 
-def _training(model: nn.Module, loss: Callable[[], Tensor]) -> Run:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-
-    def run() -> Tensor:
-        optimizer.zero_grad()
-        value = loss()
-        torch.autograd.backward(value)
-        optimizer.step()
-        return value.detach()
-
-    return run
+def _training(model: nn.Module, loss: Run) -> Step:
+    return Step(loss, (p for p in model.parameters() if p.requires_grad), adamw)
 
 
 CONDITIONS = "tokens/s on 2 cores with AMX, 2026-11"
@@ -283,12 +298,14 @@ def _of_speculators(build: Callable[..., Run], recorded: str, recorded_compiled:
     return {
         "speculators": Peer(
             package="speculators",
+            name="speculators",
             description="speculators' model, KL",
             recorded=f"speculators 0.9: {recorded}",
             build=build,
         ),
         "speculators, compiled": Peer(
             package="speculators",
+            name="speculators",
             description="the same with its losses compiled",
             recorded=f"speculators 0.9, its losses compiled: {recorded_compiled}",
             build=functools.partial(build, is_compiled=True),
@@ -300,11 +317,13 @@ def _of_speculators(build: Callable[..., Run], recorded: str, recorded_compiled:
 PEERS: dict[str, dict[str, Peer]] = {
     "EAGLE-3": {
         **_of_speculators(speculators_eagle3, f"216 {CONDITIONS}", f"213 {ON_EPYC}"),
-        "ModelOpt": Peer(
+        "ModelOpt, compiled": Peer(
             package="modelopt",
-            description="ModelOpt's model, cross-entropy on the target's probabilities, compiled",
+            name="modelopt",
+            description="ModelOpt's model, cross-entropy on the target's probabilities, compiled as it ships",
             recorded=f"ModelOpt 0.47, compiled: 432 {CONDITIONS}; SpecForge 0.2, compiled: 256",
             build=modelopt_eagle3,
+            is_compiled=True,
         ),
     },
     "DFlash": _of_speculators(speculators_dflash, f"127 {ON_AMX}", "not measured"),
@@ -313,20 +332,31 @@ PEERS: dict[str, dict[str, Peer]] = {
     "Medusa": {
         "ModelOpt": Peer(
             package="modelopt",
+            name="modelopt",
             description="ModelOpt's model, cross-entropy on the text",
             recorded=f"ModelOpt 0.47: 507 {CONDITIONS}",
             build=modelopt_medusa,
+        ),
+        "ModelOpt, compiled": Peer(
+            package="modelopt",
+            name="modelopt",
+            description="the same, compiled as a whole",
+            recorded="ModelOpt 0.47 compiled: not measured",
+            build=functools.partial(modelopt_medusa, is_compiled=True),
+            is_compiled=True,
         ),
     },
     "MTP": {
         "speculators": Peer(
             package="speculators",
+            name="speculators",
             description="speculators' model of Qwen3's layer, cross-entropy on the text",
             recorded=f"speculators 0.9: 436 {CONDITIONS}",
             build=speculators_mtp,
         ),
         "speculators, compiled": Peer(
             package="speculators",
+            name="speculators",
             description="the same, compiled as a whole, as it is on a GPU",
             recorded="speculators 0.9 compiled: not measured",
             build=functools.partial(speculators_mtp, is_compiled=True),

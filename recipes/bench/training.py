@@ -7,11 +7,26 @@ $ redraft bench-training --count --target llama-3.1-8b --family eagle3       # F
 $ redraft bench-training --gpu                   # the same steps, run on one GPU (make bench-gpu)
 $ redraft bench-training --count --target llama-3.3-70b --features served --devices 8 --tokens 1e9    # hours on 8 GPUs
 
-Peers are measured as they ship and compiled (`torch.compile`), where that works on this machine.
+Peers are measured as they ship and compiled (`torch.compile`). A side that does not compile on this machine is told
+and left out.
 
 Each case runs in a separate process. Its sides take turns with the bare matmuls of the same shapes, so a change of the
-machine's speed affects all of them. Peak memory is the memory above weights and inputs. A ratio below the requirement
-is printed, and is not an error.
+machine's speed affects all of them. Peak memory is the memory above weights and inputs, after runs that compile. A
+ratio below the requirement is printed, and is not an error.
+
+The file is written after every case:
+
+| key | content |
+|---|---|
+| `ratio.FAMILY.PEER` | tokens/s, ours over the peer's: `median`, `low` and `high` of the rounds |
+| `memory.FAMILY.PEER` | peak memory likewise; `low` and `high` are the least and the most that the peaks allow |
+| `cases` | all measurements of every case |
+| `environment`, `date`, `device`, `rounds` | of the run |
+
+FAMILY is a draft's family, `kl` (a whole step of a standalone draft), `fused_kl` (the loss alone) or `lk_hybrid` (an
+EAGLE-3 step, whose peer is our `forward_kl`). PEER is speculators, modelopt, trl, liger or naive. Each entry is that of
+the peer compiled, if that ran (`compiled`), and of the worst of the family's bfloat16 cases (`case`), or of its float32
+cases if there are no others.
 
 `--count` runs one real step at the target's real sizes on tensors without memory, and counts every operation. Times
 are estimates: each operation takes the longest of computing, moving bytes and being launched, at stated shares of
@@ -20,27 +35,39 @@ a device's best. Data, evaluations and checkpoints take none. Peak memory is tha
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from redraft.distill.train.loop import computes_bfloat16
 from redraft.eval.machine import environment
-from redraft.eval.report.page import write_results
+from redraft.heads.files.artifact import write_whole
 from redraft.recipes.bench import count, gpu
 from redraft.recipes.bench.heads import head_cases
 from redraft.recipes.bench.losses import fused_loss_cases, kl_step_cases
-from redraft.recipes.bench.measure import FLOOR, OURS, Case, Measurement, Required, Side, measure, profile
+from redraft.recipes.bench.measure import (
+    FLOOR,
+    OURS,
+    Case,
+    Measurement,
+    Required,
+    Side,
+    measure,
+    profile,
+    round_ratios,
+)
 from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(count.Counting):
-    output: Path = Path("outputs/bench/training.json")
-    """File that receives the results."""
+    output: Path | None = None
+    """File that receives the results; by default outputs/bench/report.json, and with --gpu outputs/bench/gpu.json."""
     rounds: int = 5
     """Times each side runs; a ratio is the median of the rounds' ratios."""
     threads: int = 0
@@ -66,7 +93,7 @@ def main(cfg: Config) -> None:
         ValueError: if no case has this name, or the flags of --count do not fit.
     """
     if cfg.gpu:
-        gpu.main(cfg, rounds=cfg.rounds, output=cfg.output)
+        gpu.main(cfg, rounds=cfg.rounds, output=cfg.output or Path("outputs/bench/gpu.json"))
     elif cfg.count:
         count.main(cfg)
     else:
@@ -81,16 +108,85 @@ def measure_cases(cfg: Config) -> None:
         raise ValueError(f"no case's name contains {cfg.cases!r}: choose from {names}")
     device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
     print("  ".join(f"{name} {value}" for name, value in environment().items()), flush=True)
-    results = []
+    output = cfg.output or Path("outputs/bench/report.json")
+    measured: list[tuple[Case, Measurement]] = []
     for case in worth_measuring(cases, device):
         result = measure(case, rounds=cfg.rounds, threads=cfg.threads, device=device)
-        results.append(result)
+        measured.append((case, result))
         print(*lines(case, result), sep="\n", flush=True)
+        run = {"environment": environment(), "device": device, "rounds": cfg.rounds}
+        write_whole(output, json.dumps(make_report(measured, run), indent=2) + "\n")
         if cfg.profile:
             shares = profile(case, threads=cfg.threads, device=device)
             print(*(f"    {share:6.1%}  {operation}" for operation, share in shares), sep="\n", flush=True)
     print(f"threads {cfg.threads or torch.get_num_threads()}, {cfg.rounds} interleaved rounds")
-    write_results(cfg.output, {"device": device, "results": [asdict(result) for result in results]})
+    print(f"written to {output}")
+
+
+# ----------------------------------------------------------------------------------------------------------- the report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Ours over a peer's."""
+
+    median: float
+    low: float
+    high: float
+    compiled: bool
+    """The peer was compiled."""
+    case: str
+
+
+def make_report(measured: Sequence[tuple[Case, Measurement]], run: dict[str, Any]) -> dict[str, Any]:
+    """The content of the file, as the module's text describes it; `run` describes the run."""
+    families = dict.fromkeys(case.family for case, _ in measured)
+    ratio: dict[str, dict[str, Any]] = {family: {} for family in families}
+    memory: dict[str, dict[str, Any]] = {family: {} for family in families}
+    for family in families:
+        of_family = [(case, result) for case, result in measured if case.family == family]
+        counted = [pair for pair in of_family if pair[0].dtype == "bfloat16"] or of_family
+        for peer in dict.fromkeys(side.peer for case, _ in counted for side in case.against.values()):
+            speeds = [compare_speed(*pair, side) for pair in counted if (side := find_side(*pair, peer))]
+            peaks = [compare_memory(*pair, side) for pair in counted if (side := find_side(*pair, peer))]
+            if speeds:
+                ratio[family][peer] = asdict(min(speeds, key=lambda compared: compared.median))
+                memory[family][peer] = asdict(max(peaks, key=lambda compared: compared.median))
+    date = run["environment"]["date"]
+    return {"ratio": ratio, "memory": memory, "cases": [asdict(result) for _, result in measured], "date": date, **run}
+
+
+def find_side(case: Case, result: Measurement, peer: str) -> str | None:
+    """The measured side of a peer: the compiled one if there is one. None if the case has none."""
+    sides = [name for name, side in case.against.items() if side.peer == peer and name in result.sides]
+    return max(sides, key=lambda name: case.against[name].is_compiled, default=None)
+
+
+def compare_speed(case: Case, result: Measurement, side: str) -> Compared:
+    """Tokens/s of every round, ours over the side's."""
+    ratios = round_ratios(result.sides[side].wall_s, result.sides[OURS].wall_s)
+    return Compared(
+        median=statistics.median(ratios),
+        low=min(ratios),
+        high=max(ratios),
+        compiled=case.against[side].is_compiled,
+        case=case.name,
+    )
+
+
+def compare_memory(case: Case, result: Measurement, side: str) -> Compared:
+    """Peak memory, ours over the side's. The peaks come from separate processes, so no two of them are a pair."""
+    ours, theirs = result.sides[OURS].peaks_mib, result.sides[side].peaks_mib
+    return Compared(
+        median=statistics.median(ours) / statistics.median(theirs),
+        low=min(ours) / max(theirs),
+        high=max(ours) / min(theirs),
+        compiled=case.against[side].is_compiled,
+        case=case.name,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- the tables
 
 
 def worth_measuring(cases: Sequence[Case], device: str) -> Sequence[Case]:
@@ -111,17 +207,19 @@ def lines(case: Case, result: Measurement) -> Iterator[str]:
         f"    {'ours':<22} {ours.tokens_per_s:8,.0f} tokens/s  {_mib(ours)}   "
         f"{1 / result.speed_ratio[FLOOR]:.2f} x the time of its matmuls alone ({result.gflops_per_s:,.0f} GFLOP/s)"
     )
-    for name, description in case.against.items():
+    for name, against in case.against.items():
+        if name in result.left_out:
+            yield f"    {name:<22} left out, because it does not compile here: {result.left_out[name]}"
+            continue
         side, required = result.sides[name], case.required.get(name, Required())
-        speed, memory = result.speed_ratio[name], ""
-        if ours.peak_mib is not None and side.peak_mib is not None:
-            ratio = ours.peak_mib / side.peak_mib
-            memory = f", memory {ratio:.2f}x {_verdict(ratio, required.memory, at_least=False)}"
+        speed, memory = compare_speed(case, result, name), compare_memory(case, result, name)
         yield (
             f"    {name:<22} {side.tokens_per_s:8,.0f} tokens/s  {_mib(side)}   "
-            f"ours {speed:.2f}x {_verdict(speed, required.speed, at_least=True)}"
-            f"[by CPU time {result.cpu_time_ratio[name]:.2f}x]{memory}   {description}"
-            f" (loss {abs(ours.loss - side.loss) / abs(side.loss):.0e} apart)"
+            f"ours {speed.median:.2f}x ({speed.low:.2f} to {speed.high:.2f}) "
+            f"{_verdict(speed.median, required.speed, at_least=True)}"
+            f"[by CPU time {result.cpu_time_ratio[name]:.2f}x], "
+            f"memory {memory.median:.2f}x {_verdict(memory.median, required.memory, at_least=False)}"
+            f"  {against.description} (loss {abs(ours.loss - side.loss) / abs(side.loss):.0e} apart)"
         )
     if case.note:
         yield f"    {case.note}"

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from redraft.heads import catalog
 from redraft.recipes.bench import heads as bench_heads
 from redraft.recipes.bench import losses as bench_losses
+from redraft.recipes.bench import peers as bench_peers
 from redraft.recipes.bench import training as bench_training
-from redraft.recipes.bench.heads import NAIVE, build_head, head_cases
-from redraft.recipes.bench.losses import TRL, TRL_COMPILED
-from redraft.recipes.bench.measure import FLOOR, OURS, Case, Matmul, Required, Run, can_compile, matmuls_alone, measure
-from redraft.recipes.bench.peers import PEERS
-from redraft.recipes.bench.training import Config, lines, main, worth_measuring
+from redraft.recipes.bench.heads import FORWARD_KL, NAIVE, build_head, head_cases
+from redraft.recipes.bench.losses import KL_PEERS, LIGER_LOSSES
+from redraft.recipes.bench.measure import (
+    FLOOR,
+    OURS,
+    Against,
+    Case,
+    DtypeName,
+    Matmul,
+    Measurement,
+    Required,
+    Run,
+    Side,
+    Step,
+    _start,
+    adamw,
+    matmuls_alone,
+    measure,
+)
+from redraft.recipes.bench.peers import PEERS, Peer, describe_absent, list_sides
+from redraft.recipes.bench.training import Config, lines, main, make_report, worth_measuring
 
 TINY = dataclasses.replace(
     bench_heads.SIZES, length=16, hidden=32, intermediate=48, vocabulary=128, heads=4, key_heads=2
@@ -61,17 +81,25 @@ def build_sleepy(side: str, device: str) -> Run:
     return run
 
 
+def make_case(
+    build: object = build_sleepy, name: str = "sleepy", dtype: DtypeName = "float32", **against: Against
+) -> Case:
+    """A case of the family medusa with the requirement of half the memory and twice the speed."""
+    return Case(
+        name=name,
+        family="medusa",
+        against=against or {"slow": Against(description="one that sleeps longer", peer="slow")},
+        tokens=100,
+        dtype=dtype,
+        matmuls=(Matmul(count=1, rows=8, inner=8, columns=8),),
+        build=build,  # type: ignore[arg-type]
+        required={name: Required(speed=2.0, memory=0.5) for name in against or ("slow",)},
+    )
+
+
 @pytest.mark.slow
 def test_a_case_is_measured_in_speed_and_memory_against_each_side() -> None:
-    case = Case(
-        name="sleepy",
-        against={"slow": "one that sleeps longer"},
-        tokens=100,
-        dtype="float32",
-        matmuls=(Matmul(count=1, rows=8, inner=8, columns=8),),
-        build=build_sleepy,
-        required={"slow": Required(speed=2.0, memory=0.05)},
-    )
+    case = dataclasses.replace(make_case(), required={"slow": Required(speed=2.0, memory=0.05)})
     result = measure(case, rounds=3, threads=1, device="cpu")
     assert 2 < result.speed_ratio["slow"] < 20  # 10, on a machine that may be busy
     assert result.sides[OURS].tokens_per_s == pytest.approx(100 / sorted(result.sides[OURS].wall_s)[1])
@@ -84,14 +112,203 @@ def test_a_case_is_measured_in_speed_and_memory_against_each_side() -> None:
     assert "BELOW TARGET (at most 0.05)" in table
 
 
+def build_learner(side: str, device: str) -> Run:
+    """It trains 16 MiB, and its first run takes 200 MiB more, as a compiler would."""
+    weight = torch.ones(16 << 18, requires_grad=True)
+    first = [True]
+
+    def loss() -> torch.Tensor:
+        if first.pop() if first else False:
+            torch.ones(200 << 18)
+        return weight.sum()
+
+    return Step(loss, [weight], adamw)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["EAGLE-3", "MTP", "DFlash", "DSpark", "P-EAGLE"])
-def test_a_compiled_peer_trains_like_the_one_that_ships(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not PEERS[family]["speculators, compiled"].can_run:
-        pytest.skip("speculators or a compiler is not installed here")
+def test_the_peak_has_gradients_and_the_optimizer_s_state_and_nothing_of_the_compiler() -> None:
+    case = make_case(build_learner, compiled=Against(description="compiles", peer="learner", is_compiled=True))
+    result = measure(case, rounds=1, threads=1, device="cpu")
+    for side in (OURS, "compiled"):
+        assert result.sides[side].peaks_mib == pytest.approx([48] * 3, abs=4)  # a gradient and AdamW's two averages
+    assert "memory 1." in next(line for line in lines(case, result) if "compiles" in line)
+
+
+def build_broken(side: str, device: str) -> Run:
+    """A side that fails if it is called broken."""
+
+    def run() -> torch.Tensor:
+        if side.startswith("broken"):
+            raise RuntimeError("no kernel for this\nand a long trace")
+        return torch.tensor(2.0)
+
+    return run
+
+
+def test_a_side_that_does_not_compile_is_told_and_left_out() -> None:
+    against = {
+        "as shipped": Against(description="one that runs", peer="peer"),
+        "broken, compiled": Against(description="one that does not", peer="peer", is_compiled=True),
+    }
+    case = make_case(build_broken, **against)
+    runs, losses, left_out = _start(case, "cpu")
+    assert left_out == {"broken, compiled": "RuntimeError: no kernel for this"}
+    assert set(runs) == set(losses) == {OURS, "as shipped"}
+    result = make_measurement(case, {"as shipped": [2.0] * 3}, {"as shipped": [20.0] * 3}, left_out)
+    told = next(line for line in lines(case, result) if "broken" in line)
+    assert told.endswith("left out, because it does not compile here: RuntimeError: no kernel for this")
+
+
+def test_a_side_that_is_not_compiled_must_run() -> None:
+    case = make_case(build_broken, broken=Against(description="fails as shipped", peer="peer"))
+    with pytest.raises(RuntimeError, match="no kernel for this"):
+        _start(case, "cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------- the report
+
+
+def make_measurement(
+    case: Case, times: dict[str, list[float]], peaks: dict[str, list[float]], left_out: dict[str, str] | None = None
+) -> Measurement:
+    """The measurement of sides with these seconds and MiB; ours takes 1, 2 and 1 s, and 10, 11 and 12 MiB."""
+    seconds = {OURS: [1.0, 2.0, 1.0], **times, FLOOR: [1.0, 1.0, 1.0]}
+    mib = {OURS: [10.0, 11.0, 12.0], **peaks}
+    sides = {
+        name: Side(
+            tokens_per_s=100.0,
+            wall_s=wall,
+            cpu_s=wall,
+            peak_mib=sorted(mib[name])[1] if name in mib else None,
+            peaks_mib=mib.get(name, []),
+            loss=1.0,
+        )
+        for name, wall in seconds.items()
+    }
+    return Measurement(
+        case=case.name,
+        sides=sides,
+        speed_ratio=dict.fromkeys(sides, 1.0),
+        cpu_time_ratio=dict.fromkeys(sides, 1.0),
+        gflops_per_s=1.0,
+        threads=1,
+        left_out=left_out or {},
+    )
+
+
+ENVIRONMENT = {"date": "2026-11-23 12:00 UTC", "processor": "made up"}
+BOTH = {
+    "Peer": Against(description="as shipped", peer="peer"),
+    "Peer, compiled": Against(description="compiled", peer="peer", is_compiled=True),
+}
+
+
+def test_the_report_has_the_ratio_to_the_compiled_peer_in_the_worst_of_the_bfloat16_cases() -> None:
+    good, bad, other = (
+        make_case(name=name, dtype=dtype, **BOTH)  # type: ignore[arg-type]
+        for name, dtype in (("good", "bfloat16"), ("bad", "bfloat16"), ("other", "float32"))
+    )
+    shipped_s, shipped_mib = [9.0, 9.0, 9.0], [90.0, 90.0, 90.0]
+    measured = [
+        (
+            case,
+            make_measurement(
+                case, {"Peer": shipped_s, "Peer, compiled": times}, {"Peer": shipped_mib, "Peer, compiled": peaks}
+            ),
+        )
+        for case, times, peaks in (
+            (good, [3.0, 6.0, 5.0], [20.0, 22.0, 24.0]),
+            (bad, [2.0, 3.0, 4.0], [40.0, 44.0, 48.0]),
+            (other, [1.0, 1.0, 1.0], [11.0, 11.0, 11.0]),
+        )
+    ]
+    report = make_report(measured, {"environment": ENVIRONMENT, "device": "cpu", "rounds": 3})
+    assert report["ratio"] == {
+        "medusa": {"peer": {"median": 2.0, "low": 1.5, "high": 4.0, "compiled": True, "case": "bad"}}
+    }
+    assert report["memory"] == {
+        "medusa": {"peer": {"median": 0.5, "low": 10 / 24, "high": 12 / 20, "compiled": True, "case": "good"}}
+    }
+    assert [case["case"] for case in report["cases"]] == ["good", "bad", "other"]
+    assert report["cases"][0]["sides"]["Peer"]["wall_s"] == shipped_s
+    assert (report["date"], report["environment"], report["rounds"]) == (ENVIRONMENT["date"], ENVIRONMENT, 3)
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_without_a_bfloat16_case_the_report_takes_float32() -> None:
+    case = make_case(name="only", dtype="float32", **BOTH)
+    result = make_measurement(case, {"Peer": [4.0] * 3}, {"Peer": [40.0] * 3})
+    report = make_report([(case, result)], {"environment": ENVIRONMENT})
+    assert report["ratio"]["medusa"]["peer"]["case"] == "only"
+
+
+def test_a_peer_that_does_not_compile_is_compared_as_it_ships_and_an_absent_one_is_in_no_report() -> None:
+    case = make_case(name="case", dtype="bfloat16", **BOTH)
+    times, peaks = {"Peer": [4.0, 4.0, 4.0]}, {"Peer": [40.0, 40.0, 40.0]}
+    result = make_measurement(case, times, peaks, left_out={"Peer, compiled": "RuntimeError: no"})
+    report = make_report([(case, result)], {"environment": ENVIRONMENT})
+    assert report["ratio"]["medusa"]["peer"] == {
+        "median": 4.0,
+        "low": 2.0,
+        "high": 4.0,
+        "compiled": False,
+        "case": "case",
+    }
+    assert not report["memory"]["medusa"]["peer"]["compiled"]
+    alone = make_report([(case, make_measurement(case, {}, {}))], {"environment": ENVIRONMENT})
+    assert alone["ratio"] == alone["memory"] == {"medusa": {}}
+
+
+def test_a_line_says_whether_the_ratios_pass_and_their_range() -> None:
+    case = make_case(name="case", dtype="bfloat16", **BOTH)
+    result = make_measurement(
+        case,
+        {"Peer": [2.0, 4.0, 6.0], "Peer, compiled": [1.0, 3.0, 1.0]},
+        {"Peer": [22.0] * 3, "Peer, compiled": [20.0] * 3},
+    )
+    _, _, shipped, compiled = lines(case, result)
+    assert "ours 2.00x (2.00 to 6.00) PASS (at least 2)" in shipped
+    assert "memory 0.50x PASS (at most 0.5)" in shipped
+    assert "ours 1.00x (1.00 to 1.50) BELOW TARGET (at least 2)" in compiled
+    assert "memory 0.55x BELOW TARGET (at most 0.5)" in compiled
+
+
+def test_the_file_is_written_after_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    output, cases = tmp_path / "report.json", [make_case(name=name) for name in ("first", "second")]
+    seen = []
+
+    def look(case: Case, **_: object) -> Measurement:
+        seen.append([one["case"] for one in json.loads(output.read_text())["cases"]] if output.exists() else [])
+        return make_measurement(case, {"slow": [4.0] * 3}, {"slow": [40.0] * 3})
+
+    monkeypatch.setattr(bench_training, "SECTIONS", (lambda: cases,))
+    monkeypatch.setattr(bench_training, "measure", look)
+    main(Config(output=output, device="cpu"))
+    assert seen == [[], ["first"]]
+    report = json.loads(output.read_text())
+    assert report["ratio"]["medusa"]["slow"]["median"] == 4.0
+    assert report["date"] == report["environment"]["date"]
+
+
+# ------------------------------------------------------------------------------------------------------------ the peers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "peer"),
+    [
+        *((family, "speculators") for family in ("EAGLE-3", "MTP", "DFlash", "DSpark", "P-EAGLE")),
+        ("Medusa", "ModelOpt"),
+    ],
+)
+def test_a_compiled_peer_trains_like_the_one_that_ships(
+    family: str, peer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not PEERS[family][f"{peer}, compiled"].can_run:
+        pytest.skip(f"{peer} or a compiler is not installed here")
     monkeypatch.setattr(bench_heads, "SIZES", TINY)
     losses = []
-    for side in ("speculators", "speculators, compiled"):
+    for side in (peer, f"{peer}, compiled"):
         torch.manual_seed(0)
         run = build_head(family, "float32", side, "cpu")
         losses.append([float(run()) for _ in range(3)])
@@ -100,47 +317,85 @@ def test_a_compiled_peer_trains_like_the_one_that_ships(family: str, monkeypatch
 
 
 @pytest.mark.slow
-def test_trl_compiled_has_the_loss_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not can_compile():
-        pytest.skip("no compiler is installed here")
-    monkeypatch.setattr(bench_losses, "STEP_VOCABULARY", 128)
+@pytest.mark.parametrize("side", KL_PEERS)
+@pytest.mark.parametrize("precision", ["mixed", "weights"])
+def test_every_peer_of_the_kl_step_trains_as_ours_does(
+    side: str, precision: bench_losses.Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not KL_PEERS[side].can_run:
+        pytest.skip(f"{side}: the package or a compiler is not installed here")
     monkeypatch.setattr(bench_losses, "STEP_LENGTH", 16)
-    losses = {}
-    for side in (OURS, TRL, TRL_COMPILED):
-        run = bench_losses.build_kl_step("weights", side, "cpu")
-        losses[side] = float(run())
-    # a sum in bfloat16, of losses near 0.14
-    assert losses[TRL] == pytest.approx(losses[TRL_COMPILED], rel=0.02)
-    assert losses[OURS] == pytest.approx(losses[TRL], rel=0.02)
+    ours, theirs = (bench_losses.build_kl_step(128, precision, name, "cpu") for name in (OURS, side))
+    # a sum in bfloat16, of losses from 0.14 to 0.07
+    assert [float(ours()) for _ in range(3)] == pytest.approx([float(theirs()) for _ in range(3)], rel=0.04)
 
 
 @pytest.mark.slow
-def test_the_memory_of_a_side_that_compiles_is_not_shown() -> None:
-    case = Case(
-        name="sleepy",
-        against={"slow": "one that sleeps longer"},
-        tokens=100,
-        dtype="float32",
-        matmuls=(Matmul(count=1, rows=8, inner=8, columns=8),),
-        build=build_sleepy,
-        compiled=frozenset({"slow"}),
-    )
-    result = measure(case, rounds=1, threads=1, device="cpu")
-    assert result.sides["slow"].peak_mib is None
-    assert "memory" not in list(lines(case, result))[-1]
-    assert result.speed_ratio["slow"] > 2
+@pytest.mark.parametrize("side", LIGER_LOSSES)
+def test_the_loss_alone_of_liger_is_ours(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not LIGER_LOSSES[side].can_run:
+        pytest.skip("liger-kernel or a compiler is not installed here")
+    monkeypatch.setattr(bench_losses, "NUM_TOKENS", 16)
+    runs = [bench_losses.build_fused_loss(128, "float32", name, "cpu") for name in (OURS, side)]
+    assert float(runs[0]()) == pytest.approx(float(runs[1]()), rel=1e-4)
+    for ours, theirs in zip(*(run.trained for run in runs if isinstance(run, Step)), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_a_peer_that_is_absent_or_cannot_be_compiled_is_no_side_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_peer(package: str, *, is_compiled: bool = False) -> Peer:
+        return Peer(
+            package=package,
+            name="peer",
+            description="described",
+            recorded=f"{package} recorded",
+            build=build_sleepy,
+            is_compiled=is_compiled,
+        )
+
+    peers = {
+        "Absent": make_peer("no_such_package"),
+        "Peer": make_peer("torch"),
+        "Peer, compiled": make_peer("torch", is_compiled=True),
+    }
+    monkeypatch.setattr(bench_peers, "can_compile", lambda: True)
+    assert list_sides(peers) == {
+        "Peer": Against(description="described", peer="peer"),
+        "Peer, compiled": Against(description="described", peer="peer", is_compiled=True),
+    }
+    assert describe_absent(peers) == "not installed here, recorded: no_such_package recorded"
+    monkeypatch.setattr(bench_peers, "can_compile", lambda: False)
+    assert list(list_sides(peers)) == ["Peer"]
+    assert describe_absent(peers).endswith("; no compiler here: Peer, compiled is left out")
+
+
+def test_the_cases_run_without_any_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Peer, "is_installed", property(lambda peer: False))
+    cases = [case for section in bench_training.SECTIONS for case in section()]
+    assert {name for case in cases for name in case.against} == {NAIVE, FORWARD_KL}
+    assert all(case.note for case in cases if case.family != "lk_hybrid")
 
 
 def test_every_case_has_a_name_of_its_own_and_names_what_is_not_installed() -> None:
-    names = [case.name for section in bench_training.SECTIONS for case in section()]
-    assert len(set(names)) == len(names) == 4 + len(bench_losses.kl_step_cases()) + 12
-    for case in head_cases():
-        for name, peer in bench_heads.PEERS[case.name.split(",")[0]].items():
+    cases = [case for section in bench_training.SECTIONS for case in section()]
+    assert len({case.name for case in cases}) == len(cases) == 4 + 3 + 12 + 1
+    families = {case.family for case in cases}
+    assert families - {row.name for row in catalog.FAMILIES} == {"kl", "fused_kl", "lk_hybrid"}
+    assert families >= {"eagle3", "medusa", "mtp", "dflash", "dspark", "peagle"}
+    of_family = {f"{title}, {bench_heads.sizes_of(title).steps} steps": peers for title, peers in PEERS.items()}
+    for case in cases:
+        peers = {"kl": KL_PEERS, "fused_kl": LIGER_LOSSES, "lk_hybrid": {}}.get(case.family)
+        peers = of_family[case.name.rsplit(", vocabulary", 1)[0]] if peers is None else peers
+        for name, peer in peers.items():
             assert (name in case.against) == peer.can_run
             assert (peer.recorded in case.note) != peer.is_installed
-            assert (name in case.compiled) == peer.is_compiled == name.endswith(", compiled")
-    compiled = {case.name: case.compiled for case in bench_losses.kl_step_cases()}
-    assert set(compiled.values()) == {frozenset({TRL_COMPILED})}
+            assert peer.is_compiled == name.endswith(", compiled")
+            assert peer.name == name.split(",")[0].lower()
+
+
+def test_every_aim_names_a_peer_of_the_family() -> None:
+    for title, family in bench_heads.FAMILIES.items():
+        assert set(family.aims) <= set(PEERS[title]), title
 
 
 def test_a_case_that_does_not_exist_is_told_with_those_that_do() -> None:
