@@ -97,6 +97,7 @@ def label_overlap(exact: Any, cached: Any, batch: Batch) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 def test_float8_costs_less_than_a_fiftieth_of_the_accepted_tokens(tiny_target: Path, tmp_path: Path) -> None:
     model, tokenizer = LlamaForCausalLM.from_pretrained(tiny_target, dtype=torch.float32), load_tokenizer(tiny_target)
     samples, exact = make_samples(tokenizer), InProcessTarget(model.eval().requires_grad_(False), LAYERS)
