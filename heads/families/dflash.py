@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from redraft.heads.draft import (
     Batch,
@@ -76,6 +77,9 @@ class Config:
     """Weigh a draft token by how much the expected length of the block gains if it becomes more probable, instead of by
     `gamma` (D-PACE, arXiv 2605.18810). The number, from 0 to 1, draws all probabilities towards 1, because an untrained
     head would learn the first token only; 0.5 is usual. It takes one more product with the output head."""
+    recompute: bool = False
+    """Compute the activations of each layer again in the backward pass instead of keeping them: more work in the
+    layers, and far less memory with many anchors."""
 
     @property
     def first_slot(self) -> int:
@@ -262,9 +266,14 @@ class DFlash(nn.Module):
             # Keys of the context are rotated already. Both rotations are by absolute position.
             cos_sin = self._rotary(positions_BN, context_BTD)
             for layer, context in zip(layers, contexts, strict=True):
-                x_BND = layer(x_BND, cos_sin, context, mask)
+                x_BND = self._run(layer, x_BND, cos_sin, context, mask)
             outs.append(self.norm(x_BND).unflatten(1, (-1, num_slots)))
         return torch.cat(outs, dim=1)
+
+    def _run(self, layer: Layer, *inputs: Any) -> Tensor:
+        if not (self.config.recompute and torch.is_grad_enabled()):
+            return cast(Tensor, layer(*inputs))
+        return cast(Tensor, checkpoint(layer, *inputs, use_reentrant=False))
 
     @torch.no_grad()
     def propose(

@@ -34,6 +34,9 @@ class Config:
     """Weight of draft step k in the loss is step_decay^k, with k from 0."""
     regression_weight: float = 10.0
     """Weight of the SmoothL1 distance to the target's feature; the divergence weighs 1. The paper uses 1 and 0.1."""
+    recompute: bool = False
+    """Compute the activations of each draft step again in the backward pass instead of keeping them: more work in the
+    head's layer, and far less memory with long rows."""
 
 
 class Layer(nn.Module):
@@ -93,6 +96,7 @@ class Eagle1(nn.Module):
             self._head_VD,
             num_steps=num_steps or self.config.num_steps,
             step_decay=self.config.step_decay,
+            recompute=self.config.recompute,
             branches=signal.branches,
         )
         # of the tokens of a refused draft, the target's features are not known
@@ -124,7 +128,9 @@ class Eagle1(nn.Module):
 
         Embeddings and head are left out, so that vLLM shares the target's.
         """
-        training = {"family": "eagle1", **asdict(self.config), TRAINED_WITH: self.shape.record()}
+        # `recompute` says how to train, not what was trained.
+        options = {name: value for name, value in asdict(self.config).items() if name != "recompute"}
+        training = {"family": "eagle1", **options, TRAINED_WITH: self.shape.record()}
         # For the method eagle, vLLM puts "Eagle" in front of this name itself.
         config = {**self.shape.hf_config(), "architectures": ["LlamaForCausalLM"], "redraft": training}
         write_head(folder, weights or self.state_dict(), config, dtype or self.fc.weight.dtype)

@@ -33,7 +33,7 @@ from redraft.heads.draft import (
 from redraft.heads.families import eagle3
 from redraft.heads.families.eagle3 import Eagle3, read_checkpoint
 from redraft.heads.files.folder import TRAINED_WITH
-from redraft.heads.nn.attention import KeyCache, Memory, StepMemory
+from redraft.heads.nn.attention import KeyCache, Memory, StepMemory, compute_again
 from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, norm
 from redraft.heads.nn.masks import check_mask_token, choose_rows
 from redraft.heads.target import Target
@@ -64,6 +64,9 @@ class Config:
     """Norm the concatenated streams before they are mixed (gpt-oss)."""
     fc_norm: bool = False
     """Norm the stream of each target layer before they are mixed (EAGLE-3.1)."""
+    recompute: bool = False
+    """Compute the activations of each layer again in the backward pass instead of keeping them: more work in the
+    layers, and far less memory with long rows."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_steps < 1:
@@ -73,7 +76,8 @@ class Config:
 
     def first_layer(self) -> eagle3.Config:
         """The same options of an EAGLE-3 head, whose layer is the first one here."""
-        shared = ("aux_layer_ids", "num_steps", "own_head", "norm_before_residual", "norm_before_fc", "fc_norm")
+        architecture = ("norm_before_residual", "norm_before_fc", "fc_norm")
+        shared = ("aux_layer_ids", "num_steps", "own_head", "recompute", *architecture)
         return eagle3.Config(**{name: getattr(self, name) for name in shared})
 
 
@@ -184,10 +188,18 @@ class PEagle(Eagle3):
         """The input of the output head, [B, N, D]."""
         cos_sin = self._rotary(position_ids_BN, feature_BND)
         embed_BND = F.embedding(ids_BN, self._embed_VD).to(feature_BND.dtype)
-        x_BND = self.midlayer(embed_BND, feature_BND, cos_sin, memories[0])
+        x_BND = self._run(self.midlayer, memories[0], cos_sin, embed_BND, feature_BND)
         for layer, memory in zip(self.layers.values(), memories[1:], strict=True):
-            x_BND = layer(x_BND, cos_sin, memory)
+            x_BND = self._run(layer, memory, cos_sin, x_BND)
         return cast(Tensor, self.norm(x_BND))
+
+    def _run(self, layer: nn.Module, memory: Memory, cos_sin: tuple[Tensor, Tensor], *inputs: Tensor) -> Tensor:
+        def run(*inputs: Tensor, memory: Memory) -> tuple[Tensor]:
+            return (layer(*inputs, cos_sin, memory),)
+
+        if self.config.recompute and torch.is_grad_enabled() and isinstance(memory, StepMemory):
+            return compute_again(run, memory, *inputs)[0]
+        return run(*inputs, memory=memory)[0]
 
     @torch.no_grad()
     def propose(  # type: ignore[override]  # EAGLE-3 takes its own from a function

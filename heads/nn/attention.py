@@ -9,13 +9,14 @@ B = batch, H = query heads, G = key heads, T = tokens, E = head size, J = steps 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from redraft.heads.draft import Batch
 from redraft.heads.nn.precision import product_dtype
@@ -60,6 +61,27 @@ class StepMemory:
             prefixes = prefixes.rows(rows_Bn)
             own = [(key[:, :, : q.shape[2]], value[:, :, : q.shape[2]]) for key, value in own]
         return attend(q, context, prefixes, scale, own)[..., : v_BGTE.shape[-1]]
+
+
+def compute_again(run: Callable[..., tuple[Tensor, ...]], memory: StepMemory, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """run(*inputs, memory=memory), whose backward pass computes it again.
+
+    Only the inputs, the outputs, and the keys and values of the one call to `memory` are kept. Tensors that `run` does
+    not get as inputs are kept, too.
+    """
+
+    def once(*flat: Tensor) -> tuple[Tensor, ...]:
+        # a second run must not add its keys to the memory of later steps
+        keys = flat[len(inputs) :]
+        before = memory.after(list(zip(keys[::2], keys[1::2], strict=True)))
+        out = run(*flat[: len(inputs)], memory=before)
+        return *out, *before.pairs[-1]
+
+    # [key 0, value 0, key 1, value 1, ...]; `once` makes pairs of them again.
+    flat = [x for pair in memory.pairs for x in pair]
+    *out, key, value = checkpoint(once, *inputs, *flat, use_reentrant=False)
+    memory.pairs.append((key, value))
+    return tuple(out)
 
 
 class KeyCache:

@@ -17,7 +17,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from redraft.heads.draft import (
     Batch,
@@ -30,7 +29,7 @@ from redraft.heads.draft import (
     label_rows,
     require_prefix_rows,
 )
-from redraft.heads.nn.attention import KeyCache, Memory, StepMemory
+from redraft.heads.nn.attention import KeyCache, Memory, StepMemory, compute_again
 
 
 class Step(Protocol):
@@ -134,16 +133,10 @@ def _run_again(
 ) -> tuple[Tensor, Tensor]:
     """As `_run`, keeping the input, the output and the step's keys and values only."""
 
-    def once(feature_BTD: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
-        # a second run must not add its keys to the memory of later steps
-        before = memory.after(list(zip(flat[::2], flat[1::2], strict=True)))
-        out = step(ids_BT, feature_BTD, position_ids_BT, before)
-        return *out, *before.pairs[-1]
+    def once(feature_BTD: Tensor, memory: StepMemory) -> tuple[Tensor, Tensor]:
+        return step(ids_BT, feature_BTD, position_ids_BT, memory)
 
-    # [key 0, value 0, key 1, value 1, ...]; `once` makes pairs of them again.
-    flat = [x for pair in memory.pairs for x in pair]
-    hidden_BTD, feature_BTD, key, value = checkpoint(once, feature_BTD, *flat, use_reentrant=False)
-    memory.pairs.append((key, value))
+    hidden_BTD, feature_BTD = compute_again(once, memory, feature_BTD)
     return hidden_BTD, feature_BTD
 
 

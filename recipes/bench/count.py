@@ -81,8 +81,8 @@ class Counting:
     precision: Literal["bf16", "no"] = "bf16"
     """Mixed precision of training. The draft's weights are in float32 either way."""
     gradient_checkpointing: bool = False
-    """Recompute the activations: of a standalone draft layer by layer, of EAGLE-3 and MTP draft step by draft step
-    (--head.recompute)."""
+    """Recompute the activations: of a standalone draft, P-EAGLE, DFlash and DSpark layer by layer, of EAGLE and MTP
+    draft step by draft step (--head.recompute)."""
     compile: bool = False
     """Count the step with compiled layers (--loop.compile): a run of operations on the same elements moves only its
     inputs and outputs. Less is merged than a compiler merges. Memory is counted as without."""
