@@ -28,7 +28,7 @@ LAYERS = ("layers", "midlayer", "block", "blocks")
 """Attributes under which drafts keep their layers: one of them, a list or a dict."""
 
 EAGER: Sequence[tuple[Any, str]] = ((StepMemory, "attend"), (blocks, "attend"), (standalone, "attend"))
-"""Functions that a graph ends before. Their loops and branches depend on the documents of a batch, and the keys grow by
+"""Functions outside of any graph. Their loops and branches depend on the documents of a batch, and the keys grow by
 a pair with every draft step: a graph would be made anew for each."""
 
 
