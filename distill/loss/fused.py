@@ -340,7 +340,7 @@ def _run_chunks(request: _Request, target: ExactRows | TopKRows, steps: Sequence
     if not len(needed_N):  # `torch.split` would give one chunk without rows
         return
     # A list for each step, of lists for each chunk, of parts.
-    parts_by_chunk = [_split_into_parts(step, needed_N, request.chunk_tokens) for step in steps]
+    parts_by_chunk = _split_into_parts(steps, needed_N, request.chunk_tokens)
     for index, rows_C in enumerate(torch.split(needed_N, request.chunk_tokens)):
         chunk = _select_target(request, target, rows_C, steps[0].factors[0].left_MD)
         # One part of each step at a time. A step has several in a chunk only if many rows point at the same target row.
@@ -367,23 +367,32 @@ class _Part:
         return [*torch.searchsorted(self.place_M, starts).tolist(), len(self.rows_M)]
 
 
-def _split_into_parts(step: _Step, needed_N: Tensor, chunk_tokens: int) -> list[list[_Part]]:
-    """The parts of a step in each chunk of `needed_N`.
+def _split_into_parts(steps: Sequence[_Step], needed_N: Tensor, chunk_tokens: int) -> list[list[list[_Part]]]:
+    """The parts of every step in each chunk of `needed_N`.
 
     Step 1 of the example above has target rows [9, 3, 5], at places [4, 1, 2] of `needed_N`. Sorted, the places are
     [1, 2, 4] and the draft rows [1, 2, 0]. Chunks start at places 0 and 3 (and end at 6), so the bounds are [0, 2, 3].
     """
-    place_M, order_M = torch.searchsorted(needed_N, step.target_row_M).sort(stable=True)
-    starts = torch.arange(0, len(needed_N) + chunk_tokens, chunk_tokens, device=place_M.device)
-    bounds = torch.searchsorted(place_M, starts).tolist()  # a GPU waits here: once per step, not once per chunk
-    # Before the modulo, which begins at 0 again in every chunk.
-    is_distinct = bool((place_M.diff() > 0).all())
-    place_M = place_M % chunk_tokens
-    parts_by_chunk = []
-    for low, high in pairwise(bounds):
+    ordered = [torch.searchsorted(needed_N, step.target_row_M).sort(stable=True) for step in steps]
+    starts = torch.arange(0, len(needed_N) + chunk_tokens, chunk_tokens, device=needed_N.device)
+    # Of each step the bounds, and whether its places are distinct.
+    found = [
+        torch.cat([torch.searchsorted(place_M, starts), (place_M.diff() > 0).all()[None]]) for place_M, _ in ordered
+    ]
+    parts_by_chunk: list[list[list[_Part]]] = []
+    # A GPU waits at `tolist`: once for all steps.
+    for step, (place_M, order_M), (*bounds, is_distinct) in zip(
+        steps, ordered, torch.stack(found).tolist(), strict=True
+    ):
+        place_M = place_M % chunk_tokens
         # If target rows repeat, a chunk may have more draft rows than target rows: cut, to limit the logits in memory.
-        pieces = [slice(first, min(first + chunk_tokens, high)) for first in range(low, high, chunk_tokens)]
-        parts_by_chunk.append([_Part(step, order_M[rows], place_M[rows], is_distinct) for rows in pieces])
+        cut = [
+            [slice(first, min(first + chunk_tokens, high)) for first in range(low, high, chunk_tokens)]
+            for low, high in pairwise(bounds)
+        ]
+        parts_by_chunk.append(
+            [[_Part(step, order_M[rows], place_M[rows], bool(is_distinct)) for rows in pieces] for pieces in cut]
+        )
     return parts_by_chunk
 
 

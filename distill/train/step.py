@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, cast
 
@@ -135,7 +136,7 @@ def distill_loss(
 
     Never holds [rows, V] of both target and draft: `fused_linear_divergence` computes it in blocks.
     """
-    rows = [step.mask_BT.flatten().nonzero().squeeze(1) for step in steps]
+    rows = labelled_rows(steps)
     target, labels_N, target_rows = gather_target(steps, rows, batch, signal)
     drafts = [
         DraftRows(
@@ -163,6 +164,17 @@ def distill_loss(
     sums = torch.stack([result.alpha_S, result.alpha_greedy_S, result.count_S.to(result.alpha_S.dtype)], dim=1)
     # The acceptance that is reported is that of the text, whose steps come first.
     return StepResult(loss=loss, sums_S3=sums[: sum(step.target is None for step in steps)])
+
+
+def labelled_rows(steps: Sequence[DraftStep]) -> list[Tensor]:
+    """The labelled flat rows of each step. A GPU waits twice, for any number of steps."""
+    sizes = [step.mask_BT.numel() for step in steps]
+    ends = list(accumulate(sizes))
+    # The masks end to end: a step's rows begin behind those of the steps before.
+    found = torch.cat([step.mask_BT.flatten() for step in steps]).nonzero().squeeze(1)
+    bounds = torch.searchsorted(found, torch.tensor(ends[:-1], device=found.device)).tolist()
+    pieces = found.tensor_split(bounds)
+    return [piece - (end - size) for piece, end, size in zip(pieces, ends, sizes, strict=True)]
 
 
 def gather_target(
@@ -288,6 +300,8 @@ class Distillation:
         # the sum / 40.
         scale = self.accelerator.num_processes * len(batches) / max(1, stats.labels)
         sums, finite = None, True
+        # Not read here: a GPU would wait for every micro-batch once more.
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         self.module.train()
         # Batches a, b and upcoming c: the pairs (a, b) and (b, c).
         for batch, following in zip(batches, [*batches[1:], upcoming], strict=True):
@@ -303,14 +317,14 @@ class Distillation:
                 if finite:
                     self.accelerator.backward(loss)
                     # Without the factor of `scale`, so the sum over ranks is the loss per label.
-                    # `_all_finite` has waited for the device already.
-                    stats.loss += loss.item() / (self.accelerator.num_processes * len(batches))
+                    loss_sum += loss.detach() / (self.accelerator.num_processes * len(batches))
                 if self.accelerator.sync_gradients and finite:
                     finite = self._update(stats)
                 elif self.accelerator.sync_gradients:
                     self._drop(len(batches))
             sums = batch_sums_S3 if sums is None else sums + batch_sums_S3
-        self._finish(stats, sums, finite)
+        assert sums is not None
+        self._finish(stats, loss_sum, sums, finite)
         return stats
 
     def _count(self, batches: Sequence[Batch]) -> StepStats:
@@ -321,14 +335,16 @@ class Distillation:
     def _update(self, stats: StepStats) -> bool:
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.optim.max_grad_norm)
         # DeepSpeed may have no norm to give.
-        finite = norm is None or bool(torch.isfinite(torch.as_tensor(norm)))
+        stats.grad_norm = 0.0 if norm is None else float(norm)
+        finite = math.isfinite(stats.grad_norm)
         if uses_deepspeed():  # `backward` has made the step already
             finite = finite and not self.optimizer.step_was_skipped
             if not finite and not self.optimizer.step_was_skipped:
                 raise RuntimeError("DeepSpeed took a step with a gradient that is not finite; resume at a lower rate")
         if finite:
-            stats.grad_norm = 0.0 if norm is None else float(norm)
             self.optimizer.step()
+        else:
+            stats.grad_norm = 0.0
         self.optimizer.zero_grad()
         return finite
 
@@ -341,12 +357,11 @@ class Distillation:
             )
         self.optimizer.zero_grad()
 
-    def _finish(self, stats: StepStats, sums_S3: Tensor | None, finite: bool) -> None:
-        assert sums_S3 is not None
-        alpha, alpha_greedy, rows = self._sum_over_ranks(sums_S3).double().unbind(1)
-        stats.alpha = (alpha / rows.clamp(min=1)).tolist()
-        stats.alpha_greedy = (alpha_greedy / rows.clamp(min=1)).tolist()
-        stats.loss = float(self._sum_over_ranks(torch.tensor(stats.loss, device=self.accelerator.device)))
+    def _finish(self, stats: StepStats, loss: Tensor, sums_S3: Tensor, finite: bool) -> None:
+        # One sum over the ranks, and one read.
+        *sums, stats.loss = self._sum_over_ranks(torch.cat([sums_S3.double().flatten(), loss[None]])).tolist()
+        stats.alpha = [alpha / max(1, rows) for alpha, rows in zip(sums[::3], sums[2::3], strict=True)]
+        stats.alpha_greedy = [alpha / max(1, rows) for alpha, rows in zip(sums[1::3], sums[2::3], strict=True)]
         stats.skipped = not finite
         self.skipped += stats.skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if stats.skipped else 0

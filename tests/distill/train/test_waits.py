@@ -1,0 +1,82 @@
+"""How often a GPU would be waited for in a training step: each read of a value, or of a size that depends on values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from make_heads import make_batch, make_ids, make_signal, make_target
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from redraft.distill.loss.divergences import Divergence
+from redraft.distill.train.loop import make_accelerator
+from redraft.distill.train.step import Distillation, Optim
+from redraft.heads.families import eagle3
+from redraft.heads.target import Target
+
+WAITS = ("_local_scalar_dense", "nonzero", "_unique2", "tolist")
+
+
+class Waits(TorchDispatchMode):
+    """Counts the reads within it. Those of attention are left out: a kernel for CPUs reads the bounds of documents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+        self.in_attention = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        self.seen[name] += 1
+        self.in_attention = name.startswith("redraft::prefix_attention")
+        made = func(*args, **(kwargs or {}))
+        self.in_attention = False
+        return made
+
+
+def count_waits(num_steps: int, accumulation: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Of the second step of EAGLE-3, with the target's signal at hand."""
+    target = make_target()
+    torch.manual_seed(0)
+    head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=(1, 2, 4), num_steps=num_steps), Target.from_model(target))
+    batch = make_batch([[make_ids(20), make_ids(11)], [make_ids(26, 3)]])
+    signal = make_signal(target, batch, head.aux_layer_ids)
+    optim = Optim(lr=1e-3, accumulation=accumulation)
+    accelerator = make_accelerator(accumulation, None, None)
+    distillation = Distillation(head, lambda _: signal, Divergence(), optim, 4, accelerator)
+    distillation.step([batch] * accumulation)
+    waits, tolist = Waits(), torch.Tensor.tolist
+
+    def counted(x: torch.Tensor) -> Any:
+        waits.seen["tolist"] += not waits.in_attention  # on a CPU it is no operation
+        return tolist(x)
+
+    with monkeypatch.context() as patched, waits:
+        patched.setattr(torch.Tensor, "tolist", counted)
+        distillation.step([batch] * accumulation)
+    distillation.close()
+    return {name: waits.seen[name] for name in WAITS if waits.seen[name]}
+
+
+@pytest.mark.parametrize("num_steps", [1, 7])
+def test_a_step_waits_as_often_for_seven_draft_steps_as_for_one(
+    num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert count_waits(num_steps, 1, monkeypatch) == {
+        "_local_scalar_dense": 2,  # whether the loss is finite, and the norm of the gradient
+        "nonzero": 2,  # the labelled rows of the draft, and those of the target
+        "_unique2": 1,  # the target's rows of the loss
+        "tolist": 4,  # the counts of labels, the rows of each draft step, the bounds of the parts, the results
+    }
+
+
+def test_a_micro_batch_is_waited_for_once_more_than_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (count_waits(2, accumulation, monkeypatch) for accumulation in (1, 2))
+    assert {name: two[name] - one[name] for name in WAITS} == {
+        "_local_scalar_dense": 1,
+        "nonzero": 2,
+        "_unique2": 1,
+        "tolist": 2,
+    }
