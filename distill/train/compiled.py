@@ -28,8 +28,8 @@ LAYERS = ("layers", "midlayer", "block", "blocks")
 """Attributes under which drafts keep their layers: one of them, a list or a dict."""
 
 EAGER: Sequence[tuple[Any, str]] = ((StepMemory, "attend"), (blocks, "attend"), (standalone, "attend"))
-"""Functions outside of any graph. Their loops and branches depend on the documents of a batch, and the keys grow by
-a pair with every draft step: a graph would be made anew for each."""
+"""These stay outside of graphs. Loops and branches in them depend on the documents of a batch, and the keys grow by a
+pair with every draft step: each would need another graph."""
 
 
 def require_compiler() -> None:

@@ -1,0 +1,79 @@
+"""Heads that draft a block at once are accepted by a real vLLM as the forecast says, at temperature 0 and 1.
+
+Each head is trained for a minute first: a random one is never accepted, and would prove nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import model_runners
+import pytest
+
+ROOT = Path(__file__).parents[3]
+RECIPES = {"dflash": "dflash_llama8b", "dspark": "dspark_llama8b", "peagle": "peagle_llama8b"}
+NUM_TOKENS = 3
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(3000)]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Exported heads by family, each trained once."""
+    return {"folder": tmp_path_factory.mktemp("heads")}
+
+
+def train(family: str, heads: dict[str, Path]) -> Path:
+    if family not in heads:
+        output = heads["folder"] / family
+        command = [sys.executable, str(ROOT / f"recipes/train/{RECIPES[family]}.py"), "--preset", "demo"]
+        command += ["--prove.no-engine", "--prove.speed-rounds", "0", "--output", str(output)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1500)
+        assert done.returncode == 0, done.stderr[-3000:]
+        heads[family] = output / "draft"
+    return heads[family]
+
+
+def evaluate(head: Path, runner: str, method: str, output: Path) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "redraft.recipes.decide.evaluate", "--preset", "demo", "--draft", f"head={head}"]
+    command += ["--temperature", "0", "1", "--draft-sample-method", method, "--num-prompts", "64"]
+    command += ["--num-speculative-tokens", str(NUM_TOKENS), "--max-tokens", "48", "--output", str(output)]
+    environment = os.environ | model_runners.environment(runner)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=2400, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results: list[dict[str, Any]] = json.loads((output / "report.json").read_text())["results"]
+    return [row for row in results if row["draft"] == "head" and row["domain"] is None]
+
+
+@pytest.mark.parametrize(
+    ("family", "runner", "method"),
+    [
+        ("dflash", "v1", "greedy"),
+        ("dflash", "v1", "probabilistic"),
+        ("peagle", "v1", "greedy"),
+        ("dflash", "v2", "greedy"),
+        ("dspark", "v2", "greedy"),
+        ("dspark", "v2", "probabilistic"),
+    ],
+)
+def test_the_real_engine_accepts_as_many_tokens_of_a_block_as_forecast(
+    family: str, runner: str, method: str, heads: dict[str, Path], tmp_path: Path
+) -> None:
+    rows = evaluate(train(family, heads), runner, method, tmp_path / "out")
+    assert {row["temperature"] for row in rows} == {0.0, 1.0}
+    for row in rows:
+        (entry,) = row["by_num_speculative_tokens"]
+        forecast, engine = entry["forecast"]["tau"]["value"], entry["engine"]["tau"]
+        print(f"{family}, {runner}, {method}, temperature {row['temperature']}: forecast {forecast:.4f}, {engine:.4f}")
+        assert forecast > 1.05, "the head has learned something"
+        if row["temperature"] == 0:
+            assert engine == pytest.approx(forecast, rel=0.01)
+        else:
+            difference = entry["engine"]["difference"]
+            # A 95% interval is four standard errors wide.
+            assert abs(difference["value"]) < 3 / 4 * (difference["high"] - difference["low"])
