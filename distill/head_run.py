@@ -8,6 +8,7 @@ HeadRun      target, data and folder of a run;  forecast -> train -> publish -> 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping
@@ -185,6 +186,14 @@ class HeadRun:
     def load(self, folder: Path) -> Any:
         """The exported head in `folder`, on this run's target."""
         return self.family.load(folder, lambda: self.target)
+
+    def start(self) -> Any:
+        """The head of `--start-from`. Options are those of its training, but for `--head.recompute` of this run."""
+        assert self.cfg.start_from is not None
+        head, options = self.load(self.cfg.start_from), vars(self.cfg)["head"]
+        if hasattr(options, "recompute"):  # e.g. not of Medusa
+            head.config = dataclasses.replace(head.config, recompute=options.recompute)
+        return head
 
     def last_layer(self) -> tuple[nn.Module, nn.Module]:
         """The target's last decoder layer and final norm, to initialise a head with.

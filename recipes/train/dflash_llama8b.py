@@ -51,7 +51,7 @@ def main(cfg: Config) -> None:
 
     # 3. The head: new, or continued.
     if cfg.start_from:
-        head = run.load(cfg.start_from)
+        head = run.start()
     else:
         mask = run.mask_token(cfg.head.mask_token_id)
         head = dflash.DFlash(replace(cfg.head, mask_token_id=mask), run.target, draft_ids_W)

@@ -36,7 +36,7 @@ def main(cfg: Config) -> None:
     run = HeadRun(cfg, "eagle1", cfg.head.num_steps)
 
     # 2. The head: new, or continued.
-    head = run.load(cfg.start_from) if cfg.start_from else eagle1.Eagle1(cfg.head, run.target)
+    head = run.start() if cfg.start_from else eagle1.Eagle1(cfg.head, run.target)
     before = run.forecast(head)
 
     # 3. Training: optimizer, `prepare` and the loop (distill/train/).

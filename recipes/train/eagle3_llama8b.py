@@ -64,7 +64,7 @@ def main(cfg: Config) -> None:
 
     # 3. The head: new, or continued.
     if cfg.start_from:
-        head = run.load(cfg.start_from)
+        head = run.start()
     else:
         head = eagle3.Eagle3(cfg.head, run.target, draft_ids_W)
         if cfg.init == "last_layer":

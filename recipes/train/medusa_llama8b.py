@@ -36,7 +36,7 @@ def main(cfg: Config) -> None:
     run = HeadRun(cfg, "medusa", cfg.head.num_heads)
 
     # 2. The heads: new, or continued.
-    head = run.load(cfg.start_from) if cfg.start_from else medusa.Medusa(cfg.head, run.target)
+    head = run.start() if cfg.start_from else medusa.Medusa(cfg.head, run.target)
     before = run.forecast(head)
 
     # 3. Training: optimizer, `prepare` and the loop (distill/train/).

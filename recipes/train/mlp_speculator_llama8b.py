@@ -51,7 +51,7 @@ def main(cfg: Config) -> None:
     run = HeadRun(cfg, "mlp_speculator", cfg.head.num_stages)
 
     # 2. The head: new, or continued.
-    head = run.load(cfg.start_from) if cfg.start_from else mlp_speculator.MLPSpeculator(cfg.head, run.target)
+    head = run.start() if cfg.start_from else mlp_speculator.MLPSpeculator(cfg.head, run.target)
     before = run.forecast(head)
 
     # 3. Training on text, and from there on the target's answers. Every rank loads the first stage's weights, in

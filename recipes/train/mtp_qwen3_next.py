@@ -64,7 +64,7 @@ def main(cfg: Config) -> None:
 
     # 2. The layer: continued, the target's, or new.
     if cfg.start_from:
-        layer = run.load(cfg.start_from)
+        layer = run.start()
     else:
         layer = mtp.Mtp.load(folder, run.target) if cfg.init == "native" else mtp.Mtp(cfg.head, run.target)
         # A loaded layer has the options of the folder it came from: those of --head replace them.

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +21,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from redraft.distill.data.corpus import stdlib_conversations
+from redraft.distill.head_run import HeadRun
 from redraft.distill.inputs import Signal
 from redraft.distill.prove import Prove
 from redraft.distill.train.loop import Loop
 from redraft.distill.train.step import Distillation, Optim
 from redraft.eval.forecast.greedy import QuickMetrics
 from redraft.heads.catalog import detect_family, find_family
+from redraft.heads.families import eagle3
 from redraft.heads.files.artifact import fingerprint, verify
 from redraft.heads.target import Target
 
@@ -274,6 +277,13 @@ def test_a_head_continues_from_an_exported_one(random_target: Path, data: Path, 
     trained = run("eagle3", random_target, data, tmp_path / "one")
     further = run("eagle3", random_target, data, tmp_path / "two", start_from=tmp_path / "one/draft")
     assert further["offline"]["alpha_before"] == pytest.approx(trained["offline"]["alpha_after"], abs=1e-5)
+
+
+def test_a_head_that_continues_is_recomputed_as_this_run_asks() -> None:
+    cfg = SimpleNamespace(start_from=Path("head"), head=eagle3.Config(num_steps=5, recompute=True))
+    run = SimpleNamespace(cfg=cfg, load=lambda _: SimpleNamespace(config=eagle3.Config(num_steps=3)))
+    head = HeadRun.start(run)  # type: ignore[arg-type]
+    assert (head.config.num_steps, head.config.recompute) == (3, True), "the rest is as it was trained"
 
 
 def test_runs_share_the_targets_answers(random_target: Path, data: Path, tmp_path: Path) -> None:
