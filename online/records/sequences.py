@@ -68,15 +68,19 @@ def training_sequences(record: Record, *, branches: bool = True) -> list[Trainin
     sequences = [replace(whole, hidden_begin=record.hidden_begin, hidden_HLD=record.hidden_words)]
     if branches:
         for draft in refused_drafts(record):
-            # The accepted tokens of the draft are in the text too.
-            branch_T = np.concatenate([text_T[: draft.row + 2], draft.draft_ids_S])
+            # The accepted tokens of the draft are in the text.
+            begin = draft.row + 2 + draft.num_accepted
+            branch_T = np.concatenate([text_T[:begin], draft.draft_ids_S[draft.num_accepted :]])
             sequences.append(_sequence(record, branch_T, draft.rows_Q, is_branch=True))
     return sequences
 
 
 def refused_drafts(record: Record) -> Iterator[RefusedDraft]:
     """The refused drafts of a self-contained record, in the order of the text."""
-    hanging_R, accepted_R, draft_ids_R = record.branches, record.accepted, record.draft_ids
+    hanging_R, draft_ids_R = record.branches, record.draft_ids
+    # Whether a row verified the token before that of the row after it: the two are of one step.
+    goes_on_R = record.accepted & (draft_ids_R >= 0) & (hanging_R == 0)
+    goes_on_R = goes_on_R & np.append(np.diff(record.positions) == 1, False)[: len(hanging_R)]
     topk_ids_RK, topk_log_probs_RK = record.topk_ids, record.topk_log_probs
     # If a step refuses draft token a of 0..k-1, the rows a+1..k follow refused tokens: branches 1, 2, ..., k - a.
     for begin in np.flatnonzero(hanging_R == 1):
@@ -86,7 +90,7 @@ def refused_drafts(record: Record) -> Iterator[RefusedDraft]:
         # Row `begin - 1` refused its token. Those of the tokens accepted in this step stand before it, and the step
         # before ended with a row that is not accepted.
         first = begin - 1
-        while first > 0 and accepted_R[first - 1]:
+        while first > 0 and goes_on_R[first - 1]:
             first -= 1
         yield RefusedDraft(
             row=int(record.positions[first]) - 2,

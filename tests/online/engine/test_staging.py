@@ -208,7 +208,7 @@ def worker(folders):
     )
     target, draft = nn.Linear(2, 2), nn.Linear(2, 2)
     runner = SimpleNamespace(get_model=lambda: target, get_draft_model=lambda: draft)
-    config = SimpleNamespace(speculative_config=SimpleNamespace(method="draft_model"))
+    config = SimpleNamespace(speculative_config=SimpleNamespace(method="draft_model", parallel_drafting=False))
     return SimpleNamespace(redraft=state, model_runner=runner, vllm_config=config, device=torch.device("cpu"))
 
 

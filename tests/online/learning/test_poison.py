@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import re
@@ -31,7 +32,7 @@ from redraft.online.learning import quarantine as quarantine_module
 from redraft.online.learning.buffer import Buffer, BufferConfig, Replay
 from redraft.online.learning.intake import BATCH_BYTES, Spool, store
 from redraft.online.learning.quarantine import Quarantine
-from redraft.online.learning.replay import make_batches, select_texts
+from redraft.online.learning.replay import make_batches, select_head_texts, select_texts
 from redraft.online.learning.scoring import RequestScore, pair_scores, score
 from redraft.online.learning.stream import StreamSource
 from redraft.online.page.telemetry import DROP_REASONS
@@ -285,17 +286,29 @@ def test_ten_thousand_hostile_records_from_the_spool_cost_only_themselves(fuzzed
     require_trainable([one.record for one in stored], random_target)
 
 
+def with_states(record):
+    """The record with a state of zeros for every token but the last."""
+    hidden = bytes(2 * math.prod(SHAPE) * (record.num_tokens - 1))
+    states = {"hidden_begin": 0, "hidden_shape": SHAPE, "hidden_format": "bfloat16", "hidden": hidden}
+    return msgspec.structs.replace(record, **states)
+
+
 def require_trainable(records, random_target):
     """All of what was stored can be put into batches, drafted for, and scored as finite numbers."""
-    rng = np.random.default_rng(0)
+    rng, num_refused = np.random.default_rng(0), 0
     for reads in ("nothing", "last"):
-        readable = [record for record in records if reads == "nothing" or record.hidden_shape == SHAPE]
-        readable = [record for record in readable if reads == "nothing" or record.hidden]
+        # The buffer has kept no hidden states, so every record gets some for the head.
+        readable = records if reads == "nothing" else [with_states(record) for record in records]
         for begin in range(0, len(readable), 32):
-            texts = select_texts(readable[begin : begin + 32], branches_per_record=1, rng=rng)
-            if reads == "last":
-                texts = [text for text in texts if not text.is_branch]
-            make_batches(texts, num_batches=1, sequence_length=64, seed=0, reads=reads)
+            select = select_texts if reads == "nothing" else select_head_texts
+            texts = select(readable[begin : begin + 32], branches_per_record=2, rng=rng)
+            (batch,) = make_batches(texts, num_batches=1, sequence_length=64, seed=0, reads=reads)
+            if (branches := batch.signal.branches) is not None:
+                num_refused += int(branches.mask_BNS.sum())
+                assert 0 <= int(branches.row_BN.min()) <= int(branches.row_BN.max()) < batch.input_ids_BT.shape[1]
+                assert 0 <= int(branches.ids_BNS.min()) <= int(branches.ids_BNS.max()) < 512
+                assert (branches.ids_BNSK[branches.mask_BNS] >= 0).all()
+    assert num_refused > 100, "heads would learn from them"
     draft = StandaloneDraft(LlamaForCausalLM.from_pretrained(random_target)).eval()
     for method in ("greedy", "probabilistic"):
         odd = [record for record in records if record.sampling != Sampling()][:150]
