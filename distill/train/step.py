@@ -335,16 +335,15 @@ class Distillation:
     def _update(self, stats: StepStats) -> bool:
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.optim.max_grad_norm)
         # DeepSpeed may have no norm to give.
-        stats.grad_norm = 0.0 if norm is None else float(norm)
-        finite = math.isfinite(stats.grad_norm)
+        grad_norm = 0.0 if norm is None else float(norm)
+        finite = math.isfinite(grad_norm)
         if uses_deepspeed():  # `backward` has made the step already
             finite = finite and not self.optimizer.step_was_skipped
             if not finite and not self.optimizer.step_was_skipped:
                 raise RuntimeError("DeepSpeed took a step with a gradient that is not finite; resume at a lower rate")
         if finite:
+            stats.grad_norm = grad_norm
             self.optimizer.step()
-        else:
-            stats.grad_norm = 0.0
         self.optimizer.zero_grad()
         return finite
 

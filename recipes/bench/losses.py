@@ -22,7 +22,7 @@ from redraft.distill.train.step import DistillStep
 from redraft.heads.draft import Batch
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.recipes.bench.measure import DTYPES, OURS, Against, Case, DtypeName, Matmul, Required, Run, Step, adamw
-from redraft.recipes.bench.peers import ON_EPYC, Peer, describe_absent, list_sides
+from redraft.recipes.bench.peers import ON_EPYC, both_forms, describe_absent, list_sides
 
 NAIVE = "naive"
 
@@ -113,23 +113,13 @@ def liger_kl(
 
 LIGER, LIGER_COMPILED = "Liger", "Liger, compiled"
 
-LIGER_LOSSES = {
-    LIGER: Peer(
-        package="liger_kernel",
-        name="liger",
-        description="Liger's chunked loss",
-        recorded="Liger's loss alone: not measured",
-        build=functools.partial(liger_kl, is_compiled=False),
-    ),
-    LIGER_COMPILED: Peer(
-        package="liger_kernel",
-        name="liger",
-        description="the same compiled, its default",
-        recorded="Liger's loss alone, compiled: not measured",
-        build=functools.partial(liger_kl, is_compiled=True),
-        is_compiled=True,
-    ),
-}
+LIGER_LOSSES = both_forms(
+    LIGER,
+    liger_kl,
+    package="liger_kernel",
+    descriptions=("Liger's chunked loss", "the same compiled, its default"),
+    recorded=("Liger's loss alone: not measured", "Liger's loss alone, compiled: not measured"),
+)
 
 # ------------------------------------------------------------------------- a whole step: against TRL's GKD, and Liger's
 
@@ -269,35 +259,22 @@ def liger_step(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autoca
 
 
 KL_PEERS = {
-    TRL: Peer(
+    **both_forms(
+        TRL,
+        trl_kl,
         package="trl",
-        name="trl",
-        description="GKDTrainer's loss on the same models",
-        recorded=f"TRL 1.16, vocabulary 32k: 551 {ON_EPYC}",
-        build=functools.partial(trl_kl, is_compiled=False),
+        descriptions=("GKDTrainer's loss on the same models", "the same with the loss compiled"),
+        recorded=(
+            f"TRL 1.16, vocabulary 32k: 551 {ON_EPYC}",
+            f"TRL 1.16, its loss compiled, vocabulary 32k: 655 {ON_EPYC}",
+        ),
     ),
-    TRL_COMPILED: Peer(
-        package="trl",
-        name="trl",
-        description="the same with the loss compiled",
-        recorded=f"TRL 1.16, its loss compiled, vocabulary 32k: 655 {ON_EPYC}",
-        build=functools.partial(trl_kl, is_compiled=True),
-        is_compiled=True,
-    ),
-    LIGER: Peer(
+    **both_forms(
+        LIGER,
+        liger_step,
         package="liger_kernel",
-        name="liger",
-        description="Liger's chunked loss on the same models",
-        recorded="Liger: not measured",
-        build=functools.partial(liger_step, is_compiled=False),
-    ),
-    LIGER_COMPILED: Peer(
-        package="liger_kernel",
-        name="liger",
-        description="the same with the loss compiled, its default",
-        recorded=f"Liger, compiled, vocabulary 32k: 803 {ON_EPYC}",
-        build=functools.partial(liger_step, is_compiled=True),
-        is_compiled=True,
+        descriptions=("Liger's chunked loss on the same models", "the same with the loss compiled, its default"),
+        recorded=("Liger: not measured", f"Liger, compiled, vocabulary 32k: 803 {ON_EPYC}"),
     ),
 }
 """`build` takes the two models, the batch's ids and the autocast, and returns the loss."""

@@ -293,25 +293,42 @@ ON_EPYC = "tokens per CPU-second on one EPYC core, 2026-11"
 ON_AMX = "tokens per CPU-second on one core with AMX, 2026-11"
 
 
+def both_forms(
+    title: str,
+    build: Callable[..., Run],
+    *,
+    package: str,
+    descriptions: tuple[str, str],
+    recorded: tuple[str, str],
+) -> dict[str, Peer]:
+    """A peer as it ships and compiled, under `title` and `title, compiled`; pairs are in this order.
+
+    `build` takes `is_compiled` too.
+    """
+    return {
+        name: Peer(
+            package=package,
+            name=title.lower(),
+            description=description,
+            recorded=result,
+            build=functools.partial(build, is_compiled=is_compiled),
+            is_compiled=is_compiled,
+        )
+        for name, description, result, is_compiled in zip(
+            (title, f"{title}, compiled"), descriptions, recorded, (False, True), strict=True
+        )
+    }
+
+
 def _of_speculators(build: Callable[..., Run], recorded: str, recorded_compiled: str) -> dict[str, Peer]:
     """A model of speculators by KL, as it ships and with its losses compiled."""
-    return {
-        "speculators": Peer(
-            package="speculators",
-            name="speculators",
-            description="speculators' model, KL",
-            recorded=f"speculators 0.9: {recorded}",
-            build=build,
-        ),
-        "speculators, compiled": Peer(
-            package="speculators",
-            name="speculators",
-            description="the same with its losses compiled",
-            recorded=f"speculators 0.9, its losses compiled: {recorded_compiled}",
-            build=functools.partial(build, is_compiled=True),
-            is_compiled=True,
-        ),
-    }
+    return both_forms(
+        "speculators",
+        build,
+        package="speculators",
+        descriptions=("speculators' model, KL", "the same with its losses compiled"),
+        recorded=(f"speculators 0.9: {recorded}", f"speculators 0.9, its losses compiled: {recorded_compiled}"),
+    )
 
 
 PEERS: dict[str, dict[str, Peer]] = {
@@ -329,38 +346,21 @@ PEERS: dict[str, dict[str, Peer]] = {
     "DFlash": _of_speculators(speculators_dflash, f"127 {ON_AMX}", "not measured"),
     "DSpark": _of_speculators(speculators_dspark, f"99 {ON_AMX}", "not measured"),
     "P-EAGLE": _of_speculators(speculators_peagle, "not measured", "not measured"),
-    "Medusa": {
-        "ModelOpt": Peer(
-            package="modelopt",
-            name="modelopt",
-            description="ModelOpt's model, cross-entropy on the text",
-            recorded=f"ModelOpt 0.47: 507 {CONDITIONS}",
-            build=modelopt_medusa,
+    "Medusa": both_forms(
+        "ModelOpt",
+        modelopt_medusa,
+        package="modelopt",
+        descriptions=("ModelOpt's model, cross-entropy on the text", "the same, compiled as a whole"),
+        recorded=(f"ModelOpt 0.47: 507 {CONDITIONS}", "ModelOpt 0.47 compiled: not measured"),
+    ),
+    "MTP": both_forms(
+        "speculators",
+        speculators_mtp,
+        package="speculators",
+        descriptions=(
+            "speculators' model of Qwen3's layer, cross-entropy on the text",
+            "the same, compiled as a whole, as it is on a GPU",
         ),
-        "ModelOpt, compiled": Peer(
-            package="modelopt",
-            name="modelopt",
-            description="the same, compiled as a whole",
-            recorded="ModelOpt 0.47 compiled: not measured",
-            build=functools.partial(modelopt_medusa, is_compiled=True),
-            is_compiled=True,
-        ),
-    },
-    "MTP": {
-        "speculators": Peer(
-            package="speculators",
-            name="speculators",
-            description="speculators' model of Qwen3's layer, cross-entropy on the text",
-            recorded=f"speculators 0.9: 436 {CONDITIONS}",
-            build=speculators_mtp,
-        ),
-        "speculators, compiled": Peer(
-            package="speculators",
-            name="speculators",
-            description="the same, compiled as a whole, as it is on a GPU",
-            recorded="speculators 0.9 compiled: not measured",
-            build=functools.partial(speculators_mtp, is_compiled=True),
-            is_compiled=True,
-        ),
-    },
+        recorded=(f"speculators 0.9: 436 {CONDITIONS}", "speculators 0.9 compiled: not measured"),
+    ),
 }
