@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from redraft.distill.loss.divergences import Divergence
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import computes_bfloat16, make_accelerator
 from redraft.distill.train.step import Distillation, Optim
+from redraft.eval.engine.measure import Measurement
 from redraft.eval.engine.process import process_group
 from redraft.eval.engine.sampling import GREEDY, PENALTIES
 from redraft.eval.engine.server import ONE_SPEED, VllmServer, engine_is_cpu, wait_until_healthy
@@ -305,8 +306,13 @@ async def stream(http: httpx.AsyncClient, url: str, prompt: Prompt, max_tokens: 
     return Answer(prompt=prompt, server=url, token_ids=token_ids, times_s=times_s)
 
 
+def read_tau(measurement: Measurement) -> float:
+    assert measurement.counts is not None, "the server has a draft"
+    return measurement.counts.tau
+
+
 async def measure_tokens_per_s(
-    urls: Sequence[str], prompts: Sequence[Prompt], *, clients: int, max_tokens: int, captured: float
+    urls: Sequence[str], prompts: Iterable[Prompt], *, clients: int, max_tokens: int, captured: float
 ) -> float:
     """Output tokens per second of all servers together, with the share `captured` of the requests captured."""
     # One iterator for all clients: nobody idles while prompts are left.

@@ -52,6 +52,7 @@ from redraft.recipes.demo.fleet import (
     Traffic,
     begin_report,
     measure_rates,
+    read_tau,
     runner_environment,
 )
 from redraft.recipes.demo.online_config import PRESETS, Config, describe_settings, forced_settings
@@ -206,11 +207,6 @@ async def measure_domains(cfg: Config, stage: Stage, servers: Sequence[Server]) 
         *(measure_server(cfg, server, stage.test[name]) for server, name in zip(servers, domains, strict=True))
     )
     return dict(zip(domains, measured, strict=True))
-
-
-def read_tau(measurement: Measurement) -> float:
-    assert measurement.counts is not None, "the server has a draft"
-    return measurement.counts.tau
 
 
 async def measure_server(cfg: Config, server: Server, prompts: Sequence[Prompt]) -> Measurement:

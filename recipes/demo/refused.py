@@ -43,7 +43,7 @@ from redraft.online.records.record import Record, read_frames
 from redraft.online.records.spool import open_file, spool_files
 from redraft.online.tokens import read_token, write_token
 from redraft.recipes.cli import run_recipe
-from redraft.recipes.demo.fleet import Server, start_server, stream
+from redraft.recipes.demo.fleet import Server, measure_tokens_per_s, read_tau, start_server
 
 MODES = {"plain": 0, "learned": 1_000_000}
 """Refused drafts trained per record, by mode."""
@@ -152,14 +152,9 @@ def make_registry(cfg: Config, folder: Path) -> Registry:
 async def record(cfg: Config, server: Server, prompts: Sequence[Prompt], spool: Path, token: str) -> list[Record]:
     """The records of the prompts' answers, in the order of the requests' ends."""
     spool.mkdir(mode=0o700, exist_ok=True)
-    waiting = iter(Progress(prompts, desc="record", unit="request"))
-
-    async def client(http: httpx.AsyncClient) -> None:
-        for prompt in waiting:
-            await stream(http, server.url, prompt, cfg.max_tokens, captured=True)
-
+    shown = Progress(prompts, desc="record", unit="request")
+    await measure_tokens_per_s([server.url], shown, clients=cfg.clients, max_tokens=cfg.max_tokens, captured=1.0)
     async with httpx.AsyncClient(timeout=60) as http:
-        await asyncio.gather(*(client(http) for _ in range(cfg.clients)))
         deadline_s = time.monotonic() + SHIPPING_TIMEOUT_S
         while True:
             status = (
@@ -211,8 +206,7 @@ async def measure_tau(cfg: Config, server: Server, prompts: Sequence[Prompt]) ->
         max_tokens=cfg.max_tokens,
         concurrency=cfg.clients,
     )
-    assert measured.counts is not None, "the server has a draft"
-    return measured.counts.tau
+    return read_tau(measured)
 
 
 def summarise(taus: Mapping[str, Sequence[float]]) -> dict[str, Any]:

@@ -191,6 +191,10 @@ def _with_prefix(prefixes: str) -> str:
 
 def _draft(cfg: Config) -> str:
     if cfg.draft is not None:
+        if not is_hub_name(cfg.draft) and not Path(cfg.draft).is_dir():
+            raise FileNotFoundError(
+                f"there is no draft folder {cfg.draft}, and it is not a hub name (owner/name) either"
+            )
         return cfg.draft
     if cfg.registry is None:
         raise ValueError("no draft: give --draft, or --registry to serve its current version")

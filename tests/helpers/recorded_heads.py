@@ -13,7 +13,8 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.heads.catalog import find_family
 from redraft.heads.draft import final_hidden
 from redraft.heads.target import Target
-from redraft.online.records.record import Record, Sampling, decode_record, encode_record
+from redraft.online.records.record import Sampling, decode_record, encode_record
+from redraft.recipes.bench.soak import poison
 
 LAYERS = {"eagle3": (0, 1, 2), "peagle": (0, 1, 2), "dflash": (1, 2), "dspark": (1, 2), "eagle1": (), "mtp": (2,)}
 OPTIONS = {
@@ -26,34 +27,17 @@ OPTIONS = {
 }
 
 
-def i32(*values):
-    return np.array(values, "<i4").tobytes()
-
-
 def make_record(**changes):
     """A prompt of 3 tokens; one step drafts 11, 12, 13 and accepts 11, the next drafts 21, 22, 23 and accepts all."""
-    rows = 8
-    fields = {
-        "server_id": "boot",
+    plain = {
         "request_id": "cmpl-1",
-        "sequence": 0,
-        "time_s": 0.0,
-        "target_fingerprint": "target",
-        "sampling": Sampling(temperature=0),
-        "num_prompt_tokens": 3,
-        "top_k": 2,
-        "context": i32(5, 6, 7, 10),
-        "output": i32(11, 20, 21, 22, 23, 24),
-        "row_positions": i32(4, 5, 6, 7, 6, 7, 8, 9),
-        "row_branches": i32(0, 0, 1, 2, 0, 0, 0, 0),
-        "row_drafts": i32(11, 12, 13, -1, 21, 22, 23, -1),
-        "row_draft_probs": np.ones(rows, "<f4").tobytes(),
-        "row_accepted": bytes([1, 0, 0, 0, 1, 1, 1, 0]),
-        "row_topk_ids": i32(11, 1, 20, 2, 30, 3, 31, 4, 21, 5, 22, 6, 23, 7, 24, 8),
-        "row_topk_log_probs": np.log(np.tile([0.6, 0.3], rows)).astype("<f4").tobytes(),
-        "row_log_sum_exp": np.zeros(rows, "<f4").tobytes(),
+        "domain": "",
+        "tenant": "",
+        "draft_version": "",
+        "hidden_shape": (0, 0),
+        "hidden": b"",
     }
-    return Record(**(fields | changes))
+    return poison.make_record(7, **plain | {"sampling": Sampling(temperature=0)} | changes)
 
 
 def text_of(record):

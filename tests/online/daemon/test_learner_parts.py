@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_world import make_draft, make_records
-from recorded_heads import i32, make_record
+from recorded_heads import make_record
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
@@ -42,6 +42,7 @@ from redraft.online.records.record import (
 )
 from redraft.online.records.sequences import training_sequences
 from redraft.online.settings import render_example
+from redraft.recipes.bench.soak.poison import i32
 
 # --- replay
 

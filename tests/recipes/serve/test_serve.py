@@ -146,6 +146,12 @@ def test_ngrams_go_before_a_head(tmp_path):
         server_command(parse(*flags, "--ngrams"))
 
 
+def test_a_draft_that_is_not_there_is_told_before_vllm_starts(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no draft folder .*/none, and it is not a hub name"):
+        server_command(parse("target", "--draft", str(tmp_path / "none")))
+    assert "owner/name" in str(server_command(parse("target", "--draft", "owner/name")))
+
+
 def test_a_registry_alone_serves_its_current_version(tmp_path):
     with pytest.raises(FileNotFoundError, match="no current version"):
         server_command(parse("target", "--registry", str(tmp_path)))
