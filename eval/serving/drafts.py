@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.ngrams_first import is_mixed
 from redraft.eval.serving.cost import Prediction, StepCosts, advise
 from redraft.eval.serving.rounds import PLAIN, Results, compare, count, measure_prefill
 from redraft.heads.catalog import find_speculative
@@ -33,9 +34,14 @@ class Candidate:
 
     @property
     def is_lookup(self) -> bool:
-        """It finds the tokens in text, and decides at every step how many to propose."""
+        """It finds the tokens in text, without a model."""
         family = find_speculative(self.config)
         return family is not None and family.is_lookup
+
+    @property
+    def chooses_length(self) -> bool:
+        """It decides at every step how many tokens to propose, as lookups do."""
+        return self.is_lookup or is_mixed(self.config)
 
 
 @dataclass(frozen=True)
@@ -47,16 +53,16 @@ class Choice:
     """As of `compare`, by requests in flight."""
     costs: StepCosts
     by_tokens: Mapping[str, Sequence[Prediction]]
-    """By requests in flight, for 0, 1, 2, ... draft tokens; a lookup has no more than 0 and the measured one."""
+    """By requests in flight, for 0, 1, 2, ... draft tokens; only 0 and the measured one if the draft chooses them."""
     speculative_config: Mapping[str, Any]
     """The one to serve, with the best number of tokens for each number of requests."""
 
     @property
     def best(self) -> dict[str, Prediction]:
-        """The fastest number of tokens, by requests in flight; that of a lookup is not 0, because it decides itself."""
-        is_lookup = self.candidate.is_lookup
+        """The fastest number of tokens, by requests in flight; the measured one of a draft that decides itself."""
+        chooses_length = self.candidate.chooses_length
         return {
-            load: rows[-1] if is_lookup else max(rows, key=lambda row: row.tokens_per_s)
+            load: rows[-1] if chooses_length else max(rows, key=lambda row: row.tokens_per_s)
             for load, rows in self.by_tokens.items()
         }
 
@@ -67,7 +73,8 @@ class Choice:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            **{key: getattr(self.candidate, key) for key in ("name", "title", "parameters", "training", "is_lookup")},
+            **{key: getattr(self.candidate, key) for key in ("name", "title", "parameters", "training")},
+            **{key: getattr(self.candidate, key) for key in ("is_lookup", "chooses_length")},
             "num_speculative_tokens": self.candidate.num_speculative_tokens,
             "measured": self.measured,
             "token_ms": {str(b): 1000 * seconds for b, seconds in self.costs.draft_s.items()},
@@ -102,7 +109,7 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
     )
     # 3. The best number of tokens.
     measured = {str(load): compare(results, name, load) for load in loads}
-    if candidate.is_lookup:
+    if candidate.chooses_length:
         # Counted answers propose less in a step of many requests, so every load has rates and an advice.
         rates = {load: measured[str(load)]["acceptance_per_position"] for load in loads}
         by_load = {load: advise(rates[load], costs, choices=[k]) for load in loads}

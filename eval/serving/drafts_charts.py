@@ -61,7 +61,7 @@ def _tokens(report: Mapping[str, Any], load: str) -> alt.LayerChart:
         {"series": draft["title"], "k": row["num_speculative_tokens"], "value": row["speedup"]}
         for draft in report["drafts"]
         for row in draft["by_tokens"][load]
-        if row["num_speculative_tokens"] or not draft["is_lookup"]
+        if row["num_speculative_tokens"] or not draft["chooses_length"]
     ]
     base = alt.Chart(alt.Data(values=rows), width="container", height=TALL).encode(
         x=alt.X("k:O", title="draft tokens", axis=alt.Axis(labelAngle=0)),

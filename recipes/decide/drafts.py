@@ -9,7 +9,8 @@ $ redraft drafts --target Qwen/Qwen3-8B --answers answers.jsonl --draft Qwen/Qwe
     n-grams, and every --draft ──────────────────────────────┘              draft tokens ─► rounds of the best
 
 Names of --train: `layers-N` (a draft model of N of the target's layers), `medusa`, and `eagle3`, `dflash` or `peagle`,
-with the size of the head's vocabulary, as in `eagle3-8k`. The answers should be the target's (`redraft regenerate`).
+with the size of the head's vocabulary, as in `eagle3-8k`. `ngram+eagle3-8k:2` is that head with n-grams before it, and
+with at most 2 tokens of its own a step. The answers should be the target's (`redraft regenerate`).
 After an interruption, run the same command again: finished drafts are kept.
 """
 
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,7 @@ from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.inputs import TargetDtype
 from redraft.distill.train.loop import computes_bfloat16
 from redraft.eval.engine.server import engine_is_cpu, require_servable
+from redraft.eval.forecast.ngram import Mix
 from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import TEMPLATES, write_page
@@ -78,7 +80,7 @@ class Config:
     """Finished draft to compare with: a folder, a hub name, `suffix`, or `mtp`. Repeat the flag for more."""
     train: tuple[str, ...] = (
         *("layers-2", "layers-4", "layers-6", "layers-10"),
-        *("eagle3-4k", "eagle3-8k", "eagle3-16k", "medusa"),
+        *("eagle3-4k", "eagle3-8k", "eagle3-16k", "ngram+eagle3-8k:2", "dflash-8k", "medusa"),
     )
     """Drafts to train. Leave it empty to compare finished ones only."""
     minutes: float = 2.5
@@ -117,8 +119,11 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in self.train:
-            if not (name == "medusa" or LAYERS.fullmatch(name) or HEAD.fullmatch(name)):
+            head, mixed = trained(name)
+            if not (head == "medusa" or LAYERS.fullmatch(head) or HEAD.fullmatch(head)):
                 raise ValueError(f"--train {name}: give layers-N, medusa, or eagle3-Nk, dflash-Nk, peagle-Nk")
+            if mixed and not head.startswith("eagle3"):
+                raise ValueError(f"--train {name}: n-grams go before eagle3-Nk only")
         if self.confirm_rounds < 6:
             raise ValueError(f"--confirm-rounds {self.confirm_rounds} give no 95% interval: 6 or more")
         for field in ("rounds", "confirm", "num_speculative_tokens", "prompts_one", "prompts_many"):
@@ -186,16 +191,26 @@ def make_drafts(cfg: Config, target: str) -> Iterator[Candidate]:
     command = ["train/retrieval.py", "--target", target, "--source", cfg.answers, "--output", str(counted)]
     run_once(counted, counted / "config.json", command, cfg)
     yield Candidate(RETRIEVAL, "counted answers", draft_config(str(counted.absolute())), LOOKUP_TOKENS[RETRIEVAL])
-    for number, name in enumerate(cfg.train, 1):
-        print(f"\n{number} of {len(cfg.train)}: {name}", flush=True)
+    # A head with n-grams before it is the same head, trained once.
+    heads = list(dict.fromkeys(trained(name)[0] for name in cfg.train))
+    for number, name in enumerate(heads, 1):
+        print(f"\n{number} of {len(heads)}: {name}", flush=True)
         folder = cfg.output / name
         # The report is written last, so it stands for a finished training.
         run_once(folder, folder / "report.json", training_command(cfg, target, name), cfg)
-        trained = json.loads((folder / "report.json").read_text())["train"]
-        draft = (folder / "draft").absolute()
-        yield Candidate(
-            name, title(name), draft_config(str(draft)), cfg.num_speculative_tokens, count_parameters(draft), trained
-        )
+    for name in cfg.train:
+        head, mixed = trained(name)
+        draft = (cfg.output / head / "draft").absolute()
+        served = str(replace(mixed, head=str(draft)) if mixed else draft)
+        most = LOOKUP_TOKENS[NGRAM] if mixed else cfg.num_speculative_tokens
+        report = json.loads((cfg.output / head / "report.json").read_text())["train"]
+        yield Candidate(name, title(name), draft_config(served), most, count_parameters(draft), report)
+
+
+def trained(name: str) -> tuple[str, Mix | None]:
+    """(draft to train for a name of --train, how n-grams go before it)."""
+    mixed = Mix.parse(name)
+    return mixed.head if mixed else name, mixed
 
 
 def finished_drafts(cfg: Config) -> Iterator[Candidate]:
@@ -252,6 +267,8 @@ def spread(count: int, target: str) -> list[int]:
 
 def title(name: str) -> str:
     """The name of a draft on the page."""
+    if mixed := Mix.parse(name):
+        return f"n-grams before {title(mixed.head)}"
     if found := LAYERS.fullmatch(name):
         return f"{found[1]} of the target's layers"
     if found := HEAD.fullmatch(name):

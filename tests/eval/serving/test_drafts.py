@@ -18,6 +18,9 @@ from redraft.eval.serving.rounds import PLAIN, compare
 LOADS = (1, 8)
 HEAD = Candidate("head", "a head", {"method": "eagle3", "model": "x"}, 3, 10_000_000)
 NGRAM = Candidate("ngram", "n-grams", {"method": "ngram"}, 4)
+MIX = Candidate(
+    "mix", "n-grams before a head", {"method": "eagle3", "model": "x", "prompt_lookup_max": 4}, 4, 10_000_000
+)
 LAYERS = Candidate("layers-2", "2 of the target's layers", {"method": "draft_model", "model": "y"}, 3, 35_000_000)
 
 
@@ -88,12 +91,13 @@ def test_a_head_is_served_with_the_best_number_of_tokens_for_each_batch_size() -
     assert config["num_speculative_tokens_per_batch_size"][-1][1:] == [8, 0]
 
 
-def test_a_lookup_keeps_its_number_of_tokens_and_its_measured_speed() -> None:
-    choice = predict(NGRAM, make_rounds("ngram", {1: 11.0, 8: 14.0}, (30, 20, 10, 0)), LOADS)
+@pytest.mark.parametrize("candidate", [NGRAM, MIX])
+def test_a_draft_that_chooses_its_length_keeps_its_measured_speed(candidate: Candidate) -> None:
+    choice = predict(candidate, make_rounds(candidate.name, {1: 11.0, 8: 14.0}, (30, 20, 10, 0)), LOADS)
     assert {row.num_speculative_tokens for row in choice.by_tokens["1"]} == {0, 4}
     for load in ("1", "8"):
         assert choice.speedups[load] == pytest.approx(choice.measured[load]["ratio"])
-    assert choice.speculative_config == {"method": "ngram", "num_speculative_tokens": 4}
+    assert choice.speculative_config == candidate.speculative_config
 
 
 def test_the_drafts_that_pay_are_confirmed_in_the_order_of_their_speed_at_one_request() -> None:

@@ -31,6 +31,8 @@ def test_layers_are_taken_at_equal_distances_with_the_first_and_the_last(tiny_ta
     [
         ({"train": ("layer-2",)}, "--train layer-2: give layers-N"),
         ({"train": ("eagle1-8k",)}, "--train eagle1-8k"),
+        ({"train": ("ngram+eagle1-8k",)}, r"--train ngram\+eagle1-8k: give"),
+        ({"train": ("ngram+dflash-8k",)}, "n-grams go before eagle3-Nk only"),
         ({"confirm_rounds": 5}, "no 95% interval"),
         ({"rounds": 0}, "--rounds must be at least 1"),
     ],
@@ -80,7 +82,7 @@ def test_the_command_makes_serves_and_compares_drafts(tiny_target: Path, tmp_pat
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = Config(
         target=str(tiny_target),
-        train=("layers-2", "medusa"),
+        train=("layers-2", "eagle3-4k", "ngram+eagle3-4k:2"),
         minutes=0.1,
         answers=str(tmp_path / "answers.jsonl"),
         prompts=str(tmp_path / "answers.jsonl"),
@@ -93,7 +95,9 @@ def test_the_command_makes_serves_and_compares_drafts(tiny_target: Path, tmp_pat
     )
     main(cfg)
     report = json.loads((cfg.output / "report.json").read_text())
-    assert [draft["name"] for draft in report["drafts"]] == ["ngram", "retrieval", "layers-2", "medusa"]
+    assert [draft["name"] for draft in report["drafts"]] == [
+        *("ngram", "retrieval", "layers-2", "eagle3-4k", "ngram+eagle3-4k:2")
+    ]
     for draft in report["drafts"]:
         assert draft["measured"]["1"]["tau"] >= 1
         # the prediction with the number of tokens that was measured is that measurement
