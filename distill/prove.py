@@ -30,6 +30,7 @@ from redraft.eval.forecast.calibration import Calibration, calibrate
 from redraft.eval.forecast.greedy import (
     Continuation,
     Forecast,
+    Keep,
     SignalFunction,
     collect_outcomes,
     cut_continuation,
@@ -105,36 +106,33 @@ class Forecaster:
         """`name` is the folder or hub name of `target`; `signal` gives the target's distribution to most drafts."""
         self.cfg, self.signal = cfg, signal
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.continuations = compute_once(
-            cfg.reference or run.folder,
-            "answers",
-            [
-                fingerprint(model_folder(name)),
-                str(target.dtype),
-                data.prompts,
-                cfg.max_tokens,
-                cfg.num_speculative_tokens,
-                data.end_ids,
-            ],
-            list[Continuation],
-            lambda: self._answers(target, data.prompts, data.end_ids),
-        )
+        model = fingerprint(model_folder(name)), str(target.dtype)
+        key = [*model, cfg.max_tokens, cfg.num_speculative_tokens, data.end_ids]
 
-    def _answers(self, target: Any, prompts: Sequence[Prompt], end_ids: Sequence[int]) -> list[Continuation]:
+        def keep(prompts: list[Prompt], compute: Callable[[], list[Continuation]]) -> list[Continuation]:
+            return compute_once(cfg.reference or run.folder, "answers", [*key, prompts], list[Continuation], compute)
+
+        self.continuations = self._answers(target, data.prompts, data.end_ids, keep)
+
+    def _answers(self, target: Any, prompts: list[Prompt], end_ids: Sequence[int], keep: Keep) -> list[Continuation]:
         # A draft step at the last token of an answer still proposes up to this many tokens after it.
         beyond = self.cfg.num_speculative_tokens - 1
         if isinstance(self.signal, EndpointTarget):  # the target is on the server only
-            texts = self.signal.greedy([prompt.token_ids for prompt in prompts], self.cfg.max_tokens + beyond)
-            return [
-                cut_continuation(prompt, text, self.cfg.max_tokens, beyond, end_ids)
-                for prompt, text in zip(prompts, texts, strict=True)
-            ]
+            greedy, length = self.signal.greedy, self.cfg.max_tokens + beyond
+            return keep(
+                prompts,
+                lambda: [
+                    cut_continuation(prompt, text, self.cfg.max_tokens, beyond, end_ids)
+                    for prompt, text in zip(prompts, greedy([p.token_ids for p in prompts], length), strict=True)
+                ],
+            )
         return greedy_continuations(
             target,
             prompts,
             max_tokens=self.cfg.max_tokens,
             num_speculative_tokens=self.cfg.num_speculative_tokens,
             end_ids=end_ids,
+            keep=keep,
         )
 
     def forecast(self, draft: nn.Module, signal: SignalFunction | None = None) -> Forecast:

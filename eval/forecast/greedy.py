@@ -9,6 +9,7 @@ the engine's counts without the engine.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -38,6 +39,10 @@ class Continuation:
     """As the engine returns it: up to the end token (included) or to `max_tokens`."""
     beyond_ids: list[int]
     """The target's tokens after the end. The engine's last block reaches past the end and counts in full."""
+
+
+Keep = Callable[[list[Prompt], Callable[[], list[Continuation]]], list[Continuation]]
+"""`keep(prompts, compute)`: the answers to a batch that an earlier run left, or else those of `compute()`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +113,11 @@ def greedy_continuations(
     num_speculative_tokens: int,
     end_ids: Collection[int],
     batch_size: int = 16,
+    keep: Keep | None = None,
 ) -> list[Continuation]:
     """The greedy answer of a `transformers` causal LM to every prompt, and the K - 1 tokens after it.
+
+    With `keep`, an interrupted run goes on after the last whole batch.
 
     Raises:
         ValueError: a prompt with its answer exceeds the target's window.
@@ -118,18 +126,23 @@ def greedy_continuations(
     # Prompts of similar length share a batch, so there is little padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
     results: dict[int, Continuation] = {}
-    with Progress(total=len(prompts), desc="target's greedy answers", unit="prompt") as bar:
-        for first in range(0, len(order), batch_size):
+    # A batch of a large model takes minutes, so the bar counts steps: most batches need all of them.
+    steps = max_tokens + num_speculative_tokens - 1
+    with Progress(total=-(-len(order) // batch_size) * steps, desc="target's greedy answers", unit="step") as bar:
+        for number, first in enumerate(range(0, len(order), batch_size), 1):
             chosen = order[first : first + batch_size]
-            texts = generate_answers(
+            compute = functools.partial(
+                generate_answers,
                 target,
-                [prompts[i] for i in chosen],
+                batch := [prompts[i] for i in chosen],
                 max_tokens=max_tokens,
                 num_speculative_tokens=num_speculative_tokens,
                 end_ids=end_ids,
+                on_step=bar.update,
             )
+            texts = keep(batch, compute) if keep else compute()
             results |= dict(zip(chosen, texts, strict=True))
-            bar.update(len(chosen))
+            bar.update(number * steps - bar.n)
     return [results[i] for i in range(len(prompts))]
 
 
@@ -143,8 +156,9 @@ def generate_answers(
     end_ids: Collection[int],
     sampling: Sampling = GREEDY,
     seed: int = 0,
+    on_step: Callable[[], object] = lambda: None,
 ) -> list[Continuation]:
-    """The answers to one batch of prompts.
+    """The answers to one batch of prompts. `on_step` is called after each token of all answers.
 
     The random numbers of an answer depend on `seed`, temperature and prompt only, so batching does not change it.
     """
@@ -162,7 +176,11 @@ def generate_answers(
         drawn_B1 = uniform_BT[:, step, None].to(cumulative_BV) * cumulative_BV[:, -1:]
         return torch.searchsorted(cumulative_BV, drawn_B1, right=True).squeeze(-1)
 
-    texts = _generate(target, [prompt.token_ids for prompt in prompts], max_tokens, beyond, end_ids, choose)
+    def pick(logits_BV: Tensor, step: int) -> Tensor:
+        on_step()
+        return choose(logits_BV, step)
+
+    texts = _generate(target, [prompt.token_ids for prompt in prompts], max_tokens, beyond, end_ids, pick)
     return [cut_continuation(p, text, max_tokens, beyond, end_ids) for p, text in zip(prompts, texts, strict=True)]
 
 

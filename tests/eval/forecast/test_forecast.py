@@ -175,6 +175,33 @@ def test_text_beyond_an_answer_is_the_targets_greedy_text_too(target: Any, conti
         assert len(c.beyond_ids) == K - 1
 
 
+def test_answers_of_an_interrupted_run_are_kept_by_batch(target: Any, continuations: list[Continuation]):
+    prompts = [c.prompt for c in continuations]
+    kept: dict[int, list[Continuation]] = {}
+    computed = []
+
+    def keep(batch: list[Prompt], compute: Callable[[], list[Continuation]]) -> list[Continuation]:
+        key = hash(str(batch))
+        if key not in kept:
+            computed.append(len(batch))
+            if len(computed) == 3:
+                raise KeyboardInterrupt
+            kept[key] = compute()
+        return kept[key]
+
+    def answer() -> list[Continuation]:
+        return greedy_continuations(
+            target, prompts, max_tokens=MAX_TOKENS, num_speculative_tokens=K, end_ids=END_IDS, batch_size=2, keep=keep
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        answer()
+    assert len(kept) == 2
+    assert answer() == continuations
+    # The first two batches were not computed again.
+    assert computed == [2] * (len(prompts) // 2 + 1)
+
+
 def test_a_prompt_that_does_not_fit_the_window_is_refused(target: Any):
     with pytest.raises(ValueError, match=r"500 tokens .* window of 512"):
         greedy_continuations(
