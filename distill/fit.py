@@ -171,15 +171,20 @@ def _size_target(name: str, dtype: torch.dtype | None) -> tuple[Any, TargetSizes
     config = AutoConfig.from_pretrained(name)
     if getattr(config, "quantization_config", None):
         raise ValueError(f"{name} is quantised")
+    return config.get_text_config(), size_weights(config, dtype or config.dtype or torch.float32)
+
+
+def size_weights(config: Any, dtype: torch.dtype) -> TargetSizes:
+    """The bytes of a model with this config."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     outside, layers = 0, Counter[str]()
     for full_name, weight in model.named_parameters():
         # "model.layers.3.mlp.up_proj.weight" counts for layer "3". Tied weights are listed once.
         size, (_, found, rest) = weight.numel() * weight.element_size(), full_name.partition(".layers.")
         outside += 0 if found else size
         layers[rest.partition(".")[0]] += size if found else 0
-    return config.get_text_config(), TargetSizes(outside=outside, layers=tuple(layers.values()))
+    return TargetSizes(outside=outside, layers=tuple(layers.values()))
 
 
 def count_head(family: str, options: Any, draft_vocab_size: int, target_config: Any) -> int:

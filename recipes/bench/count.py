@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from redraft.distill.fit import size_weights
 from redraft.heads.catalog import find_family
 from redraft.recipes.bench.counted import ACTIVATIONS, Operation, merging
 from redraft.recipes.bench.roofs import (
@@ -24,6 +26,7 @@ from redraft.recipes.bench.roofs import (
     Shares,
     Work,
     add_up,
+    all_gather_s,
     all_reduce_s,
     parts_of,
 )
@@ -90,6 +93,8 @@ class Counting:
     """GPUs of the whole training."""
     sharding: Literal["none", "zero2", "fsdp2"] = "none"
     """Shared out over the devices: zero2 the optimizer's state and the gradients, fsdp2 the weights too."""
+    shard_target: bool = False
+    """Share the layers of a target in this process out too (--signal.shard). Each step then gathers all of them."""
     tokens: float | None = None
     """Tokens to train on in all, e.g. 1e9: tells the hours."""
     shares: Shares = field(default_factory=Shares)
@@ -104,6 +109,8 @@ class Counting:
             raise ValueError(f"--tokens is {self.tokens:g}: give the tokens to train on, e.g. 1e9")
         if self.sharding != "none" and self.devices == 1:
             raise ValueError(f"--sharding {self.sharding} takes several devices: set --devices")
+        if self.shard_target and (self.devices == 1 or self.features != "in-process"):
+            raise ValueError("--shard-target takes several devices and --features in-process")
 
     @property
     def target_name(self) -> str:
@@ -228,9 +235,15 @@ def on_device(cfg: Counting, plan: Plan, step: Counted, served: Counted | None, 
     # Nothing overlaps in this estimate: the copy from the host and the all-reduce come after the work.
     step_s = total.seconds[device.name] + step.signal_bytes / HOST_BYTES_PER_S
     step_s += all_reduce_s(step.gradient_bytes, cfg.devices, device)
+    memory = step.memory
+    if cfg.shard_target:
+        sizes = size_weights(plan.target, plan.dtype)
+        step_s += all_gather_s(sum(sizes.layers), cfg.devices, device)
+        elsewhere = sizes.whole - sizes.share(cfg.devices)
+        memory = Counter({**memory, TARGET_WEIGHTS: memory[TARGET_WEIGHTS] - elsewhere})
     run = plan_run(cfg, plan, served, plan.tokens / step_s, device)
     # Sharded over the trainers: the devices of the target hold no draft.
-    memory_bytes = sum(share_out(step.memory, cfg.sharding, run.trainers if run else cfg.devices).values())
+    memory_bytes = sum(share_out(memory, cfg.sharding, run.trainers if run else cfg.devices).values())
     fits = memory_bytes <= device.memory_bytes
     return OnDevice(
         step_s=step_s,
@@ -427,6 +440,8 @@ def ways_to_fit(cfg: Counting, result: Result, device: Device) -> Iterator[str]:
         yield f"--batch-size {rows} (with accumulation)"
     if cfg.features == "in-process":
         yield "--features served or cached"
+        if cfg.devices > 1 and not cfg.shard_target:
+            yield "--shard-target"
     if not (find_family(cfg.family).is_head or cfg.gradient_checkpointing):
         yield "--gradient-checkpointing"
     if cfg.devices > 1 and cfg.sharding != "fsdp2":

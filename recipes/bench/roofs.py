@@ -95,4 +95,9 @@ KINDS: dict[Kind, str] = {"product": "matrix products", "attention": "attention"
 
 def all_reduce_s(num_bytes: float, num_devices: int, device: Device) -> float:
     """Time to sum a gradient over devices on one ring of NVLink: every byte but one part of it travels twice."""
-    return 2 * (num_devices - 1) / num_devices * num_bytes / device.link_bytes_per_s
+    return 2 * all_gather_s(num_bytes, num_devices, device)
+
+
+def all_gather_s(num_bytes: float, num_devices: int, device: Device) -> float:
+    """Time for every device to receive the other devices' parts of `num_bytes`, on one ring of NVLink."""
+    return (num_devices - 1) / num_devices * num_bytes / device.link_bytes_per_s

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.compiled import running_compiled
@@ -502,6 +502,19 @@ def test_only_the_devices_that_train_share_out(tiny_target: str) -> None:
         assert on.memory_bytes == sum(share_out(result.step.memory, "fsdp2", on.run.trainers).values())
 
 
+def test_a_target_in_shards_is_gathered_layer_by_layer(tiny_target: str) -> None:
+    cfg = Counting(target=tiny_target, draft_vocab_size=128, sequence_length=32, devices=4)
+    whole, shared = count(cfg), count(replace(cfg, shard_target=True))
+    config = AutoConfig.from_pretrained(tiny_target)
+    layer = sum(w.numel() for w in AutoModelForCausalLM.from_config(config).model.layers[0].parameters()) * 2
+    layers = config.num_hidden_layers * layer
+    for device in DEVICES:
+        before, after = whole.on[device.name], shared.on[device.name]
+        # A quarter of the layers stays, and two whole layers are there in a pass.
+        assert before.memory_bytes - after.memory_bytes == pytest.approx(0.75 * layers - 2 * layer, abs=2)
+        assert after.step_s - before.step_s == pytest.approx(0.75 * layers / device.link_bytes_per_s)
+
+
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
@@ -598,8 +611,8 @@ def test_flags_that_do_not_fit_are_refused(flags: dict[str, Any], message: str) 
 
 
 def test_numbers_that_make_no_training_are_refused() -> None:
-    for flags in ({"devices": 0}, {"tokens": -1.0}, {"sharding": "zero2"}):
-        with pytest.raises(ValueError, match="--" + next(iter(flags))):
+    for flags in ({"devices": 0}, {"tokens": -1.0}, {"sharding": "zero2"}, {"shard_target": True}):
+        with pytest.raises(ValueError, match="--" + next(iter(flags)).replace("_", "-")):
             Counting(**flags)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"shares\.product"):
         Shares(product=1.5)
