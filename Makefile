@@ -130,6 +130,7 @@ bench: $(STAMP)  ## speed and memory, as ratios of one interleaved run; is what 
 
 bench-gpu: $(STAMP)  ## on one GPU: tokens/s, share of the FLOP/s and peak memory of the steps that bench-training --count counts
 	$(BIN)/redraft bench-training --gpu --output outputs/bench/gpu.json
+	$(BIN)/redraft bench-training --device cuda --cases "fused loss" --output outputs/bench/gpu-loss.json
 
 bench-decisions: $(STAMP)  ## how often are decisions wrong, how far off forecasts, and which faults are named?
 	$(BIN)/redraft bench-decisions

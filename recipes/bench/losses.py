@@ -22,7 +22,7 @@ from redraft.distill.train.step import DistillStep
 from redraft.heads.draft import Batch
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.recipes.bench.measure import DTYPES, OURS, Against, Case, DtypeName, Matmul, Required, Run, Step, adamw
-from redraft.recipes.bench.peers import ON_EPYC, both_forms, describe_absent, list_sides
+from redraft.recipes.bench.peers import ON_EPYC, Peer, both_forms, describe_absent, list_sides
 
 NAIVE = "naive"
 
@@ -31,28 +31,36 @@ NAIVE = "naive"
 NUM_TOKENS = 1024
 HIDDEN = 512
 
+GPU_TOKENS, GPU_HIDDEN = 4096, 4096
+"""On a GPU, sizes of a target of 8B: smaller ones would measure the launches of kernels."""
+
 
 def fused_loss_cases() -> list[Case]:
     return [fused_loss_case(thousands, dtype) for thousands in (32, 128) for dtype in DTYPES]
 
 
+def loss_sizes() -> tuple[int, int]:
+    """(N, D) of the case."""
+    return (GPU_TOKENS, GPU_HIDDEN) if torch.cuda.is_available() else (NUM_TOKENS, HIDDEN)
+
+
 def fused_loss_case(thousands: int, dtype: DtypeName) -> Case:
     """KL of two linear heads, with the gradients of the draft's hidden states and head."""
-    vocabulary = 1024 * thousands
+    vocabulary, (rows, hidden) = 1024 * thousands, loss_sizes()
     matmuls = (
         # Logits of target and draft; gradients of the draft's hidden states; gradient of the draft's head.
-        Matmul(count=2, rows=NUM_TOKENS, inner=HIDDEN, columns=vocabulary),
-        Matmul(count=1, rows=NUM_TOKENS, inner=vocabulary, columns=HIDDEN),
-        Matmul(count=1, rows=vocabulary, inner=NUM_TOKENS, columns=HIDDEN),
+        Matmul(count=2, rows=rows, inner=hidden, columns=vocabulary),
+        Matmul(count=1, rows=rows, inner=vocabulary, columns=hidden),
+        Matmul(count=1, rows=vocabulary, inner=rows, columns=hidden),
     )
     return Case(
         name=f"fused loss, vocabulary {thousands}k, {dtype}",
         family="fused_kl",
         against={
             NAIVE: Against(description="both logits in full, log_softmax, KL, autograd", peer=NAIVE),
-            **list_sides(LIGER_LOSSES),
+            **list_sides(FUSED_LOSSES),
         },
-        tokens=NUM_TOKENS,
+        tokens=rows,
         dtype=dtype,
         matmuls=matmuls,
         build=functools.partial(build_fused_loss, vocabulary, dtype),
@@ -63,27 +71,28 @@ def fused_loss_case(thousands: int, dtype: DtypeName) -> Case:
         }
         if dtype == "bfloat16"
         else {},
-        note=describe_absent(LIGER_LOSSES),
+        note=describe_absent(FUSED_LOSSES),
     )
 
 
 def build_fused_loss(vocabulary: int, dtype: DtypeName, side: str, device: str) -> Run:
     make = functools.partial(_normal, torch.Generator().manual_seed(0), device, dtype)
-    head_VD, target_head_VD = (make(vocabulary, HIDDEN, scale=HIDDEN**-0.5) for _ in range(2))
-    hidden_ND, target_hidden_ND = (make(NUM_TOKENS, HIDDEN, scale=2.0) for _ in range(2))
+    num_rows, hidden = loss_sizes()
+    head_VD, target_head_VD = (make(vocabulary, hidden, scale=hidden**-0.5) for _ in range(2))
+    hidden_ND, target_hidden_ND = (make(num_rows, hidden, scale=2.0) for _ in range(2))
     # The target's tensors get no gradient, on either side.
     leaves = [hidden_ND.requires_grad_(), head_VD.requires_grad_()]
-    if side in LIGER_LOSSES:
-        labels_N = torch.zeros(NUM_TOKENS, dtype=torch.long, device=device)
-        build = LIGER_LOSSES[side].build
+    if side in FUSED_LOSSES:
+        labels_N = torch.zeros(num_rows, dtype=torch.long, device=device)
+        build = FUSED_LOSSES[side].build
         return Step(build(hidden_ND, head_VD, target_hidden_ND, target_head_VD, labels_N), leaves)
 
     def ours() -> Tensor:
-        rows_N = torch.arange(NUM_TOKENS, device=device)
-        weight_N = torch.ones(NUM_TOKENS, device=device)
+        rows_N = torch.arange(num_rows, device=device)
+        weight_N = torch.ones(num_rows, device=device)
         draft = DraftRows(hidden_MD=hidden_ND, head_WD=head_VD, target_row_M=rows_N, weight_M=weight_N)
         target = ExactRows(hidden_ND=target_hidden_ND, head_VD=target_head_VD)
-        return fused_linear_divergence([draft], target, Divergence(), normaliser=NUM_TOKENS).loss
+        return fused_linear_divergence([draft], target, Divergence(), normaliser=num_rows).loss
 
     def naive() -> Tensor:
         with torch.no_grad():
@@ -120,6 +129,36 @@ LIGER_LOSSES = both_forms(
     descriptions=("Liger's chunked loss", "the same compiled, its default"),
     recorded=("Liger's loss alone: not measured", "Liger's loss alone, compiled: not measured"),
 )
+
+SPECULATORS = "speculators"
+
+
+def speculators_kl(
+    hidden_ND: Tensor, head_VD: Tensor, target_hidden_NE: Tensor, target_head_VE: Tensor, labels_N: Tensor
+) -> Run:
+    """Forward KL by the Triton kernels of speculators, which take both sides' logits in full."""
+    from speculators.losses.fused import fused_kl_div_loss
+
+    def loss() -> Tensor:
+        with torch.no_grad():
+            target_1NV = (target_hidden_NE @ target_head_VE.T)[None]
+        found: Tensor = fused_kl_div_loss((hidden_ND @ head_VD.T)[None], target_1NV).mean()
+        return found
+
+    return loss
+
+
+FUSED_LOSSES = LIGER_LOSSES | {
+    SPECULATORS: Peer(
+        package="speculators",
+        name="speculators",
+        description="both logits in full, the Triton kernels of speculators",
+        recorded="the loss of speculators alone: not measured",
+        build=speculators_kl,
+        needs_gpu=True,
+    )
+}
+
 
 # ------------------------------------------------------------------------- a whole step: against TRL's GKD, and Liger's
 

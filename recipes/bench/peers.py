@@ -71,9 +71,12 @@ class Peer:
     """For a draft's step: takes the sizes, the type and the device, and returns a whole run."""
     is_compiled: bool = False
     """`torch.compile` is applied, by us or by the peer."""
+    needs_gpu: bool = False
 
     @property
     def can_run(self) -> bool:
+        if self.needs_gpu and not torch.cuda.is_available():
+            return False
         return self.is_installed and (can_compile() or not self.is_compiled)
 
     @property
@@ -94,7 +97,7 @@ def describe_absent(peers: Mapping[str, Peer]) -> str:
     """The peers that cannot run here, and why, in one line; empty if all can."""
     absent = [f"not installed here, recorded: {peer.recorded}" for peer in peers.values() if not peer.is_installed]
     absent += [
-        f"no compiler here: {name} is left out"
+        f"no {'GPU' if peer.needs_gpu else 'compiler'} here: {name} is left out"
         for name, peer in peers.items()
         if peer.is_installed and not peer.can_run
     ]

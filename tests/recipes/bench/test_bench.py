@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import model_runners
 import pytest
 import torch
 
@@ -16,7 +19,7 @@ from redraft.recipes.bench import losses as bench_losses
 from redraft.recipes.bench import peers as bench_peers
 from redraft.recipes.bench import training as bench_training
 from redraft.recipes.bench.heads import FORWARD_KL, NAIVE, build_head, head_cases
-from redraft.recipes.bench.losses import KL_PEERS, LIGER_LOSSES
+from redraft.recipes.bench.losses import FUSED_LOSSES, KL_PEERS, LIGER_LOSSES
 from redraft.recipes.bench.measure import (
     FLOOR,
     OURS,
@@ -342,6 +345,31 @@ def test_the_loss_alone_of_liger_is_ours(side: str, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
 
 
+IN_THE_INTERPRETER = """
+import torch
+from redraft.recipes.bench import losses
+losses.NUM_TOKENS, losses.HIDDEN = 6, 16
+runs = [losses.build_fused_loss(100, "float32", side, "cpu") for side in ("ours", losses.SPECULATORS)]
+torch.testing.assert_close(runs[0](), runs[1]())
+for ours, theirs in zip(runs[0].trained, runs[1].trained, strict=True):
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+"""
+
+
+def test_the_loss_alone_of_speculators_is_ours() -> None:
+    pytest.importorskip("speculators")
+    command = [sys.executable, "-c", IN_THE_INTERPRETER]
+    done = subprocess.run(command, env=model_runners.environment("v2"), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_on_a_gpu_the_loss_has_the_sizes_of_an_8b_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    case = bench_losses.fused_loss_case(128, "bfloat16")
+    assert (case.tokens, case.matmuls[0].inner) == (4096, 4096)
+    assert (bench_losses.SPECULATORS in case.against) == FUSED_LOSSES[bench_losses.SPECULATORS].is_installed
+
+
 def test_a_peer_that_is_absent_or_cannot_be_compiled_is_no_side_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def make_peer(package: str, *, is_compiled: bool = False) -> Peer:
         return Peer(
@@ -384,7 +412,7 @@ def test_every_case_has_a_name_of_its_own_and_names_what_is_not_installed() -> N
     assert families >= {"eagle3", "medusa", "mtp", "dflash", "dspark", "peagle"}
     of_family = {f"{title}, {bench_heads.sizes_of(title).steps} steps": peers for title, peers in PEERS.items()}
     for case in cases:
-        peers = {"kl": KL_PEERS, "fused_kl": LIGER_LOSSES, "lk_hybrid": {}}.get(case.family)
+        peers = {"kl": KL_PEERS, "fused_kl": FUSED_LOSSES, "lk_hybrid": {}}.get(case.family)
         peers = of_family[case.name.rsplit(", vocabulary", 1)[0]] if peers is None else peers
         for name, peer in peers.items():
             assert (name in case.against) == peer.can_run
