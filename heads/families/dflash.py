@@ -37,7 +37,7 @@ from redraft.heads.draft import (
 from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.nn.blocks import BlockMask, attend_blocks
-from redraft.heads.nn.layers import GatedMLP, LlamaShape, Rotary, norm, read_layer_config, rotate
+from redraft.heads.nn.layers import GatedMLP, LlamaShape, RMSNorm, Rotary, norm, read_layer_config, rotate
 from redraft.heads.nn.masks import check_mask_token, choose_rows
 from redraft.heads.nn.vocabulary import check_ids, over_target_vocabulary, read_ids, to_offsets
 from redraft.heads.target import Target, aux_layers
@@ -103,8 +103,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(shape.hidden_size, key_size, bias=False)
         self.v_proj = nn.Linear(shape.hidden_size, key_size, bias=False)
         self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+        self.q_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+        self.k_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
 
     def keys_and_values(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """[B, key heads, T, head size] each."""

@@ -22,7 +22,7 @@ from redraft.heads.draft import Batch, DraftStep, TargetSignal, aux_streams
 from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.nn.attention import Memory
-from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, Rotary, norm
+from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, RMSNorm, Rotary, norm
 from redraft.heads.nn.recurrent import propose, unroll
 from redraft.heads.nn.vocabulary import check_ids, over_target_vocabulary, read_ids, to_offsets
 from redraft.heads.target import Target, aux_layers
@@ -113,7 +113,7 @@ class Eagle3(nn.Module):
         self.register_buffer("_draft_ids_W", draft_ids_W, persistent=False)
         self.fc = nn.Linear(len(self.aux_layer_ids) * hidden, hidden, bias=False)
         if config.norm_before_fc:
-            self.input_norm = nn.RMSNorm(self.fc.in_features, eps=self.shape.rms_norm_eps)
+            self.input_norm = RMSNorm(self.fc.in_features, eps=self.shape.rms_norm_eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(norm(self.shape) for _ in self.aux_layer_ids)
         self.midlayer = Layer(self.shape, config.norm_before_residual)

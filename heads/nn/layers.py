@@ -6,6 +6,7 @@ B = batch, T = tokens, D = hidden, H = query heads, G = key heads, E = head size
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -163,8 +164,8 @@ class Attention(nn.Module):
         # engines give a Llama layer's output projection the bias too, a Qwen3 layer's not
         self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=shape.attention_bias and not shape.qk_norm)
         if shape.qk_norm:
-            self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+            self.q_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+            self.k_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
         self._qk_norm = shape.qk_norm
 
     def forward(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
@@ -195,6 +196,20 @@ class GatedMLP(nn.Module):
         return out
 
 
-def norm(shape: LlamaShape) -> nn.RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * weight."""
-    return nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * weight, in the type of x, as in the server.
+
+    PyTorch's norm returns float32 if the weight is in float32 and x in bfloat16, and autocast makes x float32
+    before: each takes further passes over the activations, in twice their bytes.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        # `meta` has no autocast to switch off.
+        with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+def norm(shape: LlamaShape) -> RMSNorm:
+    """The norm of a layer's hidden states."""
+    return RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)

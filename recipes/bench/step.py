@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -95,7 +94,7 @@ def count_step(plan: Plan, *, weightless: bool = True, shown_on: torch.device = 
     """Run one step and count it. `shown_on` is the device whose branches the code takes: the CPU's, or, for any other,
     an accelerator's."""
     torch.manual_seed(0)
-    with _shown_on(shown_on), _without_warnings(), Count(weightless=weightless) as count:
+    with _shown_on(shown_on), Count(weightless=weightless) as count:
         with _making(weightless):
             model = _make_target(plan)
             draft = _make_draft(plan, model)
@@ -147,26 +146,25 @@ def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2
     """Run the step of `count_step` on a device, with random weights."""
     torch.manual_seed(0)
     on_gpu = device.type == "cuda"
-    with _without_warnings():
-        with device:
-            model = _make_target(plan)
-            draft = _make_draft(plan, model)
-        # Made on the CPU and moved: the generator of the ids is the CPU's.
-        batch = to_device(make_batch(plan), device)
-        with device:
-            source = _source(plan, model, draft, batch, has_weights=False)
-            signal = None if plan.features == "in-process" else source(batch)
-        optimizer = _make_optimizer([p for p in draft.parameters() if p.requires_grad])
+    with device:
+        model = _make_target(plan)
+        draft = _make_draft(plan, model)
+    # Made on the CPU and moved: the generator of the ids is the CPU's.
+    batch = to_device(make_batch(plan), device)
+    with device:
+        source = _source(plan, model, draft, batch, has_weights=False)
+        signal = None if plan.features == "in-process" else source(batch)
+    optimizer = _make_optimizer([p for p in draft.parameters() if p.requires_grad])
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = []
+    for _ in range(warm_up + rounds):
+        started = time.perf_counter()
+        _run(plan, draft, source, batch, signal, optimizer, _Unmarked(), device.type)
+        optimizer.zero_grad()
         if on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-        seconds = []
-        for _ in range(warm_up + rounds):
-            started = time.perf_counter()
-            _run(plan, draft, source, batch, signal, optimizer, _Unmarked(), device.type)
-            optimizer.zero_grad()
-            if on_gpu:
-                torch.cuda.synchronize(device)  # kernels are still running when their launch returns
-            seconds.append(time.perf_counter() - started)
+            torch.cuda.synchronize(device)  # kernels are still running when their launch returns
+        seconds.append(time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
     return Timed(seconds=statistics.median(seconds[warm_up:]), peak_bytes=peak)
 
@@ -246,13 +244,6 @@ def _shown_on(device: torch.device) -> Iterator[None]:
         yield
     finally:
         Weightless.shown_on = before
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")  # norms under autocast
-        yield
 
 
 def _making(weightless: bool) -> Any:

@@ -38,6 +38,7 @@ from redraft.distill.train.loop import to_device
 from redraft.distill.train.step import Distillation, Optim
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 from redraft.heads.families.mtp_folder import as_mimo
+from redraft.heads.nn.layers import RMSNorm
 from redraft.heads.nn.prefix import Prefixes, attend
 from redraft.online.engine import one_pass
 from tests.distill.loss.test_fused import EVERY_FORM, leaves, make_draft, make_exact, make_labels, make_top_k
@@ -64,6 +65,22 @@ def assert_near(mine: Tensor, true: Tensor, within: float) -> None:
     """|mine - true| <= within * |true|, as norms over all entries."""
     narrow, exact = (x.detach().double().cpu() for x in (mine, true))
     assert (narrow - exact).norm().item() <= within * exact.norm().item()
+
+
+# --------------------------------------------------------------------------------------------------------------- norms
+
+
+def test_a_norm_under_autocast_is_one_kernel_in_bfloat16() -> None:
+    norm, x = RMSNorm(512, eps=1e-5).to(GPU), torch.randn(4, 8, 512, device=GPU, dtype=torch.bfloat16)
+    with torch.autocast("cuda", torch.bfloat16):
+        norm(x)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            out = norm(x)
+    assert out.dtype == torch.bfloat16
+    names = {event.key for event in seen.key_averages()}
+    assert "aten::_fused_rms_norm" in names
+    assert "aten::pow" not in names
+    assert_near(out, torch.nn.functional.rms_norm(x.double(), [512], eps=1e-5), 5e-3)
 
 
 # ------------------------------------------------------------------------------------------------------------ attention
