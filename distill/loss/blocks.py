@@ -108,20 +108,40 @@ AtLogits = Callable[[Tensor], Tensor]
 
 
 class ExactBlock:
-    """The target's logits on a chunk, or on a block of it.
+    """The target's logits on a chunk, or on a block of it: over its whole vocabulary, or on the draft's ids (`on`).
 
     p and log p are computed at the first `compare`: once per block for all steps, and never for a whole chunk.
     They live in scratch memory: the next block overwrites them.
     """
 
-    def __init__(self, scratch: Scratch, temperature: float, logits_RV: Tensor) -> None:
-        self._scratch, self._temperature, self._logits_RV = scratch, temperature, logits_RV
-        self.num_rows, self.width = logits_RV.shape
-        self._over_all: tuple[Tensor, Tensor] | None = None
-        self._over_some: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(
+        self, scratch: Scratch, temperature: float, logits_RW: Tensor, log_sum_exp_R1: Tensor | None = None
+    ) -> None:
+        """`log_sum_exp_R1` is over the whole vocabulary, if `logits_RW` is not."""
+        self._scratch, self._temperature = scratch, temperature
+        self._logits_RW, self._log_sum_exp_R1 = logits_RW, log_sum_exp_R1
+        self.num_rows, self.width = logits_RW.shape
+        self._probabilities: tuple[Tensor, Tensor] | None = None
+
+    def on(self, draft_ids_W: Tensor | None) -> ExactBlock:
+        """The same on the draft's ids. A block then has more rows, because they are shorter."""
+        if draft_ids_W is None:
+            return self
+        logits_RV = self._logits_RW
+        sums = [self._sum_exp(logits_RV[rows]) for rows in blocks(logits_RV)]
+        kept_RW = self._scratch("kept", (len(logits_RV), len(draft_ids_W)), logits_RV.dtype, logits_RV.device)
+        torch.index_select(logits_RV, 1, draft_ids_W, out=kept_RW)
+        return ExactBlock(self._scratch, self._temperature, kept_RW, torch.cat(sums))
+
+    def _sum_exp(self, logits_RV: Tensor) -> Tensor:
+        """log sum exp of logits / temperature, [R, 1]."""
+        z_RV = _wide(self._scratch, self._temperature, "p", logits_RV)
+        largest_R1 = z_RV.amax(-1, keepdim=True)
+        return z_RV.sub_(largest_R1).exp_().sum(-1, keepdim=True).log_().add_(largest_R1)
 
     def select_rows(self, rows: slice) -> ExactBlock:
-        return ExactBlock(self._scratch, self._temperature, self._logits_RV[rows])
+        sums_R1 = None if self._log_sum_exp_R1 is None else self._log_sum_exp_R1[rows]
+        return ExactBlock(self._scratch, self._temperature, self._logits_RW[rows], sums_R1)
 
     def compare(
         self, place_M: Tensor | None, logits_MW: Tensor, draft_ids_W: Tensor | None
@@ -130,7 +150,7 @@ class ExactBlock:
 
         `place_M` is None if draft row m is compared with row m.
         """
-        p_RW, log_p_RW = self._probabilities(draft_ids_W)
+        p_RW, log_p_RW = self._probabilities = self._probabilities or self._compute()
         # Without a gather, all draft steps share these tensors: a gradient may overwrite q, but not p.
         p_MW, log_p_MW = (p_RW, log_p_RW) if place_M is None else (p_RW[place_M], log_p_RW[place_M])
         q_MW, log_q_MW, best_M1 = softmax_and_log(self._scratch, self._temperature, "q", logits_MW)
@@ -138,17 +158,14 @@ class ExactBlock:
         compared = Compared(p_MW, log_p_MW, q_MW, log_q_MW, alpha(p_MW, q_MW, out=least_MW))
         return compared, p_MW.gather(1, best_M1).squeeze(1), lambda dz_MW: dz_MW
 
-    def _probabilities(self, draft_ids_W: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(p, log p) over the draft's vocabulary, [R, W] each. Not renormalised: p may sum to less than 1."""
-        if self._over_all is None:
-            self._over_all = softmax_and_log(self._scratch, self._temperature, "p", self._logits_RV)[:2]
-        if draft_ids_W is None:
-            return self._over_all
-        # The id is a safe key: the draft steps hold the tensor as long as the block lives.
-        if id(draft_ids_W) not in self._over_some:
-            p_RV, log_p_RV = self._over_all
-            self._over_some[id(draft_ids_W)] = p_RV[:, draft_ids_W], log_p_RV[:, draft_ids_W]
-        return self._over_some[id(draft_ids_W)]
+    def _compute(self) -> tuple[Tensor, Tensor]:
+        """(p, log p), [R, W] each. On the draft's ids p is not renormalised, and may sum to less than 1."""
+        if self._log_sum_exp_R1 is None:
+            return softmax_and_log(self._scratch, self._temperature, "p", self._logits_RW)[:2]
+        log_p_RW = _wide(self._scratch, self._temperature, "p", self._logits_RW)
+        log_p_RW.sub_(self._log_sum_exp_R1).clamp_min_(LOG_ZERO)
+        p_RW = self._scratch("p", log_p_RW.shape, log_p_RW.dtype, log_p_RW.device)
+        return torch.exp(log_p_RW, out=p_RW), log_p_RW
 
 
 class TopKBlock:
@@ -157,6 +174,10 @@ class TopKBlock:
     def __init__(self, scratch: Scratch, ids_RK: Tensor, log_probs_RK: Tensor) -> None:
         self._scratch, self._ids_RK, self._log_probs_RK = scratch, ids_RK, log_probs_RK
         self.num_rows, self.width = ids_RK.shape
+
+    def on(self, draft_ids_W: Tensor | None) -> TopKBlock:
+        """The same: `compare` finds the kept ids among the draft's."""
+        return self
 
     def select_rows(self, rows: slice) -> TopKBlock:
         return TopKBlock(self._scratch, self._ids_RK[rows], self._log_probs_RK[rows])

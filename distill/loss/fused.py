@@ -421,6 +421,7 @@ class _Group:
     """The left factors of all parts' rows, one after another."""
     logits_MW: Tensor
     """In scratch memory. The gradient at the logits takes the place of the logits."""
+    draft_ids_W: Tensor | None
 
     @property
     def slices(self) -> list[slice]:
@@ -457,15 +458,26 @@ def _group(request: _Request, parts: Sequence[_Part]) -> list[_Group]:
         logits_MW = request.scratch.product(f"draft logits {index}", lefts[0], heads[0].T)
         for left_MD, head_WD in zip(lefts[1:], heads[1:], strict=True):
             logits_MW.addmm_(left_MD, head_WD.T)
-        groups.append(_Group(same, lefts, logits_MW))
+        groups.append(_Group(same, lefts, logits_MW, same[0].step.draft_ids_W))
     return groups
 
 
 def _run_blocks(request: _Request, chunk: ExactBlock | TopKBlock, groups: Sequence[_Group]) -> None:
-    """Compare block by block. Blocks outside, steps inside: a block's p stays in cache for every step."""
-    rows_of = [
-        (part, group.logits_MW[here]) for group in groups for part, here in zip(group.parts, group.slices, strict=True)
-    ]
+    """Compare all rows of the groups, those with the same draft ids together."""
+    by_ids: dict[int, list[_Group]] = {}
+    for group in groups:
+        by_ids.setdefault(id(group.draft_ids_W), []).append(group)
+    for same in by_ids.values():
+        rows_of = [
+            (part, group.logits_MW[here])
+            for group in same
+            for part, here in zip(group.parts, group.slices, strict=True)
+        ]
+        _compare_blocks(request, chunk.on(same[0].draft_ids_W), rows_of)
+
+
+def _compare_blocks(request: _Request, chunk: ExactBlock | TopKBlock, rows_of: Sequence[tuple[_Part, Tensor]]) -> None:
+    """Block by block. Blocks outside, steps inside: a block's p stays in cache for every step."""
     rows = block_rows(max(chunk.width, *(z_MW.shape[1] for _, z_MW in rows_of)), rows_of[0][1].device)
     bounds = [part.bounds(rows, chunk.num_rows) for part, _ in rows_of]
     for index, first in enumerate(range(0, chunk.num_rows, rows)):
@@ -552,7 +564,7 @@ class _KernelChunk:
 
     def run(self, request: _Request, group: _Group) -> None:
         """Compare all rows of a group: values into `values_3M`, and the gradient into the group's logits."""
-        d, draft_ids_W, width = request.divergence, group.parts[0].step.draft_ids_W, group.logits_MW.shape[1]
+        d, draft_ids_W, width = request.divergence, group.draft_ids_W, group.logits_MW.shape[1]
         place_M = torch.cat([part.place_M for part in group.parts])
         scale_M = torch.cat([part.step.scale_M[part.rows_M] for part in group.parts]) / d.temperature
         label_C = None
