@@ -6,7 +6,6 @@ B = batch, T = tokens, D = hidden, H = query heads, G = key heads, E = head size
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from redraft.heads.nn.attention import Memory
+from redraft.heads.nn.precision import autocast_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,16 +197,14 @@ class GatedMLP(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * weight, in the type of x, as in the server.
+    """x / sqrt(mean(x^2) + eps) * weight, in the type of x, as in the server and as on a CPU.
 
-    PyTorch's norm returns float32 if the weight is in float32 and x in bfloat16, and autocast makes x float32
-    before: each takes further passes over the activations, in twice their bytes.
+    On a GPU autocast makes input and output float32, and with them the residual stream: twice the bytes. And a weight
+    of another type than x keeps PyTorch from its one kernel for norms.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        device = x.device.type
-        # `meta` has no autocast to switch off.
-        with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+        with torch.autocast(autocast_kind(x.device), enabled=False):
             return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from redraft.heads.nn.precision import autocast_kind
+
 ROWS_A_BLOCK = 256
 """Rows of a block on a CPU, if the rows are not whole documents. Its mask has as many rows."""
 
@@ -75,7 +77,9 @@ def attend(
         num_slots: Rows of a block.
     """
     keys, values = ([pair[i] for pair in (context, *own)] for i in (0, 1))
-    out: Tensor = _Attention.apply(q_BHNE, prefixes, scale, num_slots, *keys, *values)  # type: ignore[no-untyped-call]
+    # Autocast would narrow the products of blocks. The backward pass, which has none, must compute the same scores.
+    with torch.autocast(autocast_kind(q_BHNE.device), enabled=False):
+        out: Tensor = _Attention.apply(q_BHNE, prefixes, scale, num_slots, *keys, *values)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -68,3 +68,16 @@ def test_in_bfloat16_it_rounds_once() -> None:
     torch.testing.assert_close(out.double(), attend_by_hand(*wide, 0.3), atol=0.02, rtol=0.02)
     out.float().sum().backward()
     assert all(x.grad is not None and x.grad.dtype == torch.bfloat16 and x.grad.isfinite().all() for x in narrow)
+
+
+def test_under_autocast_bfloat16_is_computed_as_without() -> None:
+    """The forward pass runs under autocast and the backward pass does not: both must compute the same scores."""
+    mask, results = BlockMask.make(ROWS, DOCUMENTS, SLOTS), []
+    for is_enabled in (False, True):
+        inputs = [(2 * x.detach()).requires_grad_() for x in make_inputs(torch.bfloat16, 2)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_enabled):
+            out = attend_pairs(inputs, mask)
+        out.float().square().sum().backward()
+        results.append([out, *(x.grad for x in inputs)])
+    for without, under in zip(*results, strict=True):
+        assert torch.equal(without, under)

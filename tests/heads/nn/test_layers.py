@@ -5,8 +5,11 @@ B = batch, T = tokens, D = hidden.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from redraft.heads.nn.layers import RMSNorm
@@ -27,11 +30,22 @@ def formula(x: Tensor, weight_D: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
-def test_a_norm_and_its_gradients_have_the_type_of_the_input_under_autocast(dtype: torch.dtype, within: float) -> None:
+def test_a_norm_and_its_gradients_have_the_type_of_the_input_under_autocast(
+    dtype: torch.dtype, within: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, calls = F.rms_norm, []
+
+    def watched(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        # On a GPU autocast would make both float32, and two types would keep PyTorch from its one kernel.
+        calls.append((x.dtype, weight.dtype, torch.is_autocast_enabled("cpu")))
+        return plain(x, shape, weight, eps)
+
+    monkeypatch.setattr(F, "rms_norm", watched)
     norm, x = make(dtype)
     x_64, weight_64 = (t.detach().double().requires_grad_() for t in (x, norm.weight))
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16):
         out = norm(x)
+    assert calls == [(dtype, dtype, False)]
     assert out.dtype == dtype
     true = formula(x_64, weight_64)
     torch.testing.assert_close(out.double(), true, rtol=within, atol=within)
