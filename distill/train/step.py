@@ -321,7 +321,7 @@ class Distillation:
                 if self.accelerator.sync_gradients and finite:
                     finite = self._update(stats)
                 elif self.accelerator.sync_gradients:
-                    self._drop(len(batches))
+                    self._drop(loss, len(batches))
             sums = batch_sums_S3 if sums is None else sums + batch_sums_S3
         assert sums is not None
         self._finish(stats, loss_sum, sums, finite)
@@ -347,13 +347,17 @@ class Distillation:
         self.optimizer.zero_grad()
         return finite
 
-    def _drop(self, num_batches: int) -> None:
-        """Forget the gradients accumulated so far."""
+    def _drop(self, loss: Tensor, num_batches: int) -> None:
+        """Forget the gradients accumulated so far; `loss` is the last micro-batch's."""
         if uses_deepspeed() and num_batches > 1:
             raise RuntimeError(
                 "a loss is not finite, and DeepSpeed cannot drop a step once begun: resume at a lower rate, or with "
                 "--optim.accumulation 1"
             )
+        if self.accelerator.distributed_type == DistributedType.FSDP and num_batches > 1:
+            # FSDP2 holds the gradients of earlier micro-batches apart, and only the last backward pass moves them to
+            # where they are cleared.
+            self.accelerator.backward(loss)
         self.optimizer.zero_grad()
 
     def _finish(self, stats: StepStats, loss: Tensor, sums_S3: Tensor, finite: bool) -> None:

@@ -1,6 +1,6 @@
 """Trains a small draft of each family on the ranks of this launch and writes what came of it.
 
-python train_on_ranks.py OUTPUT FAMILY... [--steps 8] [--optimizer adamw|sgd] [--save-at N] [--resume]
+python train_on_ranks.py OUTPUT FAMILY... [--steps 8] [--optimizer adamw|sgd] [--save-at N] [--resume] [--poison-at N]
 
 Four rows of unequal length a step, one of them without a label, dealt to the ranks in turn.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.ranks import describe_layout, leave
 from redraft.distill.train.step import Distillation, Optim
-from redraft.heads.draft import Batch
+from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 from redraft.heads.families import dflash, dspark, eagle1, eagle3, medusa, mlp_speculator, mtp, peagle
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.target import Target
@@ -101,9 +102,10 @@ def train_family(name: str, target: Any, cfg: argparse.Namespace) -> dict[str, A
     torch.manual_seed(1)
     draft: Any = FAMILIES[name](target)
     aux = getattr(draft, "aux_layer_ids", ())
+    poisoned: list[Batch] = []
     distillation = Distillation(
         draft,
-        lambda batch: make_signal(target, batch, aux),
+        lambda batch: poison(make_signal(target, batch, aux), is_wanted=any(batch is one for one in poisoned)),
         Divergence(name="forward_kl"),
         Optim(lr=cfg.lr, accumulation=cfg.accumulation, warmup_fraction=0.0),
         8,
@@ -115,7 +117,10 @@ def train_family(name: str, target: Any, cfg: argparse.Namespace) -> dict[str, A
     stats = []
     for step in range(distillation.step_index, cfg.steps):
         rank, ranks = accelerator.process_index, accelerator.num_processes
-        stats.append(distillation.step(micro_batches(step, rank, ranks, cfg.accumulation)))
+        batches = micro_batches(step, rank, ranks, cfg.accumulation)
+        if step == cfg.poison_at and rank == 0:
+            poisoned.append(batches[-1])
+        stats.append(distillation.step(batches))
         if step + 1 == cfg.save_at:
             distillation.save(checkpoint)
     judged = micro_batches(99, accelerator.process_index, accelerator.num_processes, 1, cfg.judged)
@@ -127,11 +132,21 @@ def train_family(name: str, target: Any, cfg: argparse.Namespace) -> dict[str, A
         "loss": [s.loss for s in stats],
         "labels": [s.labels for s in stats],
         "grad_norm": [s.grad_norm for s in stats],
+        "skipped": [s.skipped for s in stats],
         "tau": metrics.tau,
         "num_rows": metrics.num_rows,
         "layout": describe_layout(accelerator),
         "offloads": offloads(accelerator),
     }
+
+
+def poison(signal: TargetSignal, *, is_wanted: bool) -> TargetSignal:
+    """The signal, if it is wanted with a distribution that is not a number."""
+    if not is_wanted:
+        return signal
+    assert isinstance(signal.distribution, ExactTarget)
+    hidden_BTD = torch.full_like(signal.distribution.hidden_BTD, torch.nan)
+    return replace(signal, distribution=replace(signal.distribution, hidden_BTD=hidden_BTD))
 
 
 def offloads(accelerator: Accelerator) -> bool:
@@ -154,6 +169,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--save-at", type=int)
+    parser.add_argument("--poison-at", type=int, help="step whose last micro-batch has a loss that is not a number")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--judged", type=int, default=1, help="held-out rows, in fours")
     return parser.parse_args(args)
