@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -483,6 +484,11 @@ def check_options(config: Config, num_embeddings: int) -> None:
     check_mask_token(config.mask_token_id, num_embeddings)
 
 
+def has_ranks() -> bool:
+    """Whether this process is one of several that train together."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def choose_anchors(batch: Batch, limit: int | None) -> tuple[Tensor, Tensor]:
     """(rows before an anchor, ascending, int64 [B, A]; whether a row is one of them, bool [B, T]).
 
@@ -491,8 +497,9 @@ def choose_anchors(batch: Batch, limit: int | None) -> tuple[Tensor, Tensor]:
     """
     has_label_BT = label_rows(batch, 1)
     if limit is None:
-        # `int` waits for the device. Training passes a limit and never comes here.
-        limit = max(int(has_label_BT.sum(1).max()), 1)
+        # Training passes a limit and never comes here. Ranks take as many blocks as each other, because ZeRO-3 gathers
+        # the weights for each; in one process `int` waits for the device.
+        limit = batch.input_ids_BT.shape[1] if has_ranks() else max(int(has_label_BT.sum(1).max()), 1)
     rows_BA = choose_rows(batch, has_label_BT, limit).sort(dim=1).values
     chosen_BT = torch.zeros_like(has_label_BT).scatter(1, rows_BA, True)
     return rows_BA, chosen_BT & has_label_BT

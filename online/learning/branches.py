@@ -25,12 +25,20 @@ def draw_refused(record: Record, count: int, rng: np.random.Generator) -> tuple[
     return tuple(found[i] for i in sorted(rng.permutation(len(found))[:count]))
 
 
-def lay_out_refused(rows: Sequence[Sequence[Placed]], top_k: int) -> Branches | None:
-    """The refused drafts of each row of the batch; None if there are none."""
+def lay_out_refused(shares: Sequence[Sequence[Sequence[Placed]]], top_k: int) -> list[Branches | None]:
+    """The refused drafts of each rank's rows, in tensors of one shape; None for every rank if there are none.
+
+    Ranks must take as many draft steps as each other: ZeRO-3 gathers the weights for each.
+    """
+    rows = [row for share in shares for row in share]
     count = max((len(row) for row in rows), default=0)
     if not count:
-        return None
+        return [None] * len(shares)
     length = max(len(draft.draft_ids_S) for row in rows for _, draft in row)
+    return [_lay_out(share, top_k, count, length) for share in shares]
+
+
+def _lay_out(rows: Sequence[Sequence[Placed]], top_k: int, count: int, length: int) -> Branches:
     row_BN = torch.zeros(len(rows), count, dtype=torch.int64)
     ids_BNS = torch.zeros(len(rows), count, length, dtype=torch.int64)
     mask_BNS = torch.zeros(len(rows), count, length, dtype=torch.bool)

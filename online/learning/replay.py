@@ -18,8 +18,8 @@ from torch import Tensor
 from redraft.distill.data.packing import pack
 from redraft.distill.signal.sources import recorded
 from redraft.heads.catalog import Reads
-from redraft.heads.draft import Batch, Branches, TargetSignal
-from redraft.online.learning.branches import draw_refused, lay_out_refused
+from redraft.heads.draft import Batch, TargetSignal
+from redraft.online.learning.branches import Placed, draw_refused, lay_out_refused
 from redraft.online.records.record import Record
 from redraft.online.records.sequences import TrainingSequence, training_sequences
 
@@ -96,9 +96,10 @@ def make_batches(
     if reads == "nothing":
         return batches
     with_states = []
-    for batch, share in zip(batches, shares, strict=True):
+    refused = lay_out_refused([_place_refused(share) for share in shares], top_k)
+    for batch, share, branches in zip(batches, shares, refused, strict=True):
         states_BTLD = _lay_out_states(share, width, cut[0].hidden_HLD.shape[1:])
-        signal = replace(_add_states(batch.signal, states_BTLD, reads), branches=_lay_out_branches(share, top_k))
+        signal = replace(_add_states(batch.signal, states_BTLD, reads), branches=branches)
         with_states.append(replace(batch, signal=signal))
     return with_states
 
@@ -160,12 +161,13 @@ def _lay_out_states(rows: Sequence[Sequence[TrainingSequence]], width: int, shap
     return states_BTLD
 
 
-def _lay_out_branches(rows: Sequence[Sequence[TrainingSequence]], top_k: int) -> Branches | None:
+def _place_refused(rows: Sequence[Sequence[TrainingSequence]]) -> list[list[Placed]]:
+    """The refused drafts of each row, with the starts of their texts."""
     placed = []
     for row in rows:
         starts = accumulate((len(text.input_ids_T) for text in row), initial=0)
         placed.append([(start, draft) for start, text in zip(starts, row, strict=False) for draft in text.refused])
-    return lay_out_refused(placed, top_k)
+    return placed
 
 
 def _add_states(signal: TargetSignal, states_BTLD: Tensor, reads: Reads) -> TargetSignal:

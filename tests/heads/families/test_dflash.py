@@ -26,6 +26,7 @@ from make_heads import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from redraft.heads.families import dflash
 from redraft.heads.families.dflash import Config, DFlash, choose_anchors
 from redraft.heads.nn.layers import rotate
 from redraft.heads.nn.masks import choose_mask_token
@@ -203,6 +204,15 @@ def test_anchors_are_spread_and_depend_on_the_row_alone() -> None:
     assert all(150 < count < 250 for count in quarters), quarters
     alone, _ = choose_anchors(make_batch([[long[3]]]), 100)
     assert torch.equal(alone[0], rows_BA[3])
+
+
+def test_ranks_evaluate_as_many_blocks_as_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = make_batch([[make_ids(20)]], loss_from=15), make_batch([[make_ids(20)]], loss_from=5)
+    assert [choose_anchors(batch, None)[0].shape[1] for batch in (few, many)] == [5, 15]
+    alone = [choose_anchors(batch, None)[1].sum() for batch in (few, many)]
+    monkeypatch.setattr(dflash, "has_ranks", lambda: True)
+    assert [choose_anchors(batch, None)[0].shape[1] for batch in (few, many)] == [20, 20]
+    assert [choose_anchors(batch, None)[1].sum() for batch in (few, many)] == alone
 
 
 def test_every_epoch_trains_other_anchors_and_a_forecast_stays_the_same() -> None:

@@ -64,6 +64,17 @@ def test_the_branches_of_a_batch_stand_where_the_text_was_packed(record: Record)
         assert row_N.tolist() == [start + 2 for start in starts]
 
 
+def test_every_rank_takes_as_many_draft_steps(record: Record) -> None:
+    with_draft, without = (
+        select_head_texts([record], branches_per_record=count, rng=np.random.default_rng(0)) for count in (9, 0)
+    )
+    # A row each: the sequence is too short for both.
+    batches = make_batches([*with_draft, *without], num_batches=2, sequence_length=10, seed=0, reads="layers")
+    found = [batch.signal.branches for batch in batches]
+    assert [None if one is None else one.ids_BNS.shape for one in found] == [(1, 1, 3)] * 2
+    assert sorted(int(one.mask_BNS.sum()) for one in found if one is not None) == [0, 2]
+
+
 def test_a_draft_from_a_row_without_states_or_before_the_cut_is_left_out(random_target: Path, record: Record) -> None:
     assert make_batch(with_states(make_record(), random_target, "eagle3", begin=3), 9).signal.branches is None
     assert make_batch(record, 9, length=7).signal.branches is None  # the text begins at token 3
