@@ -35,18 +35,18 @@ GPU_TOKENS, GPU_HIDDEN = 4096, 4096
 """On a GPU, sizes of a target of 8B: smaller ones would measure the launches of kernels."""
 
 
-def fused_loss_cases() -> list[Case]:
-    return [fused_loss_case(thousands, dtype) for thousands in (32, 128) for dtype in DTYPES]
+def fused_loss_cases(device: str) -> list[Case]:
+    return [fused_loss_case(thousands, dtype, device) for thousands in (32, 128) for dtype in DTYPES]
 
 
-def loss_sizes() -> tuple[int, int]:
+def loss_sizes(device: str) -> tuple[int, int]:
     """(N, D) of the case."""
-    return (GPU_TOKENS, GPU_HIDDEN) if torch.cuda.is_available() else (NUM_TOKENS, HIDDEN)
+    return (NUM_TOKENS, HIDDEN) if device == "cpu" else (GPU_TOKENS, GPU_HIDDEN)
 
 
-def fused_loss_case(thousands: int, dtype: DtypeName) -> Case:
+def fused_loss_case(thousands: int, dtype: DtypeName, device: str) -> Case:
     """KL of two linear heads, with the gradients of the draft's hidden states and head."""
-    vocabulary, (rows, hidden) = 1024 * thousands, loss_sizes()
+    vocabulary, (rows, hidden) = 1024 * thousands, loss_sizes(device)
     matmuls = (
         # Logits of target and draft; gradients of the draft's hidden states; gradient of the draft's head.
         Matmul(count=2, rows=rows, inner=hidden, columns=vocabulary),
@@ -58,7 +58,7 @@ def fused_loss_case(thousands: int, dtype: DtypeName) -> Case:
         family="fused_kl",
         against={
             NAIVE: Against(description="both logits in full, log_softmax, KL, autograd", peer=NAIVE),
-            **list_sides(FUSED_LOSSES),
+            **list_sides(FUSED_LOSSES, device),
         },
         tokens=rows,
         dtype=dtype,
@@ -71,13 +71,13 @@ def fused_loss_case(thousands: int, dtype: DtypeName) -> Case:
         }
         if dtype == "bfloat16"
         else {},
-        note=describe_absent(FUSED_LOSSES),
+        note=describe_absent(FUSED_LOSSES, device),
     )
 
 
 def build_fused_loss(vocabulary: int, dtype: DtypeName, side: str, device: str) -> Run:
     make = functools.partial(_normal, torch.Generator().manual_seed(0), device, dtype)
-    num_rows, hidden = loss_sizes()
+    num_rows, hidden = loss_sizes(device)
     head_VD, target_head_VD = (make(vocabulary, hidden, scale=hidden**-0.5) for _ in range(2))
     hidden_ND, target_hidden_ND = (make(num_rows, hidden, scale=2.0) for _ in range(2))
     # The target's tensors get no gradient, on either side.

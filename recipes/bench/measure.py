@@ -34,8 +34,9 @@ Run = Callable[[], Tensor]
 OURS = "ours"
 FLOOR = "matmuls alone"
 
-FLOOR_ROWS = 256
-"""Rows per product of the floor. A larger result would leave the caches; fewer rows would make a matmul slower."""
+FLOOR_ROWS, FLOOR_ROWS_GPU = 256, 4096
+"""Rows per product of the floor. On a CPU a larger result would leave the caches. Fewer rows would make a matmul
+slower, or leave most of a GPU idle."""
 
 MEMORY_RUNS = 3
 """Runs of a side whose peak memory is measured."""
@@ -255,15 +256,15 @@ def _start(case: Case, device: str) -> tuple[dict[str, Run], dict[str, float], d
 
 
 def matmuls_alone(matmuls: Sequence[Matmul], dtype: torch.dtype, device: str) -> Run:
-    """The products of a case, FLOOR_ROWS rows at a time, into preallocated memory: the speed available now."""
-    operands = []
+    """The products of a case, some rows at a time, into preallocated memory: the speed available now."""
+    operands, most = [], FLOOR_ROWS if device == "cpu" else FLOOR_ROWS_GPU
     for m in matmuls:
-        rows = min(m.rows, FLOOR_ROWS)
+        rows = min(m.rows, most)
         left, right = (
             torch.randn(*shape, device=device).to(dtype) for shape in ((rows, m.inner), (m.columns, m.inner))
         )
         out = torch.empty(rows, m.columns, device=device, dtype=dtype)
-        # As many calls of FLOOR_ROWS rows as make up all products.
+        # As many calls as make up all products.
         operands.append((m.count * m.rows // rows, left, right.T, out))
 
     def run() -> Tensor:

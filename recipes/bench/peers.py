@@ -73,9 +73,8 @@ class Peer:
     """`torch.compile` is applied, by us or by the peer."""
     needs_gpu: bool = False
 
-    @property
-    def can_run(self) -> bool:
-        if self.needs_gpu and not torch.cuda.is_available():
+    def can_run(self, device: str = "cpu") -> bool:
+        if self.needs_gpu and device == "cpu":
             return False
         return self.is_installed and (can_compile() or not self.is_compiled)
 
@@ -84,22 +83,22 @@ class Peer:
         return importlib.util.find_spec(self.package) is not None
 
 
-def list_sides(peers: Mapping[str, Peer]) -> dict[str, Against]:
-    """The peers that can run here, as sides of a case."""
+def list_sides(peers: Mapping[str, Peer], device: str = "cpu") -> dict[str, Against]:
+    """The peers that can run on a device of this machine, as sides of a case."""
     return {
         name: Against(description=peer.description, peer=peer.name, is_compiled=peer.is_compiled)
         for name, peer in peers.items()
-        if peer.can_run
+        if peer.can_run(device)
     }
 
 
-def describe_absent(peers: Mapping[str, Peer]) -> str:
-    """The peers that cannot run here, and why, in one line; empty if all can."""
+def describe_absent(peers: Mapping[str, Peer], device: str = "cpu") -> str:
+    """The peers that cannot run on the device, and why, in one line; empty if all can."""
     absent = [f"not installed here, recorded: {peer.recorded}" for peer in peers.values() if not peer.is_installed]
     absent += [
-        f"no {'GPU' if peer.needs_gpu else 'compiler'} here: {name} is left out"
+        f"no {'GPU' if peer.needs_gpu and device == 'cpu' else 'compiler'} here: {name} is left out"
         for name, peer in peers.items()
-        if peer.is_installed and not peer.can_run
+        if peer.is_installed and not peer.can_run(device)
     ]
     return "; ".join(absent)
 

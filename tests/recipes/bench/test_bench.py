@@ -284,7 +284,7 @@ def test_the_file_is_written_after_every_case(monkeypatch: pytest.MonkeyPatch, t
         seen.append([one["case"] for one in json.loads(output.read_text())["cases"]] if output.exists() else [])
         return make_measurement(case, {"slow": [4.0] * 3}, {"slow": [40.0] * 3})
 
-    monkeypatch.setattr(bench_training, "SECTIONS", (lambda: cases,))
+    monkeypatch.setattr(bench_training, "list_cases", lambda _: cases)
     monkeypatch.setattr(bench_training, "measure", look)
     main(Config(output=output, device="cpu"))
     assert seen == [[], ["first"]]
@@ -307,7 +307,7 @@ def test_the_file_is_written_after_every_case(monkeypatch: pytest.MonkeyPatch, t
 def test_a_compiled_peer_trains_like_the_one_that_ships(
     family: str, peer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not PEERS[family][f"{peer}, compiled"].can_run:
+    if not PEERS[family][f"{peer}, compiled"].can_run():
         pytest.skip(f"{peer} or a compiler is not installed here")
     monkeypatch.setattr(bench_heads, "SIZES", TINY)
     losses = []
@@ -325,7 +325,7 @@ def test_a_compiled_peer_trains_like_the_one_that_ships(
 def test_every_peer_of_the_kl_step_trains_as_ours_does(
     side: str, precision: bench_losses.Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not KL_PEERS[side].can_run:
+    if not KL_PEERS[side].can_run():
         pytest.skip(f"{side}: the package or a compiler is not installed here")
     monkeypatch.setattr(bench_losses, "STEP_LENGTH", 16)
     ours, theirs = (bench_losses.build_kl_step(128, precision, name, "cpu") for name in (OURS, side))
@@ -336,7 +336,7 @@ def test_every_peer_of_the_kl_step_trains_as_ours_does(
 @pytest.mark.slow
 @pytest.mark.parametrize("side", LIGER_LOSSES)
 def test_the_loss_alone_of_liger_is_ours(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not LIGER_LOSSES[side].can_run:
+    if not LIGER_LOSSES[side].can_run():
         pytest.skip("liger-kernel or a compiler is not installed here")
     monkeypatch.setattr(bench_losses, "NUM_TOKENS", 16)
     runs = [bench_losses.build_fused_loss(128, "float32", name, "cpu") for name in (OURS, side)]
@@ -363,11 +363,12 @@ def test_the_loss_alone_of_speculators_is_ours() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_on_a_gpu_the_loss_has_the_sizes_of_an_8b_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    case = bench_losses.fused_loss_case(128, "bfloat16")
-    assert (case.tokens, case.matmuls[0].inner) == (4096, 4096)
-    assert (bench_losses.SPECULATORS in case.against) == FUSED_LOSSES[bench_losses.SPECULATORS].is_installed
+def test_on_a_gpu_the_loss_has_the_sizes_of_an_8b_target() -> None:
+    on_cpu, on_gpu = (bench_losses.fused_loss_case(128, "bfloat16", device) for device in ("cpu", "cuda"))
+    assert (on_cpu.tokens, on_cpu.matmuls[0].inner) == (1024, 512)
+    assert (on_gpu.tokens, on_gpu.matmuls[0].inner) == (4096, 4096)
+    assert bench_losses.SPECULATORS not in on_cpu.against
+    assert (bench_losses.SPECULATORS in on_gpu.against) == FUSED_LOSSES[bench_losses.SPECULATORS].is_installed
 
 
 def test_a_peer_that_is_absent_or_cannot_be_compiled_is_no_side_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,13 +400,13 @@ def test_a_peer_that_is_absent_or_cannot_be_compiled_is_no_side_and_is_told(monk
 
 def test_the_cases_run_without_any_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Peer, "is_installed", property(lambda peer: False))
-    cases = [case for section in bench_training.SECTIONS for case in section()]
+    cases = bench_training.list_cases("cpu")
     assert {name for case in cases for name in case.against} == {NAIVE, FORWARD_KL}
     assert all(case.note for case in cases if case.family != "lk_hybrid")
 
 
 def test_every_case_has_a_name_of_its_own_and_names_what_is_not_installed() -> None:
-    cases = [case for section in bench_training.SECTIONS for case in section()]
+    cases = bench_training.list_cases("cpu")
     assert len({case.name for case in cases}) == len(cases) == 4 + 3 + 12 + 1
     families = {case.family for case in cases}
     assert families - {row.name for row in catalog.FAMILIES} == {"kl", "fused_kl", "lk_hybrid"}
@@ -415,7 +416,7 @@ def test_every_case_has_a_name_of_its_own_and_names_what_is_not_installed() -> N
         peers = {"kl": KL_PEERS, "fused_kl": FUSED_LOSSES, "lk_hybrid": {}}.get(case.family)
         peers = of_family[case.name.rsplit(", vocabulary", 1)[0]] if peers is None else peers
         for name, peer in peers.items():
-            assert (name in case.against) == peer.can_run
+            assert (name in case.against) == peer.can_run()
             assert (peer.recorded in case.note) != peer.is_installed
             assert peer.is_compiled == name.endswith(", compiled")
             assert peer.name == name.split(",")[0].lower()
