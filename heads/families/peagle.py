@@ -69,8 +69,10 @@ class Config:
     layers, and far less memory with long rows."""
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1 or self.num_steps < 1:
-            raise ValueError("num_layers and num_steps must be at least 1")
+        if self.num_layers < 1 or self.num_steps < 2:
+            raise ValueError(
+                "num_layers must be at least 1, and num_steps 2: for one draft token train an EAGLE-3 head"
+            )
         if not (0 < self.keep_ratio <= 1 and 0 <= self.min_share <= 1):
             raise ValueError("keep_ratio must be above 0 and at most 1, min_share between 0 and 1")
 

@@ -268,7 +268,8 @@ def spread(count: int, target: str) -> list[int]:
 def title(name: str) -> str:
     """The name of a draft on the page."""
     if mixed := Mix.parse(name):
-        return f"n-grams before {title(mixed.head)}"
+        limit = "" if mixed.head_tokens is None else f", up to {mixed.head_tokens} of its own"
+        return f"n-grams before {title(mixed.head)}{limit}"
     if found := LAYERS.fullmatch(name):
         return f"{found[1]} of the target's layers"
     if found := HEAD.fullmatch(name):
