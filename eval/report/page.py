@@ -187,7 +187,7 @@ def write_page(
     text = json.dumps(report, indent=2, sort_keys=True, allow_nan=False)
     write_whole(folder / f"{stem}.json", text + "\n")
     if not all(importlib.util.find_spec(package) for package in ("altair", "vl_convert")):
-        print(f"{stem}.html was not written: its charts need `pip install 'redraft[report]'`")
+        print(f"{stem}.html was not written: its charts need `pip install altair vl-convert-python`")
         return folder / f"{stem}.json"
     html = folder / f"{stem}.html"
     # From the JSON, so page and file cannot differ, not even in the type of a key.

@@ -64,7 +64,7 @@ def check_gguf(path: Path) -> None:
         if file.read(len(MAGIC)) != MAGIC:
             raise ValueError(f"{path} is not a GGUF file: it does not start with {MAGIC.decode()}")
     if importlib.util.find_spec("gguf") is None:
-        raise ValueError("GGUF files need a separate package: pip install 'redraft[gguf]'")
+        raise ValueError("GGUF files need a separate package: pip install gguf")
 
 
 def read_header(path: Path) -> GgufHeader:

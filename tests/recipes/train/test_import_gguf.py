@@ -146,7 +146,7 @@ def test_without_the_package_the_line_names_it(
 ) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install 'redraft[gguf]'" in refusal(capsys, tmp_path / "x.gguf", tmp_path / "out")
+    assert "pip install gguf" in refusal(capsys, tmp_path / "x.gguf", tmp_path / "out")
 
 
 def test_a_disk_without_room_is_refused_before_any_work(
