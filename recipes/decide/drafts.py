@@ -236,6 +236,10 @@ def training_command(cfg: Config, target: str, name: str) -> list[str]:
     elif found := HEAD.fullmatch(name):
         recipe, own = f"train/{found[1]}_llama8b.py", ["--draft-vocab-size", str(1024 * int(found[2]))]
         own += [TOKENS_FLAG[found[1]], tokens] if found[1] in TOKENS_FLAG else []
+        if found[1] == "dflash":
+            # A block of the known token and the drafted ones. The default, 512 blocks of 16, is for GPUs: on a CPU a
+            # step would take half a minute.
+            own += ["--head.block-size", str(cfg.num_speculative_tokens + 1), "--head.num-anchors", "64"]
     else:
         recipe, own = "train/medusa_llama8b.py", [TOKENS_FLAG[name], tokens]
     return [
