@@ -249,7 +249,7 @@ def test_vllm_reads_the_options_of_either_layout(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"mask_token_id": VOCAB}, f"mask token {VOCAB} is not in the target's table of {VOCAB} embeddings"),
-        ({"num_layers": 0}, "num_layers and num_steps must be at least 1"),
+        ({"num_layers": 0}, "num_layers must be at least 1, and num_steps 2"),
         ({"keep_ratio": 0.0}, "keep_ratio must be above 0"),
         ({"aux_layer_ids": (2, 9)}, "the target has layers 0 to 5"),
     ],
