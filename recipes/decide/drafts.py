@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,8 +57,14 @@ LOADS = (1, 8)
 RECIPES = Path(__file__).parents[1]
 LAYERS = re.compile(r"layers-(\d+)")
 HEAD = re.compile(r"(eagle3|dflash|peagle)-(\d+)k")
-TOKENS_FLAG = {"eagle3": "--head.num-steps", "medusa": "--head.num-heads"}
-"""Flag for the number of draft tokens, of the recipes that have one."""
+OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {
+    "eagle3": lambda tokens: ["--head.num-steps", str(tokens)],
+    "medusa": lambda tokens: ["--head.num-heads", str(tokens)],
+    # A block of the known token and the drafted ones. The default, 512 blocks of 16, is for GPUs: on a CPU a step would
+    # take half a minute.
+    "dflash": lambda tokens: ["--head.block-size", str(tokens + 1), "--head.num-anchors", "64"],
+}
+"""Flags of the recipes that depend on the number of draft tokens."""
 
 NGRAM, RETRIEVAL = "ngram", "retrieval"
 LOOKUP_TOKENS = {NGRAM: 4, RETRIEVAL: 6}
@@ -235,13 +241,9 @@ def training_command(cfg: Config, target: str, name: str) -> list[str]:
         recipe, own = "distill_llama3b.py", ["--draft.layers", *map(str, spread(int(found[1]), target))]
     elif found := HEAD.fullmatch(name):
         recipe, own = f"train/{found[1]}_llama8b.py", ["--draft-vocab-size", str(1024 * int(found[2]))]
-        own += [TOKENS_FLAG[found[1]], tokens] if found[1] in TOKENS_FLAG else []
-        if found[1] == "dflash":
-            # A block of the known token and the drafted ones. The default, 512 blocks of 16, is for GPUs: on a CPU a
-            # step would take half a minute.
-            own += ["--head.block-size", str(cfg.num_speculative_tokens + 1), "--head.num-anchors", "64"]
+        own += OWN_FLAGS[found[1]](cfg.num_speculative_tokens) if found[1] in OWN_FLAGS else []
     else:
-        recipe, own = "train/medusa_llama8b.py", [TOKENS_FLAG[name], tokens]
+        recipe, own = "train/medusa_llama8b.py", OWN_FLAGS[name](cfg.num_speculative_tokens)
     return [
         *(recipe, "--target", target, "--target-dtype", dtype, "--output", str(cfg.output / name), *own),
         *("--mixed-precision", "bf16" if dtype == "bfloat16" else "no"),
