@@ -34,7 +34,8 @@ from redraft.distill.train.ranks import (
     uses_deepspeed,
 )
 from redraft.distill.train.run import Run
-from redraft.distill.train.step import Distillation, StepStats
+from redraft.distill.train.step import Distillation, StepOutcome, StepStats
+from redraft.eval.engine.target_dtype import computes_bfloat16
 from redraft.eval.prompts import Prompt
 from redraft.heads.draft import Batch
 from redraft.heads.families.standalone import StandaloneDraft
@@ -129,12 +130,6 @@ def write_offline_unless_logged_in() -> None:
     """Keep wandb from asking for a login in the middle of a run."""
     if not (os.environ.get("WANDB_API_KEY") or os.path.exists(os.path.expanduser("~/.netrc"))):
         os.environ.setdefault("WANDB_MODE", "offline")
-
-
-def computes_bfloat16() -> bool:
-    """Whether this machine multiplies bfloat16 matrices as fast as float32. A CPU without the instructions for it is a
-    hundred times slower."""
-    return torch.cuda.is_available() or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def make_accelerator(accumulation: int, mixed_precision: str | None, wandb_project: str | None) -> Accelerator:
@@ -271,14 +266,16 @@ class _Trainer:
             # Text that the draft is yet to write depends on this step.
             is_known = step + 1 < last and not is_on_policy(step + 1, loop.on_policy, loop.seed)
             upcoming = self._batches(loop, step + 1) if is_known else []
-            stats = distillation.step(batches, *upcoming[:1])
-            self.meter.add(stats)
+            unread = distillation.take_step(batches, *upcoming[:1])
+            self.meter.add(unread)
             done = step + 1
             if loop.eval_every and (done % loop.eval_every == 0 or done == loop.steps):
                 with self.meter.paused():
                     _evaluate(distillation, held_out, run, loop, self.num_speculative_tokens)
             is_last = done == loop.steps or _is_past_its_best(run.metrics, loop)
             if done % loop.log_every == 0 or is_last:
+                # Read only now, by all ranks, and before the clock: a GPU is waited for here.
+                stats = distillation.read(unread)
                 rate = self.meter.rate()
                 run.log(done, **_describe(stats), tokens_per_s=rate)
                 bar.set_postfix(loss=f"{stats.loss:.3f}", alpha=f"{stats.alpha[0]:.3f}", tok_s=f"{rate:,.0f}")
@@ -376,8 +373,8 @@ class _Meter:
     def __init__(self) -> None:
         self.tokens, self.started = 0, time.perf_counter()
 
-    def add(self, stats: StepStats) -> None:
-        self.tokens += stats.tokens
+    def add(self, outcome: StepOutcome) -> None:
+        self.tokens += outcome.tokens
 
     def rate(self) -> float:
         return self.tokens / (time.perf_counter() - self.started)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal, cast
@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from redraft.distill.loss.divergences import Divergence
@@ -77,22 +78,41 @@ class Optim:
         return self.min_lr_fraction + (1 - self.min_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2
 
 
-@dataclass
-class StepStats:
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """The numbers of a step that every rank knows as soon as it is taken."""
+
+    tokens: int
+    """Tokens read on all ranks, padding excluded."""
+    labels: int
+    """Labels of all ranks and micro-batches."""
+    grad_norm: float
+    """Norm of the gradient before it is clipped; 0 for a skipped step."""
+    lr: float
+    """Learning rate of the step."""
+    skipped: bool
+    """The loss or the gradient was not finite, so the weights stayed as they were."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnreadStats(StepOutcome):
+    """A step whose results are still on the device, summed over this rank's micro-batches. `Distillation.read` turns
+    them into `StepStats`."""
+
+    loss: Tensor
+    """This rank's part of the loss per label, float64 []."""
+    sums_S3: Tensor
+    """For each draft step: sum of alpha, sum of alpha_greedy, labelled rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStats(StepOutcome):
     """One step's results over the labelled rows of all ranks and micro-batches; lists have an entry per draft step."""
 
-    loss: float = 0.0
-    tokens: int = 0
-    """Tokens read, padding excluded."""
-    labels: int = 0
-    alpha: list[float] = field(default_factory=list)
-    alpha_greedy: list[float] = field(default_factory=list)
-    grad_norm: float = 0.0
-    """Norm of the gradient before it is clipped; 0 for a skipped step."""
-    lr: float = 0.0
-    """Learning rate of the step."""
-    skipped: bool = False
-    """The loss or the gradient was not finite, so the weights stayed as they were."""
+    loss: float
+    """Loss per label, of the micro-batches before the first whose loss was not finite."""
+    alpha: list[float]
+    alpha_greedy: list[float]
 
 
 class DistillStep(nn.Module):
@@ -281,27 +301,32 @@ class Distillation:
         return {name.removeprefix("draft."): tensor for name, tensor in (state or {}).items()}
 
     def step(self, batches: Sequence[Batch], upcoming: Batch | None = None) -> StepStats:
-        """Do one optimizer step over this rank's micro-batches. A non-finite loss or gradient skips it, and is counted.
+        """Take one optimizer step (`take_step`) and read its results (`read`). All ranks must call this."""
+        return self.read(self.take_step(batches, upcoming))
+
+    def take_step(self, batches: Sequence[Batch], upcoming: Batch | None = None) -> UnreadStats:
+        """Take one optimizer step over this rank's micro-batches; the results stay on the device. A non-finite loss or
+        gradient skips the step, and is counted.
 
         `upcoming` is the first batch of the next step. A target that can work ahead gets the signal meanwhile.
 
         Raises: RuntimeError after MAX_SKIPPED_IN_A_ROW skipped steps, or if DeepSpeed cannot skip one.
         """
+        assert len(batches) == self.optim.accumulation, "a step takes all of its micro-batches"
         # Set here, without a scheduler: accelerate would step a prepared one once per process, and DeepSpeed would step
         # it too late.
         lr = self.optim.lr * self.optim.rate(self.step_index, self.num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        stats = self._count(batches)
-        stats.lr = lr
+        tokens, labels = self._count(batches)
         # accelerate averages over ranks and micro-batches. We want the sum over all rows, divided by the labels of all
         # ranks: otherwise the labels of a rank with few would weigh more.
         # E.g. two ranks with 10 and 30 labels, one batch each: 2 / 40 on both, and the mean of both losses is
         # the sum / 40.
-        scale = self.accelerator.num_processes * len(batches) / max(1, stats.labels)
-        sums, finite = None, True
-        # Not read here: a GPU would wait for every micro-batch once more.
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
+        scale = self.accelerator.num_processes * len(batches) / max(1, labels)
+        losses: list[Tensor] = []
+        sums: list[Tensor] = []
+        has_gradient = True
         self.module.train()
         # Batches a, b and upcoming c: the pairs (a, b) and (b, c).
         for batch, following in zip(batches, [*batches[1:], upcoming], strict=True):
@@ -311,63 +336,105 @@ class Distillation:
                 self.target.start(following)
             with self.accelerator.accumulate(self.module):
                 loss, batch_sums_S3 = self.module(batch, signal, scale=scale)
-                # The sum over the ranks decides, so all of them skip `backward` or none. If one rank
-                # skipped alone, the others would wait for it in the reduction of the gradients.
-                finite = finite and self._all_finite(loss)
-                if finite:
-                    self.accelerator.backward(loss)
-                    # Without the factor of `scale`, so the sum over ranks is the loss per label.
-                    loss_sum += loss.detach() / (self.accelerator.num_processes * len(batches))
-                if self.accelerator.sync_gradients and finite:
-                    finite = self._update(stats)
-                elif self.accelerator.sync_gradients:
-                    self._drop(loss, len(batches))
-            sums = batch_sums_S3 if sums is None else sums + batch_sums_S3
-        assert sums is not None
-        self._finish(stats, loss_sum, sums, finite)
-        return stats
+                losses.append(loss.detach())
+                sums.append(batch_sums_S3)
+                has_gradient = self._backward(loss)
+        grad_norm, num_finite = self._update(losses) if has_gradient else (None, 0)
+        self._note(skipped=grad_norm is None)
+        return UnreadStats(
+            tokens=tokens,
+            labels=labels,
+            grad_norm=grad_norm or 0.0,
+            lr=lr,
+            skipped=grad_norm is None,
+            loss=self._add_up(losses[:num_finite]),
+            sums_S3=sum(sums[1:], sums[0]),
+        )
 
-    def _count(self, batches: Sequence[Batch]) -> StepStats:
+    def read(self, unread: UnreadStats) -> StepStats:
+        """The results of a step over all ranks. All ranks must call this; it waits for the device."""
+        # One sum over the ranks, and one read.
+        results = torch.cat([unread.sums_S3.double().flatten(), unread.loss[None]])
+        *sums, loss = self._sum_over_ranks(results).tolist()
+        return StepStats(
+            tokens=unread.tokens,
+            labels=unread.labels,
+            grad_norm=unread.grad_norm,
+            lr=unread.lr,
+            skipped=unread.skipped,
+            loss=loss,
+            alpha=[alpha / max(1, rows) for alpha, rows in zip(sums[::3], sums[2::3], strict=True)],
+            alpha_greedy=[alpha / max(1, rows) for alpha, rows in zip(sums[1::3], sums[2::3], strict=True)],
+        )
+
+    def _count(self, batches: Sequence[Batch]) -> tuple[int, int]:
+        """(tokens, labels) of all ranks and micro-batches."""
         counts = [torch.stack([(b.document_BT >= 0).sum(), label_rows(b, 0).sum()]) for b in batches]
         tokens, labels = self._sum_over_ranks(torch.stack(counts).sum(0)).tolist()
-        return StepStats(tokens=int(tokens), labels=int(labels))
+        return int(tokens), int(labels)
 
-    def _update(self, stats: StepStats) -> bool:
+    def _backward(self, loss: Tensor) -> bool:
+        """Add the gradient of a micro-batch. Returns False if there is none: DeepSpeed gets no loss that is not finite.
+
+        Raises: RuntimeError if DeepSpeed also holds the gradients of earlier micro-batches.
+        """
+        # DeepSpeed makes the step within `backward`, so the loss is read first. Without it, `_update` reads the loss
+        # together with the norm, and clears a gradient that is not finite.
+        if uses_deepspeed() and int(self._count_not_finite([loss.detach()])):
+            if self.optim.accumulation > 1:
+                raise RuntimeError(
+                    "a loss is not finite, and DeepSpeed cannot drop a step once begun: resume at a lower rate, or "
+                    "with --optim.accumulation 1"
+                )
+            return False
+        # By all ranks or none: they wait for each other in the reduction of the gradients.
+        self.accelerator.backward(loss)
+        return True
+
+    def _update(self, losses: Sequence[Tensor]) -> tuple[float | None, int]:
+        """Make the optimizer's step unless a loss or the gradient is not finite.
+
+        Returns: the norm of the gradient, or None for no step; and the number of losses before the first that is not
+        finite on some rank.
+        """
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.optim.max_grad_norm)
-        # DeepSpeed may have no norm to give.
-        grad_norm = 0.0 if norm is None else float(norm)
-        finite = math.isfinite(grad_norm)
         if uses_deepspeed():  # `backward` has made the step already
-            finite = finite and not self.optimizer.step_was_skipped
+            grad_norm, num_finite = float(norm or 0.0), len(losses)  # it may have no norm to give
+            finite = math.isfinite(grad_norm) and not self.optimizer.step_was_skipped
             if not finite and not self.optimizer.step_was_skipped:
                 raise RuntimeError("DeepSpeed took a step with a gradient that is not finite; resume at a lower rate")
+        else:
+            grad_norm, num_finite = self._read_norm(norm, losses)
+            finite = math.isfinite(grad_norm) and num_finite == len(losses)
         if finite:
-            stats.grad_norm = grad_norm
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return finite
+        return grad_norm if finite else None, num_finite
 
-    def _drop(self, loss: Tensor, num_batches: int) -> None:
-        """Forget the gradients accumulated so far; `loss` is the last micro-batch's."""
-        if uses_deepspeed() and num_batches > 1:
-            raise RuntimeError(
-                "a loss is not finite, and DeepSpeed cannot drop a step once begun: resume at a lower rate, or with "
-                "--optim.accumulation 1"
-            )
-        if self.accelerator.distributed_type == DistributedType.FSDP and num_batches > 1:
-            # FSDP2 holds the gradients of earlier micro-batches apart, and only the last backward pass moves them to
-            # where they are cleared.
-            self.accelerator.backward(loss)
-        self.optimizer.zero_grad()
+    def _read_norm(self, norm: Tensor, losses: Sequence[Tensor]) -> tuple[float, int]:
+        """The norm, and the number of losses before the first that is not finite on some rank: a GPU waits once."""
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        not_finite_N = self._count_not_finite(losses)
+        grad_norm, *counts = torch.cat([norm.to(not_finite_N.device)[None].double(), not_finite_N.double()]).tolist()
+        return grad_norm, next((index for index, count in enumerate(counts) if count), len(counts))
 
-    def _finish(self, stats: StepStats, loss: Tensor, sums_S3: Tensor, finite: bool) -> None:
-        # One sum over the ranks, and one read.
-        *sums, stats.loss = self._sum_over_ranks(torch.cat([sums_S3.double().flatten(), loss[None]])).tolist()
-        stats.alpha = [alpha / max(1, rows) for alpha, rows in zip(sums[::3], sums[2::3], strict=True)]
-        stats.alpha_greedy = [alpha / max(1, rows) for alpha, rows in zip(sums[1::3], sums[2::3], strict=True)]
-        stats.skipped = not finite
-        self.skipped += stats.skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if stats.skipped else 0
+    def _count_not_finite(self, losses: Sequence[Tensor]) -> Tensor:
+        """For each loss, the number of ranks on which it is not finite, int64 [N]."""
+        return self._sum_over_ranks((~torch.stack(list(losses)).isfinite()).long())
+
+    def _add_up(self, losses: Sequence[Tensor]) -> Tensor:
+        """This rank's part of the loss per label, float64 []."""
+        total = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
+        for loss in losses:
+            # Without the factor of `scale`, so the sum over ranks is the loss per label.
+            total += loss / (self.accelerator.num_processes * self.optim.accumulation)
+        return total
+
+    def _note(self, *, skipped: bool) -> None:
+        """Count the step. Raises: RuntimeError after MAX_SKIPPED_IN_A_ROW skipped ones."""
+        self.skipped += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise RuntimeError(
                 f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a non-finite loss or gradient; lower the rate"
@@ -376,9 +443,6 @@ class Distillation:
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
         return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum"))
-
-    def _all_finite(self, loss: Tensor) -> bool:
-        return int(self._sum_over_ranks((~torch.isfinite(loss.detach())).long())) == 0
 
     def evaluate(self, batches: Sequence[Batch], num_speculative_tokens: int) -> QuickMetrics:
         """Held-out acceptance over the batches of all ranks, by the definitions of `redraft.eval.forecast`."""

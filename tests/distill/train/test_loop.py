@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from make_heads import make_ids, make_signal, make_target
+from train_on_ranks import make_standalone
 
 from redraft.distill.data.packing import PackedDataset
-from redraft.distill.data.samples import Sample
+from redraft.distill.data.samples import Sample, SampleStats
+from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train import loop
-from redraft.distill.train.loop import Loop
+from redraft.distill.train.loop import LoadedData, Loop
+from redraft.distill.train.run import Run
+from redraft.distill.train.step import Distillation, Optim
 
 
 @pytest.mark.parametrize(
@@ -30,12 +37,6 @@ def test_a_run_is_told_where_bfloat16_is_no_help(
     assert ("no instructions for bfloat16" in capsys.readouterr().out) == is_told
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of CPUs")
-def test_a_cpu_that_computes_in_bfloat16_has_the_instructions_for_it() -> None:
-    if loop.computes_bfloat16():
-        assert torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
-
-
 def test_no_more_held_out_batches_are_made_than_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, mask = np.arange(4, dtype=np.int32), np.ones(4, dtype=bool)
     samples = [Sample(input_ids=ids, loss_mask=mask, conversation=str(i), domain="all") for i in range(5)]
@@ -47,3 +48,35 @@ def test_no_more_held_out_batches_are_made_than_are_evaluated(monkeypatch: pytes
         made.clear()
         batches = loop._take_held_out(held_out, Loop(batch_size=1, eval_batches=wanted), accelerator)
         assert len(batches) == len(made) == num
+
+
+def test_a_step_is_read_if_it_is_logged_and_the_line_is_of_that_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [
+        Sample(
+            input_ids=np.array(make_ids(8, seed), np.int32),
+            loss_mask=np.ones(8, dtype=bool),
+            conversation=str(seed),
+            domain="all",
+        )
+        for seed in range(4)
+    ]
+    text, target, optim = PackedDataset(samples, sequence_length=8), make_target(), Optim(lr=1e-2)
+
+    def distillation() -> Distillation:
+        draft = make_standalone(target)
+        signal = functools.partial(make_signal, target)
+        return Distillation(draft, signal, Divergence(), optim, 7, loop.make_accelerator(1, None, None))
+
+    one = distillation()
+    wanted = [one.step([text.batch(step, batch_size=2)]) for step in range(7)]
+    two, read = distillation(), []
+    monkeypatch.setattr(two, "read", lambda unread: read.append(two.step_index) or Distillation.read(two, unread))
+    data = LoadedData(train=text, held_out=text, prompts=[], stats=SampleStats(), hash="", end_ids=())
+    cfg = Loop(steps=7, log_every=3, eval_every=0, save_every=0, batch_size=2, sequence_length=8)
+    run = Run(tmp_path, two.accelerator)
+    loop.train(two, data, run, cfg, 2)
+    assert read == [entry["step"] for entry in run.metrics] == [3, 6, 7]
+    for entry in run.metrics:
+        assert {name: entry[name] for name in loop._describe(wanted[0])} == loop._describe(wanted[entry["step"] - 1])

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.distill.data.on_policy import draft_written, is_on_policy
 from redraft.distill.loss.divergences import Divergence, exact_log_probs
-from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation, Optim, distill_loss
+from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation, Optim, StepResult, distill_loss
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families.standalone import StandaloneDraft
 
@@ -151,6 +151,87 @@ def test_micro_batches_with_unequal_labels_make_the_same_step_as_one_batch():
     assert stats_one.labels == stats_two.labels == int(label_rows(whole, 0).sum())
     assert stats_two.loss == pytest.approx(stats_one.loss, rel=1e-10)
     torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_steps_are_those_of_a_plain_loop_bit_for_bit(accumulation: int):
+    target, plain, draft = make_model(0), make_model(1), make_model(1)
+    optim = Optim(lr=1e-2, warmup_fraction=0.0, accumulation=accumulation)
+    adamw = torch.optim.AdamW(
+        plain.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2), weight_decay=0.0, fused=True
+    )
+    distillation = make_distillation(draft, target, accumulation=accumulation, warmup_fraction=0.0)
+    for step in range(3):
+        batches = [make_batch([24, 5 + micro], seed=2 * step + micro) for micro in range(accumulation)]
+        scale = accumulation / sum(int(label_rows(batch, 0).sum()) for batch in batches)
+        adamw.param_groups[0]["lr"] = optim.lr * optim.rate(step, 100)
+        wanted = torch.zeros((), dtype=torch.float64)
+        for batch in batches:
+            signal = make_signal(target, batch)
+            loss = distill_loss(plain.draft_steps(batch, signal), batch, signal, distillation.divergence, scale).loss
+            (loss / accumulation).backward()
+            wanted += loss.detach() / accumulation
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), optim.max_grad_norm)
+        adamw.step()
+        adamw.zero_grad()
+        stats = distillation.step(batches)
+        assert (stats.loss, stats.grad_norm) == (float(wanted), float(norm))
+        assert torch.equal(weights(distillation), torch.cat([p.detach().flatten() for p in plain.parameters()]))
+
+
+def test_results_that_are_read_late_are_those_that_are_read_at_once():
+    batches, target = [make_batch([24, 5 + step], seed=step) for step in range(4)], make_model(0)
+    one = make_distillation(make_model(1), target)
+    early = [one.step([batch]) for batch in batches]
+    two = make_distillation(make_model(1), target)
+    unread = [two.take_step([batch]) for batch in batches]
+    assert torch.equal(weights(two), weights(one))
+    assert [two.read(each) for each in unread] == early
+    assert len({stats.loss for stats in early}) == len(batches)
+
+
+@pytest.mark.parametrize("first_bad", [0, 1, 2])
+def test_a_micro_batch_whose_loss_is_nan_drops_the_whole_step(first_bad: int):
+    """The loss of such a step is that of the micro-batches before; the next one finds neither gradient nor momentum."""
+    target, batches = make_model(0), [make_batch([24, 5 + micro], seed=micro) for micro in range(3)]
+    options = {"accumulation": 3, "warmup_fraction": 0.0, "schedule": "constant"}
+
+    def signal(batch: Batch) -> TargetSignal:
+        known = make_signal(target, batch).distribution
+        factor = math.nan if batch is batches[first_bad] else 1.0
+        return TargetSignal(distribution=replace(known, hidden_BTD=known.hidden_BTD * factor))
+
+    twin = make_distillation(make_model(1), target, **options)
+    healthy = twin.step(batches)
+    distillation = make_distillation(make_model(1), target, **options)
+    before, distillation.target = weights(distillation), signal
+    dropped = distillation.step(batches)
+    assert dropped.skipped
+    assert dropped.grad_norm == 0
+    assert torch.equal(weights(distillation), before)
+    draft, scale = make_model(1), 3 / healthy.labels
+    known = [(batch, make_signal(target, batch)) for batch in batches[:first_bad]]
+    steps = [(draft.draft_steps(batch), batch, signal) for batch, signal in known]
+    parts = [distill_loss(*each, distillation.divergence, scale).loss.item() / 3 for each in steps]
+    assert dropped.loss == pytest.approx(sum(parts), rel=1e-12)
+    distillation.target = twin.target
+    assert distillation.step(batches) == healthy
+    assert torch.equal(weights(distillation), weights(twin))
+
+
+def test_an_infinite_loss_with_a_finite_gradient_is_skipped(monkeypatch: pytest.MonkeyPatch):
+    def raised(*args: object) -> StepResult:
+        result = distill_loss(*args)
+        return replace(result, loss=result.loss + math.inf)
+
+    distillation = make_distillation(make_model(1), make_model(0))
+    before = weights(distillation)
+    with monkeypatch.context() as patched:
+        patched.setattr("redraft.distill.train.step.distill_loss", raised)
+        stats = distillation.step([make_batch([24])])
+    assert (stats.skipped, stats.loss, distillation.skipped) == (True, 0.0, 1)
+    assert torch.equal(weights(distillation), before)
+    assert not distillation.step([make_batch([24])]).skipped
 
 
 def test_a_batch_whose_loss_is_nan_is_skipped_counted_and_changes_no_weight():

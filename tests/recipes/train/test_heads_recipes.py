@@ -183,17 +183,17 @@ def test_a_run_of_some_minutes_plans_its_steps_by_their_speed_and_keeps_the_plan
     random_target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that takes 0.2 s and a bit: 0.1 minutes are at most 30 of them, and the rate falls to its floor there."""
-    step, killed_at, rates = Distillation.step, [7], list[float]()
+    take_step, killed_at, rates = Distillation.take_step, [7], list[float]()
 
     def slow(self: Distillation, *args: Any) -> Any:
         if self.step_index == killed_at[0]:
             raise KeyboardInterrupt
         time.sleep(0.2)
-        stats = step(self, *args)
+        stats = take_step(self, *args)
         rates.append(stats.lr)
         return stats
 
-    monkeypatch.setattr(Distillation, "step", slow)
+    monkeypatch.setattr(Distillation, "take_step", slow)
     loop = replace(SMALL, minutes=0.1, steps=1000, save_every=5)
     with pytest.raises(KeyboardInterrupt):
         run("medusa", random_target, data, tmp_path / "run", loop=loop)

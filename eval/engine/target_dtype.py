@@ -1,0 +1,62 @@
+"""The type in which a target computes, if the user names none.
+
+    on a GPU                                                     as stored
+    on a CPU with AMX or AVX-512, stored in bfloat16             bfloat16: half the memory, and as `redraft serve`
+    on any other CPU, or stored in another type                  float32: outputs are compared token for token
+
+Training, forecast and engine all ask here, so a draft is trained for the numbers that serve it. Importing this loads
+neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from redraft.heads.files.folder import CONFIG, is_hub_name, read_config, refuse_gguf
+
+TargetDtype = Literal["float32", "bfloat16"]
+"""Types in which a target computes here and is served."""
+
+
+def default_target_dtype(target: str | Path, *, on_cpu: bool) -> TargetDtype | None:
+    """The type for a target, by folder or hub name; None on a GPU, for the type in which it is stored."""
+    if not on_cpu:
+        return None
+    return "bfloat16" if stored_dtype(target) == "bfloat16" and cpu_computes_bfloat16() else "float32"
+
+
+def stored_dtype(name_or_path: str | Path) -> str | None:
+    """The type that a model's config.json names; None if it names none or cannot be read, which loading reports."""
+    try:
+        config = read_config(_config_folder(name_or_path))
+    except (OSError, ValueError):
+        return None
+    # `torch_dtype` until transformers 4.56. A model of text and images may name it for the language model only.
+    sections = (config, config.get("text_config") or {})
+    return next((section[key] for section in sections for key in ("dtype", "torch_dtype") if section.get(key)), None)
+
+
+def _config_folder(name_or_path: str | Path) -> Path:
+    refuse_gguf(name_or_path)
+    if not is_hub_name(name_or_path):
+        return Path(name_or_path)
+    from huggingface_hub import hf_hub_download
+
+    # From the network if need be: the first run must choose as later ones, which find the model in the hub's cache.
+    return Path(hf_hub_download(str(name_or_path), CONFIG)).parent
+
+
+def computes_bfloat16() -> bool:
+    """Whether this machine multiplies bfloat16 matrices about as fast as float32. A CPU without AMX or AVX-512 is a
+    hundred times slower."""
+    import torch
+
+    return torch.cuda.is_available() or cpu_computes_bfloat16()
+
+
+def cpu_computes_bfloat16() -> bool:
+    """`computes_bfloat16` of the CPU, also if there is a GPU."""
+    import torch
+
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

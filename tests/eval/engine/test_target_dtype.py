@@ -1,0 +1,140 @@
+"""The type in which a target computes by default: one choice for training, forecast and engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+
+from redraft.distill import prove
+from redraft.eval.engine import server, target_dtype
+from redraft.eval.engine.server import vllm_server
+from redraft.eval.engine.target_dtype import computes_bfloat16, default_target_dtype, stored_dtype
+from redraft.eval.prompts import Prompt
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *, computes: bool) -> None:
+    monkeypatch.setattr(target_dtype, "cpu_computes_bfloat16", lambda: computes)
+
+
+@pytest.mark.parametrize(
+    ("config", "computes", "chosen"),
+    [
+        ({"dtype": "bfloat16"}, True, "bfloat16"),
+        ({"torch_dtype": "bfloat16"}, True, "bfloat16"),
+        ({"text_config": {"dtype": "bfloat16"}}, True, "bfloat16"),
+        ({"dtype": "bfloat16"}, False, "float32"),
+        ({"dtype": "float32"}, True, "float32"),
+        ({"dtype": "float16"}, True, "float32"),
+        ({"text_config": None}, True, "float32"),
+    ],
+)
+def test_a_cpu_computes_in_bfloat16_if_it_can_and_the_target_is_stored_so(
+    config: dict[str, Any], computes: bool, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, computes=computes)
+    folder = write_config(tmp_path / "target", config)
+    assert default_target_dtype(folder, on_cpu=True) == chosen
+    assert default_target_dtype(folder, on_cpu=False) is None, "as stored"
+
+
+def test_a_target_that_cannot_be_read_is_left_to_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, computes=True)
+    (tmp_path / "config.json").write_text("{")
+    for name in (tmp_path, tmp_path / "nowhere", "target.gguf"):
+        assert default_target_dtype(name, on_cpu=True) == "float32"
+
+
+def test_the_config_of_a_hub_name_is_fetched_before_the_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, computes=True)
+    write_config(tmp_path, {"dtype": "bfloat16"})
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file: str(tmp_path / file))
+    assert default_target_dtype("owner/name", on_cpu=True) == "bfloat16"
+
+    def fail(*_: str) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    assert stored_dtype("owner/name") is None
+
+
+class StartedError(Exception):
+    """Raised where an engine would start."""
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "computes", "given", "asked"),
+    [
+        (True, True, None, "bfloat16"),
+        (True, False, None, "float32"),
+        (True, True, "float32", "float32"),
+        (False, True, None, "auto"),
+    ],
+)
+def test_an_engine_is_started_in_the_same_type(
+    on_cpu: bool, computes: bool, given: str | None, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    def start(command: list[str], **_: Any) -> None:
+        started.extend(command)
+        raise StartedError
+
+    pretend(monkeypatch, computes=computes)
+    monkeypatch.setattr(server, "engine_is_cpu", lambda: on_cpu)
+    monkeypatch.setattr(server, "process_group", start)
+    target = write_config(tmp_path / "target", {"dtype": "bfloat16"})
+    with pytest.raises(StartedError), vllm_server(target, log=tmp_path / "vllm.log", dtype=given):
+        pass
+    assert started[:2] == [sys.executable, "-m"]
+    assert started[started.index("--dtype") + 1] == asked
+
+
+@pytest.mark.parametrize(("computes", "asked"), [(True, "bfloat16"), (False, "float32")])
+def test_the_proof_serves_a_copy_of_the_target_in_the_type_of_the_target(
+    computes: bool, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+
+    def start(model: Path, *, dtype: str | None, **_: Any) -> None:
+        started.append((model, dtype))
+        raise StartedError
+
+    pretend(monkeypatch, computes=computes)
+    monkeypatch.setattr(prove, "engine_is_cpu", lambda: True)
+    monkeypatch.setattr(prove, "vllm_server", start)
+    target = write_config(tmp_path / "target", {"dtype": "bfloat16"})
+    copy = write_config(tmp_path / "copy", {})
+    with pytest.raises(StartedError):
+        prove.prove_in_engine(
+            prove.Prove(), str(target), {"method": "mtp"}, [Prompt(token_ids=[1])], tmp_path, served=copy
+        )
+    assert started == [(copy, asked)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of CPUs")
+def test_a_cpu_that_computes_in_bfloat16_has_the_instructions_for_it() -> None:
+    if computes_bfloat16():
+        assert torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
+
+
+@pytest.mark.parametrize(("gpu", "cpu", "found"), [(True, False, True), (False, True, True), (False, False, False)])
+def test_a_machine_computes_in_bfloat16_on_its_gpu_or_its_cpu(
+    gpu: bool, cpu: bool, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    pretend(monkeypatch, computes=cpu)
+    assert computes_bfloat16() == found
