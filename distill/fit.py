@@ -25,7 +25,8 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from redraft.distill.inputs import Signal, TargetDtype, choose_dtype
+from redraft.distill.inputs import Signal, choose_dtype
+from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.heads.catalog import find_family
 from redraft.heads.families.standalone import Init, from_config
 from redraft.heads.files.checkpoint import load_text_config, register_models
@@ -76,7 +77,7 @@ def require_room(
         ValueError: the target or the draft does not fit. The message has the bytes and the ways out.
     """
     try:
-        config, sizes = _size_target(target, choose_dtype(dtype, accelerator.device))
+        config, sizes = _size_target(target, choose_dtype(target, dtype, accelerator.device))
         draft_weights = count_draft(config)
     except Exception:  # transformers raises a dozen types for a config; the loading that follows reports each in a line
         return

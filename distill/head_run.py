@@ -24,7 +24,6 @@ from redraft.distill.fit import count_head, require_room
 from redraft.distill.inputs import (
     Data,
     Signal,
-    TargetDtype,
     live_signal,
     load_data,
     load_target,
@@ -48,6 +47,7 @@ from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, tra
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.run import Run
 from redraft.distill.train.step import Distillation, Optim
+from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.eval.forecast.calibration import Calibration
 from redraft.eval.forecast.greedy import Forecast, SignalFunction
 from redraft.heads.catalog import find_family, require_head
@@ -64,8 +64,9 @@ class HeadConfig:
     target: str = "meta-llama/Llama-3.1-8B-Instruct"
     """Model on your server, for the head to speed up: a folder or a hub name."""
     target_dtype: TargetDtype | None = None
-    """Type in which the target computes, here and in the engine of the proof. By default float32 on a CPU, where
-    outputs are then compared token for token, and as stored on a GPU."""
+    """Type in which the target computes, here and in the engine of the proof. By default as stored on a GPU. On a CPU
+    bfloat16 if it is stored so and the CPU has instructions for bfloat16, else float32, in which outputs with and
+    without a draft are compared token for token."""
     start_from: Path | None = None
     """Continue training this exported head instead of a new one. It must be of the same family and target; the
     options in it replace those of --head."""
@@ -113,6 +114,7 @@ class ParallelConfig(HeadConfig):
 
 DEMO: dict[str, Any] = {
     "target": "tests/assets/tiny-target",
+    "target_dtype": "float32",  # to compare outputs token for token on every CPU
     "data": Data(source="stdlib", held_out=0.05, max_prompt_tokens=512),
     "divergence": Divergence(name="forward_kl"),
     "optim": Optim(lr=2e-3),

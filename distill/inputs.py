@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,15 +36,13 @@ from redraft.distill.signal.shards import Content, is_complete, write_cache
 from redraft.distill.signal.sources import EndpointTarget, InProcessTarget
 from redraft.distill.train.loop import LoadedData, Loop
 from redraft.distill.train.run import TOKENS, Run
+from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.greedy import SignalFunction
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_text_config, load_tokenizer, refuse_quantised
 from redraft.heads.files.folder import model_folder
 
 DATE_FLAG = "--data.date"
-
-TargetDtype = Literal["float32", "bfloat16"]
-"""Types in which a target computes here and is served."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +124,10 @@ class Signal:
             raise ValueError("--signal.url is not read with --signal.kind model: choose endpoint or cache")
 
 
-def choose_dtype(dtype: TargetDtype | None, device: torch.device) -> torch.dtype | None:
-    """The type of a target's weights: `dtype` if it is given; else float32 on a CPU, and as stored (None) on a GPU."""
-    if dtype is not None:
-        chosen: torch.dtype = getattr(torch, dtype)
-        return chosen
-    return torch.float32 if device.type == "cpu" else None
+def choose_dtype(target: str, dtype: TargetDtype | None, device: torch.device) -> torch.dtype | None:
+    """The type of a target's weights: `dtype`, or by default that of `default_target_dtype`; None for as stored."""
+    chosen = dtype or default_target_dtype(target, on_cpu=device.type == "cpu")
+    return None if chosen is None else getattr(torch, chosen)
 
 
 SERVERS = "read it from vLLM servers (--signal.kind endpoint --signal.url URL)"
@@ -145,7 +142,7 @@ def require_no_engine(signal: Signal, *, engine: bool) -> None:
 def load_target(target: str, signal: Signal, device: torch.device, dtype: TargetDtype | None = None) -> tuple[Any, Any]:
     """The target, frozen, and its tokenizer.
 
-    Without a `dtype` the target is in float32 on a CPU, as our servers there. With an url, only the embeddings, final
+    Without a `dtype` it is in the type of our servers (`default_target_dtype`). With an url, only the embeddings, final
     norm and head are loaded here.
 
     Raises: FileNotFoundError or ValueError, naming the missing or corrupt file.
@@ -155,7 +152,7 @@ def load_target(target: str, signal: Signal, device: torch.device, dtype: Target
         refuse_quantised(
             load_text_config(target), f"{target} in the training process", f"{SERVERS}, which serve it as it is"
         )
-    chosen = choose_dtype(dtype, device)
+    chosen = choose_dtype(target, dtype, device)
     if signal.url:
         return load_skeleton(target, chosen, device), tokenizer
     if signal.shard and PartialState().num_processes > 1:
@@ -291,14 +288,14 @@ def target_signal(
     if signal.kind != "cache":
         return OneAhead(live_signal(signal, target, aux_layers), device)
     # Held-out samples too: evaluations read the signal from the same source.
-    samples = [*data.train.samples, *data.held_out.samples]
+    parts = (data.train.samples, data.held_out.samples)
     cache, target_print = signal.cache or folder / "target-cache", fingerprint(model_folder(name))
     with leading(target) as leads:
         # Rank 0 writes. The others make the same passes of a sharded target, or wait below, up to
         # LONGEST_WAIT.
         if leads and not is_complete(cache):
             write_cache(
-                samples,
+                list(itertools.chain(*parts)),
                 live_signal(signal, target, aux_layers),
                 cache,
                 _content(signal, target, aux_layers),
@@ -310,7 +307,7 @@ def target_signal(
                 device=accelerator.device,
             )
     accelerator.wait_for_everyone()
-    identity = {"target": target_print, "data": data_hash(samples)}
+    identity = {"target": target_print, "data": data_hash(itertools.chain(*parts))}
     if aux_layers is None:
         return OneAhead(CachedTarget(cache, **identity), device)
     head_VD = target.get_output_embeddings().weight.detach()

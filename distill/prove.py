@@ -18,14 +18,14 @@ import tyro
 from torch import nn
 
 from redraft.distill.doctor.label_probe import label_probe
-from redraft.distill.inputs import TargetDtype
 from redraft.distill.signal.sharded import leading
 from redraft.distill.signal.sources import EndpointTarget
 from redraft.distill.train.loop import LoadedData, TrainingCost
 from redraft.distill.train.run import Run
 from redraft.eval.engine.lossless import Lossless, compare_lossless
 from redraft.eval.engine.measure import Measurement, measure
-from redraft.eval.engine.server import VllmServer, read_runner, vllm_server
+from redraft.eval.engine.server import VllmServer, engine_is_cpu, read_runner, vllm_server
+from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.calibration import Calibration, calibrate
 from redraft.eval.forecast.greedy import (
     Continuation,
@@ -209,6 +209,7 @@ def publish_draft(
                 num_speculative_tokens=cfg.num_speculative_tokens,
                 max_tokens=cfg.max_tokens,
                 end_ids=data.end_ids,
+                dtype=_computed_in(model),
             )
             # `publish` writes the provenance after this function, so the entry is in it.
             provenance["forecast"] = stored.to_json()
@@ -218,6 +219,14 @@ def publish_draft(
             publish(folder, write_and_forecast, provenance, overwrite=True)
     run.accelerator.wait_for_everyone()
     return folder, after
+
+
+def _computed_in(model: Any) -> str | None:
+    """The type in which a target in these processes computes; None for one on servers, which choose by themselves."""
+    # Of a target on servers the layers are on `meta` here.
+    if model is None or any(weight.is_meta for weight in model.parameters()):
+        return None
+    return str(model.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,10 +264,11 @@ def prove_in_engine(
 
     `speculative` is vLLM's speculative config without the number of tokens. `served` is the folder to serve with the
     draft if the draft's tensors are inside a copy of the target (MTP); by default, the target itself. `dtype` is the
-    engine's, by default that of `vllm_server`.
+    engine's, by default that of training (`default_target_dtype`).
 
     Raises: ChildProcessError with the engine's message; ConnectionError.
     """
+    dtype = dtype or default_target_dtype(target, on_cpu=engine_is_cpu())
 
     def start(name: str, model: str | Path, config: Mapping[str, Any] | None) -> AbstractContextManager[VllmServer]:
         return vllm_server(

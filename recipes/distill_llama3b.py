@@ -19,7 +19,6 @@ from redraft.distill.fit import count_standalone, require_room
 from redraft.distill.inputs import (
     Data,
     Signal,
-    TargetDtype,
     live_signal,
     load_data,
     load_target,
@@ -33,6 +32,7 @@ from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, tra
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.run import Run
 from redraft.distill.train.step import Distillation, Optim
+from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.eval.forecast.greedy import Forecast
 from redraft.heads.families.standalone import Init, StandaloneDraft, make_draft
 from redraft.recipes.cli import run_recipe
@@ -43,8 +43,9 @@ class Config:
     target: str = "meta-llama/Llama-3.1-70B-Instruct"
     """Model on your server, for the draft to speed up: a folder or a hub name."""
     target_dtype: TargetDtype | None = None
-    """Type in which the target computes, here and in the engine of the proof. By default float32 on a CPU, where
-    outputs are then compared token for token, and as stored on a GPU."""
+    """Type in which the target computes, here and in the engine of the proof. By default as stored on a GPU. On a CPU
+    bfloat16 if it is stored so and the CPU has instructions for bfloat16, else float32, in which outputs with and
+    without a draft are compared token for token."""
     draft: Init = field(default_factory=lambda: Init(checkpoint="meta-llama/Llama-3.2-3B-Instruct"))
     data: Data = field(default_factory=Data)
     signal: Signal = field(default_factory=Signal)
@@ -69,6 +70,7 @@ class Config:
 PRESETS = {
     "demo": Config(
         target="tests/assets/tiny-target",
+        target_dtype="float32",  # to compare outputs token for token on every CPU
         draft=Init(layers=(0, 6)),
         data=Data(source="stdlib", held_out=0.05, max_prompt_tokens=512),
         divergence=Divergence(name="forward_kl"),

@@ -17,11 +17,12 @@ from redraft.distill.data.conversations import load_conversations, split_held_ou
 from redraft.distill.data.rendering import Renderer
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.doctor.readings import find_better_readings
-from redraft.distill.doctor.recorded import day_of_training, read_section
+from redraft.distill.doctor.recorded import day_of_training, read_forecast, read_section
 from redraft.distill.inputs import Data
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.server import engine_is_cpu
+from redraft.eval.engine.target_dtype import cpu_computes_bfloat16, default_target_dtype
 from redraft.eval.forecast.stored import StoredForecast
 from redraft.eval.parity.acceptance import (
     MIN_DRAFTS,
@@ -73,6 +74,7 @@ class EngineCheck:
     folder: Path
     """Folder for the engine's log and the dumps."""
     dtype: str | None = None
+    """None takes the type of the published forecast, if this machine computes in it, or that of training here."""
     prompts: str | None = None
     num_prompts: int = 16
     max_tokens: int | None = None
@@ -92,7 +94,7 @@ class Plan:
 
 def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck) -> Plan:
     """The run of a draft with `num_tokens` tokens a step."""
-    stored = StoredForecast.from_json((pair.provenance or {}).get("forecast"))
+    stored = read_forecast(pair)
     max_tokens = engine.max_tokens or (stored.max_tokens if stored else DEFAULT_MAX_TOKENS)
     notes: list[str] = []
     prompts, are_held_out = _prompts(pair, num_tokens, max_tokens, engine, notes)
@@ -106,11 +108,20 @@ def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck) -> Plan:
         max_tokens=max_tokens,
         # The fallback questions are answered to the full length, which gives more drafts to count.
         end_ids=end_ids(pair.target, load_tokenizer(pair.target)) if are_held_out else (),
-        dtype=engine.dtype or ("float32" if engine_is_cpu() else "bfloat16"),
+        dtype=engine.dtype or _choose_dtype(pair, stored),
         recorded_prompts=COMPARED_PROMPTS,
         kv_cache_bytes=1 << 30,
     )
     return Plan(run=run, stored=stored, are_held_out=are_held_out, notes=notes)
+
+
+def _choose_dtype(pair: Pair, stored: StoredForecast | None) -> str:
+    """The type of an engine's run, if the user names none. In the forecast's, an engine counts as it does."""
+    on_cpu = engine_is_cpu()
+    known = stored.dtype if stored else None
+    if known and (not on_cpu or known == "float32" or (known == "bfloat16" and cpu_computes_bfloat16())):
+        return known
+    return default_target_dtype(pair.target, on_cpu=on_cpu) or "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +158,8 @@ def judge_acceptance(
         expected = sum((each for _, each in known), AcceptanceCounts.zero()).tau
         facts["forecast"] = f"tau {expected:.3f}, published for {len(known)} of these {len(served.outputs)} prompts"
         counted, expected_counts = zip(*known, strict=True)
-        missed = list(find_missed_forecast(counted, expected_counts, is_exact=plan.run.dtype == "float32"))
+        is_exact = plan.stored is not None and plan.run.dtype == plan.stored.dtype == "float32"
+        missed = list(find_missed_forecast(counted, expected_counts, is_exact=is_exact))
         if not missed:  # nothing is left to find
             return
         yield from missed

@@ -1,11 +1,13 @@
-"""The training config and date in a draft's provenance."""
+"""The training config, date and forecast in a draft's provenance."""
 
 from __future__ import annotations
 
 import datetime
+from dataclasses import replace
 from typing import Any
 
 from redraft.distill.data.rendering import choose_day
+from redraft.eval.forecast.stored import StoredForecast
 from redraft.heads.doctor.pair import Pair
 
 
@@ -20,3 +22,15 @@ def day_of_training(pair: Pair) -> datetime.date:
     Today, if the provenance does not hold it.
     """
     return choose_day((pair.provenance or {}).get("date"), "the date in the draft's provenance")
+
+
+def read_forecast(pair: Pair) -> StoredForecast | None:
+    """The forecast published with the draft; None if there is none."""
+    provenance = pair.provenance or {}
+    stored = StoredForecast.from_json(provenance.get("forecast"))
+    if stored is None or stored.dtype is not None or read_section(pair, "signal").get("url"):
+        return stored
+    # Of an older release, which computed in float32 on every CPU unless it was told otherwise.
+    on_cpu = provenance.get("environment", {}).get("gpu") == "none"
+    given = provenance.get("config", {}).get("target_dtype")
+    return replace(stored, dtype=given or ("float32" if on_cpu else None))

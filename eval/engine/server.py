@@ -22,6 +22,7 @@ from redraft.eval.engine import wait as engine_wait
 from redraft.eval.engine.command import vllm_command
 from redraft.eval.engine.lookups import lookup_env, vllm_part
 from redraft.eval.engine.process import free_port, process_group
+from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.heads.catalog import find_speculative
 from redraft.heads.files.folder import CONFIG, model_folder, read_config
 from redraft.heads.progress import Progress
@@ -65,9 +66,8 @@ def vllm_server(
 ) -> Iterator[VllmServer]:
     """A vLLM server of `model` on a free loopback port: healthy on entry, always stopped on exit.
 
-    The default dtype is float32 on a CPU, to compare greedy outputs token for token, and the model's on a
-    GPU. `cpu_cores` ("0-3") keeps two servers of one machine off each other's cores: by default, vLLM starts both at
-    core 0. `given_up` ends the wait for a healthy server.
+    The default dtype is that of training (`default_target_dtype`). `cpu_cores` ("0-3") keeps two servers of one machine
+    off each other's cores: by default, vLLM starts both at core 0. `given_up` ends the wait for a healthy server.
 
     Raises:
         ChildProcessError: the engine died; the message is the engine's. Or it was given up.
@@ -77,7 +77,7 @@ def vllm_server(
     require_servable(speculative_config, {**os.environ, **(extra_env or {})})
     port = free_port()
     on_cpu = engine_is_cpu()
-    dtype = dtype or ("float32" if on_cpu else "auto")
+    dtype = dtype or default_target_dtype(model, on_cpu=on_cpu) or "auto"
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
     arguments += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
     # A cached prompt skips its prefill, and vLLM counts the first step after a full hit as a failed draft.

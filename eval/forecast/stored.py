@@ -29,6 +29,8 @@ class StoredForecast:
     """Token ids that end an answer."""
     by_prompt: Mapping[str, tuple[int, int]]
     """Drafts and accepted tokens, by the digest of the prompt."""
+    dtype: str | None = None
+    """Type in which the target computed; None if it is not known: on a server, or in a file of an older release."""
 
     @property
     def tau(self) -> float:
@@ -41,6 +43,7 @@ class StoredForecast:
             "num_speculative_tokens": self.num_speculative_tokens,
             "max_tokens": self.max_tokens,
             "end_ids": list(self.end_ids),
+            "dtype": self.dtype,
             "by_prompt": {digest: list(counts) for digest, counts in self.by_prompt.items()},
         }
 
@@ -53,6 +56,7 @@ class StoredForecast:
             num_speculative_tokens=stored["num_speculative_tokens"],
             max_tokens=stored["max_tokens"],
             end_ids=tuple(stored["end_ids"]),
+            dtype=stored.get("dtype"),
             by_prompt={digest: (drafts, accepted) for digest, (drafts, accepted) in stored["by_prompt"].items()},
         )
 
@@ -69,13 +73,16 @@ def store_forecast(
     num_speculative_tokens: int,
     max_tokens: int,
     end_ids: Sequence[int],
+    dtype: str | None = None,
 ) -> StoredForecast:
-    """The part of a forecast that is kept with the draft. `prompts` are those that it was made on, in their order."""
+    """The part of a forecast that is kept with the draft. `prompts` are those that it was made on, in their order, and
+    `dtype` is the type in which the target computed."""
     counts = [on_prompt.counts for on_prompt in forecast.per_prompt]
     return StoredForecast(
         num_speculative_tokens=num_speculative_tokens,
         max_tokens=max_tokens,
         end_ids=tuple(end_ids),
+        dtype=dtype,
         by_prompt={
             digest_prompt(prompt.token_ids): (int(c.num_drafts), int(c.num_accepted))
             for prompt, c in zip(prompts, counts, strict=True)

@@ -16,7 +16,7 @@ MIN_DIFFERENCE = 0.02
 counts the same up to 0.05%; another dtype breaks ties of the target's greedy choice."""
 
 MAX_APART = 0.25
-"""Share of the prompts on which an engine in float32 may count otherwise than the forecast, because of ties."""
+"""Share of the prompts on which an engine may count otherwise than the forecast, both in float32, because of ties."""
 
 MIN_SHARE = 0.75
 """Smallest acceptable share of the acceptance on training's held-out text. Text of another kind costs some, a wrong
@@ -40,8 +40,8 @@ def find_missed_forecast(
 ) -> Iterator[Finding]:
     """A finding if serving does not count as the forecast of publication does, over the same prompts.
 
-    `is_exact` for an engine in float32, which counts the same on nearly every prompt, so that a small fault shows too.
-    In bfloat16 ties are broken otherwise here and there, and only a difference in the mean counts.
+    `is_exact` if both computed in float32: they count the same on nearly every prompt, so that a small fault shows too.
+    If one was in bfloat16, ties are broken otherwise here and there, and only a difference in the mean counts.
     """
     # Columns: served, expected.
     accepted_N2, drafts_N2 = (

@@ -102,6 +102,7 @@ def start_servers(cfg: Config, draft: str) -> Iterator[dict[int, VllmServer]]:
                     cfg.target,
                     log=cfg.output.parent / "logs" / f"advice-{k}.log",
                     speculative_config={**draft_config(draft), "num_speculative_tokens": k} if k else None,
+                    dtype="float32",  # as the preset that trains the draft
                     max_num_seqs=max(cfg.concurrency),
                     kv_cache_bytes=128 << 20,
                 )

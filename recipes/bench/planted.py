@@ -317,6 +317,7 @@ class Examiner:
             num_speculative_tokens=NUM_TOKENS,
             max_tokens=max_tokens,
             end_ids=ends,
+            dtype=self.run.dtype,
             by_prompt={
                 digest_prompt(prompt): (int(c.num_drafts), int(c.num_accepted))
                 for prompt, c in zip(self.prompts, counts, strict=True)

@@ -139,6 +139,7 @@ def ask_engine(
         speculative_config=config,
         max_model_len=512,
         max_num_seqs=16,
+        dtype="float32",  # as the forecast, which is compared with these counts
         extra_env=sampling_environment(os.environ),
     ) as server:
         return measure(server, prompts, max_tokens=case.max_tokens, sampling=None, concurrency=16).outputs

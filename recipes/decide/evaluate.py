@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,13 +27,14 @@ import tyro
 from redraft.distill.data.conversations import load_conversations, split_held_out
 from redraft.distill.data.rendering import keep_day, writes_date
 from redraft.distill.data.samples import held_out_prompts
-from redraft.distill.inputs import Signal, TargetDtype, load_target
+from redraft.distill.inputs import Signal, load_target
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import write_offline_unless_logged_in
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
 from redraft.eval.engine.served import EngineOptions, serve_and_count
 from redraft.eval.engine.server import require_runner
+from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft, SampleMethod, load_drafts
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Protocol, forecast_drafts
@@ -56,8 +57,8 @@ class Config:
     target: str = "meta-llama/Llama-3.1-8B-Instruct"
     """Folder or hub name of the served model."""
     target_dtype: TargetDtype | None = None
-    """Type in which the target computes, in the forecast and in the engine. By default float32 on a CPU, and as stored
-    on a GPU."""
+    """Type in which the target computes, in the forecast and in the engine. By default as stored on a GPU. On a CPU
+    bfloat16 if it is stored so and the CPU has instructions for bfloat16, else float32."""
     draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Draft to measure: a folder (a head, a standalone draft, a version of a registry), a hub name, `ngram` (prompt
     lookup) or `suffix`. NAME=FOLDER gives it a name. Repeat the flag for more drafts."""
@@ -124,6 +125,7 @@ class Config:
 PRESETS = {
     "demo": Config(
         target="tests/assets/tiny-target",
+        target_dtype="float32",  # as in the demo's training
         draft=("ngram",),
         data="stdlib",
         held_out=0.05,
@@ -137,13 +139,16 @@ PRESETS = {
 def main(cfg: Config) -> None:
     started = time.perf_counter()
     check(cfg)
+    # Chosen once. Measurements are kept apart by type, and the report names it.
+    on_cpu = not torch.cuda.is_available()
+    cfg = replace(cfg, target_dtype=cfg.target_dtype or default_target_dtype(cfg.target, on_cpu=on_cpu))
 
     # 1. target, drafts, baseline and step costs
     sampling = choose_sampling(cfg.target, top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p)
     if cfg.engine:
         require_served(sampling, way_out=", or forecast with --no-engine")
     target = load(cfg.target, cfg.target_dtype)
-    # Measurements in another dtype are kept apart. An empty name adds no folder.
+    # An empty name adds no folder.
     kept = cfg.output / "kept" / (cfg.target_dtype or "")
     baseline = read_baseline(cfg.baseline, target.fingerprint, SCHEMA_VERSION) if cfg.baseline else None
     drafts = load_drafts(cfg.draft, target, cfg.ngram, cfg.draft_sample_method)
@@ -230,7 +235,7 @@ def check(cfg: Config) -> None:
 
 
 def load(name: str, dtype: TargetDtype | None = None) -> LoadedTarget:
-    """The frozen target, on the GPU if there is one. Without a `dtype` it is in float32 on a CPU, as in the engine."""
+    """The frozen target, on the GPU if there is one; by default in the engine's type."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_target(name, Signal(), device, dtype)
     folder = model_folder(name)

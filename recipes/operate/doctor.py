@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.eval.machine import describe, diagnose, gather
 from redraft.heads.catalog import Method
 from redraft.heads.doctor.pair import Finding
@@ -35,8 +35,10 @@ class Config:
     """The server is to verify fewer draft tokens where the draft is unsure (vLLM's `enable_adaptive_verification`)."""
     engine: bool = True
     """Run the draft in the real vLLM. Without a draft, only import vLLM."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the engine. By default float32 on a CPU and bfloat16 on a GPU."""
+    target_dtype: TargetDtype | None = None
+    """Type in which the target computes. By default that of the forecast published with the draft, if this machine
+    computes in it. Without one, on a GPU bfloat16; on a CPU bfloat16 if the target is stored so and the CPU has
+    instructions for bfloat16, else float32."""
     prompts: str | None = None
     """Data with prompts for the engine, as for --data.source of distill; by default those held out in training."""
     num_prompts: int = 16
@@ -74,7 +76,7 @@ def check_pair(cfg: Config) -> list[Finding]:
     if cfg.target is None:
         raise ValueError(f"--draft {cfg.draft} needs a target to be checked against: give --target as well")
     engine = EngineCheck(
-        dtype=cfg.dtype,
+        dtype=cfg.target_dtype,
         prompts=cfg.prompts,
         num_prompts=cfg.num_prompts,
         max_tokens=cfg.max_tokens,

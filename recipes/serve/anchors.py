@@ -20,8 +20,9 @@ import torch
 from redraft.distill.data.conversations import load_conversations
 from redraft.distill.data.rendering import choose_day
 from redraft.distill.data.samples import build_samples
-from redraft.distill.inputs import Signal, TargetDtype, load_target
+from redraft.distill.inputs import Signal, load_target
 from redraft.distill.signal.sources import InProcessTarget
+from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.heads.files.artifact import fingerprint, write_whole
 from redraft.heads.files.folder import model_folder
 from redraft.heads.progress import Progress
@@ -34,7 +35,8 @@ class Config:
     target: str
     """Folder or hub name of the served model."""
     target_dtype: TargetDtype | None = None
-    """Type in which the target computes. By default float32 on a CPU, and as stored on a GPU."""
+    """Type in which the target computes. By default as stored on a GPU. On a CPU bfloat16 if it is stored so and the
+    CPU has instructions for bfloat16, else float32."""
     data: str
     """Text the draft must not forget: a hub name, a .jsonl or .parquet file, a folder of text, or `stdlib`. Answers
     written by the target are best (redraft regenerate)."""

@@ -13,10 +13,12 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from redraft.distill import prove
 from redraft.distill.data.conversations import read_conversation, split_held_out
-from redraft.distill.inputs import Data, Signal, load_data, load_target
+from redraft.distill.inputs import Data, Signal, choose_dtype, load_data, load_target
 from redraft.distill.train.loop import LoadedData, Loop
 from redraft.distill.train.run import Run
+from redraft.eval.engine import target_dtype
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.recipes.train import mtp_qwen3_next
 from tests.helpers.target_families import MOE, TINY
@@ -108,6 +110,24 @@ def test_a_target_computes_in_the_type_asked_for(random_target: Path) -> None:
     cpu = torch.device("cpu")
     assert load_target(str(random_target), Signal(), cpu)[0].dtype == torch.float32
     assert load_target(str(random_target), Signal(), cpu, "bfloat16")[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_target_stored_in_bfloat16_computes_in_it_on_a_cpu_that_can(
+    computes: bool, random_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_dtype, "cpu_computes_bfloat16", lambda: computes)
+    stored, cpu = tmp_path / "target", torch.device("cpu")
+    AutoModelForCausalLM.from_pretrained(random_target, dtype=torch.bfloat16).save_pretrained(stored)
+    load_tokenizer(random_target).save_pretrained(stored)
+    chosen = torch.bfloat16 if computes else torch.float32
+    served = Signal(kind="endpoint", url=("http://t1:8001",))
+    for signal in (Signal(), served):
+        model = load_target(str(stored), signal, cpu)[0]
+        assert model.dtype == chosen
+        assert prove._computed_in(model) == (None if signal.url else str(chosen).removeprefix("torch."))
+        assert load_target(str(stored), signal, cpu, "float32")[0].dtype == torch.float32
+    assert choose_dtype(str(stored), None, torch.device("cuda")) is None, "as stored"
 
 
 @pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "modelopt"])

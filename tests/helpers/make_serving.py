@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from redraft.eval.engine.sampling import Sampling
 from redraft.eval.serving.load import Latency, LoadResult
 from redraft.eval.serving.report import build_serving_report
-from redraft.eval.serving.sweep import Cell, Sweep, build_tables, plan
+from redraft.eval.serving.sweep import Cell, Ratios, Sweep, build_tables, plan
 
 ACCEPTED = (0.6, 0.4, 0.3, 0.2, 0.1)
 """Acceptance of the first draft by position; n-grams have half of it."""
@@ -73,6 +73,12 @@ def serve(cell: Cell) -> LoadResult:
     )
 
 
+def compare(cell: Cell) -> Ratios:
+    """The ratios of equal passes, with an interval that is made up."""
+    ratios = Ratios.from_passes([serve(cell)], [serve(cell.alone())])
+    return replace(ratios, interval=(0.9 * ratios.speed, 1.1 * ratios.speed))
+
+
 def make_serving_report(sweep: Sweep | None = None, mixed: dict[str, Any] | None = None, **changes: Any) -> Any:
     """The content of a serving.json; `mixed` are further drafts by name, with the configuration."""
     questions = plan(sweep or make_sweep())
@@ -102,6 +108,5 @@ def make_serving_report(sweep: Sweep | None = None, mixed: dict[str, Any] | None
         "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
         **(mixed or {}),
     }
-    ratios = {cell: result.tokens_per_s / serve(cell.alone()).tokens_per_s for cell, result in measured.items()}
-    intervals = {cell: (0.9 * ratio, 1.1 * ratio) for cell, ratio in ratios.items() if cell.variant.draft}
-    return build_serving_report(build_tables(questions, measured, intervals), configs, **{**facts, **changes})
+    ratios = {cell: compare(cell) for cell in measured if cell.variant.draft}
+    return build_serving_report(build_tables(questions, measured, ratios), configs, **{**facts, **changes})

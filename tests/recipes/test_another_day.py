@@ -133,7 +133,9 @@ def test_the_doctor_takes_the_day_of_the_run_whenever_the_draft_is_published(
         texts = greedy_continuations(model, data.prompts, max_tokens=4, num_speculative_tokens=2, end_ids=data.end_ids)
         return forecast(head, InProcessTarget(model), texts, 2)
 
-    draft, _ = publish_draft(proof, run, data, str(target), head.export, make_forecast)
+    draft, _ = publish_draft(proof, run, data, str(target), head.export, make_forecast, model=model)
+    published = json.loads((draft / "provenance.json").read_text())["forecast"]
+    assert published["dtype"] == "float32", "the doctor's engine computes in it too"
     set_day(monkeypatch, SECOND + datetime.timedelta(days=30))
     assert dispatch(["doctor", "--target", str(target), "--draft", str(draft), "--no-engine"]) == 0
     assert "Everything fits." in capsys.readouterr().out

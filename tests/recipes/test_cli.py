@@ -248,6 +248,23 @@ def test_a_preset_that_is_not_there_is_refused(args, said):
         parse(Config, "x", PRESETS, args, prog="redraft x")
 
 
+def test_every_demo_of_the_small_target_computes_in_float32_on_every_machine():
+    """It is stored in bfloat16, in which a CPU computes by default if it can."""
+    demos = {}
+    for name, command in COMMANDS.items():
+        demo = getattr(importlib.import_module(command.module), "PRESETS", {}).get("demo")
+        if getattr(demo, "target", None) == "tests/assets/tiny-target":
+            demos[name] = getattr(demo, "target_dtype", "float32")
+    assert {"distill", "eagle3", "eval", "bench"} <= demos.keys()
+    assert set(demos.values()) == {"float32"}
+
+
+@pytest.mark.parametrize("command", ["distill", "eagle3", "eval", "anchors", "doctor", "bench"])
+def test_the_type_of_the_target_has_one_flag(command, shown):
+    assert "--target-dtype" in shown[command]["text"]
+    assert " --dtype" not in shown[command]["text"]
+
+
 def test_the_help_of_a_recipe_names_its_presets_and_fields(capsys):
     with pytest.raises(SystemExit) as end:
         parse(Config, "Do a thing.", PRESETS, ["--help"], prog="redraft thing")

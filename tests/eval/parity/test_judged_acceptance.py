@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -84,13 +85,15 @@ def test_the_stored_forecast_is_read_back_and_knows_its_prompts() -> None:
             for c in ([1, 0, 2], [3, 3])
         ]
     )
-    stored = store_forecast(forecast, prompts, num_speculative_tokens=3, max_tokens=64, end_ids=[2])
+    stored = store_forecast(forecast, prompts, num_speculative_tokens=3, max_tokens=64, end_ids=[2], dtype="bfloat16")
     again = StoredForecast.from_json(json.loads(json.dumps(stored.to_json())))
     assert again == stored
     assert again.tau == forecast.overall.tau == 1 + 9 / 5
     assert again.expected([[4], [9, 9]]) == [AcceptanceCounts(num_drafts=2, num_accepted=6), None]
     assert "1, 2, 3" not in json.dumps(stored.to_json()), "the users' text stays at home"
     assert StoredForecast.from_json(None) is None
+    older = {key: value for key, value in stored.to_json().items() if key != "dtype"}
+    assert StoredForecast.from_json(older) == replace(stored, dtype=None)
     assert digest_prompt([1, 2]) != digest_prompt([12]) != digest_prompt([])
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from redraft.eval.engine import target_dtype
 from redraft.eval.engine.measure import WARM_UP_TOKENS, measure, read_counters
 from redraft.eval.engine.sampling import Sampling
 from redraft.eval.engine.server import VllmServer
@@ -21,6 +22,7 @@ from redraft.eval.forecast import teacher_forced
 from redraft.eval.forecast.greedy import generate_answers
 from redraft.eval.prompts import Prompt
 from redraft.heads.families import eagle1, medusa
+from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.target import Target
 from redraft.recipes.cli import dispatch
 from redraft.recipes.decide.evaluate import PRESETS, Config, choose_day
@@ -118,6 +120,22 @@ def test_the_same_command_gives_the_same_bytes_in_another_folder(run: Run, serve
     for file in ("report.json", "report.html", "report.md"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()
     assert (tmp_path / "one/run.json").is_file()
+
+
+def test_the_report_names_the_type_and_another_one_is_measured_again(
+    run: Run, served_pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = tmp_path / "stored"
+    LlamaForCausalLM.from_pretrained(served_pair[0], dtype=torch.bfloat16).save_pretrained(stored)
+    load_tokenizer(served_pair[0]).save_pretrained(stored)
+    flags, kept = ("--no-engine", "--target", str(stored), "--draft", "ngram"), tmp_path / "out" / "kept"
+    for computes, chosen in ((False, "float32"), (True, "bfloat16")):
+        monkeypatch.setattr(target_dtype, "cpu_computes_bfloat16", lambda computes=computes: computes)
+        assert run(*flags) == 0
+        assert report_of(tmp_path / "out")["settings"]["target_dtype"] == chosen
+        assert list((kept / chosen).iterdir())
+    assert run(*flags, "--target-dtype", "float32") == 0
+    assert report_of(tmp_path / "out")["settings"]["target_dtype"] == "float32"
 
 
 def test_a_killed_run_goes_on_with_the_batch_it_was_killed_in(
@@ -310,7 +328,7 @@ def test_the_real_engine_looks_up_what_the_forecast_does(run: Run, tiny_target: 
     16 prompts, at 2 to 4 requests, one to three gain a draft of which nothing is accepted.
     """
     flags = ("--target", str(tiny_target), "--data", "stdlib", "--held-out", "0.05", "--draft", "ngram")
-    flags += ("--concurrency", "1")
+    flags += ("--concurrency", "1", "--target-dtype", "float32")
     assert run(*flags, "--num-speculative-tokens", "4", "--max-tokens", "96", "--num-prompts", "16") == 0
     (entry,) = row_of(report_of(tmp_path / "out"), "ngram")["by_num_speculative_tokens"]
     assert entry["engine"]["num_drafts"] > 20
@@ -331,6 +349,7 @@ def test_the_real_engine_drafts_from_counted_answers_as_forecast(
     flags = ["--target", str(tiny_target), "--source", str(answers), "--output", str(counted)]
     assert dispatch(["retrieval", *flags, "--retrieval.verify-cost", "0.01"]) == 0
     more = ("--target", str(tiny_target), "--concurrency", "1", "--max-tokens", "96", "--draft", str(counted))
+    more += ("--target-dtype", "float32")
     assert run(*more, "--num-speculative-tokens", "4") == 0
     (entry,) = row_of(report_of(tmp_path / "out"), "counted")["by_num_speculative_tokens"]
     assert entry["engine"]["num_drafts"] > 20
@@ -343,7 +362,7 @@ def test_the_real_engine_asks_the_head_where_no_ngram_matches(run: Run, tiny_tar
     """The head's keys are whole: were a step with n-grams not read by it, later tokens would be others."""
     head = tiny_target.parent / "tiny-eagle3"
     flags = ("--target", str(tiny_target), "--data", "stdlib", "--held-out", "0.05", "--concurrency", "1")
-    flags += ("--draft", f"ngram+{head}", "--draft", f"ngram+{head}:1")
+    flags += ("--draft", f"ngram+{head}", "--draft", f"ngram+{head}:1", "--target-dtype", "float32")
     assert run(*flags, "--num-speculative-tokens", "4", "--max-tokens", "96", "--num-prompts", "8") == 0
     report = report_of(tmp_path / "out")
     names = ("ngram+tiny-eagle3", "ngram+tiny-eagle3:1")

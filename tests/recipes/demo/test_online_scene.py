@@ -72,11 +72,10 @@ def test_the_small_target_writes_code_and_then_prose_in_float32(tiny_target: Pat
 
 
 def test_a_real_model_is_tested_on_humaneval_of_which_nothing_is_in_the_traffic(
-    random_target: Path, parts: Path, monkeypatch: pytest.MonkeyPatch
+    random_target: Path, parts: Path
 ) -> None:
-    monkeypatch.setattr(online_stage, "computes_bfloat16", lambda: True)
     scene = make_scene(Config(target=random_target, parts=parts))
-    assert (scene.target, scene.dtype, scene.domains) == (random_target, "bfloat16", ("prose", "code"))
+    assert (scene.target, scene.domains) == (random_target, ("prose", "code"))
     assert list(scene.traffic) == ["prose", "code"]
     assert scene.training == scene.traffic["prose"]
     assert len(scene.test["code"]) == 2
@@ -84,8 +83,13 @@ def test_a_real_model_is_tested_on_humaneval_of_which_nothing_is_in_the_traffic(
     assert not any("humaneval" in question for some in scene.traffic.values() for question in first_questions(some))
     assert not first_questions(scene.test["prose"]) & first_questions(scene.training)
 
-    monkeypatch.setattr(online_stage, "computes_bfloat16", lambda: False)
-    assert make_scene(Config(target=random_target, parts=parts)).dtype == "float32"
+
+def test_a_real_model_computes_in_the_type_that_is_the_default_everywhere(
+    random_target: Path, parts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for default in ("bfloat16", "float32"):
+        monkeypatch.setattr(online_stage, "default_target_dtype", lambda target, *, on_cpu, default=default: default)
+        assert make_scene(Config(target=random_target, parts=parts)).dtype == default
     assert make_scene(Config(target=random_target, parts=parts, target_dtype="bfloat16")).dtype == "bfloat16"
 
 

@@ -1,0 +1,129 @@
+"""The type of the doctor's engine, and how exactly it is held to the published forecast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from redraft.distill.doctor import in_engine
+from redraft.distill.doctor.in_engine import EngineCheck, Plan, Served, ask_fallback, judge_acceptance, plan_run
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine import target_dtype
+from redraft.eval.forecast.stored import StoredForecast, digest_prompt
+from redraft.heads.doctor.pair import Finding, Pair
+from redraft.heads.families.eagle1 import Config, Eagle1
+from redraft.heads.files.artifact import publish
+from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.target import Target
+
+NUM_TOKENS = 3
+DRAFTS, ACCEPTED = 40, 30
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU with instructions for bfloat16."""
+    monkeypatch.setattr(in_engine, "engine_is_cpu", lambda: True)
+    pretend(monkeypatch, computes=True)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *, computes: bool) -> None:
+    for module in (in_engine, target_dtype):
+        monkeypatch.setattr(module, "cpu_computes_bfloat16", lambda: computes)
+
+
+def make_pair(target: Path, folder: Path, dtype: str | None, **provenance: Any) -> Pair:
+    """A head of the target with a forecast on the fallback questions, made in `dtype`."""
+    stored = StoredForecast(
+        num_speculative_tokens=NUM_TOKENS,
+        max_tokens=64,
+        end_ids=(),
+        by_prompt={digest_prompt(ids): (DRAFTS, ACCEPTED) for ids in ask_fallback(load_tokenizer(target), 16)},
+        dtype=dtype,
+    )
+    head = Eagle1(Config(), Target.from_model(LlamaForCausalLM.from_pretrained(target)))
+    publish(folder, head.export, {"forecast": stored.to_json(), **provenance})
+    return Pair.read(target, folder)
+
+
+def make_plan(pair: Pair, folder: Path, dtype: str | None = None) -> Plan:
+    return plan_run(pair, NUM_TOKENS, EngineCheck(folder=folder, dtype=dtype))
+
+
+def judge(pair: Pair, plan: Plan, changes: list[int]) -> list[str]:
+    """The problems of an engine that accepts so many tokens more than the forecast says, prompt by prompt."""
+    counts = [AcceptanceCounts(num_drafts=DRAFTS, num_accepted=ACCEPTED + change) for change in changes]
+    draft: Any = None
+    served = Served(outputs=[[1]] * len(counts), counts=counts)
+    judged = judge_acceptance(pair, plan, served, draft, None, {})
+    return [each.problem for each in judged if isinstance(each, Finding)]
+
+
+TIES = [1, -1, 0, 0] * 4
+"""Half of the prompts count otherwise, and the mean is the forecast's."""
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("forecast", "engine", "is_broken"),
+    [
+        ("float32", "float32", True),
+        ("bfloat16", "float32", False),
+        ("float32", "bfloat16", False),
+        (None, "float32", False),
+    ],
+)
+def test_prompts_are_compared_one_by_one_only_if_forecast_and_engine_computed_in_float32(
+    forecast: str | None, engine: str, is_broken: bool, random_target: Path, tmp_path: Path
+) -> None:
+    pair = make_pair(random_target, tmp_path / "draft", forecast)
+    plan = make_plan(pair, tmp_path, engine)
+    assert plan.run.dtype == engine
+    problems = judge(pair, plan, TIES)
+    assert [("8 prompts count otherwise" in problem) for problem in problems] == [True] * is_broken
+    (worse,) = judge(pair, plan, [-10] * 16)
+    assert "serving sees 1.500" in worse, "the mean counts in every type"
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_engine_runs_in_the_type_of_the_forecast(
+    random_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dtype in ("bfloat16", "float32"):
+        pair = make_pair(random_target, tmp_path / dtype, dtype)
+        assert make_plan(pair, tmp_path).run.dtype == dtype
+        assert make_plan(pair, tmp_path, "float32").run.dtype == "float32", "as asked for"
+    pretend(monkeypatch, computes=False)
+    pair = make_pair(random_target, tmp_path / "elsewhere", "bfloat16")
+    assert make_plan(pair, tmp_path).run.dtype == "float32", "this CPU has no instructions for bfloat16"
+    monkeypatch.setattr(in_engine, "engine_is_cpu", lambda: False)
+    assert make_plan(pair, tmp_path).run.dtype == "bfloat16"
+    unknown = make_pair(random_target, tmp_path / "unknown", None)
+    assert make_plan(unknown, tmp_path).run.dtype == "bfloat16", "on a GPU"
+
+
+CPU, GPU = {"gpu": "none"}, {"gpu": "NVIDIA H100"}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("provenance", "known"),
+    [
+        ({"environment": CPU, "config": {"target_dtype": None}}, "float32"),
+        ({"environment": CPU, "config": {"target_dtype": "bfloat16"}}, "bfloat16"),
+        ({"environment": CPU, "config": {"signal": {"url": ["http://t1:8001"]}}}, None),
+        ({"environment": GPU, "config": {"target_dtype": None}}, None),
+        ({}, None),
+    ],
+)
+def test_the_type_of_an_older_forecast_is_that_of_its_training(
+    provenance: dict[str, Any], known: str | None, random_target: Path, tmp_path: Path
+) -> None:
+    pair = make_pair(random_target, tmp_path / "draft", None, **provenance)
+    plan = make_plan(pair, tmp_path)
+    assert plan.stored is not None
+    assert plan.stored.dtype == known
+    assert plan.run.dtype == (known or "float32"), "the random target is stored in float32"
