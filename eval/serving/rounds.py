@@ -12,7 +12,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +23,18 @@ import numpy as np
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.measure import Measurement, Output, measure
 from redraft.eval.engine.served import count_steps
-from redraft.eval.engine.server import IDLE_S, VllmServer, vllm_server
+from redraft.eval.engine.server import IDLE_S, VllmServer, engine_is_cpu, vllm_server
 from redraft.eval.intervals import median_interval
 from redraft.eval.prompts import Prompt
+from redraft.heads.files.kept import compute_once
 from redraft.heads.progress import Progress
 
 PLAIN = "none"
 """Name of the server without a draft."""
+
+MEMORY_SHARE = "--gpu-memory-utilization"
+USED_MEMORY = 0.9
+"""Share of a GPU's memory for all servers together. The rest is for their CUDA contexts, which vLLM does not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +51,24 @@ class Plan:
 def start_servers(
     target: str, drafts: Mapping[str, Mapping[str, Any] | None], logs: Path, **options: Any
 ) -> Iterator[dict[str, VllmServer]]:
-    """A server for each draft's --speculative-config, all started at the same time. They compute in turns, so they
-    share the cores. `options` are those of `vllm_server`.
+    """A server for each draft's --speculative-config. They compute in turns, so they share the cores, and the memory of
+    a GPU in equal parts. `options` are those of `vllm_server`.
+
+    On a CPU all start at the same time. On a GPU they start one after the other: until a server is ready, vLLM counts
+    all new use of the GPU's memory as this server's.
 
     Raises: as `vllm_server`, as soon as one server does not start.
     """
     given_up = threading.Event()
+    on_cpu = engine_is_cpu()
+    if not on_cpu:
+        options["extra_args"] = share_memory(options.get("extra_args", ()), len(drafts))
     # a server ends with the thread that started it, so the threads stay until the servers are stopped
-    with ThreadPoolExecutor(len(drafts)) as pool, contextlib.ExitStack() as stack:
+    with ThreadPoolExecutor(len(drafts) if on_cpu else 1) as pool, contextlib.ExitStack() as stack:
 
         def start(name: str) -> VllmServer:
-            log = logs / f"vllm-{name}.log"
+            # A draft may be named by a path.
+            log = logs / f"vllm-{name.replace('/', '-')}.log"
             return stack.enter_context(
                 vllm_server(target, log=log, speculative_config=drafts[name], given_up=given_up, **options)
             )
@@ -68,13 +80,40 @@ def start_servers(
         except BaseException:
             # Every thread ends before the stack closes: one that entered it later would leave a server running.
             given_up.set()
+            for waiting in starts.values():
+                waiting.cancel()
             wait(starts.values())
             raise
         yield {name: started.result() for name, started in starts.items()}
 
 
+def share_memory(engine_args: Sequence[str], num_servers: int) -> tuple[str, ...]:
+    """vLLM's arguments, with the share of the GPU's memory that leaves room for all servers unless they name one.
+
+    By default each server would take nearly the whole GPU.
+    """
+    # vLLM takes both spellings, and the value after an equals sign or as the next argument.
+    if any(argument.replace("_", "-").startswith(MEMORY_SHARE) for argument in engine_args):
+        return tuple(engine_args)
+    # Rounded down: 0.9 for four servers is 0.225 for each.
+    return (f"{MEMORY_SHARE}={math.floor(1000 * USED_MEMORY / num_servers) / 1000}", *engine_args)
+
+
 Results = Mapping[tuple[str, int], Sequence[Measurement]]
 """Measurements of the rounds, by server and requests in flight."""
+
+
+def keep_rounds(folder: Path, key: object, run: Callable[[], Results]) -> Results:
+    """The results of `run()`, or those that an earlier run with an equal `key` left in `folder`.
+
+    They are kept as a whole: speeds of servers which took turns on different days are not compared.
+    """
+
+    def listed() -> list[tuple[str, int, list[Measurement]]]:
+        return [(name, concurrency, list(runs)) for (name, concurrency), runs in run().items()]
+
+    kept = compute_once(folder, "rounds", key, list[tuple[str, int, list[Measurement]]], listed)
+    return {(name, concurrency): runs for name, concurrency, runs in kept}
 
 
 def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], plan: Plan) -> Results:

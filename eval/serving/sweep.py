@@ -4,11 +4,13 @@ Sweep ──► plan: question -> cells ──► (a server for every variant, a
 
 A question varies one setting and leaves the others at the first values of the sweep, so one cell often answers several
 questions. Each finished cell is written to a separate file, so an interrupted run continues with the missing cells.
+A cell is only compared with the target alone in the same pass, whose run is written beside it.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,6 +44,11 @@ class Variant:
     """Quantization of the draft, as vLLM calls it (`fp8`)."""
     is_ideal: bool = False
     """The engine is told to accept every draft token: the upper limit for any draft of this speed."""
+
+    @property
+    def may_be_refused(self) -> bool:
+        """The benchmark can do without it if the engine refuses it."""
+        return bool(self.quantization) or self.is_ideal
 
 
 ALONE = Variant()
@@ -143,6 +150,51 @@ def group_by_variant(cells: Iterable[Cell]) -> dict[Variant, list[Cell]]:
     return groups
 
 
+def order_pass(missing: Mapping[Variant, Sequence[Cell]]) -> dict[Variant, list[Cell]]:
+    """The cells to measure in a pass by variant, in order, given those that the pass does not have yet.
+
+    The target alone is among them at every load of a missing cell. It comes first; or last if the engine may refuse all
+    the others, so nothing is measured in vain.
+    """
+    drafts = {variant: list(cells) for variant, cells in missing.items() if variant != ALONE}
+    alone = {ALONE: list(dict.fromkeys(cell.alone() for cells in missing.values() for cell in cells))}
+    if ALONE in missing or not all(variant.may_be_refused for variant in drafts):
+        return alone | drafts
+    return drafts | alone if drafts else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratios:
+    """A cell relative to the target alone at the same load: medians over passes of the ratios within a pass."""
+
+    speed: float
+    """Ratio of output tokens/s."""
+    e2e: float
+    """Ratio of mean end-to-end latencies, of the target alone to the cell's."""
+    step: float | None
+    """Ratio of the durations of a step; None if a step was not timed."""
+    interval: tuple[float, float] | None
+    """95% interval of `speed`; None with a single pass."""
+
+    @staticmethod
+    def from_passes(runs: Sequence[LoadResult], alone: Sequence[LoadResult]) -> Ratios:
+        pairs = list(zip(runs, alone, strict=True))
+        steps = [run.step_s / plain.step_s for run, plain in pairs if run.step_s and plain.step_s]
+        return Ratios(
+            speed=statistics.median(run.tokens_per_s / plain.tokens_per_s for run, plain in pairs),
+            e2e=statistics.median(plain.e2e_ms.mean / run.e2e_ms.mean for run, plain in pairs),
+            step=statistics.median(steps) if steps else None,
+            interval=paired_ratio_interval([r.tokens_per_s for r in runs], [r.tokens_per_s for r in alone]),
+        )
+
+
+ITSELF = Ratios(speed=1.0, e2e=1.0, step=1.0, interval=None)
+"""The ratios of the target alone."""
+
+FORMAT = 2
+"""Version of the files of cells. The first had no run of the target alone beside the cell's."""
+
+
 class Results:
     """The finished cells of a folder, one file each: cells/<hash>.json."""
 
@@ -155,47 +207,47 @@ class Results:
         mixed = Mix.parse(cell.variant.draft or "")
         read = (mixed.head if mixed else cell.variant.draft, cell.load.file)
         files = [fingerprint_path(name) for name in read if name]
-        named = {"cell": asdict(cell), "served": self._served, "files": files, "repeat": repeat}
+        named = {"cell": asdict(cell), "served": self._served, "files": files, "repeat": repeat, "format": FORMAT}
         return self.folder / f"{hash_key(named)[:16]}.json"
 
     def has(self, cell: Cell, repeat: int) -> bool:
         return self.path(cell, repeat).is_file()
 
-    def add(self, cell: Cell, repeat: int, result: LoadResult) -> None:
-        """Write a finished cell atomically: a killed process leaves no broken file."""
-        text = json.dumps({"cell": asdict(cell), "repeat": repeat, "served": result.to_json()}, indent=1)
-        write_whole(self.path(cell, repeat), text)
+    def add(self, cell: Cell, repeat: int, result: LoadResult, alone: LoadResult) -> None:
+        """Write a finished cell atomically: a killed process leaves no broken file.
+
+        `alone` is the run of the target alone at this load in the same pass; `result` itself if nothing is drafted.
+        """
+        content = {"cell": asdict(cell), "repeat": repeat, "served": result.to_json(), "alone": alone.to_json()}
+        write_whole(self.path(cell, repeat), json.dumps(content, indent=1))
 
     def median(self, cell: Cell, num_repeats: int) -> LoadResult | None:
         """The run of a cell with the median speed; None if no run is finished."""
-        runs = [json.loads(self.path(cell, r).read_text()) for r in range(num_repeats) if self.has(cell, r)]
-        return median_run([LoadResult.from_json(run["served"]) for run in runs]) if runs else None
+        runs = self._read(cell, num_repeats, "served")
+        return median_run(runs) if runs else None
 
-    def speedup_interval(self, cell: Cell, num_repeats: int) -> tuple[float, float] | None:
-        """The 95% interval of the speed-up over the repeats, which took turns; None with fewer than two."""
-        speeds = [
-            [json.loads(self.path(one, r).read_text())["served"]["tokens_per_s"] for one in (cell, cell.alone())]
-            for r in range(num_repeats)
-            if self.has(cell, r) and self.has(cell.alone(), r)
-        ]
-        return paired_ratio_interval([ours for ours, _ in speeds], [theirs for _, theirs in speeds])
+    def ratios(self, cell: Cell, num_repeats: int) -> Ratios | None:
+        """The cell relative to the target alone; None if no run is finished."""
+        runs = self._read(cell, num_repeats, "served")
+        return Ratios.from_passes(runs, self._read(cell, num_repeats, "alone")) if runs else None
 
-
-Intervals = Mapping[Cell, tuple[float, float] | None]
+    def _read(self, cell: Cell, num_repeats: int, key: str) -> list[LoadResult]:
+        files = [json.loads(self.path(cell, r).read_text()) for r in range(num_repeats) if self.has(cell, r)]
+        return [LoadResult.from_json(content[key]) for content in files]
 
 
 def build_tables(
-    questions: Mapping[str, Sequence[Cell]], measured: Mapping[Cell, LoadResult], intervals: Intervals | None = None
+    questions: Mapping[str, Sequence[Cell]], measured: Mapping[Cell, LoadResult], ratios: Mapping[Cell, Ratios]
 ) -> dict[str, list[dict[str, Any]]]:
     """The rows of every question, one for each measured cell. Questions without rows are left out.
 
-    `intervals` are those of the speed-ups; the report states no speed-up in words without one.
+    `ratios` are those of the cells with a draft; the report states no speed-up in words without an interval.
 
     The table of quantised drafts is left out if the engine refused all of them.
     """
     tables = {}
     for question, cells in questions.items():
-        if rows := list(_build_rows(cells, measured, intervals or {})):
+        if rows := list(_build_rows(cells, measured, ratios)):
             tables[question] = rows
     if not any(row["quantization"] for row in tables.get("quantization", ())):
         tables.pop("quantization", None)
@@ -203,42 +255,43 @@ def build_tables(
 
 
 def _build_rows(
-    cells: Sequence[Cell], measured: Mapping[Cell, LoadResult], intervals: Intervals
+    cells: Sequence[Cell], measured: Mapping[Cell, LoadResult], ratios: Mapping[Cell, Ratios]
 ) -> Iterator[dict[str, Any]]:
     for cell in cells:
         # An ideal cell gives the draft's row a column, `speedup_ideal`, and gets no row.
         if cell in measured and not cell.variant.is_ideal:
             ideal = replace(cell, variant=replace(cell.variant, is_ideal=True))
-            row = build_row(cell, measured[cell], measured.get(cell.alone()), measured.get(ideal))
-            yield row | {"speedup_interval": intervals.get(cell)}
+            yield build_row(cell, measured[cell], ratios.get(cell), ratios.get(ideal))
 
 
-def build_row(
-    cell: Cell, result: LoadResult, alone: LoadResult | None, ideal: LoadResult | None = None
-) -> dict[str, Any]:
-    """The settings of a cell, its result, and three ratios to `alone`, the same load without a draft.
+def build_row(cell: Cell, result: LoadResult, ratios: Ratios | None, ideal: Ratios | None = None) -> dict[str, Any]:
+    """The settings of a cell, its result, and ratios to the same load without a draft in the same passes.
 
-    `speedup`           ratio of output tokens/s
+    `speedup`           ratio of output tokens/s, with `speedup_interval`
     `speedup_e2e`       ratio of mean end-to-end latencies; the one to read if clients, not the server, set the pace
     `speedup_ideal`     ratio of output tokens/s if every draft token were accepted: measured (`ideal`), or computed as
                         k + 1 tokens in each of the measured steps
+    `step_ratio`        ratio of the durations of a step
     """
     k = cell.variant.num_speculative_tokens
+    if cell.variant == ALONE:
+        ratios = ITSELF
     load = asdict(cell.load)
     del load["sampling"]  # the same in all rows: it is one of the report's settings
     speedup_ideal = None
-    if alone and k and result.step_s:
-        computed = (k + 1) * alone.step_s / result.step_s
-        speedup_ideal = ideal.tokens_per_s / alone.tokens_per_s if ideal else computed
+    if ratios and k and ratios.step:
+        speedup_ideal = ideal.speed if ideal else (k + 1) / ratios.step
     return {
         "draft": cell.variant.draft,
         "num_speculative_tokens": k,
         "quantization": cell.variant.quantization,
         **load,
         "measured": result.to_json(),
-        "speedup": result.tokens_per_s / alone.tokens_per_s if alone else None,
-        "speedup_e2e": alone.e2e_ms.mean / result.e2e_ms.mean if alone else None,
+        "speedup": ratios.speed if ratios else None,
+        "speedup_interval": ratios.interval if ratios else None,
+        "speedup_e2e": ratios.e2e if ratios else None,
         "speedup_ideal": speedup_ideal,
+        "step_ratio": ratios.step if ratios else None,
     }
 
 
@@ -249,11 +302,16 @@ def fit_step_costs(rows: Iterable[Mapping[str, Any]], draft: str) -> StepCosts |
     None unless some concurrency was measured with and without the draft.
     """
     steps: dict[int, dict[int, float]] = {}
-    for entry in rows:
-        if entry["draft"] in (None, draft) and entry["concurrency"] and entry["measured"]["step_s"] > 0:
-            by_k = steps.setdefault(entry["concurrency"], {})  # k = 0 is the row without a draft
-            by_k[entry["num_speculative_tokens"]] = entry["measured"]["step_s"]
-    whole = {b: by_k for b, by_k in steps.items() if 0 in by_k and len(by_k) > 1}
+    rows = [row for row in rows if row["concurrency"] and row["measured"]["step_s"] > 0]
+    for row in rows:
+        if row["draft"] is None:
+            steps[row["concurrency"]] = {0: row["measured"]["step_s"]}
+    for row in rows:
+        # By the ratio within a pass: the target's step may be of a day on which the machine had less to do.
+        if row["draft"] == draft and row["concurrency"] in steps and row["step_ratio"]:
+            by_k = steps[row["concurrency"]]
+            by_k[row["num_speculative_tokens"]] = by_k[0] * row["step_ratio"]
+    whole = {b: by_k for b, by_k in steps.items() if len(by_k) > 1}
     return StepCosts.from_steps(whole) if whole else None
 
 

@@ -5,21 +5,21 @@ $ redraft bench --target T --draft D --draft ngram --num-speculative-tokens 4 1 
 $ redraft bench --target T --draft D --request-rate 1 4 16 --data sharegpt:sharegpt.json jsonl:ours.jsonl
 $ redraft bench --preset demo                               # the small target with the draft of `make demo-tiny`
 
-Every server is started once and gets its load from vLLM's generator (`vllm bench serve`). Finished cells are kept:
-after an interruption, run the same command again to measure the rest. The results are serving.html, serving.md and
+Every server is started once a pass and gets its load from vLLM's generator (`vllm bench serve`). Finished cells are
+kept: after an interruption, or with further drafts, run the command again to measure the rest. The target alone is then
+measured again beside them, because a speed-up is a ratio within a pass. The results are serving.html, serving.md and
 serving.json; `redraft advise --serving serving.json` then advises on the number of draft tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,12 +28,23 @@ import tyro
 
 from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
 from redraft.eval.engine.server import VllmServer, engine_is_cpu, forget_requests, require_servable, vllm_server
+from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.eval.forecast.drafts import SampleMethod
 from redraft.eval.machine import engine_environment, environment
 from redraft.eval.serving.draft_config import cure, draft_config
-from redraft.eval.serving.load import run_load
+from redraft.eval.serving.load import LoadResult, run_load
 from redraft.eval.serving.report import build_serving_report, compose_answer, shorten_name, write_serving
-from redraft.eval.serving.sweep import Cell, Results, Sweep, Variant, build_tables, group_by_variant, plan
+from redraft.eval.serving.sweep import (
+    ALONE,
+    Cell,
+    Results,
+    Sweep,
+    Variant,
+    build_tables,
+    group_by_variant,
+    order_pass,
+    plan,
+)
 from redraft.heads.files.kept import fingerprint_path
 from redraft.heads.progress import Progress
 from redraft.recipes.cli import run_recipe
@@ -68,8 +79,8 @@ class Config:
     prompts_per_client: int = 8
     """Prompts per request in flight: with a concurrency of 32, 256 prompts are sent."""
     repeats: int = 3
-    """Number of passes over all servers, in turns. The run with the median speed counts, and the speed-ups get an
-    interval over the passes; a single pass has none, and the report then states no speed-up in words."""
+    """Number of passes over all servers, in turns. The run with the median speed is shown, and the median of the
+    passes' ratios, with an interval; a single pass has none, and the report then states no speed-up in words."""
     temperature: float | None = None
     """Temperature of every request. By default the one that the target's generation_config.json names, else 1, as
     vLLM."""
@@ -84,8 +95,9 @@ class Config:
     draft_sample_method: SampleMethod = "greedy"
     """How the server drafts at temperatures above 0: the most probable token, or a sampled one. `redraft eval` says
     which is accepted more often."""
-    dtype: str | None = None
-    """Dtype of the engine. By default float32 on a CPU and the model's dtype on a GPU."""
+    target_dtype: str | None = None
+    """Type in which the target computes. By default as stored on a GPU. On a CPU bfloat16 if it is stored so and the
+    CPU has instructions for bfloat16, else float32."""
     vllm_args: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Further argument of every server, after an equals sign: --vllm-args=--tensor-parallel-size=4. Repeat the flag for
     more arguments."""
@@ -98,6 +110,7 @@ class Config:
 PRESETS = {
     "demo": Config(
         target="tests/assets/tiny-target",
+        target_dtype="float32",  # as in the demo's training
         draft=("outputs/demo-tiny/draft", "ngram"),
         num_speculative_tokens=(3, 1),
         concurrency=(4, 1, 16),
@@ -128,9 +141,9 @@ def main(cfg: Config) -> None:
     # 3. write the reports
     medians = {cell: results.median(cell, cfg.repeats) for some in cells.values() for cell in some}
     measured = {cell: median for cell, median in medians.items() if median is not None}
-    intervals = {cell: results.speedup_interval(cell, cfg.repeats) for cell in measured if cell.variant.draft}
+    ratios = {cell: found for cell in measured if (found := results.ratios(cell, cfg.repeats))}
     report = build_serving_report(
-        build_tables(questions, measured, intervals),
+        build_tables(questions, measured, ratios),
         configs,
         target=cfg.target,
         command=shlex.join(sys.argv),
@@ -186,9 +199,14 @@ def sampling(cfg: Config) -> Sampling:
 
 def served(cfg: Config) -> dict[str, Any]:
     """The settings of all servers. If one changes, earlier measurements are not reused."""
-    server = {"dtype": cfg.dtype, "vllm_args": cfg.vllm_args, "max_num_seqs": max_num_seqs(cfg)}
+    server = {"dtype": target_dtype(cfg), "vllm_args": cfg.vllm_args, "max_num_seqs": max_num_seqs(cfg)}
     drafting = {"draft_sample_method": cfg.draft_sample_method}
     return {"target": fingerprint_path(cfg.target), **server, **drafting, **engine_environment()}
+
+
+def target_dtype(cfg: Config) -> str | None:
+    """The type of the target in every server; None for as stored, on a GPU."""
+    return cfg.target_dtype or default_target_dtype(cfg.target, on_cpu=engine_is_cpu())
 
 
 def max_num_seqs(cfg: Config) -> int:
@@ -214,28 +232,50 @@ def measure_missing(
 ) -> list[dict[str, str]]:
     """Measure every cell not finished by an earlier run, and return the refused variants with the reason.
 
+    The target alone is measured again in a pass with missing cells, because they are compared with it.
+
     Raises:
         ValueError: if the engine refuses a draft without quantization; with the cure if one is known.
     """
     refused: dict[str, str] = {}
-    with Progress(total=cfg.repeats * sum(map(len, cells.values())), desc="cells", unit="cell") as bar:
+    in_pass = sum(map(len, cells.values()))
+    with Progress(total=cfg.repeats * in_pass, desc="cells", unit="cell") as bar:
         # The repeats are the outer loop: the passes of one variant lie far apart, so a slow hour of the
         # machine hits every variant and not one.
-        for repeat, (variant, some) in itertools.product(range(cfg.repeats), cells.items()):
-            missing = [cell for cell in some if not results.has(cell, repeat)]
-            bar.update(len(some) - len(missing))
-            bar.set_postfix_str(name(variant))
+        for repeat in range(cfg.repeats):
             # A refused variant is not started again in the next pass: a failed start takes minutes.
-            if not missing or name(variant) in refused:
-                continue
-            try:
-                with server(cfg, variant, configs) as running:
-                    for cell in missing:
-                        results.add(cell, repeat, run_load(running, cell.load, cfg.output / "prompts"))
-                        bar.update()
-            except ChildProcessError as error:
-                refused[name(variant)] = excuse_refusal(cfg, variant, error)
+            todo = order_pass(list_missing(cells, results, repeat, refused))
+            bar.update(in_pass - sum(map(len, todo.values())))
+            runs: dict[Cell, LoadResult] = {}
+            drafts = {name(variant) for variant in todo if variant != ALONE}
+            for variant, some in todo.items():
+                if variant == ALONE and drafts and drafts <= refused.keys():
+                    continue
+                bar.set_postfix_str(name(variant))
+                try:
+                    with server(cfg, variant, configs) as running:
+                        for cell in some:
+                            runs[cell] = run_load(running, cell.load, cfg.output / "prompts")
+                            keep_compared(results, repeat, runs, cell)
+                            bar.update()
+                except ChildProcessError as error:
+                    refused[name(variant)] = excuse_refusal(cfg, variant, error)
     return [{"what": refused_name, "reason": reason} for refused_name, reason in refused.items()]
+
+
+def list_missing(
+    cells: Mapping[Variant, Sequence[Cell]], results: Results, repeat: int, refused: Container[str]
+) -> dict[Variant, list[Cell]]:
+    """The cells that a pass does not have yet."""
+    missing = {variant: [cell for cell in some if not results.has(cell, repeat)] for variant, some in cells.items()}
+    return {variant: some for variant, some in missing.items() if some and name(variant) not in refused}
+
+
+def keep_compared(results: Results, repeat: int, runs: Mapping[Cell, LoadResult], newest: Cell) -> None:
+    """Write the newest run once the target's at this load is there; with the target's, also the runs that waited."""
+    for cell, run in runs.items():
+        if newest in (cell, cell.alone()) and cell.alone() in runs:
+            results.add(cell, repeat, run, runs[cell.alone()])
 
 
 def server(
@@ -247,7 +287,7 @@ def server(
         speculative_config=speculative_config(variant, configs),
         max_model_len=cfg.max_model_len,
         max_num_seqs=max_num_seqs(cfg),
-        dtype=cfg.dtype,
+        dtype=target_dtype(cfg),
         extra_args=cfg.vllm_args,
         extra_env=sampling_environment(os.environ),
     )
@@ -262,7 +302,7 @@ def excuse_refusal(cfg: Config, variant: Variant, error: ChildProcessError) -> s
     """
     if variant.draft is None:
         raise error
-    if not variant.quantization and not variant.is_ideal:
+    if not variant.may_be_refused:
         raise ValueError(f"{error}{cure(cfg.target, variant.draft, variant.num_speculative_tokens)}") from error
     return str(error)
 

@@ -1,6 +1,6 @@
 """Which draft pays? Make every kind of draft for a target, measure each in a real vLLM, and confirm the best.
 
-$ make drafts                                     # SmolLM2-135M-Instruct: under an hour on two cores
+$ make drafts                                     # SmolLM2-135M-Instruct: twelve drafts in an hour on two cores
 $ redraft drafts --target models/llama-1b --answers answers.jsonl --prompts prompts.jsonl
 $ redraft drafts --target Qwen/Qwen3-8B --answers answers.jsonl --draft Qwen/Qwen3-0.6B --train eagle3-32k
 
@@ -11,11 +11,12 @@ $ redraft drafts --target Qwen/Qwen3-8B --answers answers.jsonl --draft Qwen/Qwe
 Names of --train: `layers-N` (a draft model of N of the target's layers), `medusa`, and `eagle3`, `dflash` or `peagle`,
 with the size of the head's vocabulary, as in `eagle3-8k`. `ngram+eagle3-8k:2` is that head with n-grams before it, and
 with at most 2 tokens of its own a step. The answers should be the target's (`redraft regenerate`).
-After an interruption, run the same command again: finished drafts are kept.
+After an interruption, run the same command again: finished drafts and rounds are kept.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -33,20 +34,22 @@ import tyro
 from redraft.distill.data.conversations import Conversation, load_conversations
 from redraft.distill.data.rendering import choose_day
 from redraft.distill.data.samples import held_out_prompts
-from redraft.distill.inputs import TargetDtype
-from redraft.distill.train.loop import computes_bfloat16
 from redraft.eval.engine.server import engine_is_cpu, require_servable
+from redraft.eval.engine.target_dtype import computes_bfloat16
 from redraft.eval.forecast.ngram import Mix
-from redraft.eval.machine import environment
+from redraft.eval.machine import engine_environment, environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import TEMPLATES, write_page
 from redraft.eval.serving.draft_config import draft_config
 from redraft.eval.serving.drafts import Candidate, Choice, choose, predict
 from redraft.eval.serving.drafts_charts import build_charts
-from redraft.eval.serving.rounds import PLAIN, Plan, Results, compare, run_rounds, start_servers
-from redraft.heads.files.artifact import write_whole
+from redraft.eval.serving.report import shorten_name
+from redraft.eval.serving.rounds import PLAIN, Plan, Results, compare, keep_rounds, run_rounds, start_servers
+from redraft.heads.families.retrieval import FOLDER
+from redraft.heads.files.artifact import fingerprint, write_whole
 from redraft.heads.files.checkpoint import load_text_config, load_tokenizer
-from redraft.heads.files.folder import count_parameters
+from redraft.heads.files.folder import count_parameters, fetch_model, model_folder
+from redraft.heads.files.kept import fingerprint_path
 from redraft.heads.progress import Progress
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_problems
@@ -70,6 +73,12 @@ NGRAM, RETRIEVAL = "ngram", "retrieval"
 LOOKUP_TOKENS = {NGRAM: 4, RETRIEVAL: 6}
 """Most draft tokens of a step. Counted answers propose fewer if they are unlikely."""
 
+FILES = ("model", FOLDER)
+"""Keys of a --speculative-config for the draft's folder."""
+
+ROUNDS = "rounds"
+"""Folder in --output of the finished rounds."""
+
 MAX_PROMPT_TOKENS = 360
 FIRST_PROBLEMS = 4
 """Every fourth prompt is for the first rounds. The others confirm."""
@@ -81,9 +90,11 @@ ROWS_PROMPTS = 32
 @dataclass(frozen=True, kw_only=True)
 class Config:
     target: str | None = None
-    """Folder or hub name of the served model. By default SmolLM2-135M-Instruct, from a wheel on PyPI."""
+    """Folder or hub name of the served model. By default SmolLM2-135M-Instruct, from the hub,
+    or from a wheel on PyPI if the hub cannot be reached."""
     draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Finished draft to compare with: a folder, a hub name, `suffix`, or `mtp`. Repeat the flag for more."""
+    """Finished draft to compare with: a folder, a hub name, `suffix`, or `mtp`. Repeat the flag for more. On the page
+    a draft has the folder's name, or the one above if that is `draft`; if two would have the same, the whole path."""
     train: tuple[str, ...] = (
         *("layers-2", "layers-4", "layers-6", "layers-10"),
         *("eagle3-4k", "eagle3-8k", "eagle3-16k", "ngram+eagle3-8k:2", "dflash-8k", "medusa"),
@@ -91,8 +102,9 @@ class Config:
     """Drafts to train. Leave it empty to compare finished ones only."""
     minutes: float = 2.5
     """Length of each training."""
-    answers: str = str(ANSWERS)
-    """Answers of the target to train on and to count, as written by `redraft regenerate`."""
+    answers: str | None = None
+    """Answers of the target to train on and to count, as written by `redraft regenerate`. By default those of
+    SmolLM2-135M-Instruct, if it is the target. If nothing is trained, another target needs none: nothing is counted."""
     prompts: str | None = None
     """Prompts to measure on: a hub name, or a .jsonl or .parquet file. By default HumanEval's."""
     num_speculative_tokens: int = 3
@@ -110,7 +122,8 @@ class Config:
     max_tokens: int = 64
     """Longest answer, in tokens."""
     together: int = 0
-    """Servers alive at the same time, which take turns; 0: five on a CPU, one on a GPU. All share the memory."""
+    """Servers alive at the same time, which take turns; 0: five on a CPU, two on a GPU. One is the target alone. All
+    share the memory."""
     engine_args: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Further argument of vLLM, after an equals sign: --engine-args=--tensor-parallel-size=8. Repeat the flag for more
     arguments."""
@@ -121,7 +134,7 @@ class Config:
     output: Path = Path("outputs/drafts")
     """Folder for report.json, report.html, the drafts and the logs."""
     overwrite: bool = False
-    """Train everything again."""
+    """Train and measure everything again. To measure again only, delete the folder `rounds` in --output."""
 
     def __post_init__(self) -> None:
         for name in self.train:
@@ -130,6 +143,8 @@ class Config:
                 raise ValueError(f"--train {name}: give layers-N, medusa, or eagle3-Nk, dflash-Nk, peagle-Nk")
             if mixed and not head.startswith("eagle3"):
                 raise ValueError(f"--train {name}: n-grams go before eagle3-Nk only")
+            if self.train.count(name) > 1:
+                raise ValueError(f"--train {name} is given twice")
         if self.confirm_rounds < 6:
             raise ValueError(f"--confirm-rounds {self.confirm_rounds} give no 95% interval: 6 or more")
         for field in ("rounds", "confirm", "num_speculative_tokens", "prompts_one", "prompts_many"):
@@ -137,8 +152,13 @@ class Config:
                 raise ValueError(f"--{field.replace('_', '-')} must be at least 1")
 
     @property
+    def known_answers(self) -> str | None:
+        """Source of the target's answers; None if there is none."""
+        return self.answers or (str(ANSWERS) if self.target is None else None)
+
+    @property
     def num_together(self) -> int:
-        return max(2, self.together or (5 if engine_is_cpu() else 1))
+        return max(2, self.together or (5 if engine_is_cpu() else 2))
 
     def plan(self, rounds: int) -> Plan:
         one, many = LOADS
@@ -147,8 +167,13 @@ class Config:
 
 def main(cfg: Config) -> None:
     started = time.perf_counter()
+    require_answers(cfg)
+    if cfg.overwrite:
+        shutil.rmtree(cfg.output / ROUNDS, ignore_errors=True)
     target = cfg.target or str(make_target(cfg.parts))
-    # Before the trainings: too few prompts, or a draft that cannot be served, must not be found out an hour later.
+    # Before the trainings: a target without all files, too few prompts, or a draft that cannot be served, must not be
+    # found out an hour later.
+    fetch_model(target)
     first, rest = load_prompts(cfg, target)
     finished = list(finished_drafts(cfg))
 
@@ -162,12 +187,12 @@ def main(cfg: Config) -> None:
 
     # 3. confirm the best on other prompts
     best = choose(choices, cfg.confirm)
-    confirmed = confirm(cfg, target, best, rest) if best else results[candidates[0].name]
+    confirmed = confirm(cfg, target, best, rest) if best else results
 
     # 4. report
     rows: list[dict[str, Any]] = [
         {"name": choice.candidate.name, "title": choice.candidate.title, "predicted": choice.speedups}
-        | {str(load): compare(confirmed, choice.candidate.name, load) for load in LOADS}
+        | {str(load): compare(confirmed[choice.candidate.name], choice.candidate.name, load) for load in LOADS}
         for choice in best
     ]
     report = {
@@ -175,7 +200,7 @@ def main(cfg: Config) -> None:
         "command": shlex.join(sys.argv),
         "drafts": [choice.to_json() for choice in choices],
         "confirmed": sorted(rows, key=lambda row: -row["1"]["ratio"]),
-        "plain": {str(load): compare(confirmed, PLAIN, load) for load in LOADS},
+        "plain": {str(load): compare(next(iter(confirmed.values())), PLAIN, load) for load in LOADS},
         "settings": {"minutes": cfg.minutes, "rounds": cfg.rounds, "confirm_rounds": cfg.confirm_rounds},
         "environment": environment(),
         "duration_s": round(time.perf_counter() - started, 1),
@@ -192,18 +217,19 @@ def main(cfg: Config) -> None:
 def make_drafts(cfg: Config, target: str) -> Iterator[Candidate]:
     """The drafts without training, and those to train; a finished one is kept."""
     yield Candidate(NGRAM, "n-grams", draft_config(NGRAM), LOOKUP_TOKENS[NGRAM])
-    # A folder with a config.json is whole: `redraft retrieval` publishes with one rename.
-    counted = cfg.output / RETRIEVAL
-    command = ["train/retrieval.py", "--target", target, "--source", cfg.answers, "--output", str(counted)]
-    run_once(counted, counted / "config.json", command, cfg)
-    yield Candidate(RETRIEVAL, "counted answers", draft_config(str(counted.absolute())), LOOKUP_TOKENS[RETRIEVAL])
+    if cfg.known_answers:
+        # A folder with a config.json is whole: `redraft retrieval` publishes with one rename.
+        counted = cfg.output / RETRIEVAL
+        command = ["train/retrieval.py", "--target", target, "--source", cfg.known_answers, "--output", str(counted)]
+        run_once(counted, counted / "config.json", command, cfg, target)
+        yield Candidate(RETRIEVAL, "counted answers", draft_config(str(counted.absolute())), LOOKUP_TOKENS[RETRIEVAL])
     # A head with n-grams before it is the same head, trained once.
     heads = list(dict.fromkeys(trained(name)[0] for name in cfg.train))
     for number, name in enumerate(heads, 1):
         print(f"\n{number} of {len(heads)}: {name}", flush=True)
         folder = cfg.output / name
         # The report is written last, so it stands for a finished training.
-        run_once(folder, folder / "report.json", training_command(cfg, target, name), cfg)
+        run_once(folder, folder / "report.json", training_command(cfg, target, name), cfg, target)
     for name in cfg.train:
         head, mixed = trained(name)
         draft = (cfg.output / head / "draft").absolute()
@@ -211,6 +237,16 @@ def make_drafts(cfg: Config, target: str) -> Iterator[Candidate]:
         most = LOOKUP_TOKENS[NGRAM] if mixed else cfg.num_speculative_tokens
         report = json.loads((cfg.output / head / "report.json").read_text())["train"]
         yield Candidate(name, title(name), draft_config(served), most, count_parameters(draft), report)
+
+
+def require_answers(cfg: Config) -> None:
+    """Raise ValueError, with the command that writes them, if drafts are to be trained and there are no answers."""
+    # Not in the config: a message from there is broken into lines, and nobody could copy the command.
+    if cfg.train and cfg.known_answers is None:
+        raise ValueError(
+            f"the answers in redraft are not those of {cfg.target}: run `redraft regenerate --target {cfg.target} "
+            "--source stdlib-functions --output answers.jsonl`, then give --answers answers.jsonl"
+        )
 
 
 def trained(name: str) -> tuple[str, Mix | None]:
@@ -221,12 +257,29 @@ def trained(name: str) -> tuple[str, Mix | None]:
 
 def finished_drafts(cfg: Config) -> Iterator[Candidate]:
     """The drafts of --draft. Raises ValueError or FileNotFoundError if one is none, or would not be served so."""
-    for source in cfg.draft:
-        config, name = draft_config(source), Path(source).name
+    for name, source in name_drafts(cfg).items():
+        config = draft_config(source)
         size = count_parameters(Path(source)) if Path(source).is_dir() else None
         candidate = Candidate(name, name, config, cfg.num_speculative_tokens, size)
         require_servable(candidate.speculative_config)
         yield candidate
+
+
+def name_drafts(cfg: Config) -> dict[str, str]:
+    """The sources of --draft by name: the short name, or the whole source if another draft has the short one too.
+
+    Raises:
+        ValueError: a source is given twice, or has the name of a draft that is made here.
+    """
+    made = [PLAIN, NGRAM, RETRIEVAL, *cfg.train]
+    short = {source: shorten_name(source) for source in cfg.draft}
+    for source in cfg.draft:
+        if cfg.draft.count(source) > 1:
+            raise ValueError(f"--draft {source} is given twice")
+        if source in made:
+            raise ValueError(f"--draft {source}: the comparison has one of this name; a folder is ./{source}")
+    names = [*made, *short.values()]
+    return {name if names.count(name) == 1 else source: source for source, name in short.items()}
 
 
 def training_command(cfg: Config, target: str, name: str) -> list[str]:
@@ -235,7 +288,7 @@ def training_command(cfg: Config, target: str, name: str) -> list[str]:
     Raises:
         ValueError: the target has too few layers.
     """
-    dtype: TargetDtype = "bfloat16" if computes_bfloat16() else "float32"
+    assert cfg.known_answers is not None, "main refuses to train without"
     tokens = str(cfg.num_speculative_tokens)
     if found := LAYERS.fullmatch(name):
         recipe, own = "distill_llama3b.py", ["--draft.layers", *map(str, spread(int(found[1]), target))]
@@ -245,9 +298,9 @@ def training_command(cfg: Config, target: str, name: str) -> list[str]:
     else:
         recipe, own = "train/medusa_llama8b.py", OWN_FLAGS[name](cfg.num_speculative_tokens)
     return [
-        *(recipe, "--target", target, "--target-dtype", dtype, "--output", str(cfg.output / name), *own),
-        *("--mixed-precision", "bf16" if dtype == "bfloat16" else "no"),
-        *("--data.source", cfg.answers, "--data.held-out", "0.02", "--data.num-prompts", "8"),
+        *(recipe, "--target", target, "--output", str(cfg.output / name), *own),
+        *("--mixed-precision", "bf16" if computes_bfloat16() else "no"),
+        *("--data.source", cfg.known_answers, "--data.held-out", "0.02", "--data.num-prompts", "8"),
         *("--divergence.name", "lk_hybrid", "--optim.lr", "1e-3", "--optim.max-grad-norm", "0.5"),
         *("--loop.minutes", str(cfg.minutes), "--loop.batch-size", "4", "--loop.sequence-length", "512"),
         # No evaluation, checkpoint or engine in between: the minutes are for steps, and the rounds measure
@@ -284,23 +337,34 @@ def title(name: str) -> str:
     return "Medusa"
 
 
-def run_once(folder: Path, result: Path, command: list[str], cfg: Config) -> None:
+def run_once(folder: Path, result: Path, command: list[str], cfg: Config, target: str) -> None:
     """Run a recipe in a separate process, unless the result exists.
 
     Raises:
-        ValueError: it fails, after it has printed the reason; or the result is that of other flags.
+        ValueError: it fails, after it has printed the reason; or the result is of other flags, or of other files of the
+            target.
     """
     kept = cfg.output / f"{folder.name}.command.json"
+    made = {"command": command, "target": identify(target)}
     if cfg.overwrite or not result.is_file():
         shutil.rmtree(folder, ignore_errors=True)
         if subprocess.run([sys.executable, str(RECIPES / command[0]), *command[1:]]).returncode:
             raise ValueError(f"{folder.name} failed, see above")
         # Only after a success. Without this file the flags of a result are unknown, and it is refused below.
-        write_whole(kept, json.dumps(command))
-    elif not kept.is_file() or json.loads(kept.read_text()) != command:
-        raise ValueError(f"{folder} was made with other flags: give --overwrite, or another --output")
+        write_whole(kept, json.dumps(made))
+    elif not kept.is_file() or json.loads(kept.read_text()) != made:
+        raise ValueError(
+            f"{folder} was made with other flags, or the files of {target} have changed since: give --overwrite, or "
+            "another --output"
+        )
     else:
         print(f"{folder} is already done")
+
+
+@functools.cache
+def identify(target: str) -> str:
+    """The fingerprint of the target's files."""
+    return fingerprint(model_folder(target))
 
 
 # ---------------------------------------------------------------------------------------------------- the measurement
@@ -337,45 +401,61 @@ def load_prompts(cfg: Config, target: str) -> tuple[list[Prompt], list[Prompt]]:
 def measure_all(
     cfg: Config, target: str, candidates: Sequence[Candidate], prompts: Sequence[Prompt]
 ) -> dict[str, Results]:
-    """Rounds of every draft, beside the target alone; as many drafts at a time as fit.
+    """Rounds of every draft with the most draft tokens, beside the target alone.
 
     The target alone is also measured with as many requests as there are rows when eight requests verify.
     """
+    drafts = {candidate.name: candidate.speculative_config for candidate in candidates}
+    # 1 request with 3 draft tokens verifies 4 rows, and 8 such requests 32. So the target is timed with 4 and with 32
+    # requests of 1 row.
+    rows = Plan(rounds=2, prompts={4: 4, ROWS_PROMPTS: ROWS_PROMPTS}, max_tokens=32)
+    return measure_groups(cfg, target, drafts, prompts, cfg.plan(cfg.rounds), cfg.output / "logs", rows)
+
+
+def confirm(cfg: Config, target: str, best: Sequence[Choice], prompts: Sequence[Prompt]) -> dict[str, Results]:
+    """Rounds of the best drafts with the advised numbers of tokens, beside the target alone."""
+    drafts = {choice.candidate.name: choice.speculative_config for choice in best}
+    return measure_groups(cfg, target, drafts, prompts, cfg.plan(cfg.confirm_rounds), cfg.output / "logs-confirm")
+
+
+def measure_groups(
+    cfg: Config,
+    target: str,
+    drafts: Mapping[str, Mapping[str, Any]],
+    prompts: Sequence[Prompt],
+    plan: Plan,
+    logs: Path,
+    alone: Plan | None = None,
+) -> dict[str, Results]:
+    """By draft, the rounds of its group: the target alone and as many drafts as fit, in turns.
+
+    A finished group is kept for a run with the same files and settings. `alone` are further loads of the target alone.
+    """
+    options, names, results = server_options(cfg), list(drafts), dict[str, Results]()
+
+    def measure(configs: Mapping[str, Mapping[str, Any] | None]) -> Results:
+        with start_servers(target, configs, logs, **options) as servers:
+            further = run_rounds({PLAIN: servers[PLAIN]}, prompts, alone) if alone else {}
+            return {**run_rounds(servers, prompts, plan), **further}
+
     # One server of each group is the target alone.
     size = cfg.num_together - 1
-    groups = [candidates[i : i + size] for i in range(0, len(candidates), size)]
-    results: dict[str, Results] = {}
-    with Progress(total=len(candidates), desc="measure drafts", unit="draft") as bar:
-        for group in groups:
-            drafts = {c.name: c.speculative_config for c in group}
-            with start_servers(target, {PLAIN: None, **drafts}, cfg.output / "logs", **server_options(cfg)) as servers:
-                # 1 request with 3 draft tokens verifies 4 rows, and 8 such requests 32. So the target is timed
-                # with 4 and with 32 requests of 1 row.
-                rows = {4: 4, ROWS_PROMPTS: ROWS_PROMPTS}
-                wide = run_rounds({PLAIN: servers[PLAIN]}, prompts, Plan(rounds=2, prompts=rows, max_tokens=32))
-                measured = {**run_rounds(servers, prompts, cfg.plan(cfg.rounds)), **wide}
-            for name in drafts:
-                # With the target's rounds of this group: a speed is a ratio within a round.
-                results[name] = measured
+    with Progress(total=len(drafts), desc="measure drafts", unit="draft") as bar:
+        for group in (names[i : i + size] for i in range(0, len(names), size)):
+            configs = {PLAIN: None, **{name: drafts[name] for name in group}}
+            files = [fingerprint_path(drafts[name][key]) for name in group for key in FILES if key in drafts[name]]
+            key = [identify(target), configs, files, prompts, plan, alone, options, engine_environment()]
+            # With the target's rounds of this group: a speed is a ratio within a round.
+            results |= dict.fromkeys(group, keep_rounds(cfg.output / ROUNDS, key, functools.partial(measure, configs)))
             bar.update(len(group))
     return results
 
 
-def confirm(cfg: Config, target: str, best: Sequence[Choice], prompts: Sequence[Prompt]) -> Results:
-    """Rounds of the best drafts with the advised numbers of tokens, beside the target alone."""
-    drafts = {choice.candidate.name: choice.speculative_config for choice in best}
-    with start_servers(target, {PLAIN: None, **drafts}, cfg.output / "logs-confirm", **server_options(cfg)) as servers:
-        return run_rounds(servers, prompts, cfg.plan(cfg.confirm_rounds))
-
-
 def server_options(cfg: Config) -> dict[str, Any]:
-    # The servers of a group share one GPU, and each would take nearly all of the memory.
-    share = () if engine_is_cpu() else (f"--gpu-memory-utilization={0.9 / cfg.num_together:.2f}",)
     return {
         "max_model_len": MAX_PROMPT_TOKENS + cfg.max_tokens + max(LOOKUP_TOKENS.values()) + cfg.num_speculative_tokens,
         "max_num_seqs": ROWS_PROMPTS,
-        "dtype": "bfloat16" if computes_bfloat16() else None,
-        "extra_args": (*share, *cfg.engine_args),
+        "extra_args": cfg.engine_args,
     }
 
 

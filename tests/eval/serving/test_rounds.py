@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from redraft.eval.serving.rounds import start_servers
+from redraft.eval.serving import rounds
+from redraft.eval.serving.rounds import share_memory, start_servers
 
 NEVER_READY = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)"
 
@@ -35,3 +38,75 @@ sys.exit("ValueError: no such draft")
     assert time.monotonic() - began_s < 30
     pid = slow.read_text().split()[1]
     assert not Path("/proc", pid).exists()
+
+
+class Servers:
+    """Servers that are told to start: the options of each, and how many start at once."""
+
+    def __init__(self, refused: str = "") -> None:
+        self.refused = refused
+        self.options: dict[str, dict[str, Any]] = {}
+        self.starting = self.most_starting = 0
+
+    @contextlib.contextmanager
+    def __call__(self, target: str, *, log: Path, **options: Any) -> Iterator[str]:
+        self.options[log.stem] = options
+        self.starting += 1
+        self.most_starting = max(self.most_starting, self.starting)
+        time.sleep(0.1)
+        self.starting -= 1
+        if log.stem == self.refused:
+            raise ChildProcessError("no such draft")
+        yield log.stem
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
+    made = Servers()
+    monkeypatch.setattr(rounds, "vllm_server", made)
+    return made
+
+
+FOUR: dict[str, Any] = dict.fromkeys(("none", "ngram", "retrieval", "eagle3"))
+
+
+def test_servers_on_a_gpu_start_in_turn_and_take_equal_parts_of_the_memory(
+    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "engine_is_cpu", lambda: False)
+    with start_servers("t", FOUR, tmp_path, extra_args=("--seed=1",), max_num_seqs=8) as started:
+        assert started == {name: f"vllm-{name}" for name in FOUR}
+    assert servers.most_starting == 1
+    for options in servers.options.values():
+        assert options["extra_args"] == ("--gpu-memory-utilization=0.225", "--seed=1")
+        assert options["max_num_seqs"] == 8
+
+
+def test_servers_on_a_cpu_start_together_and_name_no_share(
+    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "engine_is_cpu", lambda: True)
+    with start_servers("t", {**FOUR, "runs/a": None}, tmp_path, extra_args=("--seed=1",)):
+        assert servers.most_starting == 5
+    assert "vllm-runs-a" in servers.options, "the log of a draft that is named by its path"
+    assert all(options["extra_args"] == ("--seed=1",) for options in servers.options.values())
+
+
+def test_after_a_failed_start_on_a_gpu_no_further_server_starts(
+    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "engine_is_cpu", lambda: False)
+    servers.refused = "vllm-ngram"
+    with pytest.raises(ChildProcessError, match="no such draft"), start_servers("t", FOUR, tmp_path):
+        pass
+    # The next one begins to start before the failure is known.
+    assert list(servers.options)[:2] == ["vllm-none", "vllm-ngram"]
+    assert "vllm-eagle3" not in servers.options
+
+
+@pytest.mark.parametrize(
+    "named", [("--gpu-memory-utilization=0.3",), ("--gpu-memory-utilization", "0.3"), ("--gpu_memory_utilization=0.3",)]
+)
+def test_a_share_that_the_caller_names_is_kept(named: tuple[str, ...]) -> None:
+    assert share_memory(named, 4) == named
+    assert share_memory((), 1) == ("--gpu-memory-utilization=0.9",)

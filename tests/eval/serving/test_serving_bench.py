@@ -15,15 +15,18 @@ from make_serving import ACCEPTED, make_load_result, make_serving_report, make_s
 
 from redraft.eval.serving import report as serving_report
 from redraft.eval.serving.cost import StepCosts, advise
+from redraft.eval.serving.load import Load
 from redraft.eval.serving.report import compose_answer, describe_speedup, read_serving, shorten_name, write_serving
 from redraft.eval.serving.sweep import (
     ALONE,
     Cell,
+    Ratios,
     Results,
     Variant,
     build_row,
     fit_step_costs,
     group_by_variant,
+    order_pass,
     plan,
     pool_acceptance,
 )
@@ -85,6 +88,28 @@ def test_every_server_starts_once() -> None:
     assert sum(map(len, groups.values())) == len({cell for cells in questions.values() for cell in cells})
 
 
+def test_the_target_is_measured_again_in_a_pass_that_lacks_a_cell() -> None:
+    load, other = (replace(make_sweep().load(), concurrency=c) for c in (4, 16))
+    good, ngram, fp8 = (
+        *(Variant(draft=name, num_speculative_tokens=3) for name in ("good", "ngram")),
+        Variant(draft="good", num_speculative_tokens=3, quantization="fp8"),
+    )
+
+    def cells(variant: Variant, *loads: Load) -> list[Cell]:
+        return [Cell(variant=variant, load=load) for load in loads]
+
+    assert order_pass({}) == {}
+    # a draft was added: the target first, at its loads
+    todo = order_pass({ngram: cells(ngram, load, other), fp8: cells(fp8, load)})
+    assert list(todo) == [ALONE, ngram, fp8]
+    assert todo[ALONE] == cells(ALONE, load, other)
+    assert order_pass({good: cells(good, other)})[ALONE] == cells(ALONE, other)
+    # Only a variant that the engine may refuse: the target last, so nothing is measured in vain.
+    assert list(order_pass({fp8: cells(fp8, load)})) == [fp8, ALONE]
+    first = {ALONE: cells(ALONE, load), fp8: cells(fp8, load)}
+    assert order_pass(first) == first
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -102,15 +127,18 @@ def test_a_sweep_of_nothing_is_refused(changes: dict[str, object], said: str) ->
 
 def test_a_row_is_compared_with_the_same_load_without_a_draft() -> None:
     cell = Cell(variant=Variant(draft="d", num_speculative_tokens=3), load=make_sweep().load())
-    made = build_row(cell, make_load_result(150.0, 0.02, tau=2.0), make_load_result(100.0, 0.01))
+    run = make_load_result(150.0, 0.02, tau=2.0)
+    ratios = Ratios.from_passes([run], [make_load_result(100.0, 0.01)])
+    made = build_row(cell, run, ratios)
     assert made["speedup"] == pytest.approx(1.5)
     assert made["speedup_e2e"] == pytest.approx(1.5)
     assert made["speedup_ideal"] == pytest.approx(4 * 0.01 / 0.02), "k + 1 tokens in each of the measured steps"
-    measured_ideal = build_row(
-        cell, make_load_result(150.0, 0.02), make_load_result(100.0, 0.01), make_load_result(190.0)
-    )
-    assert measured_ideal["speedup_ideal"] == pytest.approx(1.9)
+    assert made["step_ratio"] == pytest.approx(2)
+    ideal = Ratios.from_passes([make_load_result(190.0)], [make_load_result(100.0)])
+    assert build_row(cell, run, ratios, ideal)["speedup_ideal"] == pytest.approx(1.9)
     assert build_row(cell, make_load_result(), None)["speedup"] is None
+    alone = build_row(cell.alone(), make_load_result(), None)
+    assert (alone["speedup"], alone["speedup_interval"], alone["speedup_ideal"]) == (1.0, None, None)
 
 
 def test_steps_in_which_nothing_was_proposed_lower_the_acceptance() -> None:
@@ -132,14 +160,14 @@ def test_an_interrupted_run_keeps_its_finished_cells(tmp_path: Path) -> None:
     cell = Cell(variant=ALONE, load=make_sweep().load())
     other = replace(cell, load=replace(cell.load, concurrency=5))
     results = Results(tmp_path, {"target": "t"})
-    results.add(cell, 0, make_load_result(100.0))
-    results.add(cell, 1, make_load_result(300.0))
+    results.add(cell, 0, make_load_result(100.0), make_load_result(100.0))
+    results.add(cell, 1, make_load_result(300.0), make_load_result(300.0))
     again = Results(tmp_path, {"target": "t"})
     assert again.has(cell, 0)
     assert not again.has(cell, 2)
     assert not again.has(other, 0)
     assert again.median(cell, 1) == make_load_result(100.0)
-    again.add(cell, 2, make_load_result(200.0))
+    again.add(cell, 2, make_load_result(200.0), make_load_result(200.0))
     median = again.median(cell, 3)
     assert median is not None
     assert median.tokens_per_s == 200.0
@@ -153,7 +181,7 @@ def test_a_retrained_draft_is_measured_again(tmp_path: Path) -> None:
     (draft / "model.safetensors").write_bytes(b"one")
     cell = Cell(variant=Variant(draft=str(draft), num_speculative_tokens=1), load=make_sweep().load())
     results = Results(tmp_path, {})
-    results.add(cell, 0, make_load_result())
+    results.add(cell, 0, make_load_result(), make_load_result())
     assert results.has(cell, 0)
     (draft / "model.safetensors").write_bytes(b"another")
     assert not results.has(cell, 0)
@@ -165,7 +193,7 @@ def test_a_changed_text_is_measured_again(tmp_path: Path) -> None:
     text.write_text("one line\nanother\n")
     cell = Cell(variant=ALONE, load=replace(make_sweep().load(), data=f"sonnet:{text}"))
     results = Results(tmp_path, {})
-    results.add(cell, 0, make_load_result())
+    results.add(cell, 0, make_load_result(), make_load_result())
     assert results.has(cell, 0)
     text.write_text("other lines\naltogether\n")
     assert not results.has(cell, 0)
@@ -293,13 +321,20 @@ def test_a_speed_up_has_the_interval_of_its_repeats_and_one_repeat_tells_none(tm
     ratios = (1.2, 1.3, 1.25)
     for repeat, ratio in enumerate(ratios):  # the machine is twice as fast in the second round
         alone = 100.0 * (1 + (repeat == 1))
-        results.add(cell, repeat, make_load_result(ratio * alone))
-        results.add(cell.alone(), repeat, make_load_result(alone))
+        results.add(cell, repeat, make_load_result(ratio * alone), make_load_result(alone))
+    # The target alone is measured again later, beside another draft: this changes nothing here.
+    results.add(cell.alone(), 0, make_load_result(500.0), make_load_result(500.0))
     logs = np.log(ratios)
     margin = 4.3027 * logs.std(ddof=1) / 3**0.5  # t(0.975, 2)
     expected = np.exp([logs.mean() - margin, logs.mean() + margin])
-    assert results.speedup_interval(cell, 3) == pytest.approx(expected.tolist(), rel=1e-3)
-    assert results.speedup_interval(cell, 1) is None
+    found = results.ratios(cell, 3)
+    assert found is not None
+    assert found.speed == pytest.approx(1.25), "the median of the passes"
+    assert found.interval == pytest.approx(expected.tolist(), rel=1e-3)
+    single = results.ratios(cell, 1)
+    assert single is not None
+    assert (single.speed, single.interval) == (pytest.approx(1.2), None)
+    assert results.ratios(replace(cell, variant=Variant(draft="other")), 3) is None
     row = {"draft": "good", "speedup": 1.25, "speedup_interval": None}
     assert describe_speedup(row).startswith("not compared")
     assert describe_speedup({**row, "speedup_interval": (0.97, 1.6)}).startswith("as fast as without")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,9 +17,28 @@ import tyro
 from safetensors.torch import save_file
 
 from redraft.distill.data.conversations import load_conversations
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.measure import Measurement, Output
+from redraft.eval.prompts import Prompt
+from redraft.eval.serving.drafts import Candidate
+from redraft.eval.serving.rounds import PLAIN, Plan, Results
+from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.folder import read_config
+from redraft.recipes.cli import dispatch
 from redraft.recipes.cli.commands import COMMANDS
 from redraft.recipes.decide import drafts
-from redraft.recipes.decide.drafts import Config, main, run_once, spread, training_command
+from redraft.recipes.decide.drafts import (
+    Config,
+    identify,
+    main,
+    make_drafts,
+    measure_all,
+    name_drafts,
+    run_once,
+    spread,
+    training_command,
+)
+from redraft.recipes.demo.parts import ANSWERS
 
 
 def test_layers_are_taken_at_equal_distances_with_the_first_and_the_last(tiny_target: Path) -> None:
@@ -53,15 +76,96 @@ def test_every_recipe_takes_the_flags_of_its_training(name: str, tiny_target: Pa
     assert not parsed.prove.engine
 
 
-def test_a_finished_draft_is_kept_and_one_of_other_flags_refused(tmp_path: Path) -> None:
+def test_a_finished_draft_is_kept_and_one_of_other_flags_or_another_target_refused(
+    tmp_path: Path, tiny_target: Path
+) -> None:
+    target = shutil.copytree(tiny_target, tmp_path / "target")
     cfg, folder = Config(output=tmp_path), tmp_path / "layers-2"
     folder.mkdir()
     (folder / "report.json").write_text("{}")
-    (tmp_path / "layers-2.command.json").write_text(json.dumps(["x.py", "--a"]))
-    run_once(folder, folder / "report.json", ["x.py", "--a"], cfg)  # there is no recipe x.py
+
+    def run(*command: str) -> None:
+        identify.cache_clear()
+        run_once(folder, folder / "report.json", [*command], cfg, str(target))  # there is no recipe x.py
+
+    def keep(made: object) -> None:
+        (tmp_path / "layers-2.command.json").write_text(json.dumps(made))
+
+    keep({"command": ["x.py", "--a"], "target": fingerprint(target)})
+    run("x.py", "--a")
     with pytest.raises(ValueError, match="other flags"):
-        run_once(folder, folder / "report.json", ["x.py", "--b"], cfg)
+        run("x.py", "--b")
+    (target / "config.json").write_text(json.dumps({**read_config(target), "rope_theta": 1.0}))
+    with pytest.raises(ValueError, match=r"or the files of .*/target have changed since: give --overwrite"):
+        run("x.py", "--a")
+    # of a release that did not know the target's files
+    keep(["x.py", "--a"])
+    with pytest.raises(ValueError, match="give --overwrite"):
+        run("x.py", "--a")
     assert "redraft.recipes.decide.drafts" in {command.module for command in COMMANDS.values()}
+
+
+class Rounds:
+    """Servers that do not start, and rounds of them; the group with the draft `broken` is interrupted."""
+
+    def __init__(self) -> None:
+        self.started: list[list[str]] = []
+        self.broken = ""
+
+    @contextlib.contextmanager
+    def start(self, target: str, drafts: Mapping[str, Any], logs: Path, **options: Any) -> Iterator[dict[str, str]]:
+        self.started.append(list(drafts))
+        if self.broken in drafts:
+            raise KeyboardInterrupt
+        yield dict.fromkeys(drafts, "server")
+
+    def run(self, servers: Mapping[str, str], prompts: Sequence[Prompt], plan: Plan) -> Results:
+        def measurement(name: str) -> Measurement:
+            counts = AcceptanceCounts.from_blocks([1, 0], 2)
+            output = Output(token_ids=[1, 2, 3], counts=None if name == PLAIN else counts)
+            # a time that no two measurements share
+            return Measurement(
+                prompts=prompts[:1], outputs=[output], duration_s=time.perf_counter(), dtype="float32", counts=counts
+            )
+
+        return {(name, load): [measurement(name)] for name in servers for load in plan.prompts}
+
+
+def test_finished_groups_of_rounds_are_kept_whole(
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = Rounds()
+    monkeypatch.setattr(drafts, "start_servers", rounds.start)
+    monkeypatch.setattr(drafts, "run_rounds", rounds.run)
+    (tmp_path / "c").mkdir()
+    candidates = [
+        *(Candidate(name, name, {"method": "ngram"}, 2) for name in ("a", "b")),
+        Candidate("c", "c", {"method": "draft_model", "model": str(tmp_path / "c")}, 2),
+    ]
+    prompts = [Prompt(token_ids=[1, 2])]
+
+    def measure(**changes: Any) -> dict[str, Results]:
+        cfg = Config(together=3, output=tmp_path / "drafts", **changes)
+        return measure_all(cfg, str(tiny_target), candidates, prompts)
+
+    rounds.broken = "c"
+    with pytest.raises(KeyboardInterrupt):
+        measure()
+    rounds.broken = ""
+    results = measure()
+    # two drafts beside the target alone, then the last one; the first group was finished
+    assert rounds.started == [["none", "a", "b"], ["none", "c"], ["none", "c"]]
+    assert results["a"] == results["b"]
+    assert set(results["c"]) == {("none", 1), ("none", 8), ("none", 4), ("none", 32), ("c", 1), ("c", 8)}
+    assert results["c"] != results["a"], "each group has rounds of the target alone"
+    assert measure() == results
+    assert len(rounds.started) == 3
+    # a draft that was trained again, and other settings
+    (tmp_path / "c" / "model.safetensors").write_text("new")
+    assert measure()["a"] == results["a"]
+    assert rounds.started[3:] == [["none", "c"]]
+    measure(max_tokens=32)
+    assert len(rounds.started) == 6
 
 
 def test_a_finished_draft_that_proposes_less_is_refused_before_the_trainings(
@@ -71,8 +175,68 @@ def test_a_finished_draft_that_proposes_less_is_refused_before_the_trainings(
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "block_size": 4}))
     monkeypatch.setattr(drafts, "load_prompts", lambda *_: ([], []))
     monkeypatch.setattr(drafts, "run_once", lambda *_: pytest.fail("a training was started"))
+    draft: dict[str, Any] = {"draft": (str(tmp_path),), "num_speculative_tokens": 5}
+    cfg = Config(target="target", answers="answers.jsonl", output=tmp_path / "drafts", **draft)
     with pytest.raises(ValueError, match=r"^5 draft tokens asked of .*, a DFlash draft that proposes 3: give "):
-        main(Config(target="target", draft=(str(tmp_path),), num_speculative_tokens=5, output=tmp_path / "drafts"))
+        main(cfg)
+
+
+def test_a_target_that_cannot_be_had_is_told_before_the_trainings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("redraft.heads.files.folder._download", lambda name: "no network")
+    monkeypatch.setattr(drafts, "run_once", lambda *_: pytest.fail("a training was started"))
+    with pytest.raises(FileNotFoundError, match=r"redraft-tests/none is no folder here, .*: no network"):
+        main(Config(target="redraft-tests/none", answers="answers.jsonl", output=tmp_path))
+
+
+def test_the_answers_in_redraft_are_for_the_target_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[list[str]] = []
+    monkeypatch.setattr(drafts, "run_once", lambda folder, result, command, *_: counted.append(command))
+    monkeypatch.setattr(drafts, "draft_config", lambda source: {"method": "ngram", "model": source})
+
+    def names(**changes: Any) -> list[str]:
+        return [made.name for made in make_drafts(Config(train=(), output=tmp_path, **changes), "a target")]
+
+    assert names() == ["ngram", "retrieval"]
+    assert names(target="t", answers="mine.jsonl") == ["ngram", "retrieval"]
+    assert [command[command.index("--source") + 1] for command in counted] == [str(ANSWERS), "mine.jsonl"]
+    # finished drafts only: without answers nothing is counted
+    assert names(target="t") == ["ngram"]
+    assert len(counted) == 2
+
+
+def test_trainings_without_answers_of_the_target_are_refused_with_the_command_that_writes_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert dispatch(["drafts", "--target", "models/t"]) == 2
+    error = capsys.readouterr().err
+    assert "`redraft regenerate --target models/t --source stdlib-functions --output answers.jsonl`" in error
+    assert error.count("\n") == 1
+
+
+def test_finished_drafts_have_different_names(tmp_path: Path) -> None:
+    def names(*sources: str) -> list[str]:
+        named = name_drafts(Config(draft=sources, train=("layers-2",)))
+        assert tuple(named.values()) == sources
+        return list(named)
+
+    assert names("a/draft", "b/draft", "Qwen/Qwen3-0.6B") == ["a", "b", "Qwen3-0.6B"]
+    assert names("x/a/draft", "y/a", "b") == ["x/a/draft", "y/a", "b"], "the whole source of both"
+    assert names("ngram+a/draft:2") == ["ngram+a:2"]
+    # names of drafts that are made here, and of the target alone
+    assert names("old/layers-2/draft", "old/none", "old/retrieval") == [
+        *("old/layers-2/draft", "old/none", "old/retrieval")
+    ]
+    for source in ("ngram", "layers-2", "none"):
+        with pytest.raises(
+            ValueError, match=rf"--draft {source}: the comparison has one of this name; a folder is \./{source}"
+        ):
+            names(source)
+    with pytest.raises(ValueError, match="--draft a/draft is given twice"):
+        names("a/draft", "a/draft")
+    with pytest.raises(ValueError, match="--train medusa is given twice"):
+        Config(train=("medusa", "layers-2", "medusa"))
 
 
 @pytest.mark.slow

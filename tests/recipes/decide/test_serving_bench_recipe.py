@@ -17,10 +17,12 @@ from make_serving import make_load_result
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
+from redraft.eval.engine import target_dtype
 from redraft.eval.engine.server import VllmServer
 from redraft.eval.serving import report as serving_report
 from redraft.eval.serving.cost import StepCosts
 from redraft.eval.serving.draft_config import cure, draft_config
+from redraft.eval.serving.load import LoadResult
 from redraft.eval.serving.sweep import Variant
 from redraft.recipes.bench.advice import Config as AdviceConfig
 from redraft.recipes.bench.advice import cells_acceptance, cells_costs, lines, verdict
@@ -79,7 +81,7 @@ def test_a_run_that_was_interrupted_measures_what_is_missing(
     again = Servers(engine_with_draft)
     monkeypatch.setattr(bench, "vllm_server", again)
     main(cfg)
-    assert [bool(config) for config in again.started] == [True], "only the server with the draft"
+    assert [bool(config) for config in again.started] == [False, True], "the draft, and the target alone beside it"
     report = json.loads((tmp_path / "serving.json").read_text())
     schema = json.loads((Path(serving_report.__file__).parent / "serving.schema.json").read_text())
     jsonschema.validate(report, schema)
@@ -98,6 +100,47 @@ def test_a_run_that_was_interrupted_measures_what_is_missing(
     assert len(third.started) == 2
 
 
+def test_a_draft_that_is_added_on_another_day_is_compared_with_the_target_of_that_day(
+    served_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    day, speeds = 1.0, {None: 100.0, "draft_model": 150.0, "ngram": 110.0}
+    started: list[str | None] = []
+
+    @contextlib.contextmanager
+    def serve(target: str, *, speculative_config: dict[str, Any] | None, **_: Any) -> Iterator[str | None]:
+        if speculative_config and "quantization" in speculative_config:
+            raise ChildProcessError("vLLM did not start: fp8")
+        method = speculative_config["method"] if speculative_config else None
+        started.append(method)
+        yield method
+
+    def run_load(method: str | None, *_: Any) -> LoadResult:
+        return make_load_result(day * speeds[method], (0.01 if method is None else 0.02) / day)
+
+    monkeypatch.setattr(bench, "vllm_server", serve)
+    monkeypatch.setattr(bench, "run_load", run_load)
+    draft, quantized = str(served_pair[1]), {"draft_quantization": ("fp8",)}
+    cfg = make_config(served_pair, tmp_path, repeats=2, **quantized)
+    main(cfg)
+    assert started == [None, "draft_model"] * 2
+    # Nothing new, but the quantised draft: the target is not measured for a draft that the engine refuses again.
+    main(cfg)
+    assert started == [None, "draft_model"] * 2
+    # a machine with nothing else to do
+    day = 3.0
+    main(replace(cfg, draft=(draft, "ngram")))
+    assert started[4:] == [None, "ngram"] * 2
+    report = json.loads((tmp_path / "serving.json").read_text())
+    rows = {row["draft"]: row for row in report["tables"]["draft"]}
+    assert rows[draft]["speedup"] == pytest.approx(1.5)
+    assert rows["ngram"]["speedup"] == pytest.approx(1.1)
+    assert rows["ngram"]["speedup_interval"] == pytest.approx([1.1, 1.1])
+    # and so are the steps, by which the number of draft tokens is chosen
+    for measured in (draft, "ngram"):
+        costs = StepCosts.from_json(report["drafts"][measured]["costs"])
+        assert costs.step_s(2, 3) / costs.step_s(2, 0) == pytest.approx(2)
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_a_draft_that_the_engine_refuses_is_one_line_with_its_cure(
@@ -111,7 +154,7 @@ def test_a_draft_that_the_engine_refuses_is_one_line_with_its_cure(
     cells = bench.group_by_variant(cell for some in bench.plan(bench.sweep(cfg)).values() for cell in some)
     results = bench.Results(cfg.output, bench.served(cfg))
     for cell in cells[Variant()]:
-        results.add(cell, 0, make_load_result())
+        results.add(cell, 0, make_load_result(), make_load_result())
     with pytest.raises(ValueError, match=r"vLLM did not start: .*vocab.*; .*holds no tokenizer") as refused:
         main(cfg)
     assert "\n" not in str(refused.value)
@@ -158,6 +201,24 @@ def test_another_sampling_is_measured_again(served_pair: tuple[Path, Path], tmp_
         cell = bench.plan(bench.sweep(cfg))["draft"][1]
         paths.add(bench.Results(cfg.output, bench.served(cfg)).path(cell, 0))
     assert len(paths) == 3
+
+
+def test_another_type_of_the_target_is_measured_again_also_by_default(
+    served_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = shutil.copytree(served_pair[0], tmp_path / "target")
+    stored = json.loads((target / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (target / "config.json").write_text(json.dumps(stored))
+    cfg = make_config((target, served_pair[1]), tmp_path / "bench")
+    monkeypatch.setattr(bench, "engine_is_cpu", lambda: True)
+    served = {}
+    for computes in (True, False):
+        monkeypatch.setattr(target_dtype, "cpu_computes_bfloat16", lambda computes=computes: computes)
+        served[computes] = bench.served(cfg)
+        assert bench.served(replace(cfg, target_dtype="float32"))["dtype"] == "float32"
+    assert (served[True]["dtype"], served[False]["dtype"]) == ("bfloat16", "float32")
+    monkeypatch.setattr(bench, "engine_is_cpu", lambda: False)
+    assert bench.served(cfg)["dtype"] is None, "as stored"
 
 
 def test_a_draft_is_served_by_what_its_tensors_say(served_pair: tuple[Path, Path]) -> None:
