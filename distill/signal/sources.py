@@ -151,7 +151,8 @@ class InProcessTarget:
 
 def _differ(one: Tensor, other: Tensor, half_tolerance: float = 0.05) -> bool:
     """Whether two tensors differ by more than rounding."""
-    tolerance = 1e-3 if one.dtype in (torch.float32, torch.float64) else half_tolerance
+    # LFM 2 with random weights, whose convolutions reach two tokens back into the document before: 2e-4.
+    tolerance = 1e-4 if one.dtype in (torch.float32, torch.float64) else half_tolerance
     return bool((one.float() - other.float()).norm() > tolerance * other.float().norm())
 
 

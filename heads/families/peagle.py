@@ -133,7 +133,8 @@ class PEagle(Eagle3):
         # a sample is enough for a gradient; a metric or a forecast needs every row
         rows_BN = self._sample_rows(batch) if torch.is_grad_enabled() else None
         # One for each layer. Every pass adds a step to all of them, so their order matters.
-        memories = [StepMemory(batch, rows_BN) for _ in range(1 + len(self.layers))]
+        first = StepMemory(batch, rows_BN)
+        memories = [first, *(first.after([]) for _ in self.layers)]
         # the last rows of a document read the tokens of the next; their labels are masked and no other row sees them
         ids_BT = batch.input_ids_BT.roll(-1, dims=1)
         hidden_BTD = self._pass(ids_BT, self.feature(signal), batch.position_ids_BT, memories)

@@ -40,6 +40,8 @@ class StepMemory:
 
     def __init__(self, batch: Batch, rows_BN: Tensor | None = None) -> None:
         self._prefixes, self._rows_BN = Prefixes.of(batch.document_BT), rows_BN
+        self._of_first: dict[int, Prefixes] = {}
+        """The prefixes of the first n of `rows_BN`, sorted once for all memories that `after` made of this one."""
         self.pairs: list[tuple[Tensor, Tensor]] = []
         """Keys and values of each call, [B, G, T, E]."""
 
@@ -57,9 +59,11 @@ class StepMemory:
         (context, *own), prefixes = self.pairs, self._prefixes
         if self._rows_BN is not None and own:
             # Rows keep the order of `rows_BN`, so this step's rows are the first n of every earlier step too.
-            rows_Bn = self._rows_BN[:, : q.shape[2]]
-            prefixes = prefixes.rows(rows_Bn)
-            own = [(key[:, :, : q.shape[2]], value[:, :, : q.shape[2]]) for key, value in own]
+            n = q.shape[2]
+            if n not in self._of_first:
+                self._of_first[n] = prefixes.rows(self._rows_BN[:, :n], ascending=False)
+            prefixes = self._of_first[n]
+            own = [(key[:, :, :n], value[:, :, :n]) for key, value in own]
         return attend(q, context, prefixes, scale, own)[..., : v_BGTE.shape[-1]]
 
 

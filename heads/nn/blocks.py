@@ -23,11 +23,11 @@ class BlockMask:
 
     @staticmethod
     def make(rows_BA: Tensor, document_BT: Tensor, num_slots: int) -> BlockMask:
-        """Blocks that read the context up to row `rows_BA`, within the document of that row."""
+        """Blocks that read the context up to row `rows_BA`, ascending, within the document of that row."""
         # `rows_BA` is the row before the anchor, the last one that the target has computed, so it is seen too. No other
         # block is seen: the anchor of a later one is a token that this block must predict.
         rows_BN = rows_BA.repeat_interleave(num_slots, dim=1)
-        return BlockMask(Prefixes.of(document_BT).rows(rows_BN), num_slots)
+        return BlockMask(Prefixes.of(document_BT).rows(rows_BN, ascending=True), num_slots)
 
 
 def attend_blocks(

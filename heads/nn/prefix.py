@@ -16,7 +16,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,11 @@ ROWS_A_BLOCK = 256
 
 FLEX_BLOCK = 128
 
+MAX_GRAPHS = 256
+"""Graphs of FlexAttention in a process: PyTorch's limit for all graphs of a function, instead of its 8. Forward,
+backward, each dtype, each size of the heads, one row in the batch, and one block of rows or keys need graphs of their
+own: some twenty in a training of one draft."""
+
 
 @dataclass(frozen=True)
 class Prefixes:
@@ -41,6 +46,9 @@ class Prefixes:
     """int64, behind the last one. No row sees none."""
     is_whole: bool
     """Row n is key n's, and sees its document up to itself: a causal kernel may run on each document."""
+    order_BN: Tensor | None = None
+    """int64. Entry n of the ranges is of row `order_BN[n]` of the queries; by default of row n. Rows that follow each
+    other in the text share blocks of keys, and a kernel computes a block for all of its rows."""
 
     @staticmethod
     def of(document_BT: Tensor) -> Prefixes:
@@ -50,12 +58,16 @@ class Prefixes:
         begins_BT[:, 1:] = document_BT.diff(dim=1) != 0
         # Documents [0, 0, 1, 1, -1]: start [0, 0, 2, 2, 4], end [1, 2, 3, 4, 5].
         start_BT = torch.where(begins_BT, at_T, 0).cummax(1).values
-        return Prefixes(start_BT, (at_T + 1).expand_as(start_BT), is_whole=True)
+        # A stride of 0 over the rows of the batch would need compiled graphs of its own.
+        return Prefixes(start_BT, (at_T + 1).expand_as(start_BT).contiguous(), is_whole=True)
 
-    def rows(self, rows_BN: Tensor) -> Prefixes:
-        """The prefixes of some rows, in any order."""
+    def rows(self, rows_BN: Tensor, *, ascending: bool) -> Prefixes:
+        """The prefixes of some rows: in any order, or ascending, which saves sorting them."""
+        order_BN = None if ascending else rows_BN.argsort(1)
+        sorted_BN = rows_BN if order_BN is None else rows_BN.gather(1, order_BN)
+        start_BN, end_BN = (x.gather(1, sorted_BN) for x in (self.start_BN, self.end_BN))
         # Never whole, even for all rows in order: only `of` knows that row n is key n.
-        return Prefixes(self.start_BN.gather(1, rows_BN), self.end_BN.gather(1, rows_BN), is_whole=False)
+        return Prefixes(start_BN, end_BN, is_whole=False, order_BN=order_BN)
 
 
 def attend(
@@ -94,10 +106,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, prefixes: Prefixes, scale: float, num_slots: int, *keys_values: Tensor) -> Tensor:
         keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
-        ranges = (prefixes.start_BN, prefixes.end_BN, prefixes.is_whole, scale)
+        ranges, order_BN = (prefixes.start_BN, prefixes.end_BN, prefixes.is_whole, scale), prefixes.order_BN
         # 1. The range alone: output and log sum exp of each row.
         forward, _ = _operations(q)
-        out, total_BHN = forward(q, keys[0], values[0], *ranges)
+        found = forward(_sorted(q, order_BN), keys[0], values[0], *ranges)
+        out, total_BHN = (_put_back(x, order_BN) for x in found)
         if len(keys) > 1:
             # 2. The few further scores, in float32 or wider: [B, G, R, A, S, S] for each pair.
             # A recurrent head has S = 1.
@@ -113,21 +126,22 @@ class _Attention(torch.autograd.Function):
                 wide = wide + blocks.flat(blocks.mix((score - total).exp(), blocks.keys(v)))
             out = wide.to(q.dtype)
         # No score and no probability is kept: the backward pass computes them again from these.
-        ctx.save_for_backward(q, out, total_BHN, prefixes.start_BN, prefixes.end_BN, *keys_values)
+        ctx.save_for_backward(q, out, total_BHN, prefixes.start_BN, prefixes.end_BN, order_BN, *keys_values)
         ctx.is_whole, ctx.scale, ctx.num_slots = prefixes.is_whole, scale, num_slots
-        return cast(Tensor, out)
+        return out
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, out, total_BHN, start_BN, end_BN, *keys_values = ctx.saved_tensors
+        q, out, total_BHN, start_BN, end_BN, order_BN, *keys_values = ctx.saved_tensors
         keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
         ranges = (start_BN, end_BN, ctx.is_whole, ctx.scale)
         # FlashAttention-2's backward (Dao, arXiv 2307.08691, algorithm 2) reads the softmax from `out` and
         # `total` alone, so with the joint ones it yields the range's part.
         _, backward = _operations(q)
-        grad_q, grad_k, grad_v = backward(grad.contiguous(), q, keys[0], values[0], out, total_BHN, *ranges)
-        grad_keys, grad_values = [grad_k], [grad_v]
+        sorted_grad, sorted_q, *joint = (_sorted(x, order_BN) for x in (grad.contiguous(), q, out, total_BHN))
+        grad_q, grad_k, grad_v = backward(sorted_grad, sorted_q, keys[0], values[0], *joint, *ranges)
+        grad_q, grad_keys, grad_values = _put_back(grad_q, order_BN), [grad_k], [grad_v]
         if len(keys) > 1:
             blocks, wide = _Blocks(keys[0].shape[1], ctx.num_slots), total_BHN.dtype
             # delta = sum over E of grad * out: the same number for every key of a row.
@@ -144,6 +158,20 @@ class _Attention(torch.autograd.Function):
                 grad_values.append(blocks.flat_keys(blocks.mix(p.mT, wide_grad)).to(v.dtype))
             grad_q = wide_grad_q.to(q.dtype)
         return grad_q, None, None, None, *grad_keys, *grad_values
+
+
+def _sorted(x: Tensor, order_BN: Tensor | None) -> Tensor:
+    """Rows of [B, H, N] or [B, H, N, E] in the order of the ranges."""
+    return x if order_BN is None else x.gather(2, _places(x, order_BN))
+
+
+def _put_back(x: Tensor, order_BN: Tensor | None) -> Tensor:
+    """The inverse of `_sorted`."""
+    return x if order_BN is None else torch.empty_like(x).scatter_(2, _places(x, order_BN), x)
+
+
+def _places(x: Tensor, order_BN: Tensor) -> Tensor:
+    return (order_BN[:, None] if x.dim() == 3 else order_BN[:, None, :, None]).expand_as(x)
 
 
 @dataclass(frozen=True)
@@ -278,16 +306,16 @@ def _pieces(start_BN: Tensor, end_BN: Tensor, is_whole: bool, dtype: torch.dtype
         return
     every = slice(None)
     for b, (start_N, end_N) in enumerate(zip(start_BN, end_BN, strict=True)):
-        # rows of one place in the text share their keys
-        for rows_n in torch.split(end_N.argsort(), ROWS_A_BLOCK):
-            start_n, end_n = start_N[rows_n, None], end_N[rows_n, None]
+        for first in range(0, len(start_N), ROWS_A_BLOCK):
+            rows = slice(first, first + ROWS_A_BLOCK)
+            start_n, end_n = start_N[rows, None], end_N[rows, None]
             # `int` would wait for a GPU. These pieces are for CPUs only.
             low, high = int(start_n.min()), int(end_n.max())
-            key = torch.arange(low, high, device=rows_n.device)
+            key = torch.arange(low, high)
             hidden = (key < start_n) | (key >= end_n)
             # Added to the scores, [1, 1, n, high - low]. Every row sees a key: one of -inf alone is NaN.
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[None, None]
-            yield _Piece((slice(b, b + 1), every, rows_n), (slice(b, b + 1), every, slice(low, high)), mask)
+            yield _Piece((slice(b, b + 1), every, rows), (slice(b, b + 1), every, slice(low, high)), mask)
 
 
 def _documents(start_BT: Tensor) -> Iterator[_Piece]:
@@ -311,11 +339,8 @@ def _documents(start_BT: Tensor) -> Iterator[_Piece]:
 def _flex(
     q: Tensor, k: Tensor, v: Tensor, start_BN: Tensor, end_BN: Tensor, is_whole: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    mask = block_mask(start_BN, end_BN, k.shape[2])
-    out, aux = _compiled(q.device.type)(
-        q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
-    )
-    return out, aux.lse
+    # Detached, because a graph is for tensors that require gradients, or for others: training and evaluation share one.
+    return _kernel(q.detach(), k.detach(), v.detach(), start_BN, end_BN, scale)
 
 
 def _flex_backward(
@@ -333,7 +358,7 @@ def _flex_backward(
     """FlexAttention computes the range again: its backward takes no joint `out`."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad():
-        range_out, range_BHN = _flex(q, k, v, start_BN, end_BN, is_whole, scale)
+        range_out, range_BHN = _kernel(q, k, v, start_BN, end_BN, scale)
     wide = total_BHN.dtype
     # out = share * range_out + the part of the other keys, with share = exp(range - total).
     share_BHN1 = (range_BHN.detach() - total_BHN).exp()[..., None]
@@ -343,10 +368,33 @@ def _flex_backward(
     return torch.autograd.grad((range_out, range_BHN), (q, k, v), (grad_range, grad_BHN.to(range_BHN.dtype)))  # type: ignore[return-value]
 
 
+def _kernel(q: Tensor, k: Tensor, v: Tensor, start_BN: Tensor, end_BN: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    mask = block_mask(start_BN, end_BN, k.shape[2])
+    out, aux = _compiled(q.device.type)(
+        q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
+    return out, aux.lse
+
+
 @functools.cache
 def _compiled(device: str) -> Any:
     """FlexAttention is a kernel only when compiled; as it stands, it computes all scores."""
-    return torch.compile(flex_attention) if device == "cuda" else flex_attention
+    if device != "cuda":
+        return flex_attention
+    # Without `fullgraph` PyTorch runs it as it stands as soon as it cannot compile it, or not once more.
+    compiled = torch.compile(flex_attention, fullgraph=True)
+
+    def run(*args: Any, **options: Any) -> Any:
+        try:
+            with torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
+                return compiled(*args, **options)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise RuntimeError(
+                f"FlexAttention is compiled at most {MAX_GRAPHS} times in a process, and these are used up before "
+                f"queries of shape {list(args[0].shape)} in {args[0].dtype}: start the process again"
+            ) from error
+
+    return run
 
 
 def block_mask(start_BN: Tensor, end_BN: Tensor, num_keys: int) -> BlockMask:

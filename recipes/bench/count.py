@@ -41,6 +41,7 @@ from redraft.recipes.bench.step import (
     Counted,
     Features,
     Plan,
+    count_model_flops,
     count_step,
     count_target,
 )
@@ -75,8 +76,11 @@ class Counting:
     """Rows of a step on each device; by default those of the family's command."""
     sequence_length: int | None = None
     """Tokens of a row; by default those of the family's command."""
+    exact: bool = False
+    """For a standalone draft with --features served or cached: hidden states, which give the exact distribution,
+    instead of the top k (--signal.exact)."""
     documents: int = 2
-    """Conversations packed into each row. With more than one, attention runs under a mask."""
+    """Conversations packed into each row. With more than one, the target's attention runs under a mask."""
     num_steps: int | None = None
     """Draft steps trained at once: steps, heads, stages, or slots of a block."""
     draft_vocab_size: int | None = None
@@ -109,6 +113,8 @@ class Counting:
             raise ValueError(f"--tokens is {self.tokens:g}: give the tokens to train on, e.g. 1e9")
         if self.sharding != "none" and self.devices == 1:
             raise ValueError(f"--sharding {self.sharding} takes several devices: set --devices")
+        if self.exact and (self.features == "in-process" or find_family(self.family).is_head):
+            raise ValueError("--exact is for a standalone draft with --features served or cached: the others are exact")
         if self.shard_target and (self.devices == 1 or self.features != "in-process"):
             raise ValueError("--shard-target takes several devices and --features in-process")
 
@@ -163,6 +169,7 @@ def make_plan(cfg: Counting) -> Plan:
         autocast=cfg.precision == "bf16",
         keeps_gradients=cfg.devices > 1,
         gradient_checkpointing=cfg.gradient_checkpointing,
+        exact=cfg.exact,
     )
 
 
@@ -193,7 +200,8 @@ class OnDevice:
     tokens_per_s: float
     """Speed of one device that trains."""
     mfu: float
-    """Counted FLOPs over the time and the device's best, the target's pass included if it is in the step."""
+    """Counted FLOPs over the time and the device's best, the target's pass included if it is in the step, and nothing
+    that is computed a second time."""
     memory_bytes: float
     """Peak of one device that trains, after sharding."""
     fits: bool
@@ -218,8 +226,9 @@ def count(cfg: Counting) -> Result:
     with merging() if cfg.compile else nullcontext():
         step = count_step(plan)
     served = None if plan.features == "in-process" else count_target(plan)
+    flops = count_model_flops(plan, step)
     return Result(
-        plan=plan, step=step, served=served, on={d.name: on_device(cfg, plan, step, served, d) for d in DEVICES}
+        plan=plan, step=step, served=served, on={d.name: on_device(cfg, plan, step, served, flops, d) for d in DEVICES}
     )
 
 
@@ -230,10 +239,12 @@ def share_out(memory: Mapping[str, int], sharding: str, num_devices: int) -> dic
     return {holder: b / num_devices if holder in shared else b for holder, b in memory.items()}
 
 
-def on_device(cfg: Counting, plan: Plan, step: Counted, served: Counted | None, device: Device) -> OnDevice:
+def on_device(
+    cfg: Counting, plan: Plan, step: Counted, served: Counted | None, model_flops: int, device: Device
+) -> OnDevice:
     total = add_up(step.operations, cfg.shares, step.operations)
-    # Nothing overlaps in this estimate: the copy from the host and the all-reduce come after the work.
-    step_s = total.seconds[device.name] + step.signal_bytes / HOST_BYTES_PER_S
+    # The next batch's signal is copied during the step. Nothing else overlaps: the all-reduce comes after the work.
+    step_s = max(total.seconds[device.name], step.signal_bytes / HOST_BYTES_PER_S)
     step_s += all_reduce_s(step.gradient_bytes, cfg.devices, device)
     memory = step.memory
     if cfg.shard_target:
@@ -248,7 +259,7 @@ def on_device(cfg: Counting, plan: Plan, step: Counted, served: Counted | None, 
     return OnDevice(
         step_s=step_s,
         tokens_per_s=plan.tokens / step_s,
-        mfu=total.flops / step_s / device.flops_per_s,
+        mfu=model_flops / step_s / device.flops_per_s,
         memory_bytes=memory_bytes,
         fits=fits,
         run=run if fits else None,
@@ -378,7 +389,7 @@ def work_table(cfg: Counting, result: Result) -> Iterator[str]:
     if result.step.signal_bytes:
         copied = 1000 * result.step.signal_bytes / HOST_BYTES_PER_S
         per_token = result.step.signal_bytes / tokens / 1e6
-        yield f"{'signal, from the host':<22}{'':>10}{per_token:>10,.3f}{'':>9}" + f"{copied:>10,.0f}" * len(DEVICES)
+        yield f"{'signal, meanwhile':<22}{'':>10}{per_token:>10,.3f}{'':>9}" + f"{copied:>10,.0f}" * len(DEVICES)
 
 
 def memory_table(result: Result) -> Iterator[str]:
@@ -398,7 +409,8 @@ def device_table(cfg: Counting, result: Result) -> Iterator[str]:
         if on.run and (cfg.devices > 1 or cfg.tokens):
             line += f"; {_describe_run(cfg, on.run)}"
         elif on.fits and on.run is None:
-            line += f"; {cfg.devices} devices are too few to serve the target and to train"
+            few = "one device is" if cfg.devices == 1 else f"{cfg.devices} devices are"
+            line += f"; {few} too few to serve the target and to train"
         yield line
 
 
@@ -442,7 +454,8 @@ def ways_to_fit(cfg: Counting, result: Result, device: Device) -> Iterator[str]:
         yield "--features served or cached"
         if cfg.devices > 1 and not cfg.shard_target:
             yield "--shard-target"
-    if not (find_family(cfg.family).is_head or cfg.gradient_checkpointing):
+    can_recompute = hasattr(result.plan.head, "recompute") or not find_family(cfg.family).is_head
+    if can_recompute and not cfg.gradient_checkpointing:
         yield "--gradient-checkpointing"
     if cfg.devices > 1 and cfg.sharding != "fsdp2":
         yield "--sharding fsdp2"

@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,9 +21,15 @@ from redraft.eval.machine import environment
 from redraft.heads.files.artifact import write_whole
 from redraft.recipes.bench.count import Counting, FamilyName, make_plan, on_device
 from redraft.recipes.bench.roofs import DEVICES, Device
-from redraft.recipes.bench.step import Plan, count_step, time_step
+from redraft.recipes.bench.step import Plan, count_model_flops, count_step, time_step
 
 FAMILIES: tuple[FamilyName, ...] = ("standalone", "eagle3", "medusa", "mtp", "dflash")
+
+TO_FIT: dict[FamilyName, dict[str, Any]] = {
+    "standalone": {"gradient_checkpointing": True, "batch_size": 4},
+    "dflash": {"gradient_checkpointing": True},
+}
+"""Flags with which the default step fits 80 GB. Those that the user gives go before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +43,7 @@ class GpuResult:
     """Tokens of a step."""
     tokens_per_s: float
     flops_per_s: float
-    """Counted FLOPs of the step over the time."""
+    """Counted FLOPs of the step over the time; nothing that is computed a second time counts."""
     mfu: float | None
     """`flops_per_s` as a share of the data sheet's; None for a device that is not in `roofs`."""
     peak_gb: float | None
@@ -104,7 +111,7 @@ def measure(
 ) -> Iterator[GpuResult | LeftOut]:
     """The result of each family, or the reason why it did not run: the others go on."""
     for family in families:
-        own = replace(cfg, family=family)
+        own = choose_sizes(cfg, family)
         try:
             yield measure_plan(own, make_plan(own), device, sheet, rounds)
         # All of them: a compiler of kernels has a type of exception for every stage.
@@ -112,6 +119,12 @@ def measure(
             yield LeftOut(family=family, target=own.target_name, reason=explain(error))
         # Modules in reference cycles keep device memory until they are collected. The next family needs it.
         gc.collect()
+
+
+def choose_sizes(cfg: Counting, family: FamilyName) -> Counting:
+    """The flags of a family's step. Its defaults are for more memory than one GPU has."""
+    missing = {name: value for name, value in TO_FIT.get(family, {}).items() if not getattr(cfg, name)}
+    return replace(cfg, family=family, **missing)
 
 
 def explain(error: Exception) -> str:
@@ -126,9 +139,9 @@ def explain(error: Exception) -> str:
 def measure_plan(cfg: Counting, plan: Plan, device: torch.device, sheet: Device | None, rounds: int) -> GpuResult:
     """Count, estimate and run one step."""
     counted = count_step(plan)
-    flops = sum(work.flops * times for work, times in counted.operations.items())
+    flops = count_model_flops(plan, counted)
     timed = time_step(plan, device, rounds=rounds)
-    estimate = on_device(cfg, plan, counted, None, sheet) if sheet else None
+    estimate = on_device(cfg, plan, counted, None, flops, sheet) if sheet else None
     return GpuResult(
         family=plan.family,
         target=cfg.target_name,

@@ -12,7 +12,7 @@ LAUNCH_S = 5e-6
 """Least time of an operation: in eager PyTorch the host launches about 200,000 kernels a second."""
 
 HOST_BYTES_PER_S = 20e9
-"""Copies from the host's pageable memory to a device, over PCIe 5 x16 (63 GB/s at best)."""
+"""Copies from the host to a device, over PCIe 5 x16 (63 GB/s at best), and into the pinned memory before."""
 
 
 @dataclass(frozen=True)

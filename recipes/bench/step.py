@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -66,6 +66,8 @@ class Plan:
     keeps_gradients: bool = False
     """Gradients stay allocated between steps, as with several devices."""
     gradient_checkpointing: bool = False
+    exact: bool = False
+    """A standalone draft gets hidden states from servers or a cache, as heads do, instead of the top k."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.documents <= self.sequence_length // 2:
@@ -132,6 +134,20 @@ def count_target(plan: Plan, *, weightless: bool = True) -> Counted:
         return Counted(operations=count.operations, memory=+count.memory.peak)
 
 
+def count_flops(counted: Counted) -> int:
+    """FLOPs of a step."""
+    return sum(work.flops * times for work, times in counted.operations.items())
+
+
+def count_model_flops(plan: Plan, counted: Counted) -> int:
+    """FLOPs of a step, without activations that are computed a second time: an MFU is of these (Chowdhery et al., arXiv
+    2204.02311, appendix B)."""
+    if not plan.gradient_checkpointing:
+        return count_flops(counted)
+    head = replace(plan.head, recompute=False) if find_family(plan.family).is_head else plan.head
+    return count_flops(count_step(replace(plan, head=head, gradient_checkpointing=False)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timed:
     """A step that was run."""
@@ -146,9 +162,7 @@ def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2
     """Run the step of `count_step` on a device, with random weights."""
     torch.manual_seed(0)
     on_gpu = device.type == "cuda"
-    with device:
-        model = _make_target(plan)
-        draft = _make_draft(plan, model)
+    model, draft = make_models(plan, device)
     # Made on the CPU and moved: the generator of the ids is the CPU's.
     batch = to_device(make_batch(plan), device)
     with device:
@@ -167,6 +181,14 @@ def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2
         seconds.append(time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
     return Timed(seconds=statistics.median(seconds[warm_up:]), peak_bytes=peak)
+
+
+def make_models(plan: Plan, device: torch.device) -> tuple[Any, Any]:
+    """(target, draft) of a plan on a device, with random weights."""
+    with device:
+        model = _make_target(plan)
+        # The ids of a reduced vocabulary are made on the CPU, also here.
+        return model, _make_draft(plan, model).to(device)
 
 
 class _Unmarked:
@@ -322,7 +344,7 @@ def _source(plan: Plan, model: Any, draft: Any, batch: Batch, *, has_weights: bo
 def _receive(plan: Plan, model: Any, draft: Any, batch: Batch) -> TargetSignal:
     """The signal as servers or a cache give it."""
     shape = batch.input_ids_BT.shape
-    if not find_family(plan.family).is_head:
+    if not (find_family(plan.family).is_head or plan.exact):
         ids_BTK = torch.arange(plan.top_k).expand(*shape, -1).contiguous()
         log_probs_BTK = torch.full(ids_BTK.shape, -4.0)
         return TargetSignal(distribution=TopKTarget(ids_BTK=ids_BTK, log_probs_BTK=log_probs_BTK))

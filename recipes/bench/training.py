@@ -44,7 +44,7 @@ from typing import Any, Literal
 
 import torch
 
-from redraft.distill.train.loop import computes_bfloat16
+from redraft.eval.engine.target_dtype import computes_bfloat16
 from redraft.eval.machine import environment
 from redraft.heads.files.artifact import write_whole
 from redraft.recipes.bench import count, gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -122,24 +123,25 @@ def test_what_a_server_says_is_raised_by_the_step_that_needs_it() -> None:
     assert source(batch).distribution.hidden_BTD.shape[1] == 12  # asked again
 
 
-def test_a_step_takes_the_time_of_the_slower_one() -> None:
-    pause_s, work_s, steps = 0.3, 0.25, 4
+def test_a_step_takes_the_time_of_the_slower_one_within_a_tenth() -> None:
+    teacher_s, step_s, steps = 0.5, 0.45, 6
     signal = Teacher()(make_data().batch(0, batch_size=1))
 
     def slow(_: Batch) -> TargetSignal:
-        time.sleep(pause_s)
+        time.sleep(teacher_s)
         return signal
 
     source, data = OneAhead(slow, CPU), make_data()
-    batches = [data.batch(i, batch_size=1) for i in range(steps + 1)]
+    batches = [data.batch(i, batch_size=1) for i in range(steps + 2)]
+    # The first signal is there before the clock starts, because nothing is trained beside it.
     source.start(batches[0])
     source(batches[0])
     source.start(batches[1])
     started = time.perf_counter()
-    for batch, following in zip(batches[1:], [*batches[2:], batches[0]], strict=True):
+    for batch, following in itertools.pairwise(batches[1:]):
         source(batch)
         source.start(following)
-        time.sleep(work_s)
+        time.sleep(step_s)
     took_s = (time.perf_counter() - started) / steps
-    print(f"a step takes {took_s:.3f} s, the teacher {pause_s} s, the work {work_s} s")
-    assert took_s < 1.4 * pause_s  # one after the other would take 1.8
+    print(f"a step takes {took_s:.3f} s, the teacher {teacher_s} s, the work {step_s} s")
+    assert took_s < 1.1 * teacher_s  # one after the other would take 1.9

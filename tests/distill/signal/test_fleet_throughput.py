@@ -33,7 +33,8 @@ def servers(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
 
         def start(i: int) -> VllmServer:
-            server = vllm_server(tiny_target, log=folder / f"{i}.log", max_model_len=512, cpu_cores=str(i % cores))
+            options = {"dtype": "float32", "max_model_len": 512, "cpu_cores": str(i % cores)}
+            server = vllm_server(tiny_target, log=folder / f"{i}.log", **options)
             return stack.enter_context(server)
 
         yield list(pool.map(start, range(2)))

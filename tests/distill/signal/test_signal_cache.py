@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, data_hash
-from redraft.distill.signal import shards
+from redraft.distill.signal import cache, shards
 from redraft.distill.signal.cache import CachedTarget, TopK
 from redraft.distill.signal.shards import write_cache
 from redraft.distill.signal.sources import InProcessTarget, top_k
@@ -74,6 +74,21 @@ def test_the_cache_gives_the_top_k_of_the_target_however_the_rows_are_packed(tmp
         torch.testing.assert_close(known.log_probs_BTK.flatten(0, 1)[rows_N], log_probs_NK, atol=1e-5, rtol=0)
         assert (known.ids_BTK[~label_rows(batch, 0)] == -1).all()
         assert torch.isfinite(known.log_probs_BTK).all()
+
+
+def test_a_batch_on_a_device_gets_its_signal_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`meta` in place of a GPU: PyTorch refuses to join its tensors with the CPU's just the same."""
+    samples = make_samples()
+    write(tmp_path, samples, make_target())
+    cached, batch = read(tmp_path, samples), PackedDataset(samples, sequence_length=40).batch(0, batch_size=3)
+    there = Batch(**{name: x.to("meta") for name, x in vars(batch).items() if isinstance(x, torch.Tensor)})
+    # A `meta` tensor holds no values, so the documents are found in the batch of the CPU.
+    found = [(key, rows_N.to("meta")) for key, rows_N in shards.keyed_rows(batch, label_rows(batch, 0))]
+    for documents in (found, []):
+        monkeypatch.setattr(cache, "keyed_rows", lambda *_, documents=documents: iter(documents))
+        known = cached(there).distribution
+        assert known.ids_BTK.device.type == known.log_probs_BTK.device.type == "meta"
+        assert known.ids_BTK.shape == (*batch.input_ids_BT.shape, K)
 
 
 def test_a_cache_can_be_written_from_a_cache_with_a_smaller_k(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.attention.flex_attention as flex_module
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -126,7 +129,7 @@ def test_every_form_equals_attention_under_a_mask(
     q, keys, values = qkv[-1][0], [k for _, k, _ in qkv], [v for _, _, v in qkv]
     prefixes = Prefixes.of(make_batch(document).document_BT)
     if rows is not None:
-        prefixes = prefixes.rows(rows)
+        prefixes = prefixes.rows(rows, ascending=False)
     out = attend(q, (keys[0], values[0]), prefixes, 0.3, list(zip(keys[1:], values[1:], strict=True)))
     wide = [x.detach().double().requires_grad_() for x in (q, *keys, *values)]
     wanted = masked_attention(wide[0], wide[1 : 1 + STEPS], wide[1 + STEPS :], document, rows, 0.3)
@@ -171,7 +174,8 @@ def test_a_block_mask_holds_every_visible_key_and_marks_as_full_only_what_is(
 ) -> None:
     prefixes = Prefixes.of(torch.tensor(document))
     if some:
-        prefixes = prefixes.rows(torch.randperm(300, generator=torch.Generator().manual_seed(0))[None, :200])
+        some_rows = torch.randperm(300, generator=torch.Generator().manual_seed(0))[None, :200]
+        prefixes = prefixes.rows(some_rows, ascending=False)
     made = block_mask(prefixes.start_BN, prefixes.end_BN, 300)
     key = torch.arange(300)
     seen = (key >= prefixes.start_BN[..., None]) & (key < prefixes.end_BN[..., None])
@@ -185,6 +189,79 @@ def test_a_block_mask_holds_every_visible_key_and_marks_as_full_only_what_is(
     rows = torch.nn.functional.pad(torch.ones(seen.shape[1], dtype=torch.bool), (0, -seen.shape[1] % 128))
     all_seen = (blocks | ~rows.view(1, -1, 128, 1, 1)).all(4).all(2)
     assert torch.equal(fully, all_seen)
+
+
+Call = tuple[int, int, int | None, torch.dtype, bool]
+"""Rows of the batch, tokens, chosen rows (None: all), dtype, and whether there is a backward pass."""
+
+TRAINING: Sequence[Call] = (
+    # P-EAGLE in bfloat16: all rows, then ever fewer, in steps and in the last, smaller batch of an epoch
+    *((batch, 512, rows, torch.bfloat16, True) for batch in (4, 1) for rows in (None, 300, 200, 90)),
+    # evaluations; forecasts in float32, one text at a time
+    *((4, 512, None, torch.bfloat16, False), (2, 300, None, torch.bfloat16, False)),
+    *((1, tokens, None, torch.float32, False) for tokens in (700, 90, 400)),
+    # batches on policy: one short text, or some
+    *((1, 100, None, torch.bfloat16, True), (3, 60, 30, torch.bfloat16, True), (1, 80, 40, torch.bfloat16, True)),
+)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
+    """Attention takes the form of a GPU, compiled by a compiler that counts graphs and leaves them as they are."""
+    counter, compile_it = CompileCounter(), torch.compile
+    torch._dynamo.reset()
+    use_form("gpu", monkeypatch)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "compile", functools.partial(compile_it, backend=counter))
+        compiled = prefix._compiled.__wrapped__("cuda")
+    monkeypatch.setattr(prefix, "_compiled", lambda _: compiled)
+    yield counter
+    torch._dynamo.reset()
+
+
+def run_call(call: Call) -> None:
+    """Attention of this call, and its gradients, equal those of the CPU's form."""
+    batch, tokens, num_rows, dtype, has_backward = call
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(batch, 4, num_rows or tokens, E), *[(batch, 2, tokens, E)] * 2]
+    q, k, v = (torch.randn(s, generator=generator).to(dtype).requires_grad_(has_backward) for s in sizes)
+    prefixes = Prefixes.of(torch.arange(tokens).expand(batch, -1) // 250)
+    if num_rows:
+        rows = torch.stack([torch.randperm(tokens, generator=generator)[:num_rows] for _ in range(batch)])
+        prefixes = prefixes.rows(rows, ascending=False)
+    found = []
+    for operations in (prefix._operations, lambda _: (prefix.prefix_attention, prefix.prefix_attention_backward)):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(prefix, "_operations", operations)
+            out = attend(q, (k, v), prefixes, 0.3)
+            found.append([out, *(torch.autograd.grad(out.float().sum(), (q, k, v)) if has_backward else ())])
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
+    for mine, true in zip(*found, strict=True):
+        torch.testing.assert_close(mine, true, atol=tolerance, rtol=tolerance)
+
+
+def test_every_shape_of_a_training_is_compiled_also_after_pytorchs_limit_of_8(graphs: CompileCounter) -> None:
+    for call in TRAINING:
+        run_call(call)
+    # As it stands, FlexAttention would compute all scores, and no graph would be counted.
+    made = graphs.frame_count
+    assert 8 < made <= 20
+    for call in TRAINING:
+        run_call(call)
+    assert graphs.frame_count == made
+    assert torch._dynamo.config.recompile_limit == 8  # of other functions
+
+
+def test_attention_that_is_not_compiled_once_more_is_refused(
+    graphs: CompileCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix, "MAX_GRAPHS", 2)
+    run_call((4, 512, None, torch.float32, True))
+    with pytest.raises(
+        RuntimeError, match=r"at most 2 times .* \[1, 4, 90, 8\] in torch.float32: start the process again"
+    ):
+        run_call((1, 90, None, torch.float32, False))
+    assert graphs.frame_count == 2
 
 
 def dense(counts: Tensor | None, indices: Tensor | None) -> Tensor:

@@ -30,8 +30,10 @@ from redraft.recipes.bench.count import (
     as_text,
     count,
     make_plan,
+    on_device,
     plan_run,
     share_out,
+    ways_to_fit,
 )
 from redraft.recipes.bench.counted import (
     ACTIVATIONS,
@@ -52,6 +54,8 @@ from redraft.recipes.bench.step import (
     TARGET_WEIGHTS,
     Counted,
     Plan,
+    count_flops,
+    count_model_flops,
     count_step,
     count_target,
 )
@@ -91,17 +95,13 @@ def plan_for(family: str, **changes: Any) -> Plan:
         head = dspark.Config(num_layers=2, block_size=3, num_anchors=6, markov_rank=8)
     vocabulary = 128 if family in ("eagle3", "peagle", "dflash", "dspark") else 0
     target = MIMO if family == "mtp" else TARGET
-    return replace(PLAN, family=family, target=target, head=head, draft_vocab_size=vocabulary, **changes)
+    return replace(PLAN, family=family, target=target, head=head, **{"draft_vocab_size": vocabulary, **changes})
 
 
 @pytest.fixture
 def tiny_target(tmp_path: Any) -> str:
     TARGET.save_pretrained(tmp_path)
     return str(tmp_path)
-
-
-def flops_of(counted: Counted) -> int:
-    return sum(work.flops * times for work, times in counted.operations.items())
 
 
 # ---------------------------------------------------------------------------------------------------------------- FLOPs
@@ -121,7 +121,7 @@ def test_the_flops_of_an_eagle3_step_are_those_of_a_count_by_hand() -> None:
     # are repeated
     backward = mix + 2 * steps * layer + 7 * attention // 2
     by_hand = mix + steps * layer + attention + target_logits + 3 * draft_logits + backward
-    assert flops_of(count_step(replace(PLAN, features="served"))) == by_hand
+    assert count_flops(count_step(replace(PLAN, features="served"))) == by_hand
 
 
 def test_the_flops_of_the_target_are_those_of_a_count_by_hand() -> None:
@@ -129,7 +129,7 @@ def test_the_flops_of_the_target_are_those_of_a_count_by_hand() -> None:
     layer = 2 * rows * (64 * q + 2 * 64 * kv + q * 64 + 3 * 64 * 96)
     attention = 2 * 2 * 4 * (24 * 25 // 2) * (16 + 16)
     served = count_target(PLAN)
-    assert flops_of(served) == 8 * (layer + attention)
+    assert count_flops(served) == 8 * (layer + attention)
     assert served.memory[TARGET_WEIGHTS] == pytest.approx(2 * _parameters(TARGET), rel=1e-3)  # beside a few buffers
 
 
@@ -163,7 +163,7 @@ def test_without_weights_the_same_is_counted_as_with_them(family: str, features:
     weightless, real = count_step(plan, shown_on=torch.device("cpu")), count_step(plan, weightless=False)
     assert weightless.operations == real.operations
     assert weightless.memory == real.memory
-    assert flops_of(real) > 0
+    assert count_flops(real) > 0
 
 
 def test_a_count_in_float32_is_the_same_too() -> None:
@@ -243,7 +243,7 @@ def test_the_kernels_move_hardly_more_than_the_logits_once_and_the_gradients_onc
 def test_an_accelerator_takes_other_branches_than_the_cpu() -> None:
     cpu, accelerator = count_step(PLAN, shown_on=torch.device("cpu")), count_step(PLAN, shown_on=META)
     # the CPU's attention computes the later steps' few scores without products
-    assert flops_of(accelerator) > flops_of(cpu)
+    assert count_flops(accelerator) > count_flops(cpu)
 
 
 def test_a_mixture_of_experts_is_counted_by_the_experts_that_a_token_meets() -> None:
@@ -526,7 +526,7 @@ def test_the_command_prints_json_of_what_it_counts(tiny_target: str, capsys: pyt
     told = json.loads(capsys.readouterr().out)
     step = count_step(make_plan(cfg))
     assert told["tokens_per_step"] == 8 * 32
-    assert told["flops"] == flops_of(step) / 256
+    assert told["flops"] == count_flops(step) / 256
     assert told["bytes"] == sum(work.num_bytes * times for work, times in step.operations.items()) / 256
     assert told["memory_bytes"] == step.memory.total() == sum(told["memory"].values())
     for name, rate in told["tokens_per_s"].items():
@@ -557,7 +557,10 @@ def test_served_hidden_states_are_copied_from_the_host_and_the_target_is_counted
     assert result.served is not None
     total = sum(Shares().seconds(work, H100) * times for work, times in result.step.operations.items())
     reduced = all_reduce_s(result.step.gradient_bytes, 4, H100)
-    assert result.on["H100"].step_s == pytest.approx(total + result.step.signal_bytes / HOST_BYTES_PER_S + reduced)
+    assert result.step.signal_bytes / HOST_BYTES_PER_S < total, "the copy is done before the step is"
+    assert result.on["H100"].step_s == pytest.approx(total + reduced)
+    slow = on_device(cfg, result.plan, replace(result.step, signal_bytes=20_000_000_000), None, 1, H100)
+    assert slow.step_s == pytest.approx(20e9 / HOST_BYTES_PER_S + reduced)
     text = "\n".join(as_text(cfg, result))
     assert "the target elsewhere" in text
     assert "serve the target and" in text
@@ -568,7 +571,7 @@ def test_a_standalone_draft_is_counted_with_the_vocabulary_of_its_target(tiny_ta
     assert (plan.head.vocab_size, plan.divergence.name, plan.sequence_length) == (512, "lk_hybrid", 4096)
     small = replace(plan, head=DRAFT, batch_size=1, sequence_length=64)
     kept, recomputed = count_step(small), count_step(replace(small, gradient_checkpointing=True))
-    assert flops_of(recomputed) > flops_of(kept)
+    assert count_flops(recomputed) > count_flops(kept)
     assert recomputed.memory[ACTIVATIONS] < kept.memory[ACTIVATIONS]
 
 
@@ -618,6 +621,35 @@ def test_numbers_that_make_no_training_are_refused() -> None:
         Shares(product=1.5)
 
 
+def test_hidden_states_for_a_standalone_draft_are_counted() -> None:
+    plan = plan_for("standalone", features="served")
+    top_k, exact = count_step(plan), count_step(replace(plan, exact=True))
+    assert exact.signal_bytes == plan.tokens * plan.target.hidden_size * 2  # bfloat16
+    assert top_k.signal_bytes == plan.tokens * plan.top_k * (8 + 4)
+    for flags in ({"family": "standalone"}, {"family": "eagle3", "features": "served"}):
+        with pytest.raises(ValueError, match="--exact"):
+            Counting(exact=True, **flags)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["eagle3", "standalone"])
+def test_activations_that_are_computed_again_are_no_model_flops(family: str) -> None:
+    plan = plan_for(family)
+    again = replace(plan, gradient_checkpointing=True)
+    if family != "standalone":
+        again = replace(again, head=replace(plan.head, recompute=True))
+    counted = count_step(again)
+    assert count_model_flops(again, counted) == count_flops(count_step(plan)) < count_flops(counted)
+    assert count_model_flops(plan, count_step(plan)) == count_flops(count_step(plan))
+
+
+def test_a_head_that_does_not_fit_is_told_to_compute_activations_again() -> None:
+    cfg = Counting(target="llama-3.1-8b", sequence_length=64, batch_size=1)
+    result = count(cfg)
+    assert "--gradient-checkpointing" in list(ways_to_fit(cfg, result, H100))
+    cfg = replace(cfg, family="medusa")
+    assert "--gradient-checkpointing" not in list(ways_to_fit(cfg, count(cfg), H100))
+
+
 def test_every_family_with_weights_can_be_counted() -> None:
     assert set(get_args(FamilyName)) == {family.name for family in FAMILIES if not family.is_lookup}
 
@@ -633,7 +665,7 @@ def test_the_step_that_is_counted_is_the_one_that_is_run(family: str, tiny_targe
     result = gpu.measure_plan(Counting(target=tiny_target), plan, torch.device("cpu"), sheet, rounds=1)
     assert result.tokens == 48
     per_token = result.flops_per_s / result.tokens_per_s
-    assert per_token * result.tokens == pytest.approx(flops_of(count_step(plan)))
+    assert per_token * result.tokens == pytest.approx(count_flops(count_step(plan)))
     assert result.mfu == pytest.approx(result.flops_per_s / 989.4e12)
     assert result.peak_gb is None
     assert result.estimated_tokens_per_s
@@ -685,6 +717,26 @@ def test_on_a_gpu_mtp_gets_a_target_with_a_place_for_its_layer(monkeypatch: pyte
     assert gpu.explain(torch.cuda.OutOfMemoryError("tried to allocate 2 GiB\nof 80")) == (
         "it does not fit (tried to allocate 2 GiB)"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", gpu.FAMILIES)
+def test_every_step_that_is_measured_fits_an_h100(family: FamilyName) -> None:
+    cfg = gpu.choose_sizes(Counting(), family)
+    on = count(cfg).on["H100"]
+    assert on.fits, f"{on.memory_bytes / 1e9:.1f} GB"
+
+
+def test_a_flag_that_the_user_gives_goes_before_those_that_make_a_step_fit() -> None:
+    cfg = gpu.choose_sizes(Counting(batch_size=2), "standalone")
+    assert (cfg.family, cfg.batch_size, cfg.gradient_checkpointing) == ("standalone", 2, True)
+
+
+@pytest.mark.parametrize("family", ["eagle3", "dflash"])
+def test_a_draft_is_wholly_on_the_device_of_the_measurement(family: str) -> None:
+    target, draft = bench_step.make_models(plan_for(family, draft_vocab_size=64), torch.device("meta"))
+    for model in (target, draft):
+        assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"meta"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
