@@ -15,6 +15,11 @@ endif
 # OpenMP threads that spin while they wait make training ten times slower beside a busy neighbour (recipes/cli/run.py).
 export GOMP_SPINCOUNT ?= 0
 
+# In a log, the bars of transformers and datasets write a line every ten seconds, not ten a second.
+ifneq ($(shell test -t 2 || echo log),)
+export TQDM_MININTERVAL ?= 10
+endif
+
 .PHONY: help env lock demo drafts demo-tiny demo-heads demo-online demo-domains soak faketime test test-all test-floors browser \
 	test-gpu check check-deps \
 	format bench bench-gpu bench-decisions bench-fleet clean
@@ -45,7 +50,7 @@ lock:  ## write requirements/*.txt again from pyproject.toml; UPGRADE=1: with th
 demo: $(STAMP)  ## make a real model faster: two drafts, the one that pays in a real vLLM, outputs/demo/report.html
 	$(BIN)/python recipes/demo/speedup.py --overwrite
 
-drafts: $(STAMP)  ## make nine drafts for a real model, and find the one that pays, write outputs/drafts/report.html
+drafts: $(STAMP)  ## make twelve drafts for a real model in an hour, and find the one that pays, write outputs/drafts/report.html
 	$(BIN)/redraft drafts
 
 demo-tiny: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write outputs/demo-tiny/report.html
