@@ -77,7 +77,7 @@ def vllm_server(
     require_servable(speculative_config, {**os.environ, **(extra_env or {})})
     port = free_port()
     on_cpu = engine_is_cpu()
-    dtype = dtype or default_target_dtype(model, on_cpu=on_cpu) or "auto"
+    dtype = dtype or engine_dtype(model)
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
     arguments += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
     # A cached prompt skips its prefill, and vLLM counts the first step after a full hit as a failed draft.
@@ -100,6 +100,11 @@ def vllm_server(
         )
         wait_until_healthy(server.url, process, log, given_up=given_up)
         yield server
+
+
+def engine_dtype(model: str | Path) -> str:
+    """The value of vLLM's --dtype with which a target is served as it is trained for (`default_target_dtype`)."""
+    return default_target_dtype(model, on_cpu=engine_is_cpu()) or "auto"
 
 
 def vllm_keys(speculative_config: Mapping[str, Any]) -> dict[str, Any]:

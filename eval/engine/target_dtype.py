@@ -1,17 +1,19 @@
 """The type in which a target computes, if the user names none.
 
     on a GPU                                                     as stored
-    on a CPU with AMX or AVX-512, stored in bfloat16             bfloat16: half the memory, and as `redraft serve`
+    on a CPU, quantised                                          as stored: servers alone compute it
+    on a CPU with AMX or AVX-512, stored in bfloat16             bfloat16: half the memory
     on any other CPU, or stored in another type                  float32: outputs are compared token for token
 
-Training, forecast and engine all ask here, so a draft is trained for the numbers that serve it. Importing this loads
-neither torch nor vLLM.
+Training, forecast and engine all ask here, `redraft serve` too, so a draft is trained for the numbers that serve it.
+Importing this loads neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from redraft.heads.files.folder import CONFIG, is_hub_name, read_config, refuse_gguf
 
@@ -20,21 +22,26 @@ TargetDtype = Literal["float32", "bfloat16"]
 
 
 def default_target_dtype(target: str | Path, *, on_cpu: bool) -> TargetDtype | None:
-    """The type for a target, by folder or hub name; None on a GPU, for the type in which it is stored."""
-    if not on_cpu:
+    """The type for a target, by folder or hub name; None for the type in which it is stored."""
+    if not on_cpu or any("quantization_config" in section for section in _sections(target)):
         return None
     return "bfloat16" if stored_dtype(target) == "bfloat16" and cpu_computes_bfloat16() else "float32"
 
 
 def stored_dtype(name_or_path: str | Path) -> str | None:
     """The type that a model's config.json names; None if it names none or cannot be read, which loading reports."""
+    # `torch_dtype` until transformers 4.56.
+    found = (section.get("dtype") or section.get("torch_dtype") for section in _sections(name_or_path))
+    return next((dtype for dtype in found if dtype), None)
+
+
+def _sections(name_or_path: str | Path) -> Sequence[Mapping[str, Any]]:
+    """The sections of a config.json that may describe the language model; none if it cannot be read."""
     try:
         config = read_config(_config_folder(name_or_path))
     except (OSError, ValueError):
-        return None
-    # `torch_dtype` until transformers 4.56. A model of text and images may name it for the language model only.
-    sections = (config, config.get("text_config") or {})
-    return next((section[key] for section in sections for key in ("dtype", "torch_dtype") if section.get(key)), None)
+        return ()
+    return (config, config.get("text_config") or {})  # the second in a model of text and images
 
 
 def _config_folder(name_or_path: str | Path) -> Path:

@@ -21,7 +21,7 @@ import tyro
 from redraft.eval.engine.command import vllm_command
 from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.ngrams_first import HeadLimits, mix
-from redraft.eval.engine.server import engine_is_cpu, require_servable, vllm_keys
+from redraft.eval.engine.server import engine_dtype, engine_is_cpu, require_servable, vllm_keys
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.catalog import FAMILIES, Family, Method, find_family, list_methods
 from redraft.heads.doctor.method import lacks_confidence
@@ -98,8 +98,9 @@ def server_command(cfg: Config) -> list[str]:
         ValueError: if neither a draft nor a registry is given, or vLLM would not serve the draft so.
         FileNotFoundError: if the registry has no current version.
     """
-    arguments = ["--speculative-config", json.dumps(vllm_keys(speculative_config(cfg))), *cfg.vllm_args]
-    return vllm_command(cfg.target, arguments)
+    draft = ["--speculative-config", json.dumps(vllm_keys(speculative_config(cfg)))]
+    # Before the user's arguments, which win.
+    return vllm_command(cfg.target, ["--dtype", engine_dtype(cfg.target), *draft, *cfg.vllm_args])
 
 
 def speculative_config(cfg: Config) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import tyro
 from redraft.distill.signal.features import server_args
 from redraft.distill.signal.features_store import DEFAULT_STORAGE, StatesFormat
 from redraft.eval.engine.command import vllm_command
+from redraft.eval.engine.server import engine_dtype
 from redraft.heads.files.checkpoint import load_text_config
 from redraft.recipes.cli import run_recipe
 
@@ -53,9 +54,15 @@ def main(cfg: Config) -> None:
             f"{cfg.target} has multi-head latent attention, and vLLM does not send hidden states of such targets: "
             "train with the target in the training process (--signal.kind model, or cache without --signal.url)"
         )
-    states = server_args(cfg.layers, config.num_hidden_layers, cfg.storage, cfg.format)
-    command = vllm_command(cfg.target, [*states, *cfg.vllm_args])
+    command = server_command(cfg, config.num_hidden_layers)
     os.execv(command[0], command)
+
+
+def server_command(cfg: Config, num_layers: int) -> list[str]:
+    """The command line of vLLM's server for a target of `num_layers`. Raises ValueError for a layer it does not have."""
+    states = server_args(cfg.layers, num_layers, cfg.storage, cfg.format)
+    # Before the user's arguments, which win.
+    return vllm_command(cfg.target, ["--dtype", engine_dtype(cfg.target), *states, *cfg.vllm_args])
 
 
 if __name__ == "__main__":

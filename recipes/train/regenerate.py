@@ -45,7 +45,8 @@ class Config:
     limit: int | None = None
     """Highest number of conversations to take, from the beginning; by default all."""
     target: str | None = None
-    """Folder or hub name of the target. A vLLM server of it is started for this run, in the dtype of its weights."""
+    """Folder or hub name of the target. A vLLM server of it is started for this run, in the type in which drafts are
+    trained for it; --vllm-args=--dtype=bfloat16 chooses another."""
     vllm_args: tuple[str, ...] = ()
     """Further arguments for the vLLM server that --target starts, one by one, e.g.
     `--vllm-args=--tensor-parallel-size=8`."""
@@ -87,7 +88,6 @@ def serve_answers(cfg: Config) -> Iterator[tuple[str, str | None]]:
     with vllm_server(
         cfg.target,
         log=log,
-        dtype="auto",  # not float32, as for measurements on a CPU: half the speed, for answers that differ in ties only
         max_model_len=min(limit, MAX_MODEL_LEN),
         max_num_seqs=cfg.concurrency,
         # Of a CPU's memory. `vllm_server` ignores this number on a GPU, which vLLM fills by itself.

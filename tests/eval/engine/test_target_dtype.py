@@ -38,10 +38,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, computes: bool) -> None:
         ({"dtype": "float32"}, True, "float32"),
         ({"dtype": "float16"}, True, "float32"),
         ({"text_config": None}, True, "float32"),
+        # Computed by servers only, which may have kernels for the stored type alone.
+        ({"dtype": "float16", "quantization_config": {"quant_method": "awq"}}, True, None),
+        ({"text_config": {"dtype": "bfloat16", "quantization_config": {}}}, False, None),
     ],
 )
 def test_a_cpu_computes_in_bfloat16_if_it_can_and_the_target_is_stored_so(
-    config: dict[str, Any], computes: bool, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], computes: bool, chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, computes=computes)
     folder = write_config(tmp_path / "target", config)

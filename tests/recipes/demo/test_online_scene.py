@@ -106,14 +106,16 @@ def test_smollm2_itself_has_room_for_sixteen_requests_and_learns_from_its_first_
         pytest.skip(f"no SmolLM2 and HumanEval in {parts}: `make demo` gets them")
     monkeypatch.setattr(online_stage, "distil", lambda *_, **__: None)
     cfg = Config(target=SMOLLM2, parts=parts, output=tmp_path, num_anchors=1, num_test_prompts=3)
-    stage = Stage.set(cfg, make_scene(cfg), datetime.date(2026, 1, 2))
+    scene = make_scene(cfg)
+    stage = Stage.set(cfg, scene, datetime.date(2026, 1, 2))
     assert read_config(tmp_path / "draft-prose")["num_hidden_layers"] == 2
     target = stage.target.model.layers
     draft = StandaloneDraft.load(tmp_path / "draft-prose").model.model.layers
     for mine, of_target in ((draft[0], target[0]), (draft[1], target[29])):
         assert torch.equal(mine.mlp.up_proj.weight, of_target.mlp.up_proj.weight.bfloat16())
     assert len(stage.test["code"]) == 3
-    assert stage.kv_cache_bytes == 24_576 * 16 * 512
+    token_bytes = {"bfloat16": 24_576, "float32": 49_152}[scene.dtype]
+    assert stage.kv_cache_bytes == token_bytes * 16 * 512
 
 
 def test_a_target_that_is_not_there_is_told_before_the_output_is_touched(parts: Path, tmp_path: Path) -> None:

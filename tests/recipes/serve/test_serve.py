@@ -12,8 +12,10 @@ import torch
 import tyro
 from safetensors.torch import save_file
 
+from redraft.eval.engine import server, target_dtype
 from redraft.eval.engine.lookups import lookup_env
 from redraft.online.engine.config import is_enabled, read_config
+from redraft.recipes.serve import serve_features
 from redraft.recipes.serve.serve import RAY_PREFIXES, Config, plugin_environment, server_command, speculative_config
 
 
@@ -30,6 +32,20 @@ def test_what_stands_behind_the_dashes_goes_to_vllm_as_it_is(tmp_path):
     assert speculative["model"] == str(tmp_path)
     assert speculative["num_speculative_tokens"] == 5
     assert speculative["method"] == "draft_model"
+
+
+@pytest.mark.parametrize(("on_cpu", "asked"), [(True, "float32"), (False, "auto")])
+def test_the_target_is_served_in_the_type_of_training_unless_the_user_names_one(tmp_path, monkeypatch, on_cpu, asked):
+    """A CPU without instructions for bfloat16 computes it a hundred times slower, and vLLM would still do so."""
+    monkeypatch.setattr(target_dtype, "cpu_computes_bfloat16", lambda: False)
+    monkeypatch.setattr(server, "engine_is_cpu", lambda: on_cpu)
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    for command in (
+        server_command(parse(str(tmp_path), "--draft", str(tmp_path), "--", "--dtype", "half")),
+        serve_features.server_command(serve_features.Config(target=str(tmp_path), vllm_args=("--dtype", "half")), 4),
+    ):
+        given = [value for flag, value in zip(command, command[1:], strict=False) if flag == "--dtype"]
+        assert given == [asked, "half"], "vLLM takes the last one"
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,8 @@ def test_the_engine_is_started_for_a_target_and_stopped(
     assert read_answers(output) == ["yes"]
     assert json.loads(output.read_text())["settings"]["model"] == str(random_target)
     options, stopped = started
-    assert (options["max_num_seqs"], options["extra_args"], options["dtype"]) == (5, ("--x",), "auto")
+    assert (options["max_num_seqs"], options["extra_args"]) == (5, ("--x",))
+    assert "dtype" not in options, "the type of training"
     assert options["max_model_len"] == limit
     assert stopped == {}
 
