@@ -46,7 +46,7 @@ from redraft.distill.signal.sharded import is_sharded, leading
 from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, train
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.run import Run
-from redraft.distill.train.step import Distillation, Optim
+from redraft.distill.train.step import Distillation, Optim, require_whole_matrices
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.eval.forecast.calibration import Calibration
 from redraft.eval.forecast.greedy import Forecast, SignalFunction
@@ -164,6 +164,7 @@ class HeadRun:
         self.calibrations: dict[Path, Calibration] = {}
         # 2. The ranks, the memory, the folder of the run.
         self.accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb)
+        require_whole_matrices(cfg.optim, self.accelerator)
         if convert is None:  # a converted target is one of the right layout, and its head has yet to be sized
             vocabulary = getattr(cfg, "draft_vocab_size", 0)
             size = functools.partial(count_head, name, cfg.head, vocabulary)  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ from redraft.distill.signal.sharded import leading
 from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, train
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.run import Run
-from redraft.distill.train.step import Distillation, Optim
+from redraft.distill.train.step import Distillation, Optim, require_whole_matrices
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.eval.forecast.greedy import Forecast
 from redraft.heads.families.standalone import Init, StandaloneDraft, make_draft
@@ -87,6 +87,7 @@ def main(cfg: Config) -> None:
     started = time.perf_counter()
     accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb)
     # Refuse before `Run.open`: a run too large for the machine leaves no folder to overwrite.
+    require_whole_matrices(cfg.optim, accelerator)
     require_no_engine(cfg.signal, engine=cfg.prove.engine)
     require_room(cfg.target, cfg.signal, accelerator, functools.partial(count_standalone, cfg.draft), cfg.target_dtype)
     run = Run.open(cfg.output, asdict(cfg), accelerator, resume=cfg.resume, overwrite=cfg.overwrite)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from accelerate import Accelerator
@@ -25,7 +25,14 @@ from redraft.distill.loss.fused import DraftRows, ExactRows, TopKRows, fused_lin
 from redraft.distill.signal.ahead import OneAhead
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.compiled import compile_in_place, draft_layers
-from redraft.distill.train.ranks import describe_layout, fit_deepspeed, fit_fsdp, uses_deepspeed
+from redraft.distill.train.muon import Muon, split
+from redraft.distill.train.ranks import (
+    describe_layout,
+    fit_deepspeed,
+    fit_fsdp,
+    shards_parameters,
+    uses_deepspeed,
+)
 from redraft.distill.train.unpickle import without_code
 from redraft.eval.forecast.greedy import QuickMetrics, metric_sums, quick_metrics
 from redraft.heads.draft import Batch, Draft, DraftStep, ExactTarget, TargetSignal, label_rows
@@ -39,16 +46,22 @@ MAX_SKIPPED_IN_A_ROW = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Optim:
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon` moves the matrices of the draft by Muon (kellerjordan.github.io/posts/muon), and embeddings, output heads
+    and norms by AdamW. It learns more from each label, for some more work in each step. Every process needs whole
+    matrices: one process or DDP."""
     lr: float = 1e-4
-    """Peak learning rate of AdamW, reached after the warm-up."""
+    """Peak learning rate, reached after the warm-up: about the change of a weight in a step."""
     weight_decay: float = 0.0
-    """AdamW weight decay: each step shrinks the weights by the learning rate times this."""
+    """Weight decay: each step shrinks the weights by the learning rate times this."""
     beta1: float = 0.9
     """AdamW's decay rate for the running mean of the gradient."""
     beta2: float = 0.95
     """AdamW's decay rate for the running mean of the squared gradient."""
+    momentum: float = 0.9
+    """Muon's decay rate for the sum of the gradients. For runs of some dozens of steps 0.8 is better."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Learning rate after the warm-up: down a cosine to `min_lr_fraction` of `lr`, or constant."""
     warmup_fraction: float = 0.03
@@ -242,13 +255,46 @@ def select_rows(signal: TargetSignal, kept_N: Tensor) -> ExactRows | TopKRows:
     )
 
 
-def fits_ranks(checkpoint: Path, accelerator: Accelerator) -> bool:
-    """Whether the checkpoint was written by ranks of this layout."""
-    return bool(json.loads((checkpoint / PROGRESS).read_text())["ranks"] == describe_layout(accelerator))
+def fits(checkpoint: Path, accelerator: Accelerator, optimizer: str) -> bool:
+    """Whether the checkpoint was written by ranks of this layout, with the optimizer of this name."""
+    progress = json.loads((checkpoint / PROGRESS).read_text())
+    return bool(_written_by(progress) == (describe_layout(accelerator), optimizer))
+
+
+def _written_by(progress: Mapping[str, Any]) -> tuple[str, str]:
+    return progress["ranks"], progress.get("optimizer", "adamw")  # an older redraft had no other
+
+
+def require_whole_matrices(optim: Optim, accelerator: Accelerator) -> None:
+    """Raise ValueError if Muon is to move matrices that the ranks share out, or that DeepSpeed holds."""
+    if optim.name == "muon" and (uses_deepspeed() or shards_parameters(accelerator)):
+        raise ValueError(
+            f"muon needs whole matrices, and {describe_layout(accelerator)} share them out: launch with DDP "
+            "(recipes/accelerate/ddp.yaml), or choose adamw"
+        )
+
+
+def make_optimizers(module: nn.Module, optim: Optim) -> list[torch.optim.Optimizer]:
+    """The optimizers that together move every trained parameter of the module once."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    matrices, rest = split(module) if optim.name == "muon" else ([], trained)
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        optimizers.append(Muon(matrices, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay))
+    if rest:
+        adamw = torch.optim.AdamW(
+            rest,
+            lr=optim.lr,
+            betas=(optim.beta1, optim.beta2),
+            weight_decay=optim.weight_decay,
+            fused=True,  # one pass over each parameter instead of a dozen, on a CPU too
+        )
+        optimizers.append(adamw)
+    return optimizers
 
 
 class Distillation:
-    """A draft in training: the module, its optimizer and learning rate schedule, and the number of steps done."""
+    """A draft in training: the module, its optimizers and learning rate schedule, and the number of steps done."""
 
     def __init__(
         self,
@@ -268,18 +314,12 @@ class Distillation:
             fit_deepspeed(accelerator, optim.max_grad_norm)
         if accelerator.distributed_type == DistributedType.FSDP:
             fit_fsdp(accelerator, module)
-        trained = [p for p in module.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(
-            trained,
-            lr=optim.lr,
-            betas=(optim.beta1, optim.beta2),
-            weight_decay=optim.weight_decay,
-            fused=True,  # one pass over each parameter instead of a dozen, on a CPU too
-        )
+        require_whole_matrices(optim, accelerator)
+        optimizers = make_optimizers(module, optim)
         # The main process may come hours later, from caching the target: wait here, where the timeout is a day.
         # Inside `prepare`, the wait of a sharded module would end after minutes.
         accelerator.wait_for_everyone()
-        self.module, self.optimizer = accelerator.prepare(module, optimizer)
+        self.module, *self.optimizers = accelerator.prepare(module, *optimizers)
         self.num_steps, self.step_index, self.skipped, self.skipped_in_a_row = num_steps, 0, 0, 0
 
     def compile_layers(self) -> None:
@@ -316,8 +356,9 @@ class Distillation:
         # Set here, without a scheduler: accelerate would step a prepared one once per process, and DeepSpeed would step
         # it too late.
         lr = self.optim.lr * self.optim.rate(self.step_index, self.num_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
         tokens, labels = self._count(batches)
         # accelerate averages over ranks and micro-batches. We want the sum over all rows, divided by the labels of all
         # ranks: otherwise the labels of a rank with few would weigh more.
@@ -400,15 +441,17 @@ class Distillation:
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.optim.max_grad_norm)
         if uses_deepspeed():  # `backward` has made the step already
             grad_norm, num_finite = float(norm or 0.0), len(losses)  # it may have no norm to give
-            finite = math.isfinite(grad_norm) and not self.optimizer.step_was_skipped
-            if not finite and not self.optimizer.step_was_skipped:
+            (optimizer,) = self.optimizers
+            finite = math.isfinite(grad_norm) and not optimizer.step_was_skipped
+            if not finite and not optimizer.step_was_skipped:
                 raise RuntimeError("DeepSpeed took a step with a gradient that is not finite; resume at a lower rate")
         else:
             grad_norm, num_finite = self._read_norm(norm, losses)
             finite = math.isfinite(grad_norm) and num_finite == len(losses)
-        if finite:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            if finite:
+                optimizer.step()
+            optimizer.zero_grad()
         return grad_norm if finite else None, num_finite
 
     def _read_norm(self, norm: Tensor, losses: Sequence[Tensor]) -> tuple[float, int]:
@@ -457,7 +500,7 @@ class Distillation:
     def close(self) -> None:
         """Release the weights and the optimizer, and remove them from the accelerator: it would save them into the
         checkpoints of the next distillation."""
-        del self.draft, self.module, self.optimizer
+        del self.draft, self.module, self.optimizers
         self.accelerator.free_memory()
 
     def save(self, folder: Path) -> None:
@@ -468,6 +511,7 @@ class Distillation:
                 "step_index": self.step_index,
                 "skipped": self.skipped,
                 "ranks": describe_layout(self.accelerator),
+                "optimizer": self.optim.name,
             }
             (folder / PROGRESS).write_text(json.dumps(progress))
 
@@ -475,12 +519,13 @@ class Distillation:
         """Continue from a folder written by `save`.
 
         Raises: ValueError if ranks of another layout wrote it: they saw other batches and hold other shards. Also if
-        it holds anything but tensors and numbers, which would be code to run.
+        it was written with another optimizer, or holds anything but tensors and numbers, which would be code to run.
         """
         progress = json.loads((folder / PROGRESS).read_text())
-        if not fits_ranks(folder, self.accelerator):
-            here = describe_layout(self.accelerator)
-            raise ValueError(f"{folder} was written by {progress['ranks']}: resume with the same, not {here}")
+        if not fits(folder, self.accelerator, self.optim.name):
+            ranks, optimizer = _written_by(progress)
+            here = f"{describe_layout(self.accelerator)} with {self.optim.name}"
+            raise ValueError(f"{folder} was written by {ranks} with {optimizer}: resume with the same, not {here}")
         with without_code(folder, deepspeed=uses_deepspeed()):
             self.accelerator.load_state(str(folder))
         self.step_index, self.skipped = progress["step_index"], progress["skipped"]

@@ -24,7 +24,7 @@ from torch import Tensor
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.ranks import leave
-from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation, Optim, StepStats, fits_ranks
+from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation, Optim, StepStats, fits
 from redraft.heads.catalog import Family, Reads, find_family, list_learning
 from redraft.heads.draft import Draft
 from redraft.heads.files.folder import read_config
@@ -111,6 +111,7 @@ class Candidate:
         self.version = version
         cfg = self.cfg
         optim = Optim(
+            name=cfg.optimizer,
             lr=cfg.lr,
             weight_decay=cfg.weight_decay,
             schedule="constant",
@@ -127,10 +128,10 @@ class Candidate:
     def resume(self, version: Path, checkpoint: Path) -> None:
         """Continue from `checkpoint`; `version` gives the shape.
 
-        The optimizer's state fits only the number of ranks it was written by. On another number the draft is taken and
-        the optimizer starts fresh.
+        The optimizer's state fits only the same optimizer and number of ranks. Otherwise the draft is taken, and the
+        optimizer starts fresh.
         """
-        if fits_ranks(checkpoint / STATE, self.accelerator):
+        if fits(checkpoint / STATE, self.accelerator, self.cfg.optimizer):
             self.begin(version)
             self.distillation.resume(checkpoint / STATE)
         else:

@@ -19,12 +19,14 @@ class DraftConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon` moves the matrices of the draft by Muon, and everything else by AdamW. Not for sharded ranks."""
     lr: float = 1e-4
-    """Learning rate of AdamW; constant after the warm-up."""
+    """Learning rate; constant after the warm-up."""
     warmup_steps: int = 20
     """Steps over which the learning rate rises from 0, each time the optimizer starts afresh."""
     weight_decay: float = 0.0
-    """Weight decay of AdamW."""
+    """Weight decay: each step shrinks the weights by the learning rate times this."""
     max_grad_norm: float = 1.0
     """The gradient is scaled down to this norm if it is larger."""
     divergence: str = "forward_kl"

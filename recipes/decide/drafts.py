@@ -301,7 +301,9 @@ def training_command(cfg: Config, target: str, name: str) -> list[str]:
         *(recipe, "--target", target, "--output", str(cfg.output / name), *own),
         *("--mixed-precision", "bf16" if computes_bfloat16() else "no"),
         *("--data.source", cfg.known_answers, "--data.held-out", "0.02", "--data.num-prompts", "8"),
-        *("--divergence.name", "lk_hybrid", "--optim.lr", "1e-3", "--optim.max-grad-norm", "0.5"),
+        *("--divergence.name", "lk_hybrid", "--optim.name", "muon", "--optim.lr", "2e-3"),
+        # A training of minutes has no time for the long memory of a higher momentum.
+        *("--optim.momentum", "0.8", "--optim.max-grad-norm", "0.5"),
         *("--loop.minutes", str(cfg.minutes), "--loop.batch-size", "4", "--loop.sequence-length", "512"),
         # No evaluation, checkpoint or engine in between: the minutes are for steps, and the rounds measure
         # later.

@@ -189,7 +189,8 @@ def training_config(cfg: Config, target: str) -> eagle3_llama8b.Config:
         data=Data(source=cfg.answers or str(ANSWERS), held_out=0.02, num_prompts=1),
         head=eagle3.Config(num_steps=cfg.head_tokens),
         draft_vocab_size=cfg.draft_vocab_size,
-        optim=Optim(lr=1e-3, max_grad_norm=0.5),
+        # A run of so few steps has no time for the long memory of a higher momentum.
+        optim=Optim(name="muon", lr=2e-3, momentum=0.8, max_grad_norm=0.5),
         loop=Loop(minutes=cfg.minutes, batch_size=4, sequence_length=512, eval_every=0, save_every=50),
         prove=Prove(num_speculative_tokens=cfg.head_tokens, max_tokens=cfg.pilot_tokens),
         mixed_precision="bf16" if computes_bfloat16() else "no",

@@ -59,7 +59,7 @@ def main(cfg: Config) -> None:
 
 
 def server_command(cfg: Config, num_layers: int) -> list[str]:
-    """The command line of vLLM's server for a target of `num_layers`. Raises ValueError for a layer it does not have."""
+    """The command line of vLLM's server for a target of `num_layers`. Raises ValueError for a layer beyond them."""
     states = server_args(cfg.layers, num_layers, cfg.storage, cfg.format)
     # Before the user's arguments, which win.
     return vllm_command(cfg.target, ["--dtype", engine_dtype(cfg.target), *states, *cfg.vllm_args])

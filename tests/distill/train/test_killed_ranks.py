@@ -90,7 +90,7 @@ def test_without_torchrun_no_rank_writes_on_and_the_run_is_resumed_exactly_by_as
     assert alone.returncode != 0
     said = alone.stderr.strip().splitlines()[-1]
     assert said.startswith("ValueError: ")
-    assert said.endswith("was written by 2 processes: resume with the same, not 1 process")
+    assert said.endswith("was written by 2 processes with adamw: resume with the same, not 1 process with adamw")
 
 
 @pytest.mark.slow

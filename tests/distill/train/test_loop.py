@@ -23,18 +23,40 @@ from redraft.distill.train.step import Distillation, Optim
 
 
 @pytest.mark.parametrize(
-    ("precision", "computes", "is_told"), [("bf16", False, True), ("bf16", True, False), ("no", False, False)]
+    ("given", "launched", "computes", "taken"),
+    [
+        ("bf16", None, False, "no"),
+        (None, "bf16", False, "no"),
+        ("bf16", None, True, "bf16"),
+        (None, "bf16", True, None),
+        ("no", "bf16", False, "no"),
+        (None, None, False, None),
+    ],
 )
-def test_a_run_is_told_where_bfloat16_is_no_help(
-    precision: str, computes: bool, is_told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_cpu_without_instructions_for_bfloat16_computes_in_float32_and_says_so(
+    given: str | None,
+    launched: str | None,
+    computes: bool,
+    taken: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def accelerator(**of: Any) -> SimpleNamespace:
-        return SimpleNamespace(mixed_precision=of["mixed_precision"], is_main_process=True)
+    asked = []
 
+    def accelerator(**of: Any) -> SimpleNamespace:
+        asked.append(of["mixed_precision"])
+        return SimpleNamespace(is_main_process=True)
+
+    if launched:  # by `accelerate launch --mixed_precision`
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    else:
+        monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.setattr(loop, "Accelerator", accelerator)
     monkeypatch.setattr(loop, "computes_bfloat16", lambda: computes)
-    loop.make_accelerator(1, precision, None)
-    assert ("no instructions for bfloat16" in capsys.readouterr().out) == is_told
+    loop.make_accelerator(1, given, None)
+    assert asked == [taken]
+    is_replaced = not computes and given != "no" and "bf16" in (given, launched)
+    assert ("no instructions" in capsys.readouterr().out) == is_replaced
 
 
 def test_no_more_held_out_batches_are_made_than_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The command that starts vLLM with the plugin: what it would run."""
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -44,7 +45,7 @@ def test_the_target_is_served_in_the_type_of_training_unless_the_user_names_one(
         server_command(parse(str(tmp_path), "--draft", str(tmp_path), "--", "--dtype", "half")),
         serve_features.server_command(serve_features.Config(target=str(tmp_path), vllm_args=("--dtype", "half")), 4),
     ):
-        given = [value for flag, value in zip(command, command[1:], strict=False) if flag == "--dtype"]
+        given = [value for flag, value in itertools.pairwise(command) if flag == "--dtype"]
         assert given == [asked, "half"], "vLLM takes the last one"
 
 

@@ -1,0 +1,82 @@
+"""Muon: in a step, a matrix changes by its momentum with all singular values made about equal.
+
+Jordan et al., 2024 (https://kellerjordan.github.io/posts/muon/), whose coefficients these are. A gradient has few large
+singular values. AdamW follows them; Muon moves the directions in which few tokens pull as far as the others, so a draft
+learns more from each label. Vectors, embeddings and output heads, with a row for each token, stay with AdamW.
+
+R = rows, C = columns of a matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from redraft.eval.engine.target_dtype import computes_bfloat16
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of x + x^3 + x^5. Applied five times, they bring singular values from 0.02 to 1 between 0.7 and 1.2."""
+
+ITERATIONS = 5
+
+OUTPUT_HEADS = ("lm_head", "lm_heads", "head", "markov_w2")
+"""Names of linear layers with an output for each token, here and in transformers."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum, made orthogonal. In a step the entries of a matrix change by about `lr`, in the root mean
+    square."""
+
+    def __init__(self, matrices: Iterable[Tensor], *, lr: float, momentum: float, weight_decay: float) -> None:
+        super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._move(weight, weight.grad, group["lr"], group["momentum"], group["weight_decay"])
+
+    def _move(self, weight: Tensor, grad: Tensor, lr: float, momentum: float, weight_decay: float) -> None:
+        state = self.state[weight]
+        if not state:
+            state["momentum"] = torch.zeros_like(weight)
+        velocity = state["momentum"].mul_(momentum).add_(grad)
+        change = orthogonalise(grad.add(velocity, alpha=momentum))
+        # The entries of an orthogonal matrix have a root mean square of 1 / sqrt(max(R, C)).
+        weight.mul_(1 - lr * weight_decay).add_(change, alpha=-lr * math.sqrt(max(weight.shape)))
+
+
+def orthogonalise(matrix_RC: Tensor) -> Tensor:
+    """U V^T of the matrix U S V^T, with singular values between 0.7 and 1.2 instead of 1; [R, C], in its type."""
+    a, b, c = COEFFICIENTS
+    wide = matrix_RC.shape[0] <= matrix_RC.shape[1]
+    # The iteration corrects its own rounding, so 8 bits do.
+    x = (matrix_RC if wide else matrix_RC.mT).to(torch.bfloat16 if computes_bfloat16() else torch.float32)
+    # A matrix of zeros stays one.
+    x = x / x.norm().clamp_min(torch.finfo(x.dtype).tiny)
+    for _ in range(ITERATIONS):
+        square = x @ x.mT
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return (x if wide else x.mT).to(matrix_RC.dtype)
+
+
+def split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(matrices for Muon, all other parameters), of those that are trained."""
+    chosen = {
+        id(linear.weight)
+        for name, linear in module.named_modules()
+        if isinstance(linear, nn.Linear) and min(linear.weight.shape) > 1 and not is_output_head(name)
+    }
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [p for p in trained if id(p) in chosen], [p for p in trained if id(p) not in chosen]
+
+
+def is_output_head(name: str) -> bool:
+    """Whether the module of this name has an output for each token."""
+    return any(part in OUTPUT_HEADS for part in name.split("."))
