@@ -107,7 +107,12 @@ def train_family(name: str, target: Any, cfg: argparse.Namespace) -> dict[str, A
         draft,
         lambda batch: poison(make_signal(target, batch, aux), is_wanted=any(batch is one for one in poisoned)),
         Divergence(name="forward_kl"),
-        Optim(lr=cfg.lr, accumulation=cfg.accumulation, warmup_fraction=0.0),
+        Optim(
+            name="muon" if cfg.optimizer == "muon" else "adamw",
+            lr=cfg.lr,
+            accumulation=cfg.accumulation,
+            warmup_fraction=0.0,
+        ),
         8,
         accelerator,
     )
@@ -165,7 +170,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("output", type=Path)
     parser.add_argument("families", nargs="+")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--optimizer", choices=["adamw", "muon", "sgd"], default="adamw")
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--save-at", type=int)

@@ -97,6 +97,13 @@ def test_sharded_drafts_take_the_step_of_one_process(config: str, tmp_path: Path
     assert_same(one, train(config, tmp_path / "two", *families, *SGD), 1e-6)
 
 
+def test_muon_moves_the_matrices_of_two_ranks_as_those_of_one(tmp_path: Path) -> None:
+    """Over three steps: it also makes the directions equal in which a gradient is all but rounding."""
+    work = ["eagle3", "--steps", "3", "--optimizer", "muon"]
+    one = train(None, tmp_path / "one", *work)
+    assert_same(one, train("ddp", tmp_path / "two", *work), 1e-4)
+
+
 @pytest.mark.slow
 def test_mixed_precision_of_shards_rounds_products_and_neither_sums_nor_what_the_target_says(tmp_path: Path) -> None:
     work = ["standalone", "eagle3", *SGD, "--judged", "11"]
