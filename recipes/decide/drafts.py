@@ -71,8 +71,8 @@ OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {
 
 ADAMW = ("--optim.lr", "1e-3")
 MUON = ("--optim.name", "muon", "--optim.lr", "2e-3", "--optim.momentum", "0.8")
-"""Of the two, EAGLE-3 learns more with Muon. No other family was compared. A training of minutes has no time for the long
-memory of a higher momentum."""
+"""Flags of the optimizers. EAGLE-3 learns more with Muon; no other family was compared. A training of minutes has no
+time for the long memory of a higher momentum."""
 
 NGRAM, RETRIEVAL = "ngram", "retrieval"
 LOOKUP_TOKENS = {NGRAM: 4, RETRIEVAL: 6}

@@ -34,7 +34,9 @@ from redraft.distill.loss.fused import (
 )
 from redraft.distill.loss.rows import has_triton
 from redraft.distill.signal.ahead import OneAhead, host_zeros
+from redraft.distill.train import muon
 from redraft.distill.train.loop import to_device
+from redraft.distill.train.muon import orthogonalise
 from redraft.distill.train.step import Distillation, Optim
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 from redraft.heads.families.mtp_folder import as_mimo
@@ -65,6 +67,20 @@ def assert_near(mine: Tensor, true: Tensor, within: float) -> None:
     """|mine - true| <= within * |true|, as norms over all entries."""
     narrow, exact = (x.detach().double().cpu() for x in (mine, true))
     assert (narrow - exact).norm().item() <= within * exact.norm().item()
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizer
+
+
+@pytest.mark.parametrize("shape", [(96, 160), (160, 96)])
+def test_an_orthogonal_step_in_bfloat16_is_that_of_a_cpu_in_float32(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix_RC = torch.randn(shape)
+    found = orthogonalise(matrix_RC.to(GPU))
+    assert (found.device.type, found.dtype) == ("cuda", torch.float32)
+    monkeypatch.setattr(muon, "computes_bfloat16", lambda: False)
+    assert_near(found, orthogonalise(matrix_RC), within=0.05)
 
 
 # --------------------------------------------------------------------------------------------------------------- norms
