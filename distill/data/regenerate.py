@@ -128,12 +128,13 @@ class _Regeneration:
             workers = [
                 asyncio.create_task(self._work(queue, settings, file, bar)) for _ in range(self.endpoint.concurrency)
             ]
+            clock = asyncio.create_task(_show_time(bar))
             try:
                 await asyncio.gather(*workers)
             finally:  # the others must not write into a closed file
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
+                for task in (*workers, clock):
+                    task.cancel()
+                await asyncio.gather(*workers, clock, return_exceptions=True)
 
     async def _work(
         self, queue: Iterator[tuple[str, Conversation]], settings: dict[str, Any], file: TextIO, bar: Any
@@ -200,6 +201,13 @@ class _Regeneration:
     def _refuse(self, reason: str) -> None:
         self.stats.refused += 1
         self.stats.refusal = self.stats.refusal or reason
+
+
+async def _show_time(bar: Progress) -> None:
+    """Draw the bar again every second: the first answer may take minutes."""
+    while True:
+        await asyncio.sleep(1)
+        bar.refresh()
 
 
 def _as_sent(message: Message) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from redraft.distill.data.conversations import load_conversations
 from redraft.distill.data.messages import conversation_hash
 from redraft.distill.data.regenerate import Sampling, prompt_key, regenerate
 from redraft.distill.signal.endpoint import Endpoint
+from redraft.heads import progress
 from redraft.recipes.train.regenerate import Config
 
 
@@ -83,6 +85,21 @@ def test_a_second_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
         stats = regenerate(conversations, make_endpoint(url), output, Sampling())
     assert (stats.already_there, stats.done, len(requests)) == (4, 2, 6)
     assert contents(output) == {(f"question {i}", f"question {i}! (1)") for i in range(6)}
+
+
+def test_a_log_shows_the_wait_for_the_first_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LOG_INTERVAL_S", 0.0)
+
+    def slow(request: dict[str, Any]) -> Reply:
+        time.sleep(1.5)
+        return answer(request)
+
+    with serving(slow) as (url, _):
+        regenerate([make_conversation("a")], make_endpoint(url), tmp_path / "answers.jsonl", Sampling())
+    waiting = [line for line in capsys.readouterr().err.splitlines() if "0/1" in line]
+    assert any("00:01" in line for line in waiting)
 
 
 def test_an_overloaded_server_is_asked_again(tmp_path: Path) -> None:
