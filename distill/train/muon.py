@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redraft.eval.engine.target_dtype import computes_bfloat16
+from redraft.eval.engine.target_dtype import cpu_computes_bfloat16
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Factors of x, x^3 and x^5. Five such polynomials bring singular values of 0.02 to 1 between 0.7 and 1.2."""
@@ -57,7 +57,8 @@ def orthogonalise(matrix_RC: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
     wide = matrix_RC.shape[0] <= matrix_RC.shape[1]
     # The iteration corrects its own rounding, so 8 bits do.
-    x = (matrix_RC if wide else matrix_RC.mT).to(torch.bfloat16 if computes_bfloat16() else torch.float32)
+    in_bfloat16 = matrix_RC.is_cuda or cpu_computes_bfloat16()
+    x = (matrix_RC if wide else matrix_RC.mT).to(torch.bfloat16 if in_bfloat16 else torch.float32)
     # A matrix of zeros stays one.
     x = x / x.norm().clamp_min(torch.finfo(x.dtype).tiny)
     for _ in range(ITERATIONS):

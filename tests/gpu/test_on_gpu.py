@@ -79,7 +79,7 @@ def test_an_orthogonal_step_in_bfloat16_is_that_of_a_cpu_in_float32(
     matrix_RC = torch.randn(shape)
     found = orthogonalise(matrix_RC.to(GPU))
     assert (found.device.type, found.dtype) == ("cuda", torch.float32)
-    monkeypatch.setattr(muon, "computes_bfloat16", lambda: False)
+    monkeypatch.setattr(muon, "cpu_computes_bfloat16", lambda: False)
     assert_near(found, orthogonalise(matrix_RC), within=0.05)
 
 

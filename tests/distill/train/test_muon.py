@@ -24,7 +24,7 @@ from redraft.distill.train.step import Distillation, Optim, make_optimizers, req
 def test_a_matrix_keeps_its_directions_and_loses_its_scales(
     shape: tuple[int, int], in_bfloat16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(muon, "computes_bfloat16", lambda: in_bfloat16)
+    monkeypatch.setattr(muon, "cpu_computes_bfloat16", lambda: in_bfloat16)
     u, s, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
     s = torch.logspace(0, -1.3, len(s), dtype=torch.float64)  # 1 to 0.05
     found = orthogonalise(7 * u @ s.diag() @ v)
