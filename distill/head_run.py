@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -43,7 +44,7 @@ from redraft.distill.prove import (
     report,
 )
 from redraft.distill.signal.sharded import is_sharded, leading
-from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, train
+from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, to_device, train
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.run import Run
 from redraft.distill.train.step import Distillation, Optim, require_whole_matrices
@@ -51,11 +52,13 @@ from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.eval.forecast.calibration import Calibration
 from redraft.eval.forecast.greedy import Forecast, SignalFunction
 from redraft.heads.catalog import find_family, require_head
+from redraft.heads.draft import Batch, TargetSignal
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.files.artifact import publish
 from redraft.heads.files.checkpoint import load_text_config
 from redraft.heads.files.folder import check_model_folder, model_folder
 from redraft.heads.nn.masks import choose_mask_token
+from redraft.heads.progress import Progress
 from redraft.heads.target import Target, aux_layers
 
 
@@ -215,6 +218,28 @@ class HeadRun:
         if is_sharded(self.model) or next(layers[-1].parameters()).is_meta:
             raise ValueError("the target's layers are not in this process: begin at random with --init random")
         return layers, norm
+
+    def stream_norms(self, layer_ids: Sequence[int]) -> list[nn.Module]:
+        """For each stream, after k layers, the norm of the target's layer that reads it.
+
+        Raises: ValueError if its layers norm nothing before they read.
+        """
+        layers, norm = self.model.base_model.layers, self.model.base_model.norm
+        if not hasattr(layers[0], "input_layernorm"):
+            raise ValueError(f"the layers of {self.cfg.target} have no input_layernorm: choose --init last_layer")
+        return [layers[k].input_layernorm if k < len(layers) else norm for k in layer_ids]
+
+    def first_signals(self, layer_ids: Sequence[int], num_tokens: int) -> list[tuple[Batch, TargetSignal]]:
+        """The first training batches with the target's states, until they have `num_tokens` tokens or are all; the same
+        on every rank."""
+        source = live_signal(self.cfg.signal, self.model, layer_ids)
+        train, size = self.data.train, self.cfg.loop.batch_size
+        count = min(train.num_batches(size), math.ceil(num_tokens / (size * train.sequence_length)))
+        numbers = Progress(
+            range(count), desc="states to start from", unit="batch", disable=not self.accelerator.is_main_process
+        )
+        batches = (to_device(train.batch(number, batch_size=size), self.accelerator.device) for number in numbers)
+        return [(batch, source(batch)) for batch in batches]
 
     def mask_token(self, given: int | None) -> int:
         """The token for the slots to fill of a parallel drafter, unless it is given. Raises: as `choose_mask_token`."""

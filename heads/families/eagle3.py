@@ -130,11 +130,15 @@ class Eagle3(nn.Module):
         """The rows of the output head, [W, D]."""
         return self.lm_head.weight if self.config.own_head else self._frozen_head_WD
 
+    def embed(self, ids_BT: Tensor) -> Tensor:
+        """The target's embeddings, [B, T, D]."""
+        return F.embedding(ids_BT, self._embed_VD)
+
     def step(
         self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: Memory
     ) -> tuple[Tensor, Tensor]:
         """The input of the output head and the feature to feed back, both [B, T, D]."""
-        embed_BTD = F.embedding(ids_BT, self._embed_VD).to(feature_BTD.dtype)
+        embed_BTD = self.embed(ids_BT).to(feature_BTD.dtype)
         out_BTD = self.midlayer(embed_BTD, feature_BTD, self._rotary(position_ids_BT, feature_BTD), memory)
         normed_BTD = self.norm(out_BTD)
         return normed_BTD, normed_BTD if self.config.norm_output else out_BTD
@@ -149,13 +153,17 @@ class Eagle3(nn.Module):
 
     def mix(self, aux_BTLD: Tensor) -> Tensor:
         """fc(concat of the streams), [B, T, D]."""
+        out: Tensor = self.fc(self.concat(aux_BTLD))
+        return out
+
+    def concat(self, aux_BTLD: Tensor) -> Tensor:
+        """The streams end to end, [B, T, L D], normed if the options say so."""
         # One norm over all L * D numbers, or one for each stream. vLLM has the same order.
         if self.config.norm_before_fc:
             aux_BTLD = self.input_norm(aux_BTLD.flatten(2)).view_as(aux_BTLD)
         if self.config.fc_norm:
             aux_BTLD = torch.stack([n(a) for n, a in zip(self.fc_norm, aux_BTLD.unbind(2), strict=True)], dim=2)
-        out: Tensor = self.fc(aux_BTLD.flatten(2))
-        return out
+        return aux_BTLD.flatten(2)
 
     def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
         """Steps of shifts 1, 2, ...: features of the head, the true tokens."""

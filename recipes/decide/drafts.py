@@ -61,7 +61,7 @@ RECIPES = Path(__file__).parents[1]
 LAYERS = re.compile(r"layers-(\d+)")
 HEAD = re.compile(r"(eagle3|dflash|peagle)-(\d+)k")
 OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {
-    "eagle3": lambda tokens: ["--head.num-steps", str(tokens)],
+    "eagle3": lambda tokens: ["--head.num-steps", str(tokens), "--head.fc-norm", "--init", "least_squares"],
     "medusa": lambda tokens: ["--head.num-heads", str(tokens)],
     # A block of the known token and the drafted ones. The default, 512 blocks of 16, is for GPUs: on a CPU a step would
     # take half a minute.
@@ -70,9 +70,12 @@ OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {
 """Flags of the recipes that depend on the number of draft tokens."""
 
 ADAMW = ("--optim.lr", "1e-3")
-MUON = ("--optim.name", "muon", "--optim.lr", "2e-3", "--optim.momentum", "0.8")
+MUON = ("--optim.name", "muon", "--optim.momentum", "0.8", "--optim.lr")
 """Flags of the optimizers. In a short run all families learn more with Muon, but Medusa. A training of minutes has no
 time for the long memory of a higher momentum."""
+
+MUON_RATE, STARTED_RATE = "2e-3", "5e-4"
+"""Muon's learning rate, and that of a head that starts by least squares: a higher one would undo the start."""
 
 NGRAM, RETRIEVAL = "ngram", "retrieval"
 LOOKUP_TOKENS = {NGRAM: 4, RETRIEVAL: 6}
@@ -307,7 +310,7 @@ def training_command(cfg: Config, target: str, name: str) -> list[str]:
         *("--mixed-precision", "bf16" if computes_bfloat16() else "no"),
         *("--data.source", cfg.known_answers, "--data.held-out", "0.02", "--data.num-prompts", "8"),
         *("--divergence.name", "lk_hybrid", "--optim.max-grad-norm", "0.5"),
-        *(ADAMW if name == "medusa" else MUON),
+        *(ADAMW if name == "medusa" else (*MUON, STARTED_RATE if name.startswith("eagle3") else MUON_RATE)),
         *("--loop.minutes", str(cfg.minutes), "--loop.batch-size", "4", "--loop.sequence-length", "512"),
         # No evaluation, checkpoint or engine in between: the minutes are for steps, and the rounds measure
         # later.

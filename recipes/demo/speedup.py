@@ -139,9 +139,10 @@ def main(cfg: Config) -> None:
     # 2. The drafts: answers counted; a head with its forecast, training and export.
     counted = run.run.folder / RETRIEVAL
     publish(counted, count_answers(texts(run), RetrievalConfig()).write, {"data": run.cfg.data.source}, overwrite=True)
-    before = run.forecast(make_head(run))
+    head = make_head(run)
+    before = run.forecast(head)
     began = time.perf_counter()
-    head, cost = run.train(make_head(run))
+    head, cost = run.train(head)
     training = {
         **vars(cost),
         "steps": cost.exported_step,
@@ -187,10 +188,13 @@ def training_config(cfg: Config, target: str) -> eagle3_llama8b.Config:
         target=target,
         # 1: `main` replaces the held-out prompts, and the run refuses to have none.
         data=Data(source=cfg.answers or str(ANSWERS), held_out=0.02, num_prompts=1),
-        head=eagle3.Config(num_steps=cfg.head_tokens),
+        head=eagle3.Config(num_steps=cfg.head_tokens, fc_norm=True),
+        init="least_squares",
+        init_tokens=32768,
         draft_vocab_size=cfg.draft_vocab_size,
-        # A run of so few steps has no time for the long memory of a higher momentum.
-        optim=Optim(name="muon", lr=2e-3, momentum=0.8, max_grad_norm=0.5),
+        # A run of so few steps has no time for the long memory of a higher momentum, and a higher rate would undo the
+        # start.
+        optim=Optim(name="muon", lr=5e-4, momentum=0.8, max_grad_norm=0.5),
         loop=Loop(minutes=cfg.minutes, batch_size=4, sequence_length=512, eval_every=0, save_every=50),
         prove=Prove(num_speculative_tokens=cfg.head_tokens, max_tokens=cfg.pilot_tokens),
         mixed_precision="bf16" if computes_bfloat16() else "no",
@@ -222,14 +226,12 @@ def texts(run: HeadRun) -> list[Text]:
 
 
 def make_head(run: HeadRun) -> eagle3.Eagle3:
-    """An untrained head that starts from the target's last layer."""
+    """A head before its first training step."""
     cfg = run.cfg
     assert isinstance(cfg, eagle3_llama8b.Config)
     torch.manual_seed(cfg.loop.seed)
     ids_W = frequent_ids(run.data.train.samples, cfg.draft_vocab_size, run.target.config.vocab_size)
-    head = eagle3.Eagle3(cfg.head, run.target, ids_W)
-    head.init_from_layer(*run.last_layer())
-    return head
+    return eagle3_llama8b.make_head(run, cfg, ids_W)
 
 
 def labels_in(run: HeadRun, steps: int) -> int:

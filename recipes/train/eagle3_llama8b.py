@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from redraft.distill.data.vocabulary import frequent_ids, require_smaller
 from redraft.distill.head_run import DEMO, HeadConfig, HeadRun, target_config
@@ -20,6 +21,7 @@ from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import Loop
 from redraft.distill.train.step import Optim
 from redraft.heads.families import eagle3
+from redraft.heads.families.eagle3_start import start_by_least_squares
 from redraft.heads.target import aux_layers
 from redraft.recipes.cli import run_recipe
 
@@ -27,8 +29,13 @@ from redraft.recipes.cli import run_recipe
 @dataclass(frozen=True, kw_only=True)
 class Config(HeadConfig):
     head: eagle3.Config = field(default_factory=eagle3.Config)
-    init: Literal["last_layer", "random"] = "last_layer"
-    """Initial weights of the head's layer: a copy of the target's last layer, or random."""
+    init: Literal["last_layer", "least_squares", "random"] = "last_layer"
+    """Initial weights of the head: a copy of the target's last layer, random, or those with which the head predicts the
+    target's next state best, by least squares. The last needs --head.fc-norm, drafts before its first step, and wants a
+    lower --optim.lr."""
+    init_tokens: int = 65536
+    """Tokens that --init least_squares computes with: several times the hidden size times the number of target layers
+    that are read. Their states stay in memory meanwhile: 2 GB for a target of 8B."""
     draft_vocab_size: int = 32000
     """Size of the head's vocabulary: the tokens most frequent as labels. A smaller vocabulary makes a
     draft step faster; 0 keeps all of the target's."""
@@ -39,6 +46,14 @@ class Config(HeadConfig):
     loop: Loop = field(default_factory=lambda: Loop(steps=20000, sequence_length=2048))
     output: Path = Path("outputs/eagle3-llama8b")
     """Folder of the run. It receives the config, metrics, checkpoints, the exported draft and the report."""
+
+    def __post_init__(self) -> None:
+        if self.init == "least_squares" and not self.head.fc_norm:
+            raise ValueError(
+                "--init least_squares needs --head.fc-norm: it trains badly on streams that are not normed"
+            )
+        if self.init == "least_squares" and self.head.norm_before_residual:
+            raise ValueError("--init least_squares is not for heads with --head.norm-before-residual")
 
 
 PRESETS = {
@@ -63,12 +78,7 @@ def main(cfg: Config) -> None:
     draft_ids_W = frequent_ids(run.data.train.samples, cfg.draft_vocab_size, shape.vocab_size)
 
     # 3. The head: new, or continued.
-    if cfg.start_from:
-        head = run.start()
-    else:
-        head = eagle3.Eagle3(cfg.head, run.target, draft_ids_W)
-        if cfg.init == "last_layer":
-            head.init_from_layer(*run.last_layer())
+    head = run.start() if cfg.start_from else make_head(run, cfg, draft_ids_W)
     before = run.forecast(head)
 
     # 4. Training: optimizer, `prepare` and the loop (distill/train/).
@@ -81,6 +91,18 @@ def main(cfg: Config) -> None:
 
     draft = run.publish(export)
     run.prove(before, draft, cost, {"method": "eagle3", "model": str(draft.absolute())})
+
+
+def make_head(run: HeadRun, cfg: Config, draft_ids_W: Tensor | None) -> eagle3.Eagle3:
+    """An untrained head with the initial weights that the flags choose."""
+    head = eagle3.Eagle3(cfg.head, run.target, draft_ids_W)
+    if cfg.init != "random":
+        head.init_from_layer(*run.last_layer())
+    if cfg.init == "least_squares":
+        known = run.first_signals(head.aux_layer_ids, cfg.init_tokens)
+        head.to(known[0][0].input_ids_BT.device)
+        start_by_least_squares(head, known, run.stream_norms(head.aux_layer_ids))
+    return head
 
 
 if __name__ == "__main__":

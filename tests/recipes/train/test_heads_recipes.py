@@ -179,6 +179,30 @@ def test_eagle3_keeps_the_ids_that_are_labels_most_often(
     assert small_tokenizer.eos_token_id in kept
 
 
+def test_least_squares_give_a_head_that_drafts_before_its_first_step(data: Path, tmp_path: Path) -> None:
+    """On the small target, which can write text: a random one has nothing to predict."""
+    taus = {}
+    for init in ("last_layer", "least_squares"):
+        head = eagle3.Config(aux_layer_ids=(2, 4, 7), num_steps=3, fc_norm=True)
+        report = run(
+            "eagle3", Path("tests/assets/tiny-target"), data, tmp_path / init,
+            head=head, draft_vocab_size=2048, init=init, optim=Optim(lr=1e-5),
+        )  # fmt: skip
+        taus[init] = report["offline"]["tau_before"]
+        assert report["offline"]["tau_forecast"] == pytest.approx(taus[init], abs=0.2), "the steps were tiny"
+    assert taus["last_layer"] < 1.1
+    assert taus["least_squares"] > 1.2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({}, "needs --head.fc-norm"), ({"fc_norm": True, "norm_before_residual": True}, "not for heads with")],
+)
+def test_least_squares_refuse_another_head_before_any_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        import_module("recipes.train.eagle3_llama8b").Config(init="least_squares", head=eagle3.Config(**options))
+
+
 def test_a_run_of_some_minutes_plans_its_steps_by_their_speed_and_keeps_the_plan_after_a_kill(
     random_target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

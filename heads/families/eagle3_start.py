@@ -1,0 +1,240 @@
+"""Weights of an EAGLE-3 head before its first training step, by least squares on the target's hidden states.
+
+    hidden[t+1] ~ A streams[t] + B embed(x[t+1]) + C followers[t]
+      A -> fc
+      B -> attention heads that look at their own row
+      C -> attention heads that look at earlier rows whose token was x[t+1]; they carry the token that followed there
+
+`hidden` is the state from which the target predicts x[t+2]. Training finds these maps slowly. The last one, attention
+that copies (an "induction head", Olsson et al., arXiv 2209.11895), forms late even in a large model. Here they take a
+few passes of matrix products over some thousands of tokens, and no gradient. The MLP starts at zero.
+
+S = sampled rows, F = the streams of a row end to end, D = hidden, E = size of an attention head, R = rank of B.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from redraft.heads.draft import Batch, TargetSignal, aux_streams, final_hidden
+from redraft.heads.families.eagle3 import Eagle3
+
+RIDGE = 1e-3
+"""Penalty of squared weights, as a share of the inputs' mean square."""
+
+OWN_ROW = 32.0
+"""Attention score of a row with itself. Among thousands of other tokens the softmax then takes this one."""
+
+SAME_TOKEN = 16.0
+"""Attention score of a row with an earlier row of the same token. It is lower, because the keys are estimates."""
+
+
+@torch.no_grad()
+def start_by_least_squares(
+    head: Eagle3, known: Sequence[tuple[Batch, TargetSignal]], stream_norms: Sequence[Any]
+) -> None:
+    """Set the weights of an untrained head, all but its output head and final norm.
+
+    Args:
+        head: Has the target's final norm and output head (`Eagle3.init_from_layer`).
+        known: Batches with the target's hidden states: several times as many tokens as F + D.
+        stream_norms: For each stream, the norm of the target's layer that reads it. `fc_norm` takes its weights, which
+            shrink the entries that are hundreds of times as large as the others.
+
+    Raises:
+        ValueError: the head does not norm each stream (`fc_norm`), or adds to the normed feature
+            (`norm_before_residual`).
+    """
+    if not head.config.fc_norm or head.config.norm_before_residual:
+        raise ValueError("least squares start a head with fc_norm and without norm_before_residual")
+    layer, size = head.midlayer, head.shape.hidden_size
+    own_norms: Any = head.fc_norm
+    for mine, theirs in zip(own_norms, stream_norms, strict=True):
+        mine.weight.copy_(theirs.weight)
+    for norm in (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm):
+        norm.weight.fill_(1.0)
+
+    def rows() -> Iterator[Rows]:
+        """Made again each time it is asked: in float32 they take several times the memory of `known`."""
+        return (Rows.of(head, batch, signal) for batch, signal in known)
+
+    # 1. A and B.
+    squares = gram((r.inputs, r.inputs) for r in rows())
+    width = len(squares) - size
+    solved = solve_ridge(squares, gram((r.inputs, r.hidden_SD) for r in rows()))
+    a_DF, b_DD = solved.mT[:, :width], solved.mT[:, width:]
+    head.fc.weight.copy_(a_DF)
+
+    # 2. Attention. Its keys are the row's own token, read from the feature A streams.
+    own_FD = gram((r.streams_SF, r.own_SD) for r in rows())
+    token_of_DD = solve_ridge(a_DF @ squares[:width, :width] @ a_DF.mT, a_DF @ own_FD).mT
+    roles = Roles.of(head)
+    aim(head, roles, token_of_DD)
+    left_DR, right_RD = factor(b_DD, squares[width:, width:], rank=roles.slot(len(roles.own_row)).start)
+    for place, (_, key) in chain(enumerate(roles.own_row), enumerate(roles.same_token)):
+        layer.self_attn.v_proj.weight[roles.slot(key), :size] = right_RD[roles.slot(place)].to(head.fc.weight)
+
+    # 3. B, and C fitted to the rest.
+    out_DO = layer.self_attn.o_proj.weight.zero_()
+    for place, (query, _) in enumerate(roles.own_row):
+        out_DO[:, roles.slot(query)] = left_DR[:, roles.slot(place)].to(out_DO)
+    if roles.same_token:
+        slots = [roles.slot(query) for query, _ in roles.same_token]
+        followers = [torch.cat([out[:, slot] for slot in slots], dim=1) for out in attend(head, known, rows())]
+        rest = (r.hidden_SD - r.inputs @ solved.to(r.inputs) for r in rows())
+        c_DR = solve_ridge(gram((f, f) for f in followers), gram(zip(followers, rest, strict=True))).mT
+        for place, slot in enumerate(slots):
+            out_DO[:, slot] = c_DR[:, roles.slot(place)].to(out_DO)
+    layer.mlp.down_proj.weight.zero_()
+    for projection in (layer.mlp.gate_proj, layer.mlp.up_proj):
+        projection.weight.normal_(0, 1 / math.sqrt(size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The rows t of a batch that have a row before them and one after them in their document. The first row of a
+    document is left out, because in many targets its streams are a thousand times as long."""
+
+    kept_BT: Tensor
+    streams_SF: Tensor
+    own_SD: Tensor
+    """Embedding of x[t], normed."""
+    next_SD: Tensor
+    """Embedding of x[t+1], normed."""
+    hidden_SD: Tensor
+    """State on row t+1, before the weights of the final norm."""
+
+    @property
+    def inputs(self) -> Tensor:
+        """[S, F + D]."""
+        return torch.cat([self.streams_SF, self.next_SD], dim=1)
+
+    @staticmethod
+    def of(head: Eagle3, batch: Batch, signal: TargetSignal) -> Rows:
+        embed_BTD = head.midlayer.input_layernorm(head.embed(batch.input_ids_BT).to(head.fc.weight))
+        streams_BTF = head.concat(aux_streams(signal, head.aux_layer_ids).to(head.fc.weight))
+        hidden_BTD = final_hidden(signal).to(head.norm.weight) / head.norm.weight
+        document_BT = batch.document_BT
+        kept_BT = (document_BT[:, 1:] == document_BT[:, :-1]) & (document_BT[:, :-1] >= 0)
+        kept_BT &= batch.position_ids_BT[:, :-1] > 0
+        return Rows(
+            kept_BT=kept_BT,
+            streams_SF=streams_BTF[:, :-1][kept_BT],
+            own_SD=embed_BTD[:, :-1][kept_BT],
+            next_SD=embed_BTD[:, 1:][kept_BT],
+            hidden_SD=hidden_BTD[:, 1:][kept_BT],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """The tasks of the attention heads, as (query head, key head)."""
+
+    own_row: list[tuple[int, int]]
+    same_token: list[tuple[int, int]]
+    head_size: int
+
+    @staticmethod
+    def of(head: Eagle3) -> Roles:
+        keys = head.shape.num_key_value_heads
+        group = head.shape.num_attention_heads // keys
+        if group > 1:  # the first two queries of a group; the others start idle
+            own, same = [(key * group, key) for key in range(keys)], [(key * group + 1, key) for key in range(keys)]
+        else:
+            own, same = [(key, key) for key in range(0, keys, 2)], [(key, key) for key in range(1, keys, 2)]
+        return Roles(own_row=own, same_token=same, head_size=head.shape.head_dim)
+
+    def slot(self, number: int) -> slice:
+        """Rows or columns of the head with this number."""
+        return slice(number * self.head_size, (number + 1) * self.head_size)
+
+
+def aim(head: Eagle3, roles: Roles, token_of_DD: Tensor) -> None:
+    """Set queries and keys for their tasks, and clear the values.
+
+    A key holds the token of its row's embedding in the fast half of the rotary pairs, which tell near from far, and the
+    token of its row's feature in the slow half, which hardly turn within some hundreds of tokens.
+    """
+    attention, size, width = head.midlayer.self_attn, head.shape.hidden_size, roles.head_size
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    for parameter in chain.from_iterable(projection.parameters() for projection in projections):
+        parameter.zero_()
+    pair = torch.arange(width) % (width // 2)
+    fast, slow = (pair < width // 4).nonzero().squeeze(1), (pair >= width // 4).nonzero().squeeze(1)
+    q_OI, k_OI = attention.q_proj.weight, attention.k_proj.weight
+    for query, key in roles.own_row:
+        look_ED = random_rows(len(fast), size, OWN_ROW, width).to(k_OI)
+        q_OI[query * width + fast, :size] = look_ED
+        k_OI[key * width + fast, :size] = look_ED
+    for query, key in roles.same_token:
+        look_ED = random_rows(len(slow), size, SAME_TOKEN, width).to(k_OI)
+        q_OI[query * width + slow, :size] = look_ED
+        k_OI[key * width + slow, size:] = look_ED @ token_of_DD.to(k_OI)
+    busy = {query for query, _ in (*roles.own_row, *roles.same_token)}
+    for idle in set(range(head.shape.num_attention_heads)) - busy:
+        # Not zero: heads that are equal would stay so.
+        q_OI[roles.slot(idle)].normal_(0, 0.02)
+    if head.shape.qk_norm:
+        # Normed queries and keys have a length of sqrt(E), of which own-row queries meet the larger part of the key.
+        sharpness = math.sqrt(OWN_ROW / math.sqrt(width))
+        attention.q_norm.weight.fill_(sharpness)
+        attention.k_norm.weight.fill_(sharpness)
+
+
+def random_rows(count: int, size: int, score: float, head_size: int) -> Tensor:
+    """`count` orthogonal rows for queries and keys: a normed embedding of `size` has about this score with itself."""
+    rows: Tensor = torch.linalg.qr(torch.randn(size, count))[0].mT
+    return rows * math.sqrt(score * math.sqrt(head_size) / rows.shape[0])
+
+
+def attend(head: Eagle3, known: Sequence[tuple[Batch, TargetSignal]], rows: Iterable[Rows]) -> Iterator[Tensor]:
+    """The input of attention's output projection on the kept rows of each batch, [S, H E]."""
+    taken: list[Tensor] = []
+
+    def take(_: nn.Module, args: tuple[Any, ...]) -> None:
+        taken.append(args[0])
+
+    hook = head.midlayer.self_attn.o_proj.register_forward_pre_hook(take)
+    try:
+        for (batch, signal), kept in zip(known, rows, strict=True):
+            head.draft_steps(batch, signal, 1)
+            yield taken.pop()[:, :-1][kept.kept_BT]
+    finally:
+        hook.remove()
+
+
+def gram(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """The mean of left^T right over the rows of all pairs, in float64."""
+    total, count = torch.zeros(()), 0
+    for left, right in pairs:
+        total, count = (left.mT @ right).double() + total.to(left.device), count + len(left)
+    return total / count
+
+
+def solve_ridge(squares: Tensor, products: Tensor) -> Tensor:
+    """W with X W ~ Y, from the means of X^T X and X^T Y."""
+    penalty = RIDGE * squares.diagonal().mean() * torch.eye(len(squares), dtype=squares.dtype, device=squares.device)
+    solved: Tensor = torch.linalg.solve(squares + penalty, products)
+    return solved
+
+
+def factor(matrix_DD: Tensor, squares_DD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """(left [D, R], right [R, D]), whose product is nearest to the matrix on inputs with these mean squares.
+
+    Zeros follow if the matrix has a lower rank.
+    """
+    values, vectors = torch.linalg.eigh(squares_DD)
+    root = values.clamp_min(values.max() * 1e-9).sqrt()
+    u, s, vt = torch.linalg.svd(matrix_DD @ (vectors * root))
+    half = s.sqrt()
+    left_DR, right_RD = u * half, half[:, None] * vt / root @ vectors.mT
+    spare = max(0, rank - len(s))
+    return pad(left_DR[:, :rank], (0, spare)), pad(right_RD[:rank], (0, 0, 0, spare))
