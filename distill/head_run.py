@@ -229,16 +229,22 @@ class HeadRun:
             raise ValueError(f"the layers of {self.cfg.target} have no input_layernorm: choose --init last_layer")
         return [layers[k].input_layernorm if k < len(layers) else norm for k in layer_ids]
 
-    def first_signals(self, layer_ids: Sequence[int], num_tokens: int) -> list[tuple[Batch, TargetSignal]]:
-        """The first training batches with the target's states, until they have `num_tokens` tokens or are all; the same
-        on every rank."""
+    def last_signals(self, layer_ids: Sequence[int], num_tokens: int) -> list[tuple[Batch, TargetSignal]]:
+        """The last batches of the first epoch with the target's states: `num_tokens` tokens, or all if there are fewer.
+
+        The last, because a start that was fitted to a batch learns little from it. They are the same on every rank.
+        """
         source = live_signal(self.cfg.signal, self.model, layer_ids)
         train, size = self.data.train, self.cfg.loop.batch_size
-        count = min(train.num_batches(size), math.ceil(num_tokens / (size * train.sequence_length)))
-        numbers = Progress(
-            range(count), desc="states to start from", unit="batch", disable=not self.accelerator.is_main_process
+        total = train.num_batches(size)
+        first = max(0, total - math.ceil(num_tokens / (size * train.sequence_length)))
+        bar = Progress(
+            range(first, total),
+            desc="states to start from",
+            unit="batch",
+            disable=not self.accelerator.is_main_process,
         )
-        batches = (to_device(train.batch(number, batch_size=size), self.accelerator.device) for number in numbers)
+        batches = (to_device(train.batch(number, batch_size=size), self.accelerator.device) for number in bar)
         return [(batch, source(batch)) for batch in batches]
 
     def mask_token(self, given: int | None) -> int:

@@ -121,7 +121,8 @@ class Rows:
     def of(head: Eagle3, batch: Batch, signal: TargetSignal) -> Rows:
         embed_BTD = head.midlayer.input_layernorm(head.embed(batch.input_ids_BT).to(head.fc.weight))
         streams_BTF = head.concat(aux_streams(signal, head.aux_layer_ids).to(head.fc.weight))
-        hidden_BTD = final_hidden(signal).to(head.norm.weight) / head.norm.weight
+        # A weight of zero leaves a state of zero, whatever was there.
+        hidden_BTD = final_hidden(signal).to(head.norm.weight) / head.norm.weight.where(head.norm.weight != 0, 1)
         document_BT = batch.document_BT
         kept_BT = (document_BT[:, 1:] == document_BT[:, :-1]) & (document_BT[:, :-1] >= 0)
         kept_BT &= batch.position_ids_BT[:, :-1] > 0

@@ -99,7 +99,7 @@ def make_head(run: HeadRun, cfg: Config, draft_ids_W: Tensor | None) -> eagle3.E
     if cfg.init != "random":
         head.init_from_layer(*run.last_layer())
     if cfg.init == "least_squares":
-        known = run.first_signals(head.aux_layer_ids, cfg.init_tokens)
+        known = run.last_signals(head.aux_layer_ids, cfg.init_tokens)
         head.to(known[0][0].input_ids_BT.device)
         start_by_least_squares(head, known, run.stream_norms(head.aux_layer_ids))
     return head

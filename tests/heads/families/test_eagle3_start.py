@@ -138,6 +138,14 @@ def test_a_head_that_has_started_trains_as_it_decodes_and_loads_as_it_was(tmp_pa
     assert_round_trip(head, model, tmp_path)
 
 
+def test_a_final_norm_with_a_weight_of_zero_leaves_finite_weights() -> None:
+    head, model = make_head()
+    with torch.no_grad():
+        model.model.norm.weight[3] = head.norm.weight[3] = 0
+    start_by_least_squares(head, [(b, make_signal(model, b, LAYERS)) for b in make_texts(3, 120)], norms_of(model))
+    assert all(parameter.isfinite().all() for parameter in head.parameters())
+
+
 def test_a_key_scores_its_own_token_as_asked() -> None:
     e = unit(torch.randn(200, 512))
     rows = random_rows(24, 512, score=20.0, head_size=64)
