@@ -222,17 +222,21 @@ class HeadRun:
     def stream_norms(self, layer_ids: Sequence[int]) -> list[nn.Module]:
         """For each stream, after k layers, the norm of the target's layer that reads it.
 
-        Raises: ValueError if its layers norm nothing before they read.
+        Raises: ValueError if the target has others than RMS norms that multiply by their weight.
         """
-        layers, norm = self.model.base_model.layers, self.model.base_model.norm
-        if not hasattr(layers[0], "input_layernorm"):
-            raise ValueError(f"the layers of {self.cfg.target} have no input_layernorm: choose --init last_layer")
-        return [layers[k].input_layernorm if k < len(layers) else norm for k in layer_ids]
+        layers, final = self.model.base_model.layers, self.model.base_model.norm
+        norms: list[Any] = [
+            getattr(layers[k], "input_layernorm", None) if k < len(layers) else final for k in layer_ids
+        ]
+        if not all(map(_multiplies_by_weight, [*norms, final])):
+            raise ValueError(f"the norms of {self.cfg.target} are not those of a head: choose --init random")
+        return norms
 
     def last_signals(self, layer_ids: Sequence[int], num_tokens: int) -> list[tuple[Batch, TargetSignal]]:
         """The last batches of the first epoch with the target's states: `num_tokens` tokens, or all if there are fewer.
 
-        The last, because a start that was fitted to a batch learns little from it. They are the same on every rank.
+        The last ones, because training meets them late: a head learns little from text that its start was fitted to.
+        They are the same on every rank.
         """
         source = live_signal(self.cfg.signal, self.model, layer_ids)
         train, size = self.data.train, self.cfg.loop.batch_size
@@ -375,3 +379,12 @@ class HeadRun:
             served=served,
             dtype=self.cfg.target_dtype,
         )
+
+
+@torch.no_grad()
+def _multiplies_by_weight(norm: nn.Module | None) -> bool:
+    """Whether this is an RMS norm as a head has it. Gemma's multiplies by 1 + weight, others subtract the mean."""
+    weight = getattr(norm, "weight", None)
+    if norm is None or weight is None or getattr(norm, "bias", None) is not None:
+        return False
+    return bool(torch.allclose(norm(torch.ones_like(weight)).float(), weight.float(), rtol=0.02, atol=1e-3))

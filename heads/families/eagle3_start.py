@@ -1,6 +1,6 @@
 """Weights of an EAGLE-3 head before its first training step, by least squares on the target's hidden states.
 
-    hidden[t+1] ~ A streams[t] + B embed(x[t+1]) + C followers[t]
+    hidden[t+1] ~ A streams[t] + B embed(x[t+1]) + C copies[t]
       A -> fc
       B -> attention heads that look at their own row
       C -> attention heads that look at earlier rows whose token was x[t+1]; they carry the token that followed there
@@ -67,7 +67,7 @@ def start_by_least_squares(
         return (Rows.of(head, batch, signal) for batch, signal in known)
 
     # 1. A and B.
-    squares = gram((r.inputs, r.inputs) for r in rows())
+    squares = gram((x, x) for x in (r.inputs for r in rows()))
     width = len(squares) - size
     solved = solve_ridge(squares, gram((r.inputs, r.hidden_SD) for r in rows()))
     a_DF, b_DD = solved.mT[:, :width], solved.mT[:, width:]
@@ -168,6 +168,8 @@ def aim(head: Eagle3, roles: Roles, token_of_DD: Tensor) -> None:
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     for parameter in chain.from_iterable(projection.parameters() for projection in projections):
         parameter.zero_()
+    if attention.o_proj.bias is not None:
+        attention.o_proj.bias.zero_()
     pair = torch.arange(width) % (width // 2)
     fast, slow = (pair < width // 4).nonzero().squeeze(1), (pair >= width // 4).nonzero().squeeze(1)
     q_OI, k_OI = attention.q_proj.weight, attention.k_proj.weight
@@ -222,8 +224,9 @@ def gram(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 
 def solve_ridge(squares: Tensor, products: Tensor) -> Tensor:
     """W with X W ~ Y, from the means of X^T X and X^T Y."""
-    penalty = RIDGE * squares.diagonal().mean() * torch.eye(len(squares), dtype=squares.dtype, device=squares.device)
-    solved: Tensor = torch.linalg.solve(squares + penalty, products)
+    penalised = squares.clone()
+    penalised.diagonal().add_(RIDGE * squares.diagonal().mean())
+    solved: Tensor = torch.linalg.solve(penalised, products)
     return solved
 
 

@@ -61,7 +61,9 @@ RECIPES = Path(__file__).parents[1]
 LAYERS = re.compile(r"layers-(\d+)")
 HEAD = re.compile(r"(eagle3|dflash|peagle)-(\d+)k")
 OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {
-    "eagle3": lambda tokens: ["--head.num-steps", str(tokens), "--head.fc-norm", "--init", "least_squares"],
+    "eagle3": lambda tokens: [
+        *("--head.num-steps", str(tokens), "--head.fc-norm", "--init", "least_squares", "--init-tokens", "32768")
+    ],
     "medusa": lambda tokens: ["--head.num-heads", str(tokens)],
     # A block of the known token and the drafted ones. The default, 512 blocks of 16, is for GPUs: on a CPU a step would
     # take half a minute.
@@ -291,7 +293,8 @@ def name_drafts(cfg: Config) -> dict[str, str]:
 
 
 def training_command(cfg: Config, target: str, name: str) -> list[str]:
-    """The recipe of a draft, and the flags. All see the same answers for the same time.
+    """The recipe of a draft, and the flags. All see the same answers for the same time. The start of an EAGLE-3 head is
+    fitted before.
 
     Raises:
         ValueError: the target has too few layers.

@@ -139,14 +139,16 @@ def main(cfg: Config) -> None:
     # 2. The drafts: answers counted; a head with its forecast, training and export.
     counted = run.run.folder / RETRIEVAL
     publish(counted, count_answers(texts(run), RetrievalConfig()).write, {"data": run.cfg.data.source}, overwrite=True)
+    began = time.perf_counter()
     head = make_head(run)
+    start_s = time.perf_counter() - began
     before = run.forecast(head)
     began = time.perf_counter()
     head, cost = run.train(head)
     training = {
         **vars(cost),
         "steps": cost.exported_step,
-        "seconds": time.perf_counter() - began,
+        "seconds": start_s + time.perf_counter() - began,
         "labels_seen": labels_in(run, cost.exported_step),
     }
     draft = run.publish(lambda folder: head.export(folder, torch.bfloat16, num_speculative_tokens=cfg.head_tokens))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from accelerate.utils import broadcast
 from torch import Tensor
 
 from redraft.distill.data.vocabulary import frequent_ids, require_smaller
@@ -30,12 +31,12 @@ from redraft.recipes.cli import run_recipe
 class Config(HeadConfig):
     head: eagle3.Config = field(default_factory=eagle3.Config)
     init: Literal["last_layer", "least_squares", "random"] = "last_layer"
-    """Initial weights of the head: a copy of the target's last layer, random, or those with which the head predicts the
-    target's next state best, by least squares. The last needs --head.fc-norm, drafts before its first step, and wants a
-    lower --optim.lr."""
+    """Initial weights. `last_layer`: a copy of the target's last layer. `least_squares`: the best linear prediction of
+    the target's next state, which drafts before the first step; it needs --head.fc-norm and the target in this process.
+    `random`: random ones."""
     init_tokens: int = 65536
-    """Tokens that --init least_squares computes with: several times the hidden size times the number of target layers
-    that are read. Their states stay in memory meanwhile: 2 GB for a target of 8B."""
+    """Tokens that --init least_squares is fitted to: several times the hidden size times the number of target layers
+    that are read. For a target of 8B the fit takes about 10 GB of the device's memory, before training."""
     draft_vocab_size: int = 32000
     """Size of the head's vocabulary: the tokens most frequent as labels. A smaller vocabulary makes a
     draft step faster; 0 keeps all of the target's."""
@@ -48,12 +49,16 @@ class Config(HeadConfig):
     """Folder of the run. It receives the config, metrics, checkpoints, the exported draft and the report."""
 
     def __post_init__(self) -> None:
-        if self.init == "least_squares" and not self.head.fc_norm:
-            raise ValueError(
-                "--init least_squares needs --head.fc-norm: it trains badly on streams that are not normed"
-            )
-        if self.init == "least_squares" and self.head.norm_before_residual:
+        if self.init_tokens < 1:
+            raise ValueError(f"--init-tokens is {self.init_tokens}: it must be at least 1")
+        if self.init != "least_squares":
+            return
+        if not self.head.fc_norm:
+            raise ValueError("--init least_squares needs --head.fc-norm: without it the head trains badly from there")
+        if self.head.norm_before_residual:
             raise ValueError("--init least_squares is not for heads with --head.norm-before-residual")
+        if self.signal.url or self.signal.shard:
+            raise ValueError("--init least_squares needs the whole target in this process: choose --init random")
 
 
 PRESETS = {
@@ -96,12 +101,15 @@ def main(cfg: Config) -> None:
 def make_head(run: HeadRun, cfg: Config, draft_ids_W: Tensor | None) -> eagle3.Eagle3:
     """An untrained head with the initial weights that the flags choose."""
     head = eagle3.Eagle3(cfg.head, run.target, draft_ids_W)
+    norms = run.stream_norms(head.aux_layer_ids) if cfg.init == "least_squares" else []
     if cfg.init != "random":
         head.init_from_layer(*run.last_layer())
     if cfg.init == "least_squares":
-        known = run.last_signals(head.aux_layer_ids, cfg.init_tokens)
-        head.to(known[0][0].input_ids_BT.device)
-        start_by_least_squares(head, known, run.stream_norms(head.aux_layer_ids))
+        head.to(run.accelerator.device)
+        start_by_least_squares(head, run.last_signals(head.aux_layer_ids, cfg.init_tokens), norms)
+        # Each rank has solved for itself, and other hardware may give other signs.
+        broadcast([parameter.data for parameter in head.parameters()])
+        head.cpu()
     return head
 
 

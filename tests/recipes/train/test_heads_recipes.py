@@ -19,6 +19,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from redraft.distill.data.corpus import stdlib_conversations
 from redraft.distill.head_run import HeadRun
@@ -195,12 +196,41 @@ def test_least_squares_give_a_head_that_drafts_before_its_first_step(data: Path,
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [({}, "needs --head.fc-norm"), ({"fc_norm": True, "norm_before_residual": True}, "not for heads with")],
+    ("options", "changes", "message"),
+    [
+        ({"fc_norm": False}, {}, "needs --head.fc-norm"),
+        ({"norm_before_residual": True}, {}, "not for heads with"),
+        ({}, {"signal": Signal(shard=True)}, "needs the whole target"),
+        ({}, {"init_tokens": 0}, "must be at least 1"),
+    ],
 )
-def test_least_squares_refuse_another_head_before_any_work(options: dict[str, Any], message: str) -> None:
+def test_least_squares_refuse_other_flags_before_any_work(
+    options: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    head = eagle3.Config(**{"fc_norm": True, **options})
     with pytest.raises(ValueError, match=message):
-        import_module("recipes.train.eagle3_llama8b").Config(init="least_squares", head=eagle3.Config(**options))
+        import_module("recipes.train.eagle3_llama8b").Config(init="least_squares", head=head, **changes)
+
+
+def test_least_squares_refuse_norms_that_a_head_does_not_have(random_target: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(random_target)
+    run = SimpleNamespace(model=model, cfg=SimpleNamespace(target="models/other"))
+    assert HeadRun.stream_norms(run, (1, 2)) == [model.model.layers[1].input_layernorm, model.model.norm]
+    for other in (Gemma3RMSNorm(64), torch.nn.LayerNorm(64), None):
+        model.model.layers[1].input_layernorm = other
+        with pytest.raises(ValueError, match="the norms of models/other are not those of a head"):
+            HeadRun.stream_norms(run, (0, 1))
+
+
+def test_the_last_batches_of_the_epoch_are_taken_for_a_start(random_target: Path, data: Path, tmp_path: Path) -> None:
+    _, cfg = make_config("eagle3", random_target, data, tmp_path / "run")
+    run = HeadRun(cfg, "eagle3", 3)
+    total = run.data.train.num_batches(2)
+    for tokens, count in ((1, 1), (3 * 256, 3), (10**9, total)):
+        found = [batch.input_ids_BT for batch, _ in run.last_signals((0, 1, 2), tokens)]
+        expected = [run.data.train.batch(n, batch_size=2).input_ids_BT for n in range(total - count, total)]
+        assert all(map(torch.equal, found, expected))
+        assert len(found) == count
 
 
 def test_a_run_of_some_minutes_plans_its_steps_by_their_speed_and_keeps_the_plan_after_a_kill(
