@@ -123,7 +123,6 @@ def test_the_token_that_followed_the_last_time_is_copied(shape: str) -> None:
         for query, _ in (roles := Roles.of(head)).same_token:
             head.midlayer.self_attn.o_proj.weight[:, roles.slot(query)] = 0
     without = [predicted(head, b, s)[in_document(b, words)].mean().item() for b, s in known[-4:]]
-    print(shape, seen_before, without)
     assert min(seen_before) > 0.5
     assert max(without) < 0.2
 
