@@ -132,8 +132,8 @@ class Family:
         return {**chosen, "parallel_drafting": True} if self.is_parallel else chosen
 
     @property
-    def takes_ngrams(self) -> bool:
-        """A server can look n-grams up first, and ask this draft where none matches (`eval.engine.ngrams_first`)."""
+    def takes_lookup(self) -> bool:
+        """A server can look tokens up first, and ask this draft if it finds none (`eval.engine.lookup_first`)."""
         return self.is_head and self.varies_tokens and "v1" in self.decoders
 
     @property

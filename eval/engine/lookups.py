@@ -1,27 +1,20 @@
-"""Proposers that look tokens up, installed in vLLM's V1 model runner: counted answers, and n-grams before a head.
+"""Proposers that look tokens up, installed in vLLM's V1 model runner: counted answers, and either lookup before a head.
 
 vLLM's `custom_class` would do for the first alone. One way for both leaves vLLM's own account of n-grams in place.
-
-B = requests of a step, T = tokens of the longest request.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from redraft.eval.engine import ngrams_first
-from redraft.heads.families.retrieval import FOLDER, VERIFY_COST, Ids, Retrieval
-
-VARIABLES = {FOLDER: "REDRAFT_RETRIEVAL", VERIFY_COST: "REDRAFT_VERIFY_COST"}
-"""Keys of a config with counted answers, and the environment variables by which they reach the engine, past vLLM."""
+from redraft.eval.engine import counted, lookup_first
+from redraft.heads.families.retrieval import FOLDER
 
 
 def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
     """A speculative config without the settings that reach the engine past vLLM."""
-    return {key: value for key, value in ngrams_first.vllm_part(config).items() if key not in VARIABLES}
+    return {key: value for key, value in lookup_first.vllm_part(config).items() if key not in counted.VARIABLES}
 
 
 def lookup_env(config: Mapping[str, Any] | None) -> dict[str, str]:
@@ -34,14 +27,13 @@ def lookup_env(config: Mapping[str, Any] | None) -> dict[str, str]:
     # Any other draft runs on the model runner of vLLM's choice.
     if config.get("method") != "ngram" and not needs_plugin(config):
         return {}
-    counted = {name: str(config[key]) for key, name in VARIABLES.items() if key in config}
-    mixed = ngrams_first.mix_env(config) if ngrams_first.is_mixed(config) else {}
-    return {"VLLM_USE_V2_MODEL_RUNNER": "0", **counted, **mixed}
+    mixed = lookup_first.mix_env(config) if lookup_first.is_mixed(config) else {}
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0", **counted.counted_env(config), **mixed}
 
 
 def needs_plugin(config: Mapping[str, Any]) -> bool:
     """Whether only redraft's plugin looks up as this config says."""
-    return FOLDER in config or ngrams_first.is_mixed(config)
+    return FOLDER in config or lookup_first.is_mixed(config)
 
 
 def patch_lookups() -> None:
@@ -53,52 +45,27 @@ def patch_lookups() -> None:
     # vLLM calls this on every worker, after the target and the draft are loaded
     def initialize_and_install(self: Any, kv_cache_configs: list[Any]) -> None:
         initialize(self, kv_cache_configs)
-        # Both do nothing without the variables, or with the proposer in place.
-        ngrams_first.install(self.worker.model_runner)
+        # Does nothing without the variables, or with the proposer in place.
         install(self.worker.model_runner)
 
     WorkerWrapperBase.initialize_from_config = initialize_and_install
 
 
 def install(runner: Any) -> None:
-    """Draft from counted answers from now on, if the environment names them.
+    """Look tokens up from now on, if the environment says so.
 
     Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: it holds another draft, the cost is no number of 0 to 1, or this is not the V1 model runner. vLLM
-            does not start then.
+        FileNotFoundError: there is no folder of the name given for counted answers.
+        ValueError: a setting is wrong, no lookup goes before this draft, or this is not the V1 model runner. vLLM does
+            not start then.
     """
-    folder, cost = (os.environ.get(VARIABLES[key]) for key in (FOLDER, VERIFY_COST))
-    if not folder or isinstance(getattr(runner, "redraft_counted", None), Counted):
+    answers, mixed = counted.read_counted(), lookup_first.read_mix()
+    if not (answers or mixed) or hasattr(runner, "redraft_lookup"):
         return
     # V2 calls it `speculator`.
     if not hasattr(runner, "drafter"):
-        raise ValueError("only vLLM's V1 model runner drafts from counted answers: set VLLM_USE_V2_MODEL_RUNNER=0")
-    changes = {VERIFY_COST: float(cost)} if cost else {}
-    runner.redraft_counted = Counted(runner, Retrieval.read(Path(folder), **changes))
+        raise ValueError("only vLLM's V1 model runner looks tokens up as redraft does: set VLLM_USE_V2_MODEL_RUNNER=0")
+    alone = counted.Counted(runner, answers) if answers else None
+    runner.redraft_lookup = lookup_first.make(runner, mixed, alone) if mixed else alone
     # An attribute of the instance hides the method of the class, which stays as vLLM wrote it.
-    runner.propose_draft_token_ids = runner.redraft_counted.propose
-
-
-class Counted:
-    """The proposer of one runner."""
-
-    def __init__(self, runner: Any, draft: Retrieval) -> None:
-        self.runner, self.draft = runner, draft
-
-    def propose(self, scheduled: Any, sampled: Sequence[Sequence[int]], *_: Any) -> list[list[int]]:
-        """At most the scheduled number of draft tokens for each request, [B] lists.
-
-        `sampled` has the step's new tokens of each request, none of one whose prompt is not read whole.
-        """
-        batch, most = self.runner.input_batch, scheduled.num_spec_tokens_to_schedule
-        return [
-            self._propose(batch.token_ids_cpu[row], int(batch.num_tokens_no_spec[row]), most, len(sampled))
-            if tokens
-            else []
-            for row, tokens in enumerate(sampled)
-        ]
-
-    def _propose(self, ids_T: Ids, num_tokens: int, most: int, num_requests: int) -> list[int]:
-        # a draft does not reach beyond the longest request
-        return self.draft.propose(ids_T[:num_tokens], min(most, len(ids_T) - num_tokens), num_requests)
+    runner.propose_draft_token_ids = runner.redraft_lookup.propose

@@ -4,7 +4,8 @@ draft              forecast                                     vLLM's method
 folder, hub name   the draft's steps                            the family's (`heads.catalog`), if there is one
 `ngram`            the same lookup (`eval.forecast.ngram`)      ngram
 counted answers    the same lookup (`redraft retrieval`)        ngram, with `eval.engine.lookups`
-`ngram+FOLDER`     the lookup, and the draft where none matches the draft's (`eval.engine.ngrams_first`)
+`ngram+FOLDER`     the lookup, and the draft if it finds none   the draft's (`eval.engine.lookup_first`)
+`ANSWERS+FOLDER`   the same with counted answers                the same
 `suffix`           none                                         suffix
 """
 
@@ -19,13 +20,13 @@ from typing import Any, Literal
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from redraft.eval.engine.ngrams_first import HeadLimits, mix
-from redraft.eval.forecast.ngram import Mix, Ngram
+from redraft.eval.engine.lookup_first import HeadLimits, mix
+from redraft.eval.forecast.ngram import Lookup, Mix, Ngram
 from redraft.eval.forecast.teacher_forced import Forecastable
 from redraft.heads.catalog import Family, list_lookups
 from redraft.heads.doctor.pair import Pair, read_provenance
 from redraft.heads.draft import Batch, DraftStep, TargetSignal
-from redraft.heads.families.retrieval import Retrieval, is_retrieval
+from redraft.heads.families.retrieval import BEFORE_HEAD, LEAST_FIRST, Retrieval, is_retrieval
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.folder import is_hub_name
@@ -91,7 +92,8 @@ def _split_name(text: str) -> tuple[str, str]:
     if separator and not Path(text).exists():
         return name, source
     if mixed := Mix.parse(text):
-        return str(replace(mixed, head=_split_name(mixed.head)[0])), text
+        lookup, head = (_split_name(part)[0] for part in (mixed.lookup, mixed.head))
+        return str(replace(mixed, lookup=lookup, head=head)), text
     path = Path(text)
     return (path.resolve().parent.name if path.name == "draft" else path.name or path.resolve().name), text
 
@@ -111,7 +113,8 @@ def _load(name: str, source: str, target: LoadedTarget, ngram: Ngram, sampling: 
     if source == "suffix":
         return _make_suffix(name)
     if mixed := Mix.parse(source):
-        return _make_mix(name, mixed, _load(name, mixed.head, target, ngram, sampling), ngram)
+        lookup, head = (_load(name, part, target, ngram, sampling) for part in (mixed.lookup, mixed.head))
+        return _make_mix(name, mixed, lookup, head)
     folder = draft_folder(source, list_lookups())
     if is_retrieval(folder):
         _require_target(folder, read_provenance(folder), target)
@@ -164,18 +167,25 @@ def _make_retrieval(name: str, folder: Path) -> NamedDraft:
     )
 
 
-def _make_mix(name: str, mixed: Mix, head: NamedDraft, ngram: Ngram) -> NamedDraft:
-    """N-grams first, then the head. Raises ValueError if n-grams do not go before this draft."""
-    speculative = mix(ngram.speculative_config, head.speculative or {}, HeadLimits(tokens=mixed.head_tokens))
+def _make_mix(name: str, mixed: Mix, lookup: NamedDraft, head: NamedDraft) -> NamedDraft:
+    """The lookup first, then the head. Raises ValueError if no lookup goes before this draft."""
+    assert lookup.speculative is not None
+    assert lookup.forecast is not None
+    assert isinstance(lookup.forecast.steps, Lookup)
+    config, first, identity = lookup.speculative, lookup.forecast.steps, lookup.fingerprint
+    if isinstance(first, Retrieval):
+        config, identity = {**config, LEAST_FIRST: BEFORE_HEAD}, f"{identity}-{BEFORE_HEAD}"
+        first = Retrieval(replace(first.config, least_first=BEFORE_HEAD), first.entries, first.run_probability)
+    speculative = mix(config, head.speculative or {}, HeadLimits(tokens=mixed.head_tokens))
     assert head.forecast is not None, "a head has one"
-    identity = f"{_identify(ngram)}+{head.fingerprint}:{mixed.head_tokens}"
+    identity = f"{identity}+{head.fingerprint}:{mixed.head_tokens}"
     return replace(
         head,
         name=name,
         source=str(mixed),
-        family=str(Mix(head=head.family)),
+        family=str(Mix(lookup=lookup.family, head=head.family)),
         fingerprint=identity,
-        forecast=replace(head.forecast, fingerprint=identity, first=ngram, head_tokens=mixed.head_tokens),
+        forecast=replace(head.forecast, fingerprint=identity, first=first, head_tokens=mixed.head_tokens),
         speculative=speculative,
     )
 

@@ -7,9 +7,11 @@ its earliest occurrence. K = num_speculative_tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
+
+from redraft.heads.families.retrieval import is_retrieval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,21 +52,30 @@ class Lookup(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """The name of a draft with n-grams before it: `ngram+HEAD`, or `ngram+HEAD:TOKENS` to limit the head."""
+    """The name of a draft with a lookup before it: `ngram+HEAD`, or `ANSWERS+HEAD` with a folder of counted answers.
 
+    `:TOKENS` at the end limits the head, as in `ngram+HEAD:2`.
+    """
+
+    lookup: str = "ngram"
+    """`ngram`, or the folder of the answers."""
     head: str
     """Folder, hub name or family of the head."""
     head_tokens: int | None = None
-    """Most tokens of the head in a step; None for as many as n-grams may have."""
+    """Most tokens of the head in a step; None for as many as the lookup may have."""
 
     def __str__(self) -> str:
-        return f"ngram+{self.head}" if self.head_tokens is None else f"ngram+{self.head}:{self.head_tokens}"
+        name = f"{self.lookup}+{self.head}"
+        return name if self.head_tokens is None else f"{name}:{self.head_tokens}"
 
     @staticmethod
-    def parse(name: str) -> Mix | None:
-        """The inverse of `str`; None for the name of another draft."""
-        found = re.fullmatch(r"ngram\+(.+?)(?::(\d+))?", name)
-        return Mix(head=found[1], head_tokens=int(found[2]) if found[2] else None) if found else None
+    def parse(name: str, lookups: Collection[str] = ()) -> Mix | None:
+        """The inverse of `str`; None for the name of another draft. `lookups` are further names of lookups."""
+        found = re.fullmatch(r"(.+?)\+(.+?)(?::(\d+))?", name)
+        # A folder of another draft may have a plus in its name.
+        if not found or not (found[1] in ("ngram", *lookups) or is_retrieval(found[1])):
+            return None
+        return Mix(lookup=found[1], head=found[2], head_tokens=int(found[3]) if found[3] else None)
 
 
 def propose_ngrams(

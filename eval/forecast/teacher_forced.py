@@ -23,7 +23,7 @@ from torch import Tensor
 from redraft.eval.counts import ExpectedCounts, expected_blocks
 from redraft.eval.engine.sampling import Sampling
 from redraft.eval.forecast.greedy import Continuation, SignalFunction, generate_answers, require_window
-from redraft.eval.forecast.ngram import Lookup, Ngram
+from redraft.eval.forecast.ngram import Lookup
 from redraft.eval.forecast.verification import NOTHING, Labels, Proposals, VerifiedLabels, verify_labels
 from redraft.eval.prompts import Prompt
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal
@@ -39,10 +39,10 @@ class Forecastable:
     """Identifies the draft in cached results, e.g. the fingerprint of a folder."""
     steps: Callable[[Batch, TargetSignal, int], list[DraftStep]] | Lookup
     """The draft steps for a number of draft tokens."""
-    first: Ngram | None = None
-    """N-grams that are looked up first. Where one matches, the block is the tokens looked up, not the steps'."""
+    first: Lookup | None = None
+    """A lookup before the steps. If it finds any token, the block is the tokens looked up, not the steps'."""
     head_tokens: int | None = None
-    """With n-grams first: most tokens of a block by the steps; None for as many as n-grams may have."""
+    """With a lookup first: most tokens of a block by the steps; None for as many as the lookup may have."""
     is_autoregressive: bool = False
     is_block: bool = False
     """The number of draft tokens changes all of them, so each number takes a pass."""
@@ -269,7 +269,7 @@ def _propose(
 ) -> list[Proposals]:
     """The proposals for `most_tokens`: one step of an autoregressive draft, K steps of others, K looked-up tokens.
 
-    With n-grams first: the K looked-up tokens, and then the steps that the head may take.
+    With a lookup first: the K looked-up tokens, and then the steps that the head may take.
     """
     if isinstance(draft.steps, Lookup):
         return list(_looked_up(draft.steps, texts, most_tokens).to(batch.input_ids_BT.device))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from redraft.eval.engine.ngrams_first import HeadLimits, mix
+from redraft.eval.engine.lookup_first import HeadLimits, mix
 from redraft.eval.engine.server import require_runner
 from redraft.eval.forecast.drafts import SampleMethod, draft_folder
 from redraft.eval.forecast.ngram import Mix, Ngram
 from redraft.heads.catalog import FAMILIES, Family, detect_family_by_tensors, find_method
 from redraft.heads.doctor.checks import first_cure
-from redraft.heads.families.retrieval import Retrieval, is_retrieval
+from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval, is_retrieval
 from redraft.heads.files.folder import tensor_files
 
 
@@ -22,7 +23,8 @@ def list_without_model() -> list[str]:
 def draft_config(draft: str, sample_method: SampleMethod = "greedy") -> dict[str, Any]:
     """vLLM's --speculative-config of a draft, without the number of tokens. A hub name is downloaded.
 
-    Drafts that cannot be sampled are greedy whatever `sample_method` says. `ngram+DRAFT` looks n-grams up first.
+    Drafts that cannot be sampled are greedy whatever `sample_method` says. `ngram+DRAFT` looks n-grams up
+    first, and `ANSWERS+DRAFT` counted answers.
 
     Raises:
         FileNotFoundError: there is no such draft.
@@ -30,7 +32,7 @@ def draft_config(draft: str, sample_method: SampleMethod = "greedy") -> dict[str
     """
     if mixed := Mix.parse(draft):
         head = draft_config(mixed.head, sample_method)
-        return mix(Ngram().speculative_config, head, HeadLimits(tokens=mixed.head_tokens))
+        return mix(lookup_config(mixed), head, HeadLimits(tokens=mixed.head_tokens))
     if draft == "ngram":
         return Ngram().speculative_config
     if draft in list_without_model():
@@ -49,6 +51,13 @@ def draft_config(draft: str, sample_method: SampleMethod = "greedy") -> dict[str
         raise ValueError(f"vLLM has no proposer for {draft}, a draft of the family {family.name}")
     require_runner(family.speculative)
     return {**family.speculative, "model": draft, **_sampled(family, sample_method)}
+
+
+def lookup_config(mixed: Mix) -> dict[str, Any]:
+    """vLLM's config of the lookup before a head, as if it were alone."""
+    if mixed.lookup == "ngram":
+        return Ngram().speculative_config
+    return Retrieval.speculative_config(Path(mixed.lookup), least_first=BEFORE_HEAD)
 
 
 def _sampled(family: Family | None, sample_method: SampleMethod) -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.ngrams_first import is_mixed
+from redraft.eval.engine.lookup_first import is_mixed
 from redraft.eval.serving.cost import Prediction, StepCosts, advise
 from redraft.eval.serving.rounds import PLAIN, Results, compare, count, measure_prefill
 from redraft.heads.catalog import find_speculative

@@ -69,7 +69,7 @@ def _summarise_draft(name: str, config: Mapping[str, Any], tables: Mapping[str, 
 def shorten_name(draft: str) -> str:
     """A draft's name in tables: the last part of the path or hub name, or the one before it if the last is `draft`."""
     if mixed := Mix.parse(draft):
-        return str(replace(mixed, head=shorten_name(mixed.head)))
+        return str(replace(mixed, lookup=shorten_name(mixed.lookup), head=shorten_name(mixed.head)))
     path = Path(draft)
     return path.parent.name if path.name == "draft" and path.parent.name else path.name or draft
 

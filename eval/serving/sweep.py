@@ -203,9 +203,9 @@ class Results:
         self.folder, self._served = folder / "cells", dict(served)
 
     def path(self, cell: Cell, repeat: int) -> Path:
-        # `ngram+HEAD` is no path: the head's files tell whether the draft has changed.
+        # `ngram+HEAD` is no path: the files of its parts tell whether the draft has changed.
         mixed = Mix.parse(cell.variant.draft or "")
-        read = (mixed.head if mixed else cell.variant.draft, cell.load.file)
+        read = (*((mixed.lookup, mixed.head) if mixed else (cell.variant.draft,)), cell.load.file)
         files = [fingerprint_path(name) for name in read if name]
         named = {"cell": asdict(cell), "served": self._served, "files": files, "repeat": repeat, "format": FORMAT}
         return self.folder / f"{hash_key(named)[:16]}.json"

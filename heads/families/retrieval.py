@@ -34,6 +34,12 @@ FOLDER = "retrieval"
 VERIFY_COST = "verify_cost"
 """Key of a speculative config for `Config.verify_cost`."""
 
+LEAST_FIRST = "least_first"
+"""Key of a speculative config for `Config.least_first`."""
+
+BEFORE_HEAD = 0.5
+"""`Config.least_first` before a head."""
+
 TOKEN_BYTES = 4
 
 HELD_OUT = 10
@@ -55,6 +61,8 @@ class Config:
     verify_cost: float = 0.05
     """Cost of verifying one more token, in target steps of one request. With n requests in a step, a token is drafted
     if its probability of acceptance is at least n times this."""
+    least_first: float = 0.0
+    """Least probability of the first token of a draft. Before a head, less probable ones are left to the head."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_run <= 16:
@@ -63,6 +71,8 @@ class Config:
             raise ValueError(f"a run is to be found in {self.min_texts} conversations: give at least 1")
         if not 0 <= self.verify_cost <= 1:
             raise ValueError(f"a token costs {self.verify_cost} steps to verify: give 0 to 1")
+        if not 0 <= self.least_first <= 1:
+            raise ValueError(f"the first token has at least the probability {self.least_first}: give 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +111,7 @@ class Retrieval:
             # The first of equals, so the request wins a tie.
             token, its = max(self._in_request(data), self._in_answers(data), key=_probability)
             probability *= its
-            if token < 0 or probability < floor:
+            if token < 0 or probability < (floor if drafted else max(floor, self.config.least_first)):
                 break
             drafted.append(token)
             data += token.to_bytes(TOKEN_BYTES, "little")
@@ -127,14 +137,14 @@ class Retrieval:
         return next((self.entries[last[i:]] for i in range(len(last)) if last[i:] in self.entries), NOTHING)
 
     @staticmethod
-    def speculative_config(folder: Path, verify_cost: float | None = None) -> dict[str, Any]:
+    def speculative_config(folder: Path, **changes: float) -> dict[str, Any]:
         """vLLM's speculative config, without num_speculative_tokens.
 
-        Two keys reach the plugin past vLLM: `retrieval`, and `verify_cost` if it is not that of the folder.
+        Its last keys reach the plugin past vLLM: `retrieval`, and the options that are not those of the folder
+        (`verify_cost`, `least_first`).
         """
-        other = {} if verify_cost is None else {VERIFY_COST: verify_cost}
         lookup = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 1}
-        return {**lookup, FOLDER: str(folder.absolute()), **other}
+        return {**lookup, FOLDER: str(folder.absolute()), **changes}
 
     def write(self, folder: Path) -> None:
         """Write config.json and the table: `runs` [R, N], padded in front with -1, `token` and `probability` [R]."""

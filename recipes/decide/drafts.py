@@ -10,7 +10,8 @@ $ redraft drafts --target Qwen/Qwen3-8B --answers answers.jsonl --draft Qwen/Qwe
 
 Names of --train: `layers-N` (a draft model of N of the target's layers), `medusa`, and `eagle3`, `dflash` or `peagle`,
 with the size of the head's vocabulary, as in `eagle3-8k`. `ngram+eagle3-8k:2` is that head with n-grams before it, and
-with at most 2 tokens of its own a step. The answers should be the target's (`redraft regenerate`).
+with at most 2 tokens of its own a step; `retrieval+eagle3-8k:2` has the counted answers before it. The answers should
+be the target's (`redraft regenerate`).
 After an interruption, run the same command again: finished drafts and rounds are kept.
 """
 
@@ -80,6 +81,7 @@ MUON_RATE, STARTED_RATE = "2e-3", "5e-4"
 """Muon's learning rate, and that of a head that starts by least squares: a higher one would undo the start."""
 
 NGRAM, RETRIEVAL = "ngram", "retrieval"
+LOOKUP_TITLES = {NGRAM: "n-grams", RETRIEVAL: "counted answers"}
 LOOKUP_TOKENS = {NGRAM: 4, RETRIEVAL: 6}
 """Most draft tokens of a step. Counted answers propose fewer if they are unlikely."""
 
@@ -107,7 +109,7 @@ class Config:
     a draft has the folder's name, or the one above if that is `draft`; if two would have the same, the whole path."""
     train: tuple[str, ...] = (
         *("layers-2", "layers-4", "layers-6", "layers-10"),
-        *("eagle3-4k", "eagle3-8k", "eagle3-16k", "ngram+eagle3-8k:2", "dflash-8k", "medusa"),
+        *("eagle3-4k", "eagle3-8k", "eagle3-16k", "ngram+eagle3-8k:2", "retrieval+eagle3-8k:2", "dflash-8k", "medusa"),
     )
     """Drafts to train. Leave it empty to compare finished ones only."""
     minutes: float = 2.5
@@ -151,8 +153,8 @@ class Config:
             head, mixed = trained(name)
             if not (head == "medusa" or LAYERS.fullmatch(head) or HEAD.fullmatch(head)):
                 raise ValueError(f"--train {name}: give layers-N, medusa, or eagle3-Nk, dflash-Nk, peagle-Nk")
-            if mixed and not head.startswith("eagle3"):
-                raise ValueError(f"--train {name}: n-grams go before eagle3-Nk only")
+            if mixed and (mixed.lookup not in LOOKUP_TOKENS or not head.startswith("eagle3")):
+                raise ValueError(f"--train {name}: {' or '.join(LOOKUP_TOKENS)} goes before eagle3-Nk only")
             if self.train.count(name) > 1:
                 raise ValueError(f"--train {name} is given twice")
         if self.confirm_rounds < 6:
@@ -233,7 +235,7 @@ def make_drafts(cfg: Config, target: str) -> Iterator[Candidate]:
         command = ["train/retrieval.py", "--target", target, "--source", cfg.known_answers, "--output", str(counted)]
         run_once(counted, counted / "config.json", command, cfg, target)
         yield Candidate(RETRIEVAL, "counted answers", draft_config(str(counted.absolute())), LOOKUP_TOKENS[RETRIEVAL])
-    # A head with n-grams before it is the same head, trained once.
+    # A head with a lookup before it is the same head, trained once.
     heads = list(dict.fromkeys(trained(name)[0] for name in cfg.train))
     for number, name in enumerate(heads, 1):
         print(f"\n{number} of {len(heads)}: {name}", flush=True)
@@ -243,8 +245,11 @@ def make_drafts(cfg: Config, target: str) -> Iterator[Candidate]:
     for name in cfg.train:
         head, mixed = trained(name)
         draft = (cfg.output / head / "draft").absolute()
-        served = str(replace(mixed, head=str(draft)) if mixed else draft)
-        most = LOOKUP_TOKENS[NGRAM] if mixed else cfg.num_speculative_tokens
+        served = str(draft)
+        if mixed:
+            lookup = NGRAM if mixed.lookup == NGRAM else str(cfg.output / RETRIEVAL)
+            served = str(replace(mixed, lookup=lookup, head=served))
+        most = LOOKUP_TOKENS[mixed.lookup] if mixed else cfg.num_speculative_tokens
         report = json.loads((cfg.output / head / "report.json").read_text())["train"]
         yield Candidate(name, title(name), draft_config(served), most, count_parameters(draft), report)
 
@@ -260,8 +265,8 @@ def require_answers(cfg: Config) -> None:
 
 
 def trained(name: str) -> tuple[str, Mix | None]:
-    """(draft to train for a name of --train, how n-grams go before it)."""
-    mixed = Mix.parse(name)
+    """(draft to train for a name of --train, the lookup before it)."""
+    mixed = Mix.parse(name, (RETRIEVAL,))
     return mixed.head if mixed else name, mixed
 
 
@@ -338,9 +343,10 @@ def spread(count: int, target: str) -> list[int]:
 
 def title(name: str) -> str:
     """The name of a draft on the page."""
-    if mixed := Mix.parse(name):
+    head, mixed = trained(name)
+    if mixed:
         limit = "" if mixed.head_tokens is None else f", up to {mixed.head_tokens} of its own"
-        return f"n-grams before {title(mixed.head)}{limit}"
+        return f"{LOOKUP_TITLES[mixed.lookup]} before {title(head)}{limit}"
     if found := LAYERS.fullmatch(name):
         return f"{found[1]} of the target's layers"
     if found := HEAD.fullmatch(name):

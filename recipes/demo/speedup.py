@@ -5,6 +5,7 @@ $ redraft demo --overwrite --minutes 30     # a longer training
 $ redraft demo --target models/llama-1b --answers answers.jsonl --output outputs/demo-llama
 
     answers of the target ─┬─► EAGLE-3 head ──────┐
+                           ├─► both, head second ─┤
                            └─► counted answers ───┼─► pilot rounds ─► draft to serve ─► rounds, other prompts ─► report
     n-grams of the request, no draft ─────────────┘
 
@@ -33,6 +34,7 @@ from redraft.distill.prove import Prove, leave_gpu, make_logits
 from redraft.distill.train.loop import Loop
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.step import Optim
+from redraft.eval.engine.lookup_first import HeadLimits, mix
 from redraft.eval.engine.lossless import compare_lossless
 from redraft.eval.engine.target_dtype import computes_bfloat16
 from redraft.eval.forecast.greedy import Forecast
@@ -43,8 +45,8 @@ from redraft.eval.serving.draft_config import draft_config
 from redraft.eval.serving.rounds import PLAIN, Plan, Results, compare, merge, run_rounds, start_servers
 from redraft.heads.draft import label_rows
 from redraft.heads.families import eagle3
+from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval, Text, count_answers
 from redraft.heads.families.retrieval import Config as RetrievalConfig
-from redraft.heads.families.retrieval import Text, count_answers
 from redraft.heads.files.artifact import publish
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_origin, read_problems
@@ -52,8 +54,14 @@ from redraft.recipes.train import eagle3_llama8b
 
 TEMPLATE = Path(__file__).parent / "templates" / "speedup.html.j2"
 
-NGRAM, RETRIEVAL, HEAD = "ngram", "retrieval", "eagle3"
-TITLES = {PLAIN: "no draft", NGRAM: "n-grams", RETRIEVAL: "counted answers", HEAD: "EAGLE-3 head"}
+NGRAM, RETRIEVAL, HEAD, BOTH = "ngram", "retrieval", "eagle3", "retrieval+eagle3"
+TITLES = {
+    PLAIN: "no draft",
+    NGRAM: "n-grams",
+    RETRIEVAL: "counted answers",
+    HEAD: "EAGLE-3 head",
+    BOTH: "counted answers before the head",
+}
 
 ONE, MANY = 1, 8
 """Requests in flight of the two loads."""
@@ -61,6 +69,10 @@ ONE, MANY = 1, 8
 NGRAM_TOKENS = 4
 RETRIEVAL_TOKENS = 6
 """Most draft tokens of a step. Counted answers propose fewer if they are unlikely."""
+
+HEAD_REQUESTS = 4
+"""With counted answers before it, the head drafts in steps of at most so many requests. In larger ones a token costs
+more to verify than it gains."""
 
 MAX_PROMPT_TOKENS = 360
 
@@ -244,11 +256,15 @@ def labels_in(run: HeadRun, steps: int) -> int:
 
 def speculative_configs(cfg: Config, head: Path, counted: Path) -> dict[str, Mapping[str, Any] | None]:
     """vLLM's --speculative-config of every draft in the comparison."""
+    alone = draft_config(str(head.absolute()))
+    lookup = Retrieval.speculative_config(counted, least_first=BEFORE_HEAD)
+    limits = HeadLimits(tokens=cfg.head_tokens, requests=HEAD_REQUESTS)
     return {
         PLAIN: None,
         NGRAM: {**draft_config(NGRAM), "num_speculative_tokens": NGRAM_TOKENS},
         RETRIEVAL: {**draft_config(str(counted.absolute())), "num_speculative_tokens": RETRIEVAL_TOKENS},
-        HEAD: {**draft_config(str(head.absolute())), "num_speculative_tokens": cfg.head_tokens},
+        HEAD: {**alone, "num_speculative_tokens": cfg.head_tokens},
+        BOTH: {**mix(lookup, alone, limits), "num_speculative_tokens": RETRIEVAL_TOKENS},
     }
 
 

@@ -19,13 +19,13 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from redraft.eval.engine.command import vllm_command
+from redraft.eval.engine.lookup_first import HeadLimits, mix
 from redraft.eval.engine.lookups import lookup_env
-from redraft.eval.engine.ngrams_first import HeadLimits, mix
 from redraft.eval.engine.server import engine_dtype, engine_is_cpu, require_servable, vllm_keys
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.catalog import FAMILIES, Family, Method, find_family, list_methods
 from redraft.heads.doctor.method import lacks_confidence
-from redraft.heads.families.retrieval import Retrieval, is_retrieval
+from redraft.heads.families.retrieval import BEFORE_HEAD, LEAST_FIRST, VERIFY_COST, Retrieval, is_retrieval
 from redraft.heads.files.folder import is_hub_name, tensor_files
 from redraft.heads.files.folder import read_config as read_model_config
 from redraft.online.engine.config import PLUGIN_NAME, CaptureConfig, SwapConfig, read_config
@@ -65,13 +65,21 @@ class Config:
     ngrams: bool = False
     """Look the last 2 to 4 tokens up in the text first, and ask the draft only if they did not occur before. For
     EAGLE-1, EAGLE-3 and MTP, with greedy drafts; vLLM then takes the V1 model runner."""
+    answers: Path | None = None
+    """Folder of `redraft retrieval`: look the tokens up in the text and in the target's answers first, and ask the
+    draft only if nothing probable is found. For the same drafts as --ngrams."""
     head_tokens: int | None = None
-    """With --ngrams: most tokens that the draft itself proposes per step. By default --num-speculative-tokens."""
+    """With --ngrams or --answers: most tokens that the draft itself proposes per step. By default
+    --num-speculative-tokens."""
     head_requests: int | None = None
-    """With --ngrams: if more requests than this are answered at once, only tokens looked up are proposed."""
+    """With --ngrams or --answers: if more requests than this are answered at once, only tokens looked up are
+    proposed."""
     verify_cost: float | None = None
     """For counted answers: cost of verifying one more token, in target steps of one request. A token is proposed if its
     probability is at least this times the requests in the step. By default as `redraft retrieval` was told."""
+    least_first: float | None = None
+    """With --answers: least probability of the first token looked up. If it is lower, the draft is asked. By default
+    0.5."""
     adaptive_verification: bool = False
     """Verify fewer draft tokens where the draft is unsure, the more so the busier the server is. Only for a DSpark head
     with a confidence head; nothing is captured then."""
@@ -106,11 +114,14 @@ def server_command(cfg: Config) -> list[str]:
 def speculative_config(cfg: Config) -> dict[str, Any]:
     """The draft and how it is served. Raises ValueError, FileNotFoundError as `server_command`."""
     draft = _draft(cfg)
-    if is_retrieval(draft):
-        config = Retrieval.speculative_config(Path(draft), cfg.verify_cost)
-        return {**config, "num_speculative_tokens": cfg.num_speculative_tokens}
-    if cfg.verify_cost is not None:
+    is_counted = is_retrieval(draft)
+    if cfg.verify_cost is not None and not (is_counted or cfg.answers):
         raise ValueError(f"--verify-cost is for counted answers (`redraft retrieval`), which {draft} is not")
+    if is_counted:
+        if flag := next((flag for flag in ("ngrams", "answers", "least_first") if getattr(cfg, flag)), None):
+            raise ValueError(f"--{flag.replace('_', '-')} is for a head, and {draft} holds counted answers")
+        config = Retrieval.speculative_config(Path(draft), **_verify_cost(cfg))
+        return {**config, "num_speculative_tokens": cfg.num_speculative_tokens}
     speculative: dict[str, Any] = {
         "model": draft,
         **({"method": cfg.method} if cfg.method else _choose_proposer(draft)),
@@ -124,12 +135,33 @@ def speculative_config(cfg: Config) -> dict[str, Any]:
         _require_confidence(draft)
         speculative["enable_adaptive_verification"] = True
     limits = HeadLimits(tokens=cfg.head_tokens, requests=cfg.head_requests)
-    if cfg.ngrams:
-        return mix(Ngram().speculative_config, speculative, limits)
-    # Limits would be ignored without --ngrams. A flag without effect is an error.
+    if lookup := _lookup(cfg):
+        return mix(lookup, speculative, limits)
+    # Limits would be ignored without a lookup. A flag without effect is an error.
     if limits != HeadLimits():
-        raise ValueError("--head-tokens and --head-requests limit the draft where --ngrams come first: add --ngrams")
+        raise ValueError(
+            "--head-tokens and --head-requests limit the draft when a lookup comes first: add --ngrams or --answers"
+        )
     return speculative
+
+
+def _lookup(cfg: Config) -> dict[str, Any] | None:
+    """vLLM's config of the lookup before the draft; None without one. Raises ValueError for flags that exclude each
+    other, FileNotFoundError if there is no folder --answers."""
+    if cfg.answers is None:
+        if cfg.least_first is not None:
+            raise ValueError("--least-first is about the tokens looked up in --answers: add --answers")
+        return Ngram().speculative_config if cfg.ngrams else None
+    if cfg.ngrams:
+        raise ValueError("--answers look n-grams of the text up too: leave out --ngrams")
+    least = BEFORE_HEAD if cfg.least_first is None else cfg.least_first
+    # Before vLLM loads for minutes: is it such a folder, and are the numbers sound?
+    Retrieval.read(cfg.answers, **_verify_cost(cfg), **{LEAST_FIRST: least})
+    return Retrieval.speculative_config(cfg.answers, **_verify_cost(cfg), **{LEAST_FIRST: least})
+
+
+def _verify_cost(cfg: Config) -> dict[str, float]:
+    return {} if cfg.verify_cost is None else {VERIFY_COST: cfg.verify_cost}
 
 
 def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str, str]:

@@ -124,15 +124,17 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "current_platform": ("platforms.interface:Platform",),
         "_custom_ops": ("_custom_ops",),
     },
-    "eval/engine/lookups.py": {
-        "WorkerWrapperBase": ("v1.worker.worker_base:WorkerWrapperBase",),
-        "self.worker": (WORKER,),
-        "runner": (V1_RUNNER,),
+    "eval/engine/counted.py": {
         "self.runner": (V1_RUNNER,),
         "batch": ("v1.worker.gpu_input_batch:InputBatch",),
         "scheduled": ("v1.core.sched.output:SchedulerOutput",),
     },
-    "eval/engine/ngrams_first.py": {
+    "eval/engine/lookups.py": {
+        "WorkerWrapperBase": ("v1.worker.worker_base:WorkerWrapperBase",),
+        "self.worker": (WORKER,),
+        "runner": (V1_RUNNER,),
+    },
+    "eval/engine/lookup_first.py": {
         "runner": (V1_RUNNER,),
         "self.runner": (V1_RUNNER,),
         "runner.vllm_config": (VLLM_CONFIG,),

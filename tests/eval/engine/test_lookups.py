@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redraft.eval.engine.lookups import VARIABLES, Counted, install, lookup_env, needs_plugin
+from redraft.eval.engine.counted import VARIABLES, Counted
+from redraft.eval.engine.lookup_first import HeadLimits, mix
+from redraft.eval.engine.lookups import install, lookup_env, needs_plugin
 from redraft.eval.engine.server import vllm_keys
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.families.retrieval import Config, Retrieval
@@ -50,6 +53,42 @@ def test_each_request_gets_tokens_worth_verifying_in_its_step() -> None:
     assert alone.propose(SimpleNamespace(num_spec_tokens_to_schedule=0), [[5]]) == [[]]
 
 
+class Head:
+    """A head that proposes 9 as often as it is asked, and notes how often that is."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def propose(self, scheduled: Any, sampled: list[list[int]], *_: Any) -> Any:
+        self.asked.append(scheduled.num_spec_tokens_to_schedule)
+        return np.full((len(sampled), self.asked[-1]), 9)
+
+
+@dataclass
+class Scheduled:
+    num_spec_tokens_to_schedule: int = 6
+
+
+def test_a_head_drafts_if_nothing_probable_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    DRAFT.write(tmp_path)
+    answers = Retrieval.speculative_config(tmp_path, least_first=0.6)
+    for name, value in lookup_env(mix(answers, {"method": "eagle3"}, HeadLimits(tokens=2))).items():
+        monkeypatch.setenv(name, value)
+
+    def propose(*rows: list[int]) -> tuple[list[list[int]], list[int]]:
+        runner, head = make_runner(*rows), Head()
+        runner.propose_draft_token_ids = head.propose
+        settings = {"method": "eagle3", "disable_padded_drafter_batch": True}
+        runner.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(**settings))
+        install(runner)
+        return runner.propose_draft_token_ids(Scheduled(), [[row[-1]] for row in rows], "the rest"), head.asked
+
+    assert propose([1, 5]) == ([[6, 7, 8]], [0]), "the head reads the step, and drafts nothing"
+    assert propose([1, 6]) == ([[9, 9]], [2]), "7 follows 6 with a probability of 0.5 only"
+    assert propose([1, 5], [1, 6]) == ([[6, 7, 8], [9, 9]], [2]), "the head drafts for both, and one takes it"
+    assert propose([1, 5], [1, 5], [1, 6]) == ([[6], [6], [9, 9]], [2]), "of three, 0.9 pays and 0.9 * 0.5 does not"
+
+
 def test_a_runner_takes_the_folder_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner([1, 5])
     install(runner)
@@ -70,7 +109,8 @@ def test_a_runner_takes_the_folder_of_the_environment(tmp_path: Path, monkeypatc
     monkeypatch.setenv(VARIABLES["verify_cost"], "2")
     with pytest.raises(ValueError, match=r"costs 2\.0 steps to verify"):
         install(make_runner([1, 5]))
+    monkeypatch.delenv(VARIABLES["verify_cost"])
     v2 = make_runner([1, 5])
     del v2.drafter
-    with pytest.raises(ValueError, match="only vLLM's V1 model runner drafts from counted answers"):
+    with pytest.raises(ValueError, match="only vLLM's V1 model runner looks tokens up"):
         install(v2)

@@ -100,7 +100,7 @@ def test_what_the_hooks_touch_is_read_from_their_source():
     assert ("routes.py", "self.engine.pause_generation") in touched
     assert ("swap.py", "runner.get_draft_model") in touched
     assert ("wait.py", "shm_broadcast.sched_yield") in touched  # of a module
-    assert ("ngrams_first.py", "self.ngrams.propose") in touched
+    assert ("lookup_first.py", "self.ngrams.propose") in touched
     assert len(touched) > 90
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from make_serving import ACCEPTED, SAMPLING, make_serving_report, make_sweep, step_s
 
-from redraft.eval.engine.ngrams_first import HeadLimits, mix
+from redraft.eval.engine.lookup_first import HeadLimits, mix
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.serving.cost import StepCosts, advise
 from redraft.eval.serving.report import write_serving

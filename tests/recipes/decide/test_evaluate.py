@@ -354,6 +354,12 @@ def test_the_real_engine_drafts_from_counted_answers_as_forecast(
     (entry,) = row_of(report_of(tmp_path / "out"), "counted")["by_num_speculative_tokens"]
     assert entry["engine"]["num_drafts"] > 20
     assert entry["engine"]["tau"] == pytest.approx(entry["forecast"]["tau_per_draft"], abs=1e-6)
+    mixed = f"{counted}+{tiny_target.parent / 'tiny-eagle3'}:1"
+    assert run(*more[:-4], "--draft", mixed, *more[-2:], "--num-speculative-tokens", "4", output="mixed") == 0
+    (both,) = row_of(report_of(tmp_path / "mixed"), "counted+tiny-eagle3:1")["by_num_speculative_tokens"]
+    assert both["engine"]["num_drafts"] > entry["engine"]["num_drafts"], "the head drafts if nothing is counted"
+    assert both["engine"]["tau"] == pytest.approx(both["forecast"]["tau"]["value"], abs=1e-6)
+    assert both["engine"]["tau"] > entry["forecast"]["tau"]["value"], "more than the counted answers alone"
 
 
 @pytest.mark.vllm

@@ -15,6 +15,11 @@ from safetensors.torch import save_file
 
 from redraft.eval.engine import server, target_dtype
 from redraft.eval.engine.lookups import lookup_env
+from redraft.eval.engine.server import vllm_keys
+from redraft.eval.forecast.ngram import Mix
+from redraft.eval.serving.draft_config import lookup_config
+from redraft.heads.families.retrieval import Config as Counts
+from redraft.heads.families.retrieval import Retrieval
 from redraft.online.engine.config import is_enabled, read_config
 from redraft.recipes.serve import serve_features
 from redraft.recipes.serve.serve import RAY_PREFIXES, Config, plugin_environment, server_command, speculative_config
@@ -156,11 +161,61 @@ def test_ngrams_go_before_a_head(tmp_path):
     told = {"NGRAM_MIN": "2", "NGRAM_MAX": "4", "HEAD_TOKENS": "2", "HEAD_REQUESTS": "6"}
     environment = {f"REDRAFT_{name}": value for name, value in told.items()}
     assert lookup_env(speculative_config(mixed)) == {"VLLM_USE_V2_MODEL_RUNNER": "0", **environment}
-    with pytest.raises(ValueError, match="--head-tokens and --head-requests limit the draft where --ngrams come first"):
+    with pytest.raises(ValueError, match="--head-tokens and --head-requests limit the draft when a lookup comes first"):
         server_command(parse(*flags, "--head-tokens", "2"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ValueError, match="not before a draft of vLLM's method draft_model"):
         server_command(parse(*flags, "--ngrams"))
+
+
+def test_counted_answers_go_before_a_head(tmp_path):
+    head, answers = tmp_path / "head", tmp_path / "answers"
+    for folder in (head, answers):
+        folder.mkdir()
+    (head / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    Retrieval(Counts(max_run=1), {(5,): (6, 0.9)}, [0.0, 0.1]).write(answers)
+    flags = ("target", "--draft", str(head), "--num-speculative-tokens", "6")
+    mixed = speculative_config(parse(*flags, "--answers", str(answers), "--head-tokens", "2"))
+    assert vllm_keys(mixed).keys() & {"retrieval", "least_first", "prompt_lookup_max", "head_tokens"} == set()
+    told = {"RETRIEVAL": str(answers), "LEAST_FIRST": "0.5", "HEAD_TOKENS": "2", "NGRAM_MIN": "1", "NGRAM_MAX": "1"}
+    environment = {f"REDRAFT_{name}": value for name, value in told.items()}
+    assert lookup_env(mixed) == {"VLLM_USE_V2_MODEL_RUNNER": "0", **environment}
+    dear = parse(*flags, "--answers", str(answers), "--least-first", "0.8", "--verify-cost", "0.1")
+    assert lookup_env(speculative_config(dear)).items() >= {
+        ("REDRAFT_LEAST_FIRST", "0.8"),
+        ("REDRAFT_VERIFY_COST", "0.1"),
+    }
+    named = Mix.parse(f"{answers}+{head}:2")
+    assert named is not None
+    assert (named.head, named.head_tokens, str(named)) == (str(head), 2, f"{answers}+{head}:2")
+    assert lookup_config(named).items() <= {**mixed, "method": "ngram"}.items()
+    assert Mix.parse(f"{head}+{head}:2") is None, "a head is no lookup"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--answers", "{answers}", "--ngrams"), "leave out --ngrams"),
+        (("--least-first", "0.8"), "add --answers"),
+        (("--answers", "{answers}", "--least-first", "2"), r"has at least the probability 2\.0: give 0 to 1"),
+        (("--answers", "{head}"), "holds no counted answers"),
+        (("--verify-cost", "0.1"), "is for counted answers"),
+    ],
+)
+def test_a_flag_about_a_lookup_that_is_not_there_is_refused(tmp_path, flags, said):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    answers = tmp_path / "answers"
+    answers.mkdir()
+    Retrieval(Counts(max_run=1), {(5,): (6, 0.9)}, [0.0, 0.1]).write(answers)
+    named = [flag.format(answers=answers, head=tmp_path) for flag in flags]
+    with pytest.raises(ValueError, match=said):
+        server_command(parse("target", "--draft", str(tmp_path), *named))
+
+
+def test_counted_answers_take_no_lookup_before_them(tmp_path):
+    Retrieval(Counts(max_run=1), {(5,): (6, 0.9)}, [0.0, 0.1]).write(tmp_path)
+    with pytest.raises(ValueError, match=r"--ngrams is for a head, and .* holds counted answers"):
+        server_command(parse("target", "--draft", str(tmp_path), "--ngrams"))
 
 
 def test_a_draft_that_is_not_there_is_told_before_vllm_starts(tmp_path):

@@ -1,10 +1,10 @@
-"""N-grams first, and a head where none matches: a proposer for vLLM's V1 model runner.
+"""A lookup first, and a head if it finds nothing: a proposer for vLLM's V1 model runner.
 
-vLLM has no method for both, and `custom_class` gets no hidden states. So this runs before the head's own
-proposer, in every step:
+Looked up are n-grams of the request, or counted answers. vLLM has no method for both, and `custom_class` gets no
+hidden states. So this runs before the head's own proposer, in every step:
 
-    look n-grams up ─┬─► all requests match: the head reads the step's tokens and drafts nothing
-                     └─► some do not: the head drafts for all, and what was looked up replaces that
+    look up ─┬─► found for all requests: the head reads the step's tokens and drafts nothing
+             └─► not for some: the head drafts for all, and what was looked up replaces that
 
 The head reads every accepted token either way, so no keys are missing.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from redraft.heads.catalog import FAMILIES, find_speculative
 
@@ -37,9 +37,9 @@ class HeadLimits:
     and may be right less often."""
 
     tokens: int | None = None
-    """Most tokens a step; None for as many as n-grams may have."""
+    """Most tokens a step; None for as many as a lookup may have."""
     requests: int | None = None
-    """Most requests in a step. In a larger step only n-grams draft. None for any number."""
+    """Most requests in a step. In a larger step only the lookup drafts. None for any number."""
 
     def choose(self, num_tokens: int, num_requests: int) -> int:
         """Tokens for the head to draft in a step whose requests may have `num_tokens` each."""
@@ -49,25 +49,26 @@ class HeadLimits:
 
 
 def mix(lookup: Mapping[str, Any], head: Mapping[str, Any], limits: HeadLimits) -> dict[str, Any]:
-    """The speculative config of a head with n-grams before it; `lookup` and `head` are those of either alone.
+    """The speculative config of a head with a lookup before it; `lookup` and `head` are those of either alone.
 
     Raises:
-        ValueError: n-grams do not go before this draft.
+        ValueError: no lookup goes before this draft.
     """
     family = find_speculative(head)
-    if family is None or not family.takes_ngrams:
-        titles = ", ".join(family.title for family in FAMILIES if family.takes_ngrams)
-        raise ValueError(f"n-grams go before {titles}, not before a draft of vLLM's method {head.get('method')}")
+    if family is None or not family.takes_lookup:
+        titles = ", ".join(family.title for family in FAMILIES if family.takes_lookup)
+        raise ValueError(f"a lookup goes before {titles}, not before a draft of vLLM's method {head.get('method')}")
     if head.get("draft_sample_method") == "probabilistic":
-        raise ValueError("n-grams go before greedy drafts only: leave out --draft-sample-method probabilistic")
+        raise ValueError("a lookup goes before greedy drafts only: leave out --draft-sample-method probabilistic")
     limited = {f"head_{name}": value for name, value in vars(limits).items() if value is not None}
     # With `disable_padded_drafter_batch` vLLM hands the accepted tokens over as lists on the host, which a
     # lookup can read. By default a head gets a padded tensor on the device.
-    return {**head, **{key: lookup[key] for key in LOOKUP}, "disable_padded_drafter_batch": True, **limited}
+    keys = {key: value for key, value in lookup.items() if key != "method"}
+    return {**head, **keys, "disable_padded_drafter_batch": True, **limited}
 
 
 def is_mixed(config: Mapping[str, Any]) -> bool:
-    """Whether a speculative config has a head and n-grams before it."""
+    """Whether a speculative config has a head and a lookup before it."""
     return bool(config.get(LOOKUP[1])) and config.get("method") not in ("ngram", "ngram_gpu")
 
 
@@ -82,7 +83,7 @@ def mix_env(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """The inverse of `mix_env`; empty if no n-grams go first.
+    """The inverse of `mix_env`; empty if no lookup goes first.
 
     Raises:
         ValueError: a variable is not a number.
@@ -94,51 +95,66 @@ def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
     return {key: int(value) for key, value in found.items()} if LOOKUP[1] in found else {}
 
 
-def install(runner: Any) -> None:
-    """Look n-grams up first from now on, if the environment says so.
-
-    Raises:
-        ValueError: this model runner or draft cannot do it. vLLM does not start then.
-    """
-    wanted = read_mix()
-    if not wanted or isinstance(getattr(runner, "redraft_ngrams", None), NgramsFirst):
-        return
-    if not hasattr(runner, "drafter"):
-        raise ValueError("only vLLM's V1 model runner looks n-grams up before a head: set VLLM_USE_V2_MODEL_RUNNER=0")
-    speculative = runner.vllm_config.speculative_config
-    # For the checks only: the result is dropped.
-    mix(wanted, vars(speculative), HeadLimits())
-    if not speculative.disable_padded_drafter_batch:
-        raise ValueError('n-grams before a head need "disable_padded_drafter_batch": true in the speculative config')
-    limits = HeadLimits(tokens=wanted.get("head_tokens"), requests=wanted.get("head_requests"))
-    # vLLM's lookup reads the lengths from here; nothing else does beside a head
-    speculative.prompt_lookup_min, speculative.prompt_lookup_max = (wanted[key] for key in LOOKUP)
-    # The proposer keeps the head's method, so it must be made before the method is replaced.
-    runner.redraft_ngrams = NgramsFirst(runner, limits)
-    runner.propose_draft_token_ids = runner.redraft_ngrams.propose
-
-
-class NgramsFirst:
-    """The proposer of one runner, in front of the head's."""
-
-    def __init__(self, runner: Any, limits: HeadLimits) -> None:
-        from vllm.v1.spec_decode.ngram_proposer import NgramProposer
-
-        self.runner, self.limits = runner, limits
-        # Compiles the lookup here, before the first request.
-        self.ngrams = NgramProposer(runner.vllm_config)
-        self.propose_by_head = runner.propose_draft_token_ids
+class Proposer(Protocol):
+    """Proposes tokens as vLLM's runner does."""
 
     def propose(self, scheduled: Any, sampled: list[list[int]], *rest: Any) -> list[list[int]]:
         """At most the scheduled number of draft tokens for each request, [B] lists.
 
         `sampled` has the step's new tokens of each request, none of one whose prompt is not read whole.
         """
-        most = scheduled.num_spec_tokens_to_schedule
+        ...
+
+
+def make(runner: Any, mixed: Mapping[str, int], answers: Proposer | None) -> LookupFirst:
+    """The proposer of a runner, with the settings of `read_mix`; without `answers`, n-grams are looked up.
+
+    Raises:
+        ValueError: no lookup goes before this draft.
+    """
+    speculative = runner.vllm_config.speculative_config
+    # For the checks only: the result is dropped.
+    mix(mixed, vars(speculative), HeadLimits())
+    if not speculative.disable_padded_drafter_batch:
+        raise ValueError('a lookup before a head needs "disable_padded_drafter_batch": true in the speculative config')
+    limits = HeadLimits(tokens=mixed.get("head_tokens"), requests=mixed.get("head_requests"))
+    # The proposer keeps the head's method, so it must be made before the method is replaced.
+    return LookupFirst(runner, answers or Ngrams(runner, mixed), limits)
+
+
+class Ngrams:
+    """vLLM's lookup of n-grams."""
+
+    def __init__(self, runner: Any, mixed: Mapping[str, int]) -> None:
+        from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+        # vLLM's lookup reads the lengths from here; nothing else does beside a head
+        speculative = runner.vllm_config.speculative_config
+        speculative.prompt_lookup_min, speculative.prompt_lookup_max = (mixed[key] for key in LOOKUP)
+        # Compiles the lookup here, before the first request.
+        self.runner, self.ngrams = runner, NgramProposer(runner.vllm_config)
+
+    def propose(self, scheduled: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
+        """As `Proposer`."""
         batch = self.runner.input_batch
-        found = self.ngrams.propose(most, sampled, batch.num_tokens_no_spec, batch.token_ids_cpu)
+        found: list[list[int]] = self.ngrams.propose(
+            scheduled.num_spec_tokens_to_schedule, sampled, batch.num_tokens_no_spec, batch.token_ids_cpu
+        )
+        return found
+
+
+class LookupFirst:
+    """The proposer of one runner, in front of the head's."""
+
+    def __init__(self, runner: Any, lookup: Proposer, limits: HeadLimits) -> None:
+        self.lookup, self.limits = lookup, limits
+        self.propose_by_head = runner.propose_draft_token_ids
+
+    def propose(self, scheduled: Any, sampled: list[list[int]], *rest: Any) -> list[list[int]]:
+        """As `Proposer`."""
+        found = self.lookup.propose(scheduled, sampled)
         is_wanted = any(tokens and not match for tokens, match in zip(sampled, found, strict=True))
-        by_head = self.limits.choose(most, len(sampled)) if is_wanted else 0
+        by_head = self.limits.choose(scheduled.num_spec_tokens_to_schedule, len(sampled)) if is_wanted else 0
         # With 0 tokens vLLM's proposer still reads the step, for the keys, and returns a tensor [B, 0].
         # `replace` copies, because vLLM reads `scheduled` again afterwards.
         drafted = self.propose_by_head(replace(scheduled, num_spec_tokens_to_schedule=by_head), sampled, *rest).tolist()

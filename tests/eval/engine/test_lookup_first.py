@@ -1,4 +1,4 @@
-"""N-grams before a head: the config, the limits, and refusals. `test_evaluate` has a real engine."""
+"""A lookup before a head: the config, the limits, and refusals. `test_evaluate` has a real engine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from redraft.eval.engine.lookups import lookup_env
-from redraft.eval.engine.ngrams_first import HeadLimits, install, is_mixed, mix, read_mix
+from redraft.eval.engine.lookup_first import HeadLimits, is_mixed, mix, read_mix
+from redraft.eval.engine.lookups import install, lookup_env
 from redraft.eval.engine.server import vllm_keys
 from redraft.eval.forecast.ngram import Ngram
 
@@ -43,13 +43,13 @@ def test_only_a_greedy_head_with_its_own_vocabulary_chooses_there() -> None:
 @pytest.mark.parametrize(
     ("head", "said"),
     [
-        ({"method": "medusa"}, "go before MTP, EAGLE-3, EAGLE-1, not before a draft of vLLM's method medusa"),
+        ({"method": "medusa"}, "goes before MTP, EAGLE-3, EAGLE-1, not before a draft of vLLM's method medusa"),
         ({"method": "draft_model"}, "not before a draft of vLLM's method draft_model"),
         ({"method": "eagle3", "parallel_drafting": True}, "not before a draft of vLLM's method eagle3"),
         ({"method": "eagle3", "draft_sample_method": "probabilistic"}, "greedy drafts only"),
     ],
 )
-def test_a_draft_that_takes_no_ngrams_is_refused_in_a_line(head: dict[str, Any], said: str) -> None:
+def test_a_draft_that_takes_no_lookup_is_refused_in_a_line(head: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         mix(LOOKUP, head, HeadLimits())
 
@@ -72,11 +72,11 @@ def test_a_runner_that_cannot_look_up_first_does_not_start(monkeypatch: pytest.M
     assert not hasattr(alone, "propose_draft_token_ids"), "without the variables a head is left alone"
     for name, value in lookup_env(mix(LOOKUP, EAGLE3, HeadLimits())).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match='need "disable_padded_drafter_batch": true'):
+    with pytest.raises(ValueError, match='needs "disable_padded_drafter_batch": true'):
         install(make_runner(disable_padded_drafter_batch=False))
     with pytest.raises(ValueError, match="not before a draft of vLLM's method medusa"):
         install(make_runner(method="medusa"))
     v2 = make_runner()
     del v2.drafter
-    with pytest.raises(ValueError, match="only vLLM's V1 model runner looks n-grams up before a head"):
+    with pytest.raises(ValueError, match="only vLLM's V1 model runner looks tokens up"):
         install(v2)
