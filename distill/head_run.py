@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from redraft.distill.data.vocabulary import require_smaller
 from redraft.distill.fit import count_head, require_room
@@ -59,7 +59,7 @@ from redraft.heads.files.checkpoint import load_text_config
 from redraft.heads.files.folder import check_model_folder, model_folder
 from redraft.heads.nn.masks import choose_mask_token
 from redraft.heads.progress import Progress
-from redraft.heads.target import Target, aux_layers
+from redraft.heads.target import Target, aux_layers, norm_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,18 +219,17 @@ class HeadRun:
             raise ValueError("the target's layers are not in this process: begin at random with --init random")
         return layers, norm
 
-    def stream_norms(self, layer_ids: Sequence[int]) -> list[nn.Module]:
-        """For each stream, after k layers, the norm of the target's layer that reads it.
+    def stream_scales(self, layer_ids: Sequence[int]) -> list[Tensor]:
+        """For each stream, after k layers, the factors of the norm in the target's layer that reads it, [D].
 
-        Raises: ValueError if the target has others than RMS norms that multiply by their weight.
+        Raises: ValueError if a stream is not read by an RMS norm, or the target ends with another norm.
         """
         layers, final = self.model.base_model.layers, self.model.base_model.norm
-        norms: list[Any] = [
-            getattr(layers[k], "input_layernorm", None) if k < len(layers) else final for k in layer_ids
-        ]
-        if not all(map(_multiplies_by_weight, [*norms, final])):
+        norms = [getattr(layers[k], "input_layernorm", None) if k < len(layers) else final for k in layer_ids]
+        scales = [scale for norm in norms if (scale := norm_scale(norm)) is not None]
+        if len(scales) < len(norms) or norm_scale(final) is None:
             raise ValueError(f"the norms of {self.cfg.target} are not those of a head: choose --init random")
-        return norms
+        return scales
 
     def last_signals(self, layer_ids: Sequence[int], num_tokens: int) -> list[tuple[Batch, TargetSignal]]:
         """The last batches of the first epoch with the target's states: `num_tokens` tokens, or all if there are fewer.
@@ -379,12 +378,3 @@ class HeadRun:
             served=served,
             dtype=self.cfg.target_dtype,
         )
-
-
-@torch.no_grad()
-def _multiplies_by_weight(norm: nn.Module | None) -> bool:
-    """Whether this is an RMS norm as a head has it. Gemma's multiplies by 1 + weight, others subtract the mean."""
-    weight = getattr(norm, "weight", None)
-    if norm is None or weight is None or getattr(norm, "bias", None) is not None:
-        return False
-    return bool(torch.allclose(norm(torch.ones_like(weight)).float(), weight.float(), rtol=0.02, atol=1e-3))

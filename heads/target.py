@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import AutoConfig
 
 from redraft.heads.files.folder import tensor_files
@@ -50,6 +51,24 @@ class Target:
         # A checkpoint with tied weights stores the embeddings only.
         head = next((t for name, t in tensors.items() if name.endswith("lm_head.weight")), embed)
         return Target(config=AutoConfig.from_pretrained(folder).get_text_config(), embed_VD=embed, head_VD=head)
+
+
+@torch.no_grad()
+def norm_scale(norm: Any) -> Tensor | None:
+    """The factors of an RMS norm, [D]. Gemma stores them less 1. None for any other module."""
+    weight = getattr(norm, "weight", None)
+    if weight is None or weight.ndim != 1 or getattr(norm, "bias", None) is not None:
+        return None
+    # The root mean square of ones is 1.
+    factors = norm(torch.ones_like(weight)).float()
+    stored = (weight.detach(), 1 + weight.detach())
+    return next((scale for scale in stored if torch.allclose(factors, scale.float(), rtol=0.02, atol=1e-3)), None)
+
+
+def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a layer or norm of the target by name, for a draft to start with. Norms have their factors."""
+    scales = {f"{name}.weight".lstrip("."): norm_scale(module) for name, module in layer.named_modules()}
+    return {**layer.state_dict(), **{name: scale for name, scale in scales.items() if scale is not None}}
 
 
 def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ from redraft.heads.nn.blocks import BlockMask, attend_blocks
 from redraft.heads.nn.layers import GatedMLP, LlamaShape, RMSNorm, Rotary, norm, read_layer_config, rotate
 from redraft.heads.nn.masks import check_mask_token, choose_rows
 from redraft.heads.nn.vocabulary import check_ids, over_target_vocabulary, read_ids, to_offsets
-from redraft.heads.target import Target, aux_layers
+from redraft.heads.target import Target, aux_layers, layer_weights
 
 SECTION = "dflash_config"
 """The part of config.json with the keys of this family only."""
@@ -316,9 +316,9 @@ class DFlash(nn.Module):
         """
         if len(layers) != len(self.layers):
             raise ValueError(f"{len(layers)} layers were given to a draft of {len(self.layers)}")
-        theirs = {f"layers.{i}.{name}": v for i, layer in enumerate(layers) for name, v in layer.state_dict().items()}
+        theirs = {f"layers.{i}.{name}": v for i, layer in enumerate(layers) for name, v in layer_weights(layer).items()}
         # with `fc` as below, the context begins as the highest stream under the target's final norm
-        theirs["norm.weight"] = theirs["hidden_norm.weight"] = final_norm.state_dict()["weight"]
+        theirs["norm.weight"] = theirs["hidden_norm.weight"] = layer_weights(final_norm)["weight"]
         with torch.no_grad():
             for name, mine in self.state_dict().items():
                 if name in theirs and theirs[name].shape == mine.shape:

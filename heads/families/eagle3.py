@@ -25,7 +25,7 @@ from redraft.heads.nn.attention import Memory
 from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, RMSNorm, Rotary, norm
 from redraft.heads.nn.recurrent import propose, unroll
 from redraft.heads.nn.vocabulary import check_ids, over_target_vocabulary, read_ids, to_offsets
-from redraft.heads.target import Target, aux_layers
+from redraft.heads.target import Target, aux_layers, layer_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,10 +192,13 @@ class Eagle3(nn.Module):
         Tensors of equal shape are copied. Attention's projections are twice as wide as the layer's: the half for the
         feature is copied, the half for the embedding stays random. Tensors of any other shape stay random too.
         """
-        theirs = {f"midlayer.{name}": value for name, value in layer.state_dict().items()}
-        # the target's layer norms a hidden state, as `hidden_norm` does here; `input_layernorm` norms embeddings
-        theirs["midlayer.hidden_norm.weight"] = theirs.pop("midlayer.input_layernorm.weight")
-        theirs["norm.weight"] = final_norm.state_dict()["weight"]
+        theirs = {f"midlayer.{name}": value for name, value in layer_weights(layer).items()}
+        # The target's layer norms a hidden state, as `hidden_norm` does here; `input_layernorm` norms embeddings.
+        # OLMo 2 has no such norm.
+        norm = theirs.pop("midlayer.input_layernorm.weight", None)
+        if norm is not None:
+            theirs["midlayer.hidden_norm.weight"] = norm
+        theirs["norm.weight"] = layer_weights(final_norm)["weight"]
         hidden = self.shape.hidden_size
         with torch.no_grad():
             for name, own in self.state_dict().items():

@@ -39,15 +39,15 @@ SAME_TOKEN = 16.0
 
 @torch.no_grad()
 def start_by_least_squares(
-    head: Eagle3, known: Sequence[tuple[Batch, TargetSignal]], stream_norms: Sequence[Any]
+    head: Eagle3, known: Sequence[tuple[Batch, TargetSignal]], stream_scales: Sequence[Tensor]
 ) -> None:
     """Set the weights of an untrained head, all but its output head and final norm.
 
     Args:
         head: Has the target's final norm and output head (`Eagle3.init_from_layer`).
         known: Batches with the target's hidden states: several times as many tokens as F + D.
-        stream_norms: For each stream, the norm of the target's layer that reads it. `fc_norm` takes its weights, which
-            shrink the entries that are hundreds of times as large as the others.
+        stream_scales: For each stream, the factors of the norm in the target's layer that reads it, [D]. `fc_norm`
+            takes them, because they shrink the entries that are hundreds of times as large as the others.
 
     Raises:
         ValueError: the head does not norm each stream (`fc_norm`), or adds to the normed feature
@@ -57,8 +57,8 @@ def start_by_least_squares(
         raise ValueError("least squares start a head with fc_norm and without norm_before_residual")
     layer, size = head.midlayer, head.shape.hidden_size
     own_norms: Any = head.fc_norm
-    for mine, theirs in zip(own_norms, stream_norms, strict=True):
-        mine.weight.copy_(theirs.weight)
+    for mine, scale in zip(own_norms, stream_scales, strict=True):
+        mine.weight.copy_(scale)
     for norm in (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm):
         norm.weight.fill_(1.0)
 

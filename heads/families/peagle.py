@@ -36,7 +36,7 @@ from redraft.heads.files.folder import TRAINED_WITH
 from redraft.heads.nn.attention import KeyCache, Memory, StepMemory, compute_again
 from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, norm
 from redraft.heads.nn.masks import check_mask_token, choose_rows
-from redraft.heads.target import Target
+from redraft.heads.target import Target, layer_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +239,7 @@ class PEagle(Eagle3):
         self.init_from_layer(layers[0], final_norm)
         with torch.no_grad():
             for mine, theirs in zip(self.layers.values(), layers[1:], strict=True):
-                given = theirs.state_dict()
+                given = layer_weights(theirs)
                 for name, tensor in mine.state_dict().items():
                     if name in given and given[name].shape == tensor.shape:
                         tensor.copy_(given[name])

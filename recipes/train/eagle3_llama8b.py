@@ -101,12 +101,12 @@ def main(cfg: Config) -> None:
 def make_head(run: HeadRun, cfg: Config, draft_ids_W: Tensor | None) -> eagle3.Eagle3:
     """An untrained head with the initial weights that the flags choose."""
     head = eagle3.Eagle3(cfg.head, run.target, draft_ids_W)
-    norms = run.stream_norms(head.aux_layer_ids) if cfg.init == "least_squares" else []
+    scales = run.stream_scales(head.aux_layer_ids) if cfg.init == "least_squares" else []
     if cfg.init != "random":
         head.init_from_layer(*run.last_layer())
     if cfg.init == "least_squares":
         head.to(run.accelerator.device)
-        start_by_least_squares(head, run.last_signals(head.aux_layer_ids, cfg.init_tokens), norms)
+        start_by_least_squares(head, run.last_signals(head.aux_layer_ids, cfg.init_tokens), scales)
         # Each rank has solved for itself, and other hardware may give other signs.
         broadcast([parameter.data for parameter in head.parameters()])
         head.cpu()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from make_heads import (
     signal_of_prefix,
 )
 from safetensors.torch import load_file, save_file
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.target import Target
@@ -182,6 +184,22 @@ def test_begun_from_the_last_layer_the_head_holds_that_layer() -> None:
     batch = make_batch([[make_ids(6)]])
     signal = make_signal(model, batch, head.aux_layer_ids)
     torch.testing.assert_close(head.feature(signal), signal.aux_BTLD[:, :, -1])
+
+
+def test_begun_from_another_layer_the_head_has_the_factors_of_its_norms() -> None:
+    head = Eagle3(Config(aux_layer_ids=(1, 2, 4)), Target.from_model(make_target()))
+    layer, final = copy.deepcopy(make_target().model.layers[-1]), Gemma3RMSNorm(HIDDEN)
+    layer.input_layernorm = Gemma3RMSNorm(HIDDEN)
+    with torch.no_grad():
+        layer.input_layernorm.weight.fill_(0.5)
+        final.weight.fill_(-0.25)
+    head.init_from_layer(layer, final)
+    assert (head.midlayer.hidden_norm.weight.unique().item(), head.norm.weight.unique().item()) == (1.5, 0.75)
+    del layer.input_layernorm  # as in OLMo 2
+    layer.mlp.down_proj.weight.data.fill_(2.0)
+    head.init_from_layer(layer, final)
+    assert head.midlayer.hidden_norm.weight.unique().item() == 1.5, "left as it was"
+    assert head.midlayer.mlp.down_proj.weight.unique().item() == 2.0
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ def make_head(shape: str = "groups", *, qk_norm: bool = False, **options: Any) -
     return head, model
 
 
-def norms_of(model: Any) -> list[Any]:
-    return [model.model.layers[k].input_layernorm for k in LAYERS]
+def scales_of(model: Any) -> list[Any]:
+    return [model.model.layers[k].input_layernorm.weight for k in LAYERS]
 
 
 def unit(x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def test_a_sum_of_streams_and_next_token_is_found(shape: str, qk_norm: bool) -> 
         state = torch.zeros_like(tokens)
         state[:, 1:] = signal.aux_BTLD[:, :-1, :2].flatten(2) @ from_streams + tokens[:, 1:] @ from_token
         known.append((batch, state_signal(model, batch, unit(state) * head.norm.weight.detach())))
-    start_by_least_squares(head, known[:-2], norms_of(model))
+    start_by_least_squares(head, known[:-2], scales_of(model))
     for batch, signal in known[-2:]:
         assert predicted(head, batch, signal)[in_document(batch, 1)].mean() > 0.95
 
@@ -117,7 +117,7 @@ def test_the_token_that_followed_the_last_time_is_copied(shape: str) -> None:
     for batch in make_texts(30, 160, words=words):
         # On row t the state shows x[t+1], which no sum of x[t] and noise tells: each document has other pairs.
         known.append((batch, state_signal(model, batch, table[batch.input_ids_BT.roll(-1, 1)] * head.norm.weight)))
-    start_by_least_squares(head, [(b, s) for b, s in known[:-4]], norms_of(model))
+    start_by_least_squares(head, [(b, s) for b, s in known[:-4]], scales_of(model))
     seen_before = [predicted(head, b, s)[in_document(b, words)].mean().item() for b, s in known[-4:]]
     with torch.no_grad():
         for query, _ in (roles := Roles.of(head)).same_token:
@@ -130,9 +130,9 @@ def test_the_token_that_followed_the_last_time_is_copied(shape: str) -> None:
 def test_a_head_that_has_started_trains_as_it_decodes_and_loads_as_it_was(tmp_path: Any) -> None:
     head, model = make_head()
     known = [(b, make_signal(model, b, LAYERS)) for b in make_texts(6, 120)]
-    start_by_least_squares(head, known, norms_of(model))
-    for mine, theirs in zip(head.fc_norm, norms_of(model), strict=True):
-        assert torch.equal(mine.weight, theirs.weight)
+    start_by_least_squares(head, known, scales_of(model))
+    for mine, scale in zip(head.fc_norm, scales_of(model), strict=True):
+        assert torch.equal(mine.weight, scale)
     assert_training_equals_decoding(head.eval(), model, num_steps=2)
     assert_round_trip(head, model, tmp_path)
 
@@ -141,7 +141,7 @@ def test_a_final_norm_with_a_weight_of_zero_leaves_finite_weights() -> None:
     head, model = make_head()
     with torch.no_grad():
         model.model.norm.weight[3] = head.norm.weight[3] = 0
-    start_by_least_squares(head, [(b, make_signal(model, b, LAYERS)) for b in make_texts(3, 120)], norms_of(model))
+    start_by_least_squares(head, [(b, make_signal(model, b, LAYERS)) for b in make_texts(3, 120)], scales_of(model))
     assert all(parameter.isfinite().all() for parameter in head.parameters())
 
 
@@ -157,4 +157,4 @@ def test_a_key_scores_its_own_token_as_asked() -> None:
 def test_a_head_whose_output_is_another_sum_is_refused(options: dict[str, Any]) -> None:
     head, model = make_head(**options)
     with pytest.raises(ValueError, match="fc_norm and without norm_before_residual"):
-        start_by_least_squares(head, [], norms_of(model))
+        start_by_least_squares(head, [], scales_of(model))

@@ -212,14 +212,18 @@ def test_least_squares_refuse_other_flags_before_any_work(
         import_module("recipes.train.eagle3_llama8b").Config(init="least_squares", head=head, **changes)
 
 
-def test_least_squares_refuse_norms_that_a_head_does_not_have(random_target: Path) -> None:
+def test_least_squares_take_the_factors_of_rms_norms_and_refuse_others(random_target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(random_target)
     run = SimpleNamespace(model=model, cfg=SimpleNamespace(target="models/other"))
-    assert HeadRun.stream_norms(run, (1, 2)) == [model.model.layers[1].input_layernorm, model.model.norm]
-    for other in (Gemma3RMSNorm(64), torch.nn.LayerNorm(64), None):
+    scales = HeadRun.stream_scales(run, (1, 2))
+    assert all(map(torch.equal, scales, [model.model.layers[1].input_layernorm.weight, model.model.norm.weight]))
+    model.model.layers[1].input_layernorm = gemma = Gemma3RMSNorm(64)
+    gemma.weight.data.fill_(0.5)
+    assert HeadRun.stream_scales(run, (1, 2))[0].tolist() == [1.5] * 64
+    for other in (torch.nn.LayerNorm(64), None):
         model.model.layers[1].input_layernorm = other
         with pytest.raises(ValueError, match="the norms of models/other are not those of a head"):
-            HeadRun.stream_norms(run, (0, 1))
+            HeadRun.stream_scales(run, (0, 1))
 
 
 def test_the_last_batches_of_the_epoch_are_taken_for_a_start(random_target: Path, data: Path, tmp_path: Path) -> None:
