@@ -56,7 +56,8 @@ class Config:
     target: str = "meta-llama/Llama-3.1-70B-Instruct"
     """Folder or hub name of the served model."""
     draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Draft to measure: a folder, a hub name, `ngram`, `suffix`, or `mtp` for the target's MTP layer. Repeat the flag
+    """Draft to measure: a folder, a hub name, `ngram`, `suffix`, or `mtp` for the target's MTP layer. `ngram+HEAD`
+    looks n-grams up first, `ANSWERS+HEAD:2` counted answers, and takes at most 2 tokens of the head. Repeat the flag
     for more drafts."""
     num_speculative_tokens: tuple[int, ...] = (3, 1, 2, 5)
     """Numbers of draft tokens. One table compares all of them, the others use the first."""

@@ -61,7 +61,8 @@ class Config:
     bfloat16 if it is stored so and the CPU has instructions for bfloat16, else float32."""
     draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Draft to measure: a folder (a head, a standalone draft, a version of a registry), a hub name, `ngram` (prompt
-    lookup) or `suffix`. NAME=FOLDER gives it a name. Repeat the flag for more drafts."""
+    lookup) or `suffix`. `ngram+HEAD` looks n-grams up first, `ANSWERS+HEAD:2` counted answers, and takes at most 2
+    tokens of the head. NAME=FOLDER gives it a name. Repeat the flag for more drafts."""
     data: str = "HuggingFaceH4/ultrachat_200k"
     """Source of the prompts: a hub name, a .jsonl or .parquet file, or `stdlib` (code and prose, for the small
     target)."""

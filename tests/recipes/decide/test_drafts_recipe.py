@@ -55,7 +55,7 @@ def test_layers_are_taken_at_equal_distances_with_the_first_and_the_last(tiny_ta
         ({"train": ("layer-2",)}, "--train layer-2: give layers-N"),
         ({"train": ("eagle1-8k",)}, "--train eagle1-8k"),
         ({"train": ("ngram+eagle1-8k",)}, r"--train ngram\+eagle1-8k: give"),
-        ({"train": ("ngram+dflash-8k",)}, "n-grams go before eagle3-Nk only"),
+        ({"train": ("ngram+dflash-8k",)}, "ngram or retrieval goes before eagle3-Nk only"),
         ({"confirm_rounds": 5}, "no 95% interval"),
         ({"rounds": 0}, "--rounds must be at least 1"),
     ],

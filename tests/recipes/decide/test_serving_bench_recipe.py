@@ -232,7 +232,7 @@ def test_a_draft_is_served_by_what_its_tensors_say(served_pair: tuple[Path, Path
     mixed = {**draft_config("mtp"), **draft_config("ngram"), "method": "mtp", "disable_padded_drafter_batch": True}
     assert draft_config("ngram+mtp") == mixed
     assert draft_config("ngram+mtp:2") == {**mixed, "head_tokens": 2}
-    with pytest.raises(ValueError, match="n-grams go before MTP, EAGLE-3, EAGLE-1, not before a draft"):
+    with pytest.raises(ValueError, match="a lookup goes before MTP, EAGLE-3, EAGLE-1, not before a draft"):
         draft_config(f"ngram+{draft}")
     with pytest.raises(FileNotFoundError, match="there is no draft /nowhere"):
         draft_config("/nowhere")
