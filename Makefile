@@ -50,7 +50,7 @@ lock:  ## write requirements/*.txt again from pyproject.toml; UPGRADE=1: with th
 demo: $(STAMP)  ## make a real model faster: two drafts, the one that pays in a real vLLM, outputs/demo/report.html
 	$(BIN)/python recipes/demo/speedup.py --overwrite
 
-drafts: $(STAMP)  ## make twelve drafts for a real model in an hour, and find the one that pays, write outputs/drafts/report.html
+drafts: $(STAMP)  ## make thirteen drafts for a real model in an hour, and find the one that pays, write outputs/drafts/report.html
 	$(BIN)/redraft drafts
 
 demo-tiny: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write outputs/demo-tiny/report.html

@@ -228,7 +228,7 @@ class HeadRun:
         norms = [getattr(layers[k], "input_layernorm", None) if k < len(layers) else final for k in layer_ids]
         scales = [scale for norm in norms if (scale := norm_scale(norm)) is not None]
         if len(scales) < len(norms) or norm_scale(final) is None:
-            raise ValueError(f"the norms of {self.cfg.target} are not those of a head: choose --init random")
+            raise ValueError(f"the norms of {self.cfg.target} are not those of a head: choose another --init")
         return scales
 
     def last_signals(self, layer_ids: Sequence[int], num_tokens: int) -> list[tuple[Batch, TargetSignal]]:

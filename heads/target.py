@@ -60,15 +60,28 @@ def norm_scale(norm: Any) -> Tensor | None:
     if weight is None or weight.ndim != 1 or getattr(norm, "bias", None) is not None:
         return None
     # The root mean square of ones is 1.
-    factors = norm(torch.ones_like(weight)).float()
-    stored = (weight.detach(), 1 + weight.detach())
+    try:
+        factors = norm(torch.ones_like(weight)).float()
+    except TypeError:  # a gated norm takes a second tensor
+        return None
+    # Gemma adds 1 in float32.
+    stored = (weight.detach(), 1 + weight.detach().float())
     return next((scale for scale in stored if torch.allclose(factors, scale.float(), rtol=0.02, atol=1e-3)), None)
 
 
 def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a layer or norm of the target by name, for a draft to start with. Norms have their factors."""
+    """The tensors of a target's layer or norm, for a draft of Llama's layout to start with. Norms have their factors.
+
+    In that layout `post_attention_layernorm` comes before the MLP. In OLMo 2 and Gemma 2 and 3 a tensor of this name
+    norms the output of attention; Gemma's norm before the MLP has another name, and OLMo 2 has none.
+    """
     scales = {f"{name}.weight".lstrip("."): norm_scale(module) for name, module in layer.named_modules()}
-    return {**layer.state_dict(), **{name: scale for name, scale in scales.items() if scale is not None}}
+    weights = {**layer.state_dict(), **{name: scale for name, scale in scales.items() if scale is not None}}
+    if "post_feedforward_layernorm.weight" in weights:
+        weights.pop("post_attention_layernorm.weight", None)
+        if (before_mlp := weights.get("pre_feedforward_layernorm.weight")) is not None:
+            weights["post_attention_layernorm.weight"] = before_mlp
+    return weights
 
 
 def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """A lookup first, and a head if it finds nothing: a proposer for vLLM's V1 model runner.
 
-Looked up are n-grams of the request, or counted answers. vLLM has no method for both, and `custom_class` gets no
-hidden states. So this runs before the head's own proposer, in every step:
+The lookup is of n-grams in the request, or of counted answers. vLLM has no method for a lookup and a head, and
+`custom_class` gets no hidden states. So this runs before the head's own proposer, in every step:
 
     look up ─┬─► found for all requests: the head reads the step's tokens and drafts nothing
              └─► not for some: the head drafts for all, and what was looked up replaces that
@@ -40,6 +40,11 @@ class HeadLimits:
     """Most tokens a step; None for as many as a lookup may have."""
     requests: int | None = None
     """Most requests in a step. In a larger step only the lookup drafts. None for any number."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 0:
+                raise ValueError(f"--head-{name} is {value}: give 0 or more")
 
     def choose(self, num_tokens: int, num_requests: int) -> int:
         """Tokens for the head to draft in a step whose requests may have `num_tokens` each."""
@@ -106,7 +111,7 @@ class Proposer(Protocol):
         ...
 
 
-def make(runner: Any, mixed: Mapping[str, int], answers: Proposer | None) -> LookupFirst:
+def make_proposer(runner: Any, mixed: Mapping[str, int], answers: Proposer | None) -> LookupFirst:
     """The proposer of a runner, with the settings of `read_mix`; without `answers`, n-grams are looked up.
 
     Raises:

@@ -175,7 +175,7 @@ def _make_mix(name: str, mixed: Mix, lookup: NamedDraft, head: NamedDraft) -> Na
     config, first, identity = lookup.speculative, lookup.forecast.steps, lookup.fingerprint
     if isinstance(first, Retrieval):
         config, identity = {**config, LEAST_FIRST: BEFORE_HEAD}, f"{identity}-{BEFORE_HEAD}"
-        first = Retrieval(replace(first.config, least_first=BEFORE_HEAD), first.entries, first.run_probability)
+        first = Retrieval(first.config, first.entries, first.run_probability, least_first=BEFORE_HEAD)
     speculative = mix(config, head.speculative or {}, HeadLimits(tokens=mixed.head_tokens))
     assert head.forecast is not None, "a head has one"
     identity = f"{identity}+{head.fingerprint}:{mixed.head_tokens}"

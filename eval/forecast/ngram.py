@@ -71,11 +71,12 @@ class Mix:
     @staticmethod
     def parse(name: str, lookups: Collection[str] = ()) -> Mix | None:
         """The inverse of `str`; None for the name of another draft. `lookups` are further names of lookups."""
-        found = re.fullmatch(r"(.+?)\+(.+?)(?::(\d+))?", name)
-        # A folder of another draft may have a plus in its name.
-        if not found or not (found[1] in ("ngram", *lookups) or is_retrieval(found[1])):
-            return None
-        return Mix(lookup=found[1], head=found[2], head_tokens=int(found[3]) if found[3] else None)
+        # A path may have a plus in it, so all are tried.
+        for plus in re.finditer(r"\+", name):
+            lookup, head = name[: plus.start()], re.fullmatch(r"(.+?)(?::(\d+))?", name[plus.end() :])
+            if head and (lookup in ("ngram", *lookups) or is_retrieval(lookup)):
+                return Mix(lookup=lookup, head=head[1], head_tokens=int(head[2]) if head[2] else None)
+        return None
 
 
 def propose_ngrams(

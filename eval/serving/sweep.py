@@ -206,7 +206,7 @@ class Results:
         # `ngram+HEAD` is no path: the files of its parts tell whether the draft has changed.
         mixed = Mix.parse(cell.variant.draft or "")
         read = (*((mixed.lookup, mixed.head) if mixed else (cell.variant.draft,)), cell.load.file)
-        files = [fingerprint_path(name) for name in read if name]
+        files = [fingerprint_path(name) for name in read if name and not (mixed and name == "ngram")]
         named = {"cell": asdict(cell), "served": self._served, "files": files, "repeat": repeat, "format": FORMAT}
         return self.folder / f"{hash_key(named)[:16]}.json"
 

@@ -35,10 +35,10 @@ VERIFY_COST = "verify_cost"
 """Key of a speculative config for `Config.verify_cost`."""
 
 LEAST_FIRST = "least_first"
-"""Key of a speculative config for `Config.least_first`."""
+"""Key of a speculative config for `Retrieval.least_first`."""
 
 BEFORE_HEAD = 0.5
-"""`Config.least_first` before a head."""
+"""`Retrieval.least_first` before a head."""
 
 TOKEN_BYTES = 4
 
@@ -61,8 +61,6 @@ class Config:
     verify_cost: float = 0.05
     """Cost of verifying one more token, in target steps of one request. With n requests in a step, a token is drafted
     if its probability of acceptance is at least n times this."""
-    least_first: float = 0.0
-    """Least probability of the first token of a draft. Before a head, less probable ones are left to the head."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_run <= 16:
@@ -71,8 +69,6 @@ class Config:
             raise ValueError(f"a run is to be found in {self.min_texts} conversations: give at least 1")
         if not 0 <= self.verify_cost <= 1:
             raise ValueError(f"a token costs {self.verify_cost} steps to verify: give 0 to 1")
-        if not 0 <= self.least_first <= 1:
-            raise ValueError(f"the first token has at least the probability {self.least_first}: give 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +84,12 @@ class Retrieval:
     """A counted draft. Drafting is plain Python: about 8 us a token."""
 
     def __init__(
-        self, config: Config, entries: Mapping[Run, tuple[int, float]], run_probability: Sequence[float]
+        self,
+        config: Config,
+        entries: Mapping[Run, tuple[int, float]],
+        run_probability: Sequence[float],
+        *,
+        least_first: float = 0.0,
     ) -> None:
         """A draft.
 
@@ -96,10 +97,17 @@ class Retrieval:
             config: Options.
             entries: The most probable token after each run of the answers, and its probability.
             run_probability: By length, the probability of the token after the run's first place in the request.
+            least_first: Least probability of the first token of a draft. Before a head, less probable ones are left to
+                the head.
+
+        Raises:
+            ValueError: `least_first` is no probability.
         """
+        require_probability(least_first)
         self.config = config
         self.entries = entries
         self.run_probability = list(run_probability)
+        self.least_first = least_first
 
     def propose(self, ids: Ids, most: int, num_requests: int = 1) -> list[int]:
         """At most `most` tokens to draft behind `ids` ([T], int32), in a step with `num_requests` requests."""
@@ -111,7 +119,7 @@ class Retrieval:
             # The first of equals, so the request wins a tie.
             token, its = max(self._in_request(data), self._in_answers(data), key=_probability)
             probability *= its
-            if token < 0 or probability < (floor if drafted else max(floor, self.config.least_first)):
+            if token < 0 or probability < (floor if drafted else max(floor, self.least_first)):
                 break
             drafted.append(token)
             data += token.to_bytes(TOKEN_BYTES, "little")
@@ -137,14 +145,23 @@ class Retrieval:
         return next((self.entries[last[i:]] for i in range(len(last)) if last[i:] in self.entries), NOTHING)
 
     @staticmethod
-    def speculative_config(folder: Path, **changes: float) -> dict[str, Any]:
+    def speculative_config(
+        folder: Path, *, verify_cost: float | None = None, least_first: float | None = None
+    ) -> dict[str, Any]:
         """vLLM's speculative config, without num_speculative_tokens.
 
-        Its last keys reach the plugin past vLLM: `retrieval`, and the options that are not those of the folder
-        (`verify_cost`, `least_first`).
+        Its last keys reach the plugin past vLLM: `retrieval`, and the options that are given.
+
+        Raises:
+            ValueError: an option is out of bounds.
         """
+        if verify_cost is not None:
+            Config(verify_cost=verify_cost)
+        if least_first is not None:
+            require_probability(least_first)
         lookup = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 1}
-        return {**lookup, FOLDER: str(folder.absolute()), **changes}
+        given = {key: v for key, v in ((VERIFY_COST, verify_cost), (LEAST_FIRST, least_first)) if v is not None}
+        return {**lookup, FOLDER: str(folder.absolute()), **given}
 
     def write(self, folder: Path) -> None:
         """Write config.json and the table: `runs` [R, N], padded in front with -1, `token` and `probability` [R]."""
@@ -163,8 +180,8 @@ class Retrieval:
         save_file(tensors, folder / WEIGHTS)
 
     @staticmethod
-    def read(folder: Path, **changes: float) -> Retrieval:
-        """The draft of a folder, with these options instead of its own.
+    def read(folder: Path, *, least_first: float = 0.0, **changes: float) -> Retrieval:
+        """The draft of a folder, with `changes` to its config.
 
         Raises:
             FileNotFoundError: there is no such folder.
@@ -176,7 +193,14 @@ class Retrieval:
         tensors = load_file(folder / WEIGHTS)
         rows = zip(*(tensors[f"ngrams.{name}"].tolist() for name in ("runs", "token", "probability")), strict=True)
         entries = {tuple(t for t in run if t >= 0): (token, probability) for run, token, probability in rows}
-        return Retrieval(Config(**(written | changes)), entries, tensors["ngrams.run_probability"].tolist())
+        probabilities = tensors["ngrams.run_probability"].tolist()
+        return Retrieval(Config(**(written | changes)), entries, probabilities, least_first=least_first)
+
+
+def require_probability(least_first: float) -> None:
+    """Raise ValueError unless this is a probability."""
+    if not 0 <= least_first <= 1:
+        raise ValueError(f"the least probability of the first token is {least_first}: give 0 to 1")
 
 
 def is_retrieval(folder: str | Path) -> bool:

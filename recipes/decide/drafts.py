@@ -1,6 +1,6 @@
 """Which draft pays? Make every kind of draft for a target, measure each in a real vLLM, and confirm the best.
 
-$ make drafts                                     # SmolLM2-135M-Instruct: twelve drafts in an hour on two cores
+$ make drafts                                     # SmolLM2-135M-Instruct: thirteen drafts in an hour on two cores
 $ redraft drafts --target models/llama-1b --answers answers.jsonl --prompts prompts.jsonl
 $ redraft drafts --target Qwen/Qwen3-8B --answers answers.jsonl --draft Qwen/Qwen3-0.6B --train eagle3-32k
 

@@ -1,6 +1,6 @@
 """A real model, really faster: make drafts for SmolLM2-135M-Instruct, and serve the one that pays.
 
-$ make demo                                 # 15 minutes on two cores; 25 in float32, without AVX-512
+$ make demo                                 # about 15 minutes on two cores; twice that in float32, without AVX-512
 $ redraft demo --overwrite --minutes 30     # a longer training
 $ redraft demo --target models/llama-1b --answers answers.jsonl --output outputs/demo-llama
 
@@ -176,8 +176,8 @@ def main(cfg: Config) -> None:
         trial = run_rounds(servers, pilot, cfg.plan(cfg.pilot_rounds, cfg.pilot_tokens))
         served = choose(trial)
         print(f"the pilot chooses {TITLES[served]}")
-        # Each once: the draft to serve may be n-grams, or none.
-        names = dict.fromkeys((PLAIN, NGRAM, served))
+        # Each once: the draft to serve may be n-grams, or none. What does the head add to counted answers?
+        names = dict.fromkeys((PLAIN, NGRAM, *((RETRIEVAL,) if served == BOTH else ()), served))
         results = run_rounds({name: servers[name] for name in names}, prompts, cfg.plan(cfg.rounds, cfg.max_tokens))
 
     # 4. The report.

@@ -10,7 +10,7 @@ import altair as alt
 from redraft.eval.report.charts import PANEL_HEIGHT, Spec, to_spec
 from redraft.eval.report.charts import build_charts as build_training_charts
 
-TITLES = alt.Axis(
+TITLE_AXIS = alt.Axis(
     labelAngle=0, labelExpr="split(replace(replace(datum.label, ' answers', '|answers'), ' before', '|before'), '|')"
 )
 """Titles of drafts in a row, each in up to three lines."""
@@ -37,7 +37,7 @@ def _rows(report: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 def _ratios(report: Mapping[str, Any]) -> alt.LayerChart:
     rows = [row for row in _rows(report, "ratio") if row["draft"] != report["titles"]["none"]]
     base = alt.Chart(alt.Data(values=rows), width="container", height=PANEL_HEIGHT).encode(
-        x=alt.X("draft:N", title=None, axis=TITLES, sort=None), xOffset="load:N"
+        x=alt.X("draft:N", title=None, axis=TITLE_AXIS, sort=None), xOffset="load:N"
     )
     bars = base.mark_bar(cornerRadiusEnd=4).encode(
         y=alt.Y("value:Q", title="tokens/s, of those without a draft"),
@@ -58,7 +58,7 @@ def _steps(report: Mapping[str, Any]) -> alt.Chart:
         alt.Chart(alt.Data(values=_rows(report, "step_ms")), width="container", height=PANEL_HEIGHT)
         .mark_bar(cornerRadiusEnd=4)
         .encode(
-            x=alt.X("draft:N", title=None, axis=TITLES, sort=None),
+            x=alt.X("draft:N", title=None, axis=TITLE_AXIS, sort=None),
             xOffset="load:N",
             y=alt.Y("value:Q", title="ms per target step"),
             color=alt.Color("load:N", legend=alt.Legend(title=None, orient="top", direction="horizontal")),

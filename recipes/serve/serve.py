@@ -25,7 +25,7 @@ from redraft.eval.engine.server import engine_dtype, engine_is_cpu, require_serv
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.catalog import FAMILIES, Family, Method, find_family, list_methods
 from redraft.heads.doctor.method import lacks_confidence
-from redraft.heads.families.retrieval import BEFORE_HEAD, LEAST_FIRST, VERIFY_COST, Retrieval, is_retrieval
+from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval, is_retrieval
 from redraft.heads.files.folder import is_hub_name, tensor_files
 from redraft.heads.files.folder import read_config as read_model_config
 from redraft.online.engine.config import PLUGIN_NAME, CaptureConfig, SwapConfig, read_config
@@ -40,6 +40,13 @@ PLUGIN_GROUPS = (
 
 RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 """vLLM's variable with prefixes of those that Ray workers get; workers on other machines inherit none."""
+
+
+HEAD_FLAGS = (
+    *("ngrams", "answers", "least_first", "head_tokens", "head_requests"),
+    *("method", "draft_sample_method", "draft_quantization", "adaptive_verification"),
+)
+"""Options without a meaning for counted answers alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +121,13 @@ def server_command(cfg: Config) -> list[str]:
 def speculative_config(cfg: Config) -> dict[str, Any]:
     """The draft and how it is served. Raises ValueError, FileNotFoundError as `server_command`."""
     draft = _draft(cfg)
-    is_counted = is_retrieval(draft)
-    if cfg.verify_cost is not None and not (is_counted or cfg.answers):
-        raise ValueError(f"--verify-cost is for counted answers (`redraft retrieval`), which {draft} is not")
-    if is_counted:
-        if flag := next((flag for flag in ("ngrams", "answers", "least_first") if getattr(cfg, flag)), None):
-            raise ValueError(f"--{flag.replace('_', '-')} is for a head, and {draft} holds counted answers")
-        config = Retrieval.speculative_config(Path(draft), **_verify_cost(cfg))
+    if is_retrieval(draft):
+        if changed := [name for name in HEAD_FLAGS if getattr(cfg, name) != getattr(Config, name)]:
+            raise ValueError(f"--{changed[0].replace('_', '-')} is for a model, and {draft} holds counted answers")
+        config = Retrieval.speculative_config(Path(draft), verify_cost=cfg.verify_cost)
         return {**config, "num_speculative_tokens": cfg.num_speculative_tokens}
+    if cfg.verify_cost is not None and cfg.answers is None:
+        raise ValueError(f"--verify-cost is for counted answers (`redraft retrieval`), which {draft} is not")
     speculative: dict[str, Any] = {
         "model": draft,
         **({"method": cfg.method} if cfg.method else _choose_proposer(draft)),
@@ -147,21 +153,17 @@ def speculative_config(cfg: Config) -> dict[str, Any]:
 
 def _lookup(cfg: Config) -> dict[str, Any] | None:
     """vLLM's config of the lookup before the draft; None without one. Raises ValueError for flags that exclude each
-    other, FileNotFoundError if there is no folder --answers."""
+    other, or if --answers is no folder of counted answers."""
     if cfg.answers is None:
         if cfg.least_first is not None:
             raise ValueError("--least-first is about the tokens looked up in --answers: add --answers")
         return Ngram().speculative_config if cfg.ngrams else None
     if cfg.ngrams:
-        raise ValueError("--answers look n-grams of the text up too: leave out --ngrams")
+        raise ValueError("--answers also looks tokens up in the text: leave out --ngrams")
+    if not is_retrieval(cfg.answers):
+        raise ValueError(f"--answers {cfg.answers} holds no counted answers: `redraft retrieval` writes such a folder")
     least = BEFORE_HEAD if cfg.least_first is None else cfg.least_first
-    # Before vLLM loads for minutes: is it such a folder, and are the numbers sound?
-    Retrieval.read(cfg.answers, **_verify_cost(cfg), **{LEAST_FIRST: least})
-    return Retrieval.speculative_config(cfg.answers, **_verify_cost(cfg), **{LEAST_FIRST: least})
-
-
-def _verify_cost(cfg: Config) -> dict[str, float]:
-    return {} if cfg.verify_cost is None else {VERIFY_COST: cfg.verify_cost}
+    return Retrieval.speculative_config(cfg.answers, verify_cost=cfg.verify_cost, least_first=least)
 
 
 def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from make_heads import (
     signal_of_prefix,
 )
 from safetensors.torch import load_file, save_file
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.target import Target
@@ -186,20 +185,38 @@ def test_begun_from_the_last_layer_the_head_holds_that_layer() -> None:
     torch.testing.assert_close(head.feature(signal), signal.aux_BTLD[:, :, -1])
 
 
-def test_begun_from_another_layer_the_head_has_the_factors_of_its_norms() -> None:
+def other_layer(name: str) -> tuple[Any, Any]:
+    """The last layer and the final norm of a tiny Gemma 3 or OLMo 2, with norms of random factors."""
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), HIDDEN) | dict.fromkeys(("eos_token_id",), 1)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HIDDEN // 4, "pad_token_id": 0}
+    config = AutoConfig.for_model(name, vocab_size=64, num_hidden_layers=1, **sizes, **heads)
+    model: Any = AutoModelForCausalLM.from_config(config).model
+    for name_of, parameter in model.named_parameters():
+        if "norm" in name_of:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model.layers[-1], model.norm
+
+
+def test_begun_from_a_gemma_the_head_has_the_factors_of_its_norms() -> None:
     head = Eagle3(Config(aux_layer_ids=(1, 2, 4)), Target.from_model(make_target()))
-    layer, final = copy.deepcopy(make_target().model.layers[-1]), Gemma3RMSNorm(HIDDEN)
-    layer.input_layernorm = Gemma3RMSNorm(HIDDEN)
-    with torch.no_grad():
-        layer.input_layernorm.weight.fill_(0.5)
-        final.weight.fill_(-0.25)
+    layer, final = other_layer("gemma3_text")
     head.init_from_layer(layer, final)
-    assert (head.midlayer.hidden_norm.weight.unique().item(), head.norm.weight.unique().item()) == (1.5, 0.75)
-    del layer.input_layernorm  # as in OLMo 2
+    x = torch.randn(3, HIDDEN)
+    block = head.midlayer
+    torch.testing.assert_close(block.hidden_norm(x), layer.input_layernorm(x), rtol=1e-4, atol=1e-4)
+    before_mlp = layer.pre_feedforward_layernorm(x)
+    torch.testing.assert_close(block.post_attention_layernorm(x), before_mlp, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(head.norm(x), final(x), rtol=1e-4, atol=1e-4)
+
+
+def test_begun_from_an_olmo_2_the_head_keeps_the_norms_that_it_does_not_have() -> None:
+    head = Eagle3(Config(aux_layer_ids=(1, 2, 4)), Target.from_model(make_target()))
+    layer, final = other_layer("olmo2")
     layer.mlp.down_proj.weight.data.fill_(2.0)
     head.init_from_layer(layer, final)
-    assert head.midlayer.hidden_norm.weight.unique().item() == 1.5, "left as it was"
-    assert head.midlayer.mlp.down_proj.weight.unique().item() == 2.0
+    for norm in (head.midlayer.hidden_norm, head.midlayer.post_attention_layernorm):
+        assert norm.weight.unique().tolist() == [1.0]
+    assert torch.equal(head.norm.weight, final.weight)
 
 
 @pytest.mark.parametrize(

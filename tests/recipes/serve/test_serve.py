@@ -190,6 +190,8 @@ def test_counted_answers_go_before_a_head(tmp_path):
     assert (named.head, named.head_tokens, str(named)) == (str(head), 2, f"{answers}+{head}:2")
     assert lookup_config(named).items() <= {**mixed, "method": "ngram"}.items()
     assert Mix.parse(f"{head}+{head}:2") is None, "a head is no lookup"
+    answers.rename(tmp_path / "a+b")
+    assert Mix.parse(f"{tmp_path}/a+b+{head}") == Mix(lookup=f"{tmp_path}/a+b", head=str(head))
 
 
 @pytest.mark.parametrize(
@@ -197,9 +199,10 @@ def test_counted_answers_go_before_a_head(tmp_path):
     [
         (("--answers", "{answers}", "--ngrams"), "leave out --ngrams"),
         (("--least-first", "0.8"), "add --answers"),
-        (("--answers", "{answers}", "--least-first", "2"), r"has at least the probability 2\.0: give 0 to 1"),
+        (("--answers", "{answers}", "--least-first", "2"), r"first token is 2\.0: give 0 to 1"),
         (("--answers", "{head}"), "holds no counted answers"),
         (("--verify-cost", "0.1"), "is for counted answers"),
+        (("--ngrams", "--head-tokens", "-1"), "--head-tokens is -1: give 0 or more"),
     ],
 )
 def test_a_flag_about_a_lookup_that_is_not_there_is_refused(tmp_path, flags, said):
@@ -212,9 +215,16 @@ def test_a_flag_about_a_lookup_that_is_not_there_is_refused(tmp_path, flags, sai
         server_command(parse("target", "--draft", str(tmp_path), *named))
 
 
+@pytest.mark.parametrize("flags", [("--head-tokens", "2"), ("--method", "eagle3"), ("--least-first", "0")])
+def test_a_flag_for_a_model_is_refused_beside_counted_answers(tmp_path, flags):
+    Retrieval(Counts(max_run=1), {(5,): (6, 0.9)}, [0.0, 0.1]).write(tmp_path)
+    with pytest.raises(ValueError, match=f"^{flags[0]} is for a model, and .* holds counted answers$"):
+        server_command(parse("target", "--draft", str(tmp_path), *flags))
+
+
 def test_counted_answers_take_no_lookup_before_them(tmp_path):
     Retrieval(Counts(max_run=1), {(5,): (6, 0.9)}, [0.0, 0.1]).write(tmp_path)
-    with pytest.raises(ValueError, match=r"--ngrams is for a head, and .* holds counted answers"):
+    with pytest.raises(ValueError, match=r"--ngrams is for a model, and .* holds counted answers"):
         server_command(parse("target", "--draft", str(tmp_path), "--ngrams"))
 
 
