@@ -25,11 +25,6 @@ def counted_env(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(config[key]) for key, name in VARIABLES.items() if key in config}
 
 
-def is_asked(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the environment names answers."""
-    return bool(environment.get(VARIABLES[FOLDER]))
-
-
 def read_counted(environment: Mapping[str, str] = os.environ) -> Retrieval | None:
     """The inverse of `counted_env`; None if no answers are named.
 

@@ -45,7 +45,7 @@ def patch_lookups() -> None:
     # vLLM calls this on every worker, after the target and the draft are loaded
     def initialize_and_install(self: Any, kv_cache_configs: list[Any]) -> None:
         initialize(self, kv_cache_configs)
-        # Does nothing without the variables.
+        # Does nothing without the variables, or with the proposer in place.
         install(self.worker.model_runner)
 
     WorkerWrapperBase.initialize_from_config = initialize_and_install
@@ -59,13 +59,14 @@ def install(runner: Any) -> None:
         ValueError: a setting is wrong, no lookup goes before this draft, or this is not the V1 model runner. vLLM does
             not start then.
     """
-    mixed = lookup_first.read_mix()
-    if not (mixed or counted.is_asked()) or hasattr(runner, "redraft_lookup"):
+    if hasattr(runner, "redraft_lookup"):
+        return
+    answers, mixed = counted.read_counted(), lookup_first.read_mix()
+    if not (answers or mixed):
         return
     # V2 calls it `speculator`.
     if not hasattr(runner, "drafter"):
         raise ValueError("only vLLM's V1 model runner looks tokens up as redraft does: set VLLM_USE_V2_MODEL_RUNNER=0")
-    answers = counted.read_counted()
     alone = counted.Counted(runner, answers) if answers else None
     runner.redraft_lookup = lookup_first.make_proposer(runner, mixed, alone) if mixed else alone
     # An attribute of the instance hides the method of the class, which stays as vLLM wrote it.
