@@ -28,6 +28,7 @@ from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.train.compiled import running_compiled
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget, label_rows
 from redraft.heads.families.standalone import find_logit_change
+from redraft.heads.nn.causal_lm import prefix_arguments, reach, take_prefixes
 
 CHUNK = 256
 """Rows whose logits are in memory at once: 128 MiB in float32 for a vocabulary of 128k."""
@@ -54,6 +55,7 @@ class InProcessTarget:
             ValueError: if a layer does not exist, or the model cannot be used exactly.
         """
         self.model, self.aux_layers = model.eval(), sorted(aux_layers)
+        self._takes_prefixes = take_prefixes(model)
         self._compiled: list[nn.Module] = []
         num_layers = model.config.get_text_config().num_hidden_layers
         if self.aux_layers and not 0 <= self.aux_layers[0] <= self.aux_layers[-1] <= num_layers:
@@ -64,7 +66,7 @@ class InProcessTarget:
     @torch.no_grad()
     def __call__(self, batch: Batch) -> TargetSignal:
         with self._streams() as streams, running_compiled(self._compiled):
-            hidden_BTD = self._hidden(batch.input_ids_BT, batch.position_ids_BT)
+            hidden_BTD = self._hidden(batch.input_ids_BT, batch.position_ids_BT, batch.document_BT)
         # [B, T, L, D], in the order of `aux_layers`: ascending.
         aux_BTLD = torch.stack([streams[k] for k in self.aux_layers], dim=2) if self.aux_layers else None
         return TargetSignal(distribution=ExactTarget(hidden_BTD=hidden_BTD, head_VD=self._head()), aux_BTLD=aux_BTLD)
@@ -83,10 +85,12 @@ class InProcessTarget:
         weight_VD: Tensor = self.model.get_output_embeddings().weight
         return weight_VD.detach()
 
-    def _hidden(self, ids_BT: Tensor, position_ids_BT: Tensor) -> Tensor:
-        # No mask: `transformers` separates documents where positions restart at 0. A mask from here would replace the
-        # masks of the layers (a sliding window).
-        output = self.model.base_model(input_ids=ids_BT, position_ids=position_ids_BT, use_cache=False)
+    def _hidden(self, ids_BT: Tensor, position_ids_BT: Tensor, document_BT: Tensor) -> Tensor:
+        ranges = self._takes_prefixes and reach(self.model.config, document_BT) is None
+        # Otherwise no mask: `transformers` separates documents where positions restart at 0. A mask from here would
+        # replace the masks of the layers (a sliding window).
+        within = prefix_arguments(document_BT) if ranges else {}
+        output = self.model.base_model(input_ids=ids_BT, position_ids=position_ids_BT, use_cache=False, **within)
         hidden_BTD: Tensor | None = getattr(output, "last_hidden_state", None)
         if hidden_BTD is None:
             raise ValueError(
@@ -132,7 +136,8 @@ class InProcessTarget:
         # [2, 16]: two documents of 8 tokens in each row. The second must get the states it gets alone.
         ids_BT = torch.arange(4 * half, device=self.model.device).view(2, -1) * 7 % self._head().shape[0]
         positions_BT = torch.arange(half, device=ids_BT.device).repeat(2, 2)
-        alone_BTD = self._hidden(ids_BT[:, half:], positions_BT[:, half:])
+        document_BT = torch.arange(2, device=ids_BT.device).repeat_interleave(half).expand(2, -1)
+        alone_BTD = self._hidden(ids_BT[:, half:], positions_BT[:, half:], document_BT[:, half:])
         logits_BTV = self.model(input_ids=ids_BT[:, half:], use_cache=False).logits
         # A tight tolerance, because both sides are the same product: in 16 bits, a softcap may change the logits less
         # than packing does.
@@ -141,7 +146,7 @@ class InProcessTarget:
                 f"the logits of {name} are not head @ hidden (a bias, scaling or softcapping), so its exact signal "
                 "would be wrong: read the target from a vLLM server instead"
             )
-        if _differ(self._hidden(ids_BT, positions_BT)[:, half:], alone_BTD):
+        if _differ(self._hidden(ids_BT, positions_BT, document_BT)[:, half:], alone_BTD):
             attention = self.model.config._attn_implementation
             raise ValueError(
                 f"packed documents see each other in {name} ({attention} attention): load it with "

@@ -21,13 +21,13 @@ from torch import nn
 
 from redraft.distill.train.ranks import uses_deepspeed
 from redraft.heads.families import standalone
-from redraft.heads.nn import blocks
+from redraft.heads.nn import blocks, causal_lm
 from redraft.heads.nn.attention import StepMemory
 
 LAYERS = ("layers", "midlayer", "block", "blocks")
 """Attributes under which drafts keep their layers: one of them, a list or a dict."""
 
-EAGER: Sequence[tuple[Any, str]] = ((StepMemory, "attend"), (blocks, "attend"), (standalone, "attend"))
+EAGER: Sequence[tuple[Any, str]] = ((StepMemory, "attend"), (blocks, "attend"), (causal_lm, "attend"))
 """These stay outside of graphs. Loops and branches in them depend on the documents of a batch, and the keys grow by a
 pair with every draft step: each would need another graph."""
 

@@ -10,54 +10,21 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from redraft.heads.draft import Batch, Drafted, DraftStep, TargetSignal, attention_mask, draw, label_rows
 from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
 from redraft.heads.files.tokenizers import check_same_tokenizer, first_difference, fit_vocabulary, transplant_vocabulary
-from redraft.heads.nn.precision import product_dtype
-from redraft.heads.nn.prefix import Prefixes, attend
+from redraft.heads.nn.causal_lm import PREFIX_ATTENTION, prefix_arguments, reach, take_prefixes
 from redraft.heads.target import Target
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types with an attention mask. A recurrent layer would carry state from one packed document to the next."""
-
-PREFIX_ATTENTION = "redraft_prefixes"
-"""The name in transformers of attention over `Prefixes`; without them it is SDPA's."""
-
-PLAIN_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose layers hand further arguments on to attention, and compute nothing but softmax(q k) v there."""
-
-
-def attend_prefixes(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    prefixes: Prefixes | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """An attention function for transformers, [B, T, H, E]."""
-    if prefixes is None:
-        # A layer that does not hand `prefixes` on would get the mask of `_attention`, which hides every key.
-        assert attention_mask is None or attention_mask.shape[-1] == key.shape[2], "the layers dropped `prefixes`"
-        return cast(tuple[Tensor, None], sdpa_attention_forward(module, query, key, value, attention_mask, **options))
-    dtype = product_dtype(value)
-    out_BHTE = attend(query.to(dtype), (key.to(dtype), value.to(dtype)), prefixes, options["scaling"])
-    return out_BHTE.transpose(1, 2), None
-
-
-# transformers makes a mask only for a name registered here too. Otherwise a mask of padding would be dropped.
-AttentionInterface.register(PREFIX_ATTENTION, attend_prefixes)
-AttentionMaskInterface.register(PREFIX_ATTENTION, sdpa_mask)
 
 LOGIT_CHANGES = (
     "final_logit_softcapping",
@@ -112,13 +79,9 @@ class StandaloneDraft(nn.Module):
         """Raises ValueError unless the logits are a plain matrix times the hidden state, and attention is SDPA."""
         super().__init__()
         linear_head(model)
+        self._takes_prefixes = not getattr(model.config, "attention_dropout", 0) and take_prefixes(model)
         if model.config._attn_implementation not in ("sdpa", PREFIX_ATTENTION):  # eager adds a boolean mask to scores
             raise ValueError(f"a draft trains with SDPA attention, not {model.config._attn_implementation}")
-        # Our attention has no dropout, so a model with some keeps SDPA and a mask.
-        dropout = getattr(model.config, "attention_dropout", 0)
-        self._takes_prefixes = model.config.model_type in PLAIN_ATTENTION and not dropout
-        if self._takes_prefixes:
-            model.config._attn_implementation = PREFIX_ATTENTION
         self.model = model
         # A new module is in training mode, a loaded model in evaluation mode: the wrapper follows the model.
         self.train(model.training)
@@ -210,14 +173,10 @@ class StandaloneDraft(nn.Module):
 
     def _attention(self, batch: Batch) -> dict[str, Any]:
         """Arguments by which attention stays within each document: ranges of keys, or else a mask."""
-        window = getattr(self.model.config, "sliding_window", None)
-        # A window as long as the rows hides nothing.
-        has_window = window is not None and window < batch.document_BT.shape[1]
-        if self._takes_prefixes and not has_window:
-            # the model makes no mask of its own if it is given one, however small
-            unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=batch.document_BT.device)
-            return {"attention_mask": unread, "prefixes": Prefixes.of(batch.document_BT)}
-        return {"attention_mask": self._mask(batch, window if has_window else None)}
+        window = reach(self.model.config, batch.document_BT)
+        if self._takes_prefixes and window is None:
+            return prefix_arguments(batch.document_BT)
+        return {"attention_mask": self._mask(batch, window)}
 
     def _mask(self, batch: Batch, window: int | None) -> Tensor | dict[str, Tensor]:
         """The mask of each document, narrowed to the window for sliding layers.

@@ -13,8 +13,8 @@ B = batch, H = query heads, G = key heads, N = rows, T = keys, E = head size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -31,9 +31,9 @@ ROWS_A_BLOCK = 256
 FLEX_BLOCK = 128
 
 MAX_GRAPHS = 256
-"""Graphs of FlexAttention in a process: PyTorch's limit for all graphs of a function, instead of its 8. Forward,
-backward, each dtype, each size of the heads, one row in the batch, and one block of rows or keys need graphs of their
-own: some twenty in a training of one draft."""
+"""Graphs of a kernel in a process: PyTorch's limit for all graphs of a function, instead of its 8. Forward, backward,
+each dtype, each size of the heads, one row in the batch, one block of rows or keys, and each number of own keys need
+graphs of their own: some twenty in a training of one draft."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Prefixes:
     order_BN: Tensor | None = None
     """int64. Entry n of the ranges is of row `order_BN[n]` of the queries; by default of row n. Rows that follow each
     other in the text share blocks of keys, and a kernel computes a block for all of its rows."""
+    _blocks: dict[int, BlockMask] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of(document_BT: Tensor) -> Prefixes:
@@ -68,6 +69,12 @@ class Prefixes:
         start_BN, end_BN = (x.gather(1, sorted_BN) for x in (self.start_BN, self.end_BN))
         # Never whole, even for all rows in order: only `of` knows that row n is key n.
         return Prefixes(start_BN, end_BN, is_whole=False, order_BN=order_BN)
+
+    def blocks(self, num_keys: int) -> BlockMask:
+        """The blocks of keys that FlexAttention visits: found once, for all layers and both passes."""
+        if num_keys not in self._blocks:
+            self._blocks[num_keys] = block_mask(self.start_BN, self.end_BN, num_keys)
+        return self._blocks[num_keys]
 
 
 def attend(
@@ -106,58 +113,87 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, prefixes: Prefixes, scale: float, num_slots: int, *keys_values: Tensor) -> Tensor:
         keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
-        ranges, order_BN = (prefixes.start_BN, prefixes.end_BN, prefixes.is_whole, scale), prefixes.order_BN
+        order_BN, (forward, _) = prefixes.order_BN, _operations(q)
         # 1. The range alone: output and log sum exp of each row.
-        forward, _ = _operations(q)
-        found = forward(_sorted(q, order_BN), keys[0], values[0], *ranges)
+        found = forward(_sorted(q, order_BN), keys[0], values[0], prefixes, scale)
         out, total_BHN = (_put_back(x, order_BN) for x in found)
+        # 2. One softmax over the range and the few further keys.
         if len(keys) > 1:
-            # 2. The few further scores, in float32 or wider: [B, G, R, A, S, S] for each pair.
-            # A recurrent head has S = 1.
-            blocks = _Blocks(keys[0].shape[1], num_slots)
-            range_BHN, wide_q = total_BHN, blocks.queries(q).to(total_BHN.dtype)
-            scores = [blocks.products(wide_q, blocks.keys(k)) * scale for k in keys[1:]]
-            sums = [blocks.flat(score.logsumexp(-1, keepdim=True))[..., 0] for score in scores]
-            # 3. One softmax over both: its log sum exp is the log sum exp of the parts'.
-            total_BHN = torch.stack([range_BHN, *sums]).logsumexp(0)
-            # the output of the range shrinks to its share of the total
-            wide, total = out * (range_BHN - total_BHN).exp()[..., None], blocks.queries(total_BHN[..., None])
-            for score, v in zip(scores, values[1:], strict=True):
-                wide = wide + blocks.flat(blocks.mix((score - total).exp(), blocks.keys(v)))
-            out = wide.to(q.dtype)
+            merge = as_kernel(add_own, q.device.type)
+            out, total_BHN = merge(q, out, total_BHN, keys[1:], values[1:], scale, num_slots)
         # No score and no probability is kept: the backward pass computes them again from these.
-        ctx.save_for_backward(q, out, total_BHN, prefixes.start_BN, prefixes.end_BN, order_BN, *keys_values)
-        ctx.is_whole, ctx.scale, ctx.num_slots = prefixes.is_whole, scale, num_slots
+        ctx.save_for_backward(q, out, total_BHN, *keys_values)
+        ctx.prefixes, ctx.scale, ctx.num_slots = prefixes, scale, num_slots
         return out
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, out, total_BHN, start_BN, end_BN, order_BN, *keys_values = ctx.saved_tensors
+        q, out, total_BHN, *keys_values = ctx.saved_tensors
         keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
-        ranges = (start_BN, end_BN, ctx.is_whole, ctx.scale)
         # FlashAttention-2's backward (Dao, arXiv 2307.08691, algorithm 2) reads the softmax from `out` and
         # `total` alone, so with the joint ones it yields the range's part.
-        _, backward = _operations(q)
+        order_BN, (_, backward) = ctx.prefixes.order_BN, _operations(q)
         sorted_grad, sorted_q, *joint = (_sorted(x, order_BN) for x in (grad.contiguous(), q, out, total_BHN))
-        grad_q, grad_k, grad_v = backward(sorted_grad, sorted_q, keys[0], values[0], *joint, *ranges)
+        grad_q, grad_k, grad_v = backward(sorted_grad, sorted_q, keys[0], values[0], *joint, ctx.prefixes, ctx.scale)
         grad_q, grad_keys, grad_values = _put_back(grad_q, order_BN), [grad_k], [grad_v]
         if len(keys) > 1:
-            blocks, wide = _Blocks(keys[0].shape[1], ctx.num_slots), total_BHN.dtype
-            # delta = sum over E of grad * out: the same number for every key of a row.
-            delta_BHN1 = (grad.to(wide) * out).sum(-1, keepdim=True)
-            wide_q, wide_grad, total, delta = map(
-                blocks.queries, (q.to(wide), grad.to(wide), total_BHN[..., None], delta_BHN1)
+            merge = as_kernel(add_own_gradients, q.device.type)
+            grad_q, own_keys, own_values = merge(
+                grad, q, out, total_BHN, grad_q, keys[1:], values[1:], ctx.scale, ctx.num_slots
             )
-            wide_grad_q = grad_q.to(wide)
-            for k, v in zip(keys[1:], values[1:], strict=True):
-                p = (blocks.products(wide_q, blocks.keys(k)) * ctx.scale - total).exp()
-                grad_score = p * (blocks.products(wide_grad, blocks.keys(v)) - delta) * ctx.scale
-                wide_grad_q = wide_grad_q + blocks.flat(blocks.mix(grad_score, blocks.keys(k)))
-                grad_keys.append(blocks.flat_keys(blocks.mix(grad_score.mT, wide_q)).to(k.dtype))
-                grad_values.append(blocks.flat_keys(blocks.mix(p.mT, wide_grad)).to(v.dtype))
-            grad_q = wide_grad_q.to(q.dtype)
+            grad_keys, grad_values = [grad_k, *own_keys], [grad_v, *own_values]
         return grad_q, None, None, None, *grad_keys, *grad_values
+
+
+def add_own(
+    q: Tensor,
+    out: Tensor,
+    range_BHN: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    scale: float,
+    num_slots: int,
+) -> tuple[Tensor, Tensor]:
+    """(output, log sum exp) of one softmax over the range and each row's own keys, from those of the range alone."""
+    # 1. The few further scores, in float32 or wider: [B, G, R, A, S, S] for each pair. A recurrent head has S = 1.
+    blocks = _Blocks(keys[0].shape[1], num_slots)
+    wide_q = blocks.queries(q).to(range_BHN.dtype)
+    scores = [blocks.products(wide_q, blocks.keys(k)) * scale for k in keys]
+    sums = [blocks.flat(score.logsumexp(-1, keepdim=True))[..., 0] for score in scores]
+    # 2. One softmax over both: its log sum exp is the log sum exp of the parts'.
+    total_BHN = torch.stack([range_BHN, *sums]).logsumexp(0)
+    # The output of the range shrinks to its share of the total.
+    wide, total = out * (range_BHN - total_BHN).exp()[..., None], blocks.queries(total_BHN[..., None])
+    for score, v in zip(scores, values, strict=True):
+        wide = wide + blocks.flat(blocks.mix((score - total).exp(), blocks.keys(v)))
+    return wide.to(q.dtype), total_BHN
+
+
+def add_own_gradients(
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    total_BHN: Tensor,
+    grad_q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    scale: float,
+    num_slots: int,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Gradients of q, of the own keys and of their values, from the range's part of the gradient of q."""
+    blocks, wide = _Blocks(keys[0].shape[1], num_slots), total_BHN.dtype
+    # delta = sum over E of grad * out: the same number for every key of a row.
+    delta_BHN1 = (grad.to(wide) * out).sum(-1, keepdim=True)
+    wide_q, wide_grad, total, delta = map(blocks.queries, (q.to(wide), grad.to(wide), total_BHN[..., None], delta_BHN1))
+    wide_grad_q, grad_keys, grad_values = grad_q.to(wide), [], []
+    for k, v in zip(keys, values, strict=True):
+        p = (blocks.products(wide_q, blocks.keys(k)) * scale - total).exp()
+        grad_score = p * (blocks.products(wide_grad, blocks.keys(v)) - delta) * scale
+        wide_grad_q = wide_grad_q + blocks.flat(blocks.mix(grad_score, blocks.keys(k)))
+        grad_keys.append(blocks.flat_keys(blocks.mix(grad_score.mT, wide_q)).to(k.dtype))
+        grad_values.append(blocks.flat_keys(blocks.mix(p.mT, wide_grad)).to(v.dtype))
+    return wide_grad_q.to(q.dtype), grad_keys, grad_values
 
 
 def _sorted(x: Tensor, order_BN: Tensor | None) -> Tensor:
@@ -217,7 +253,19 @@ def _operations(q: Tensor) -> tuple[Any, Any]:
     """(forward, backward) of the range on the device of `q`."""
     # On a GPU no operation of PyTorch: inside one, autograd records nothing, and the backward pass asks it for
     # FlexAttention's gradients.
-    return (_flex, _flex_backward) if q.is_cuda else (prefix_attention, prefix_attention_backward)
+    return (_flex, _flex_backward) if q.is_cuda else (_flash, _flash_backward)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, prefixes: Prefixes, scale: float) -> tuple[Tensor, Tensor]:
+    out, total_BHN = prefix_attention(q, k, v, prefixes.start_BN, prefixes.end_BN, prefixes.is_whole, scale)
+    return out, total_BHN
+
+
+def _flash_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, prefixes, scale = args
+    ranges = prefixes.start_BN, prefixes.end_BN, prefixes.is_whole
+    grad_q, grad_k, grad_v = prefix_attention_backward(*tensors, *ranges, scale)
+    return grad_q, grad_k, grad_v
 
 
 # One operation each way, because the loops inside depend on data. A compiler and the counter of
@@ -336,29 +384,18 @@ def _documents(start_BT: Tensor) -> Iterator[_Piece]:
 # ------------------------------------------------------------------------------------------------------------- on a GPU
 
 
-def _flex(
-    q: Tensor, k: Tensor, v: Tensor, start_BN: Tensor, end_BN: Tensor, is_whole: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _flex(q: Tensor, k: Tensor, v: Tensor, prefixes: Prefixes, scale: float) -> tuple[Tensor, Tensor]:
     # Detached, because a graph is for tensors that require gradients, or for others: training and evaluation share one.
-    return _kernel(q.detach(), k.detach(), v.detach(), start_BN, end_BN, scale)
+    return _kernel(q.detach(), k.detach(), v.detach(), prefixes, scale)
 
 
 def _flex_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    total_BHN: Tensor,
-    start_BN: Tensor,
-    end_BN: Tensor,
-    is_whole: bool,
-    scale: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total_BHN: Tensor, prefixes: Prefixes, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """FlexAttention computes the range again: its backward takes no joint `out`."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad():
-        range_out, range_BHN = _kernel(q, k, v, start_BN, end_BN, scale)
+        range_out, range_BHN = _kernel(q, k, v, prefixes, scale)
     wide = total_BHN.dtype
     # out = share * range_out + the part of the other keys, with share = exp(range - total).
     share_BHN1 = (range_BHN.detach() - total_BHN).exp()[..., None]
@@ -368,21 +405,22 @@ def _flex_backward(
     return torch.autograd.grad((range_out, range_BHN), (q, k, v), (grad_range, grad_BHN.to(range_BHN.dtype)))  # type: ignore[return-value]
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, start_BN: Tensor, end_BN: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    mask = block_mask(start_BN, end_BN, k.shape[2])
-    out, aux = _compiled(q.device.type)(
-        q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+def _kernel(q: Tensor, k: Tensor, v: Tensor, prefixes: Prefixes, scale: float) -> tuple[Tensor, Tensor]:
+    out, aux = as_kernel(flex_attention, q.device.type)(
+        q, k, v, block_mask=prefixes.blocks(k.shape[2]), scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
     )
     return out, aux.lse
 
 
 @functools.cache
-def _compiled(device: str) -> Any:
-    """FlexAttention is a kernel only when compiled; as it stands, it computes all scores."""
+def as_kernel(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """The function as it stands on a CPU, and compiled on a GPU: FlexAttention is a kernel only then, and what follows
+    it would be a dozen passes over memory.
+    """
     if device != "cuda":
-        return flex_attention
+        return function
     # Without `fullgraph` PyTorch runs it as it stands as soon as it cannot compile it, or not once more.
-    compiled = torch.compile(flex_attention, fullgraph=True)
+    compiled = torch.compile(function, fullgraph=True)
 
     def run(*args: Any, **options: Any) -> Any:
         try:
@@ -390,8 +428,8 @@ def _compiled(device: str) -> Any:
                 return compiled(*args, **options)
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
             raise RuntimeError(
-                f"FlexAttention is compiled at most {MAX_GRAPHS} times in a process, and these are used up before "
-                f"queries of shape {list(args[0].shape)} in {args[0].dtype}: start the process again"
+                f"{function.__name__} is compiled at most {MAX_GRAPHS} times in a process, and these are used up "
+                f"before queries of shape {list(args[0].shape)} in {args[0].dtype}: start the process again"
             ) from error
 
     return run

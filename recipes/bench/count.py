@@ -11,13 +11,12 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from redraft.distill.fit import size_weights
 from redraft.heads.catalog import find_family
-from redraft.recipes.bench.counted import ACTIVATIONS, Operation, merging
+from redraft.recipes.bench.counted import ACTIVATIONS, Operation
 from redraft.recipes.bench.roofs import (
     DEVICES,
     HOST_BYTES_PER_S,
@@ -170,6 +169,7 @@ def make_plan(cfg: Counting) -> Plan:
         keeps_gradients=cfg.devices > 1,
         gradient_checkpointing=cfg.gradient_checkpointing,
         exact=cfg.exact,
+        compiled=cfg.compile,
     )
 
 
@@ -223,8 +223,7 @@ class Result:
 def count(cfg: Counting) -> Result:
     """Count the step, and derive time and memory on every kind of device."""
     plan = make_plan(cfg)
-    with merging() if cfg.compile else nullcontext():
-        step = count_step(plan)
+    step = count_step(plan)
     served = None if plan.features == "in-process" else count_target(plan)
     flops = count_model_flops(plan, step)
     return Result(

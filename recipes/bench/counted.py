@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from redraft.distill.train.compiled import EAGER
-from redraft.heads.nn import prefix as prefix  # registers its operations
+from redraft.heads.nn import prefix
 
 Kind = Literal["product", "attention", "other"]
 """product: matrix products. other: bytes are moved, and little is computed."""
@@ -223,13 +223,13 @@ class Run:
 
     def takes(self, graph: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether an operation belongs here: it goes over as many elements, or over a number for each row."""
-        return graph == self._graph and max(x.numel() for x in _tensors((args, kwargs))) in (self._size, self._rows)
+        return graph == self._graph and _extent(args, kwargs).numel() in (self._size, self._rows)
 
     def add(self, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
         given = _tensors((args, kwargs))
-        largest = max(given, key=Tensor.numel)
-        if largest.numel() > self._size:
-            self._size, self._rows = largest.numel(), math.prod(largest.shape[:-1])
+        extent = _extent(args, kwargs)
+        if extent.numel() > self._size:
+            self._size, self._rows = extent.numel(), math.prod(extent[:-1])
         for x in given:
             if _storage(x)._cdata not in self._made:
                 self._read[_storage(x)._cdata, x.storage_offset(), x.shape, x.stride()] = size_bytes(x)
@@ -244,6 +244,12 @@ class Run:
         """Bytes read of others, and those of the results that are alive now, at the end of the run."""
         written = sum(num_bytes for storage, num_bytes in self._made.values() if storage() is not None)
         return sum(self._read.values()) + written
+
+
+def _extent(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Size:
+    """The shape of the elements that an operation of elements or of rows goes over."""
+    # [8, 1] times [1, 64] goes over [8, 64].
+    return torch.Size(torch.broadcast_shapes(*(x.shape for x in _tensors((args, kwargs)))))  # type: ignore[no-untyped-call]
 
 
 class Graphs:
@@ -274,6 +280,17 @@ class Graphs:
         graph = bisect.bisect_right(self._firsts, node._sequence_nr()) - 1
         return graph if graph >= 0 and node._sequence_nr() < self._lasts[graph] else None
 
+    def within(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, as one graph. It lies outside of any other."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.enter()
+            out = function(*args, **kwargs)
+            self.leave()
+            return out
+
+        return run
+
     def apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, outside of any graph."""
 
@@ -290,24 +307,30 @@ class Graphs:
 
 
 @contextmanager
-def merging() -> Iterator[None]:
-    """Count steps as with compiled layers: a run of operations moves what it reads of others and leaves to others.
+def merging(*, layers: bool, kernels: bool) -> Iterator[None]:
+    """Count steps as with compiled code: a run of operations moves what it reads of others and leaves to others.
 
     Less is merged than a compiler merges: operations join only if they follow each other over the same elements, and
     what eager autograd keeps for the backward pass is written, though a compiler may compute it again.
+
+    Args:
+        layers: The layers of target and draft are compiled.
+        kernels: So are the parts of attention that are always compiled on a GPU.
     """
     graphs = Graphs()
 
     def is_layer(module: nn.Module) -> bool:
-        return any("attn" in name for name, _ in module.named_children())
+        return layers and any("attn" in name for name, _ in module.named_children())
 
     hooks = (
         register_module_forward_pre_hook(lambda module, _: graphs.enter() if is_layer(module) else None),
         register_module_forward_hook(lambda module, *_: graphs.leave() if is_layer(module) else None, always_call=True),
     )
-    before = [(owner, name, getattr(owner, name)) for owner, name in EAGER]
-    for owner, name, function in before:
-        setattr(owner, name, graphs.apart(function))
+    changed = [(owner, name, graphs.apart) for owner, name in EAGER]
+    changed += [(prefix, name, graphs.within) for name in ("add_own", "add_own_gradients") if kernels]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changed]
+    for owner, name, wrapped in changed:
+        setattr(owner, name, wrapped(getattr(owner, name)))
     Count.graphs = graphs
     try:
         yield

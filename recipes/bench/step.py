@@ -22,7 +22,7 @@ from redraft.heads.catalog import find_family
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.target import Target
-from redraft.recipes.bench.counted import META, Count, Operation, Weightless
+from redraft.recipes.bench.counted import META, Count, Operation, Weightless, merging
 
 Features = Literal["in-process", "served", "cached"]
 
@@ -68,6 +68,8 @@ class Plan:
     gradient_checkpointing: bool = False
     exact: bool = False
     """A standalone draft gets hidden states from servers or a cache, as heads do, instead of the top k."""
+    compiled: bool = False
+    """The layers of draft and target are compiled (--loop.compile)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.documents <= self.sequence_length // 2:
@@ -96,7 +98,9 @@ def count_step(plan: Plan, *, weightless: bool = True, shown_on: torch.device = 
     """Run one step and count it. `shown_on` is the device whose branches the code takes: the CPU's, or, for any other,
     an accelerator's."""
     torch.manual_seed(0)
-    with _shown_on(shown_on), Count(weightless=weightless) as count:
+    on_gpu = weightless and shown_on.type != "cpu"
+    merged = merging(layers=plan.compiled, kernels=on_gpu) if on_gpu or plan.compiled else nullcontext()
+    with _shown_on(shown_on), merged, Count(weightless=weightless) as count:
         with _making(weightless):
             model = _make_target(plan)
             draft = _make_draft(plan, model)

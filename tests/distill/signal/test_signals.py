@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from redraft.distill.data.packing import collate
 from redraft.distill.data.samples import Sample
@@ -15,6 +16,9 @@ from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.sources import EndpointTarget, InProcessTarget, documents, top_k
 from redraft.eval.engine.server import VllmServer
 from redraft.heads.draft import Batch, ExactTarget, TopKTarget, label_rows
+from redraft.heads.nn import causal_lm
+from redraft.heads.nn.causal_lm import PLAIN_ATTENTION
+from tests.helpers.target_families import FAMILIES, TINY
 
 SIZES = {
     "vocab_size": 97,
@@ -81,6 +85,27 @@ def test_packed_documents_get_what_the_plain_model_says_of_each_alone(architectu
         torch.testing.assert_close(logits_NV[tokens], alone_TV.detach(), atol=2e-5, rtol=1e-5)
         count += 1
     assert count == 7
+
+
+@pytest.mark.parametrize("model_type", PLAIN_ATTENTION)
+def test_ranges_of_keys_give_what_each_document_gets_alone(model_type: str) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**TINY, **FAMILIES[model_type][1], "sliding_window": None})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    batch = make_batch(config.vocab_size)
+    source = InProcessTarget(model, aux_layers=(2,))
+    # SDPA gets no mask of the packed rows: it is not called at all.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(causal_lm, "sdpa_attention_forward", None)
+        signal = source(batch)
+    assert isinstance(signal.distribution, ExactTarget)
+    assert signal.aux_BTLD is not None
+    hidden_ND, streams_ND = signal.distribution.hidden_BTD.flatten(0, 1), signal.aux_BTLD.flatten(0, 2)
+    for tokens in documents(batch):
+        with torch.no_grad():
+            alone = model.base_model(batch.input_ids_BT.flatten()[tokens][None], output_hidden_states=True)
+        torch.testing.assert_close(hidden_ND[tokens], alone.last_hidden_state[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(streams_ND[tokens], alone.hidden_states[2][0], atol=1e-5, rtol=1e-5)
 
 
 def test_auxiliary_streams_are_those_before_each_layer_and_the_last_one_before_the_norm() -> None:

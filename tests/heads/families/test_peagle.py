@@ -31,7 +31,7 @@ from redraft.heads.families.peagle import Config, PEagle
 from redraft.heads.files.folder import tensor_files
 from redraft.heads.nn import prefix
 from redraft.heads.nn.layers import rotate
-from redraft.heads.nn.prefix import FLEX_BLOCK, block_mask
+from redraft.heads.nn.prefix import FLEX_BLOCK, Prefixes
 from redraft.heads.target import Target
 
 MASK = VOCAB - 1
@@ -162,18 +162,17 @@ def test_a_gpu_computes_few_keys_that_no_sampled_row_sees(monkeypatch: pytest.Mo
     """It computes whole blocks of 128 rows by 128 keys. In random order, rows of a block would see all their text."""
     head, model = make_head(num_steps=8, num_layers=1)
     computed, seen = [], []
-    operation = prefix.prefix_attention
 
-    def record(q: Tensor, k: Tensor, v: Tensor, start_BN: Tensor, end_BN: Tensor, *rest: Any) -> Any:
-        if start_BN.shape[1] < k.shape[2]:
-            blocks = block_mask(start_BN, end_BN, k.shape[2])
+    def record(q: Tensor, k: Tensor, v: Tensor, prefixes: Prefixes, scale: float) -> Any:
+        if q.shape[2] < k.shape[2]:
+            blocks = prefixes.blocks(k.shape[2])
             for count in (blocks.kv_num_blocks, blocks.full_kv_num_blocks):
                 assert count is not None
                 computed.append(int(count.sum()) * FLEX_BLOCK**2)
-            seen.append(int((end_BN - start_BN).sum()))
-        return operation(q, k, v, start_BN, end_BN, *rest)
+            seen.append(int((prefixes.end_BN - prefixes.start_BN).sum()))
+        return prefix._flash(q, k, v, prefixes, scale)
 
-    monkeypatch.setattr(prefix, "_operations", lambda _: (record, prefix.prefix_attention_backward))
+    monkeypatch.setattr(prefix, "_operations", lambda _: (record, prefix._flash_backward))
     batch = make_batch([[make_ids(4096)], [make_ids(1000), make_ids(3096, seed=3)]])
     head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids))
     assert len(seen) == 7

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def use_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_gpu_the_range_is_no_operation_because_autograd_is_off_inside_one() -> None:
     with FakeTensorMode():
         assert prefix._operations(torch.empty(1, device="cuda")) == (prefix._flex, prefix._flex_backward)
-    assert prefix._operations(torch.empty(1)) == (prefix.prefix_attention, prefix.prefix_attention_backward)
+    assert prefix._operations(torch.empty(1)) == (prefix._flash, prefix._flash_backward)
 
 
 def masked_attention(
@@ -211,10 +212,15 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
     counter, compile_it = CompileCounter(), torch.compile
     torch._dynamo.reset()
     use_form("gpu", monkeypatch)
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "compile", functools.partial(compile_it, backend=counter))
-        compiled = prefix._compiled.__wrapped__("cuda")
-    monkeypatch.setattr(prefix, "_compiled", lambda _: compiled)
+    make_kernel = prefix.as_kernel.__wrapped__
+
+    @functools.cache
+    def as_kernel(function: Callable[..., Any], _: str) -> Callable[..., Any]:
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "compile", functools.partial(compile_it, backend=counter))
+            return make_kernel(function, "cuda")
+
+    monkeypatch.setattr(prefix, "as_kernel", as_kernel)
     yield counter
     torch._dynamo.reset()
 
@@ -230,7 +236,7 @@ def run_call(call: Call) -> None:
         rows = torch.stack([torch.randperm(tokens, generator=generator)[:num_rows] for _ in range(batch)])
         prefixes = prefixes.rows(rows, ascending=False)
     found = []
-    for operations in (prefix._operations, lambda _: (prefix.prefix_attention, prefix.prefix_attention_backward)):
+    for operations in (prefix._operations, lambda _: (prefix._flash, prefix._flash_backward)):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(prefix, "_operations", operations)
             out = attend(q, (k, v), prefixes, 0.3)
@@ -250,6 +256,40 @@ def test_every_shape_of_a_training_is_compiled_also_after_pytorchs_limit_of_8(gr
         run_call(call)
     assert graphs.frame_count == made
     assert torch._dynamo.config.recompile_limit == 8  # of other functions
+
+
+def test_a_compiler_takes_the_own_keys_of_every_draft_step_whole_also_after_its_limit_of_8(
+    graphs: CompileCounter,
+) -> None:
+    num_steps, found = 12, []
+    for compiled in (True, False):
+        with pytest.MonkeyPatch.context() as patched:
+            if not compiled:
+                patched.setattr(prefix, "as_kernel", lambda function, _: function)
+            torch.manual_seed(0)
+            qkv = [[torch.randn(B, heads, T, E, requires_grad=True) for heads in (H, 2, 2)] for _ in range(num_steps)]
+            memory = StepMemory(make_batch(PACKED))
+            outs = torch.stack([memory.attend(q, k, v, 0.3) for q, k, v in qkv])
+            found.append([outs, *torch.autograd.grad(outs.square().sum(), [x for step in qkv for x in step])])
+    for mine, true in zip(*found, strict=True):
+        torch.testing.assert_close(mine, true, atol=1e-5, rtol=1e-5)
+    # One graph forward and one backward for each number of own keys, and FlexAttention's.
+    assert graphs.frame_count >= 2 * (num_steps - 1)
+
+
+def test_a_compiler_takes_the_own_keys_of_a_block_whole(graphs: CompileCounter) -> None:
+    found = []
+    for compiled in (True, False):
+        with pytest.MonkeyPatch.context() as patched:
+            if not compiled:
+                patched.setattr(prefix, "as_kernel", lambda function, _: function)
+            torch.manual_seed(0)
+            q, k, v, own_k, own_v = (torch.randn(B, heads, T, E, requires_grad=True) for heads in (H, 2, 2, 2, 2))
+            out = attend(q, (k, v), Prefixes.of(make_batch(PACKED).document_BT), 0.3, [(own_k, own_v)], num_slots=3)
+            found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, own_k, own_v))])
+    for mine, true in zip(*found, strict=True):
+        torch.testing.assert_close(mine, true, atol=1e-5, rtol=1e-5)
+    assert graphs.frame_count >= 2
 
 
 def test_attention_that_is_not_compiled_once_more_is_refused(

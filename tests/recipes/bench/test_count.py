@@ -7,6 +7,7 @@ import gc
 import json
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -21,6 +22,7 @@ from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.compiled import running_compiled
 from redraft.heads.catalog import FAMILIES, find_family
 from redraft.heads.families import dflash, dspark, eagle3, medusa
+from redraft.heads.nn import prefix
 from redraft.recipes.bench import gpu, training
 from redraft.recipes.bench import heads as bench_heads
 from redraft.recipes.bench import step as bench_step
@@ -292,7 +294,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("weightless", [True, False])
 def test_a_run_of_operations_in_a_layer_moves_what_goes_in_and_what_comes_out(weightless: bool) -> None:
     def count_block(between: Any = None, *, grad: bool = False) -> dict[str, list[int]]:
-        with merging(), Count(weightless=weightless) as counting:
+        with merging(layers=True, kernels=False), Count(weightless=weightless) as counting:
             block, x = Block(), torch.randn(6, 100, requires_grad=grad)
             w = torch.randn(100, 100)
             counting.begin("layer")
@@ -326,8 +328,8 @@ def test_a_run_of_operations_in_a_layer_moves_what_goes_in_and_what_comes_out(we
 
 def test_merged_runs_are_the_same_with_weights_and_change_no_product_and_no_loss() -> None:
     apart = count_step(PLAN, shown_on=torch.device("cpu"))
-    with merging():
-        weightless, real = count_step(PLAN, shown_on=torch.device("cpu")), count_step(PLAN, weightless=False)
+    compiled = replace(PLAN, compiled=True)
+    weightless, real = count_step(compiled, shown_on=torch.device("cpu")), count_step(compiled, weightless=False)
     assert weightless.operations == real.operations
     assert weightless.memory == apart.memory
     assert count_step(PLAN, shown_on=torch.device("cpu")).operations == apart.operations, "nothing of it stays"
@@ -346,11 +348,24 @@ def test_merged_runs_are_the_same_with_weights_and_change_no_product_and_no_loss
         assert after < before
 
 
+def plan_of_compiler(run: Callable[[], object]) -> int:
+    """Bytes that PyTorch's compiler plans to move in its own kernels for float32."""
+    from torch._inductor import config, metrics
+    from torch._inductor.scheduler import ExternKernelSchedulerNode
+
+    torch._dynamo.reset()
+    torch._logging.set_logs(inductor_metrics=True)
+    metrics.reset()
+    with config.patch(force_disable_caches=True):
+        run()
+    torch._logging.set_logs()
+    torch._dynamo.reset()
+    return 4 * sum(n for node, n in metrics.nodes_num_elem if not isinstance(node, ExternKernelSchedulerNode))
+
+
 @pytest.mark.slow
 def test_no_more_is_merged_than_a_compiler_merges() -> None:
     """Against the plan of PyTorch's compiler for a Llama layer, in which a product moves no element by itself."""
-    from torch._inductor import config, metrics
-    from torch._inductor.scheduler import ExternKernelSchedulerNode
     from transformers import LlamaForCausalLM
 
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "head_dim": 64}
@@ -367,19 +382,40 @@ def test_no_more_is_merged_than_a_compiler_merges() -> None:
 
     with torch.no_grad():
         apart = moved()
-        with merging():
+        with merging(layers=True, kernels=False):
             merged = moved()
-        torch._dynamo.reset()
-        torch._logging.set_logs(inductor_metrics=True)
-        metrics.reset()
-        with config.patch(force_disable_caches=True), running_compiled(layers):
-            layers[0](x_BTD, position_embeddings=cos_sin, attention_mask=None)
-        torch._logging.set_logs()
-        torch._dynamo.reset()
-    kernels = [n for node, n in metrics.nodes_num_elem if not isinstance(node, ExternKernelSchedulerNode)]
-    planned = 4 * sum(kernels)
+        with running_compiled(layers):
+            planned = plan_of_compiler(lambda: layers[0](x_BTD, position_embeddings=cos_sin, attention_mask=None))
     print(f"{apart / 1e6:.1f} MB apart, {merged / 1e6:.1f} MB merged, {planned / 1e6:.1f} MB planned by the compiler")
     assert 0.5 * merged < planned < merged < apart
+
+
+@pytest.mark.slow
+def test_no_more_of_the_own_keys_is_merged_than_a_compiler_merges() -> None:
+    q, out, grad, grad_q = (torch.randn(2, 8, 256, 64) for _ in range(4))
+    total_BHN = torch.randn(2, 8, 256)
+    keys, values = ([torch.randn(2, 2, 256, 64) for _ in range(3)] for _ in range(2))
+    calls = {
+        "add_own": (q, out, total_BHN, keys, values, 0.1, 1),
+        "add_own_gradients": (grad, q, out, total_BHN, grad_q, keys, values, 0.1, 1),
+    }
+    for name, args in calls.items():
+
+        def moved(name: str = name, args: Any = args) -> int:
+            with Count(weightless=False) as counting:
+                counting.begin("merge")
+                kept = getattr(prefix, name)(*args)
+                counting.begin("")
+                assert kept, "results are written only if they are alive"
+            return sum(work.num_bytes for work in counting.operations.elements())
+
+        apart = moved()
+        with merging(layers=False, kernels=True):
+            merged = moved()
+        compiled = torch.compile(getattr(prefix, name), fullgraph=True)
+        planned = plan_of_compiler(lambda compiled=compiled, args=args: compiled(*args))
+        print(f"{name}: {apart / 1e6:.1f} MB apart, {merged / 1e6:.1f} MB merged, {planned / 1e6:.1f} MB planned")
+        assert planned < merged < apart
 
 
 def test_a_view_keeps_the_memory_of_the_whole() -> None:

@@ -1,0 +1,81 @@
+"""Causal LMs of `transformers` on packed rows: each token attends to its own document, in ranges of keys.
+
+    from outside, once          take_prefixes(model)
+    each pass                   model(ids, positions, **prefix_arguments(document_BT))
+    a pass without arguments    SDPA, as before
+
+SDPA would get a mask [B, 1, T, T], compute the scores of all pairs, and repeat the key heads.
+
+B = batch, T = tokens, H = query heads, E = head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from redraft.heads.nn.precision import product_dtype
+from redraft.heads.nn.prefix import Prefixes, attend
+
+PREFIX_ATTENTION = "redraft_prefixes"
+"""The name in transformers of attention over `Prefixes`; without them it is SDPA's."""
+
+PLAIN_ATTENTION = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "olmo2", "olmoe", "phi3",
+    "glm4", "glm4_moe", "seed_oss", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "minimax_m2",
+    "starcoder2",
+)  # fmt: skip
+"""Model types whose layers hand further arguments on to attention, and compute nothing but softmax(q k) v there."""
+
+
+def take_prefixes(model: Any) -> bool:
+    """Let a causal LM take `prefix_arguments` from now on, and return whether it can.
+
+    It can if it runs SDPA attention and has a type in `PLAIN_ATTENTION`. With prefixes no dropout is applied.
+    """
+    config = model.config
+    if config.model_type in PLAIN_ATTENTION and config._attn_implementation == "sdpa":
+        config._attn_implementation = PREFIX_ATTENTION
+    return bool(config._attn_implementation == PREFIX_ATTENTION)
+
+
+def reach(config: Any, document_BT: Tensor) -> int | None:
+    """Keys that a row of a sliding layer sees, if these rows are longer; else None."""
+    window: int | None = getattr(config, "sliding_window", None)  # Qwen 2 MoE has 0 for none
+    return window if window and window < document_BT.shape[1] else None
+
+
+def prefix_arguments(document_BT: Tensor) -> dict[str, Any]:
+    """Arguments by which a model that takes prefixes attends within each document. For rows within its `reach`."""
+    # The model makes no mask of its own if it is given one, however small.
+    unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=document_BT.device)
+    return {"attention_mask": unread, "prefixes": Prefixes.of(document_BT)}
+
+
+def attend_prefixes(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    prefixes: Prefixes | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """An attention function for transformers, [B, T, H, E]."""
+    if prefixes is None:
+        # A layer that does not hand `prefixes` on would get the mask of `prefix_arguments`, which hides every key.
+        assert attention_mask is None or attention_mask.shape[-1] == key.shape[2], "the layers dropped `prefixes`"
+        return cast(tuple[Tensor, None], sdpa_attention_forward(module, query, key, value, attention_mask, **options))
+    dtype = product_dtype(value)
+    out_BHTE = attend(query.to(dtype), (key.to(dtype), value.to(dtype)), prefixes, options["scaling"])
+    return out_BHTE.transpose(1, 2), None
+
+
+# transformers makes a mask only for a name registered here too. Otherwise a mask of padding would be dropped.
+AttentionInterface.register(PREFIX_ATTENTION, attend_prefixes)
+AttentionMaskInterface.register(PREFIX_ATTENTION, sdpa_mask)
