@@ -98,6 +98,25 @@ def require_room(
         raise
 
 
+def require_target_room(name: str, device: torch.device, dtype: torch.dtype | None, *, way_out: str) -> None:
+    """Refuse a target that does not fit into this one process, before it is loaded.
+
+    Raises:
+        ValueError: device or host memory is too small. The message has the bytes and `way_out`.
+    """
+    try:
+        _, sizes = _size_target(name, dtype)
+    except Exception:  # as in `require_room`
+        return
+    on_gpu = device.type == "cuda"
+    held = {str(device): torch.cuda.get_device_properties(device).total_memory} if on_gpu else {}
+    for place, num_bytes in {**held, "this machine's memory": _host_bytes()}.items():
+        if sizes.whole > num_bytes:
+            raise ValueError(
+                f"{name} takes {_gb(sizes.whole)} in this process: more than the {_gb(num_bytes)} of {place}; {way_out}"
+            )
+
+
 def check(name: str, need: Need, room: Room, *, has_servers: bool) -> None:
     """Compare need and room.
 
@@ -235,14 +254,20 @@ def bytes_by_weight(accelerator: Accelerator) -> float:
 
 def read_room(accelerator: Accelerator) -> Room:
     """The memory of this process's device and machine. A container's limit counts."""
-    device, host_bytes = accelerator.device, psutil.virtual_memory().total
-    if CGROUP_LIMIT.is_file() and (limit := CGROUP_LIMIT.read_text().strip()).isdigit():
-        # cgroup v2. Without a limit the file says `max`.
-        host_bytes = min(host_bytes, int(limit))
+    device = accelerator.device
     on_gpu = device.type == "cuda"
     return Room(
         device=str(device),
         device_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
-        host_bytes=host_bytes,
+        host_bytes=_host_bytes(),
         processes=int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
     )
+
+
+def _host_bytes() -> int:
+    """The memory of this machine, or of this container."""
+    num_bytes: int = psutil.virtual_memory().total
+    if CGROUP_LIMIT.is_file() and (limit := CGROUP_LIMIT.read_text().strip()).isdigit():
+        # cgroup v2. Without a limit the file says `max`.
+        num_bytes = min(num_bytes, int(limit))
+    return num_bytes

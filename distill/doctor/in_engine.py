@@ -18,6 +18,7 @@ from redraft.distill.data.rendering import Renderer
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.doctor.readings import find_better_readings
 from redraft.distill.doctor.recorded import day_of_training, read_forecast, read_section
+from redraft.distill.fit import require_target_room
 from redraft.distill.inputs import Data
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
@@ -93,8 +94,16 @@ class Plan:
 
 
 def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck) -> Plan:
-    """The run of a draft with `num_tokens` tokens a step."""
+    """The run of a draft with `num_tokens` tokens a step.
+
+    Raises:
+        ValueError: the target, which judges the run afterwards in this process, does not fit.
+    """
     stored = read_forecast(pair)
+    dtype = engine.dtype or _choose_dtype(pair, stored)
+    if pair.family.is_head:
+        way_out = "give --no-engine, which reads configs and tensors only, and count with redraft eval --no-forecast"
+        require_target_room(str(pair.target), torch.device(_device()), getattr(torch, dtype), way_out=way_out)
     max_tokens = engine.max_tokens or (stored.max_tokens if stored else DEFAULT_MAX_TOKENS)
     notes: list[str] = []
     prompts, are_held_out = _prompts(pair, num_tokens, max_tokens, engine, notes)
@@ -108,7 +117,7 @@ def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck) -> Plan:
         max_tokens=max_tokens,
         # The fallback questions are answered to the full length, which gives more drafts to count.
         end_ids=end_ids(pair.target, load_tokenizer(pair.target)) if are_held_out else (),
-        dtype=engine.dtype or _choose_dtype(pair, stored),
+        dtype=dtype,
         recorded_prompts=COMPARED_PROMPTS,
         kv_cache_bytes=1 << 30,
     )

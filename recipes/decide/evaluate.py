@@ -2,6 +2,7 @@
 
 $ redraft eval --preset demo --draft outputs/demo-tiny/draft   # small target: the draft of `make demo-tiny`, n-grams
 $ redraft eval --target TARGET --draft DRAFT --draft ngram --data prompts.jsonl --domain-column topic
+$ redraft eval --target TARGET --draft DRAFT --no-forecast --engine-args=--tensor-parallel-size=8   # of several GPUs
 $ redraft eval --target TARGET --draft v13=DRAFT --baseline outputs/eval-v12/report.json --max-loss 0.02
 
 One pass of the target over its answers gives the acceptance of every draft (the forecast). Then a real vLLM serves each
@@ -27,7 +28,9 @@ import tyro
 from redraft.distill.data.conversations import load_conversations, split_held_out
 from redraft.distill.data.rendering import keep_day, writes_date
 from redraft.distill.data.samples import held_out_prompts
-from redraft.distill.inputs import Signal, load_target
+from redraft.distill.fit import require_target_room
+from redraft.distill.inputs import Signal, choose_dtype, load_target
+from redraft.distill.signal.features import load_skeleton
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import write_offline_unless_logged_in
 from redraft.eval.counts import AcceptanceCounts
@@ -37,7 +40,7 @@ from redraft.eval.engine.server import require_runner
 from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft, SampleMethod, load_drafts
 from redraft.eval.forecast.ngram import Ngram
-from redraft.eval.forecast.teacher_forced import Protocol, forecast_drafts
+from redraft.eval.forecast.teacher_forced import Protocol, Rows, forecast_drafts
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.acceptance import SCHEMA_VERSION, build_acceptance_report, write_acceptance_report
 from redraft.eval.report.card import write_card
@@ -46,7 +49,7 @@ from redraft.eval.report.results import Measured, read_tau
 from redraft.eval.serving.cost import StepCosts
 from redraft.eval.serving.report import read_serving
 from redraft.heads.files.artifact import fingerprint, write_whole
-from redraft.heads.files.checkpoint import end_ids
+from redraft.heads.files.checkpoint import end_ids, load_tokenizer
 from redraft.heads.files.folder import model_folder
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.serve.serve import sampling_environment
@@ -99,6 +102,9 @@ class Config:
     """Seed of the sampled answers."""
     batch_size: int = 16
     """Prompts per pass of the target."""
+    forecast: bool = True
+    """Forecast every draft with the target in this process. With --no-forecast, the engine counts, and only the engine
+    loads the target: for one that takes several GPUs, with --engine-args=--tensor-parallel-size=N."""
     engine: bool = True
     """Also serve every draft in a real vLLM. With --no-engine, all numbers are forecasts."""
     engine_tokens: tuple[int, ...] = ()
@@ -148,7 +154,7 @@ def main(cfg: Config) -> None:
     sampling = choose_sampling(cfg.target, top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p)
     if cfg.engine:
         require_served(sampling, way_out=", or forecast with --no-engine")
-    target = load(cfg.target, cfg.target_dtype)
+    target = load(cfg.target, cfg.target_dtype, whole=cfg.forecast)
     # An empty name adds no folder.
     kept = cfg.output / "kept" / (cfg.target_dtype or "")
     baseline = read_baseline(cfg.baseline, target.fingerprint, SCHEMA_VERSION) if cfg.baseline else None
@@ -161,6 +167,8 @@ def main(cfg: Config) -> None:
     costs = read_costs(cfg.costs, drafts) if cfg.costs else {}
     if not cfg.engine and (unmeasured := [draft.name for draft in drafts if draft.forecast is None]):
         raise ValueError(f"{unmeasured[0]} is measured in the engine only: leave out --no-engine")
+    if not cfg.forecast and (unserved := [draft.name for draft in drafts if draft.speculative is None]):
+        raise ValueError(f"{unserved[0]} has no proposer in vLLM, and is forecast only: leave out --no-forecast")
 
     # 2. prompts
     day = choose_day(cfg, target.tokenizer, baseline)
@@ -175,17 +183,11 @@ def main(cfg: Config) -> None:
         filters=sampling,
     )
 
-    # 3. forecast all drafts with one pass of the target per batch
-    forecastable = {draft.name: draft.forecast for draft in drafts if draft.forecast}
-    # The union of all drafts' layers: one pass of the target serves all, and each draft picks from it.
-    layers = sorted({layer for draft in forecastable.values() for layer in draft.aux_layer_ids})
-    signal = InProcessTarget(target.model, layers)
-    rows = forecast_drafts(target.model, target.fingerprint, signal, forecastable, prompts, protocol, kept)
+    # 3. forecast all drafts, then leave the whole GPU to the engine
+    rows = forecast_all(target, drafts, prompts, protocol, kept) if cfg.forecast else {}
+    torch.cuda.empty_cache()
 
     # 4. measure each draft in the engine
-    for module in (target.model, *(draft.module for draft in forecastable.values() if draft.module)):
-        module.to("cpu")  # the engine needs the whole GPU
-    torch.cuda.empty_cache()
     engine = measure_in_engine(cfg, target, drafts, prompts, protocol, kept) if cfg.engine else {}
 
     # 5. report
@@ -220,6 +222,20 @@ def main(cfg: Config) -> None:
         raise SystemExit(1)
 
 
+def forecast_all(
+    target: LoadedTarget, drafts: Sequence[NamedDraft], prompts: Sequence[Prompt], protocol: Protocol, kept: Path
+) -> Rows:
+    """The forecast of all drafts with one pass of the target per batch; kept in `kept`. The models end on the CPU."""
+    forecastable = {draft.name: draft.forecast for draft in drafts if draft.forecast}
+    # The union of all drafts' layers: one pass of the target serves all, and each draft picks from it.
+    layers = sorted({layer for draft in forecastable.values() for layer in draft.aux_layer_ids})
+    signal = InProcessTarget(target.model, layers)
+    rows = forecast_drafts(target.model, target.fingerprint, signal, forecastable, prompts, protocol, kept)
+    for module in (target.model, *(draft.module for draft in forecastable.values() if draft.module)):
+        module.to("cpu")
+    return rows
+
+
 def check(cfg: Config) -> None:
     """Raise ValueError unless the numbers make sense."""
     if not cfg.num_speculative_tokens or min(cfg.num_speculative_tokens) < 1:
@@ -229,17 +245,33 @@ def check(cfg: Config) -> None:
     for name in ("num_prompts", "max_tokens", "batch_size", "concurrency"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(cfg, name)}: it must be at least 1")
+    if not (cfg.forecast or cfg.engine):
+        raise ValueError("--no-forecast and --no-engine leave nothing to measure: leave out one of them")
+    if not cfg.forecast and (cfg.baseline or cfg.costs):
+        flag = "--baseline" if cfg.baseline else "--costs"
+        raise ValueError(f"{flag} is read together with forecasts: leave out --no-forecast")
     if not 0 < cfg.held_out <= 1:
         raise ValueError(f"--held-out is {cfg.held_out}: it must be above 0 and at most 1")
     if beyond := set(cfg.engine_tokens) - set(cfg.num_speculative_tokens):
         raise ValueError(f"--engine-tokens {min(beyond)} is not one of --num-speculative-tokens")
 
 
-def load(name: str, dtype: TargetDtype | None = None) -> LoadedTarget:
-    """The frozen target, on the GPU if there is one; by default in the engine's type."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_target(name, Signal(), device, dtype)
-    folder = model_folder(name)
+def load(name: str, dtype: TargetDtype | None = None, *, whole: bool = True) -> LoadedTarget:
+    """The frozen target, on the GPU if there is one; by default in the engine's type. If not `whole`, only what a draft
+    borrows of it, on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such target.
+        ValueError: it cannot be loaded, or does not fit.
+    """
+    device, folder = torch.device("cuda" if torch.cuda.is_available() else "cpu"), model_folder(name)
+    if whole:
+        way_out = "count in the engine alone: --no-forecast --engine-args=--tensor-parallel-size=N"
+        require_target_room(name, device, choose_dtype(name, dtype, device), way_out=way_out)
+        model, tokenizer = load_target(name, Signal(), device, dtype)
+    else:
+        cpu = torch.device("cpu")
+        model, tokenizer = load_skeleton(name, choose_dtype(name, dtype, device), cpu), load_tokenizer(name)
     return LoadedTarget(name=name, folder=folder, fingerprint=fingerprint(folder), model=model, tokenizer=tokenizer)
 
 

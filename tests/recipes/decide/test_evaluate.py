@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from redraft.distill import fit
 from redraft.eval.engine import target_dtype
 from redraft.eval.engine.measure import WARM_UP_TOKENS, measure, read_counters
 from redraft.eval.engine.sampling import Sampling
@@ -25,6 +26,7 @@ from redraft.heads.families import eagle1, medusa
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.target import Target
 from redraft.recipes.cli import dispatch
+from redraft.recipes.decide import evaluate
 from redraft.recipes.decide.evaluate import PRESETS, Config, choose_day
 
 Run = Callable[..., int]
@@ -196,6 +198,7 @@ def test_what_fell_against_the_baseline_is_exit_status_1(
         (("--draft", "TARGET", "--costs", "nowhere.json"), "nowhere.json"),
         (("--draft", "OTHER"), "logits"),
         (("--draft", "HEAD"), "was trained for another target"),
+        (("--draft", "ngram", "--no-forecast"), "--no-forecast and --no-engine leave nothing to measure"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line_and_leaves_what_is_there(
@@ -252,6 +255,15 @@ def test_suffix_decoding_needs_its_package_and_the_engine(
     assert "is measured in the engine only" in capsys.readouterr().err
 
 
+def test_a_target_that_does_not_fit_is_told_with_the_way_to_count_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fit, "_host_bytes", lambda: 1000)
+    assert run("--no-engine", "--draft", "ngram") == 2
+    error = capsys.readouterr().err
+    assert "more than the 0.0 GB of this machine's memory; count in the engine alone: --no-forecast" in error
+
+
 def test_the_small_targets_preset_has_two_domains_and_temperatures() -> None:
     demo: Config = PRESETS["demo"]
     assert demo.data == "stdlib"
@@ -294,6 +306,18 @@ def test_the_real_engine_counts_what_was_forecast_greedy_and_sampled(run: Run, s
     difference = sampled["engine"]["difference"]
     width = difference["high"] - difference["low"]  # nearly four standard errors: the engine draws anew every time
     assert abs(difference["value"]) < width < 0.5 * sampled["engine"]["tau"]
+
+    # Without a forecast only the engine loads the target's layers. What it has counted is kept.
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(evaluate, "load_target", None)
+        given = ("--draft", f"noisy={served_pair[1]}", "--domain-column", "topic", *flags, *sizes)
+        assert run(*given, "--no-forecast") == 0
+    alone = report_of(tmp_path / "out")
+    (counted,) = row_of(alone, "noisy", "code")["by_num_speculative_tokens"]
+    before = row_of(report, "noisy", "code")["by_num_speculative_tokens"][0]["engine"]
+    assert counted["forecast"] is None
+    assert counted["engine"]["tau"] == before["tau"]
+    assert any("there is no forecast to compare them with" in line for line in alone["answer"])
 
 
 @pytest.mark.slow
