@@ -32,6 +32,10 @@ from redraft.recipes.cli import run_recipe
 REQUIRED = 0.95
 """Smallest passing ratio of the advised speed to the best measured one."""
 
+TRAINING = ("--preset", "demo", "--loop.steps", "60", "--loop.eval-every", "0", "--prove.no-engine",
+            "--prove.no-ce-baseline")  # fmt: skip
+"""Flags of the short training."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -84,8 +88,7 @@ def train_draft(cfg: Config) -> str:
         ValueError: if the training fails, after it has printed the reason.
     """
     folder = cfg.output.parent / "advice-draft"
-    flags = ["--loop.steps", "60", "--loop.eval-every", "0", "--no-prove.engine", "--no-prove.ce-baseline"]
-    command = [sys.executable, "-m", "redraft.recipes.distill_llama3b", "--preset", "demo", *flags]
+    command = [sys.executable, "-m", "redraft.recipes.distill_llama3b", *TRAINING]
     if subprocess.run([*command, "--target", cfg.target, "--output", str(folder), "--overwrite"]).returncode:
         raise ValueError("no draft could be trained: give one with --draft")
     return str(folder / "draft")

@@ -79,7 +79,7 @@ class Counting:
     """For a standalone draft with --features served or cached: hidden states, which give the exact distribution,
     instead of the top k (--signal.exact)."""
     documents: int = 2
-    """Conversations packed into each row. With more than one, the target's attention runs under a mask."""
+    """Conversations packed into each row. Attention stays within each."""
     num_steps: int | None = None
     """Draft steps trained at once: steps, heads, stages, or slots of a block."""
     draft_vocab_size: int | None = None

@@ -17,7 +17,10 @@ from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.serving.cost import StepCosts, advise
 from redraft.eval.serving.report import write_serving
 from redraft.eval.serving.workload import Lookup
+from redraft.recipes import distill_llama3b
+from redraft.recipes.bench import advice
 from redraft.recipes.cli import dispatch
+from redraft.recipes.cli.run import parse
 from redraft.recipes.decide.advise import Config, find_head_alpha, main, ngram_kind, speedup_at
 
 
@@ -186,3 +189,8 @@ def test_a_benchmark_without_any_acceptance_is_refused(tmp_path: Path) -> None:
     write_serving(tmp_path, report)
     with pytest.raises(ValueError, match="counted no acceptance"):
         main(Config(serving=tmp_path / "serving.json"))
+
+
+def test_the_short_training_of_the_benchmark_takes_its_flags() -> None:
+    cfg = parse(distill_llama3b.Config, "", distill_llama3b.PRESETS, advice.TRAINING, prog="")
+    assert (cfg.loop.steps, cfg.prove.engine, cfg.prove.ce_baseline) == (60, False, False)
