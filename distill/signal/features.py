@@ -31,8 +31,9 @@ from redraft.distill.signal.features_store import (
     Storage,
     absolute,
 )
-from redraft.distill.signal.sources import EndpointTarget, documents
+from redraft.distill.signal.sources import TOP_K_ONLY, EndpointTarget, documents
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
+from redraft.heads.families.standalone import find_logit_change
 from redraft.heads.files.checkpoint import register_models
 from redraft.heads.files.folder import model_folder, tensor_files
 from redraft.heads.files.tensors import read_tensors
@@ -122,10 +123,16 @@ class EndpointHiddenStates(EndpointTarget):
         """Only the final norm and the head of `target` are used: `load_skeleton` is enough.
 
         Raises:
-            ValueError: if `storage` is neither a folder nor a URL that fsspec knows, or the target's final norm is not
-                found.
+            ValueError: if `storage` is neither a folder nor a URL that fsspec knows, if the target's final norm is not
+                found, or if its logits are not head @ hidden.
         """
         super().__init__(endpoint)
+        # Servers would compute right logits, and we others from their states: nothing would look wrong.
+        if key := find_logit_change(target):
+            raise ValueError(
+                f"{type(target).__name__} changes its logits after the head ({key}), so hidden states do not give its "
+                f"distribution: {TOP_K_ONLY}"
+            )
         self._storage = Storage(storage)
         self.head_VD: Tensor = target.get_output_embeddings().weight.detach()
         self.layers = sorted(layers)

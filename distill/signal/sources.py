@@ -33,6 +33,9 @@ from redraft.heads.nn.causal_lm import prefix_arguments, reach, take_prefixes
 CHUNK = 256
 """Rows whose logits are in memory at once: 128 MiB in float32 for a vocabulary of 128k."""
 
+TOP_K_ONLY = "train a standalone draft on the top k of its vLLM servers (--signal.kind endpoint, no --signal.exact)"
+"""The way out for a target that changes its logits after the head."""
+
 UNRECORDED = -1e4
 """Log-probability beside the id -1. exp of it is 0, and it is finite: a masked row cannot turn a sum into NaN."""
 
@@ -144,7 +147,7 @@ class InProcessTarget:
         if _differ(F.linear(alone_BTD, self._head()), logits_BTV, half_tolerance=1e-2) or find_logit_change(self.model):
             raise ValueError(
                 f"the logits of {name} are not head @ hidden (a bias, scaling or softcapping), so its exact signal "
-                "would be wrong: read the target from a vLLM server instead"
+                f"would be wrong: {TOP_K_ONLY}"
             )
         if _differ(self._hidden(ids_BT, positions_BT, document_BT)[:, half:], alone_BTD):
             attention = self.model.config._attn_implementation

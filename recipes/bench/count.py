@@ -91,7 +91,7 @@ class Counting:
     draft step by draft step (--head.recompute)."""
     compile: bool = False
     """Count the step with compiled layers (--loop.compile): a run of operations on the same elements moves only its
-    inputs and outputs. Less is merged than a compiler merges. Memory is counted as without."""
+    inputs and outputs. Less is merged than a compiler merges. Memory is counted as without. With --gpu, run it so."""
     devices: int = 1
     """GPUs of the whole training."""
     sharding: Literal["none", "zero2", "fsdp2"] = "none"

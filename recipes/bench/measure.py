@@ -236,7 +236,7 @@ def _time_case(case: Case, rounds: int, device: str) -> Timed:
 
 
 def _start(case: Case, device: str) -> tuple[dict[str, Run], dict[str, float], dict[str, str]]:
-    """(runs, losses of the first run of each, errors of those that do not compile)."""
+    """(runs, losses of the first run of each, errors of the peers that do not run)."""
     runs: dict[str, Run] = {}
     losses: dict[str, float] = {}
     left_out: dict[str, str] = {}
@@ -246,9 +246,9 @@ def _start(case: Case, device: str) -> tuple[dict[str, Run], dict[str, float], d
             losses[name] = float(run())  # warms up too
             run()  # a second time: what was made in the first run, such as gradients, may be compiled for again
             runs[name] = run
-        # All of them: a compiler has a type of exception for every stage.
+        # All of them: a compiler has a type of exception for every stage, and so has a peer on another machine.
         except Exception as error:
-            if name == OURS or not case.against[name].is_compiled:
+            if name == OURS:
                 raise
             losses.pop(name, None)
             left_out[name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.signal.sources import InProcessTarget
+from redraft.distill.train.compiled import compile_in_place, draft_layers
 from redraft.distill.train.loop import to_device
 from redraft.distill.train.step import distill_loss
 from redraft.heads.catalog import find_family
@@ -173,6 +174,10 @@ def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2
         source = _source(plan, model, draft, batch, has_weights=False)
         signal = None if plan.features == "in-process" else source(batch)
     optimizer = _make_optimizer([p for p in draft.parameters() if p.requires_grad])
+    if plan.compiled:
+        compile_in_place(draft_layers(draft), recomputed=plan.gradient_checkpointing)
+        if isinstance(source, InProcessTarget):
+            source.compile_layers()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     seconds = []

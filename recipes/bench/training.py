@@ -7,7 +7,7 @@ $ redraft bench-training --count --target llama-3.1-8b --family eagle3       # F
 $ redraft bench-training --gpu                   # the same steps, run on one GPU (make bench-gpu)
 $ redraft bench-training --count --target llama-3.3-70b --features served --devices 8 --tokens 1e9    # hours on 8 GPUs
 
-Peers are measured as they ship and compiled (`torch.compile`). A side that does not compile on this machine is told
+Peers are measured as they ship and compiled (`torch.compile`). A peer that does not run on this machine is told
 and left out.
 
 Each case runs in a separate process. Its sides take turns with the bare matmuls of the same shapes, so a change of the
@@ -212,7 +212,7 @@ def lines(case: Case, result: Measurement) -> Iterator[str]:
     )
     for name, against in case.against.items():
         if name in result.left_out:
-            yield f"    {name:<22} left out, because it does not compile here: {result.left_out[name]}"
+            yield f"    {name:<22} left out, because it does not run here: {result.left_out[name]}"
             continue
         side, required = result.sides[name], case.required.get(name, Required())
         speed, memory = compare_speed(case, result, name), compare_memory(case, result, name)

@@ -708,6 +708,17 @@ def test_the_step_that_is_counted_is_the_one_that_is_run(family: str, tiny_targe
     assert f"{family} " in gpu.describe(result)
 
 
+@pytest.mark.slow
+def test_a_step_runs_with_the_compiled_layers_that_it_is_counted_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    timed = bench_step.time_step(replace(plan_for("eagle3"), compiled=True), torch.device("cpu"), rounds=1, warm_up=1)
+    assert timed.seconds > 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
+    torch._dynamo.reset()
+
+
 def test_a_family_that_cannot_run_is_told_and_the_others_go_on(
     tiny_target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
