@@ -54,6 +54,8 @@ class Loop:
     minutes: float | None = None
     """Length of training in minutes, instead of --loop.steps. The number of steps follows from the speed of the first
     ones; a resumed run keeps it. Evaluations and checkpoints are not counted."""
+    epochs: float | None = None
+    """Passes over the data, instead of --loop.steps."""
     batch_size: int = 8
     """Rows of --loop.sequence-length tokens per process and micro-batch."""
     sequence_length: int = 4096
@@ -92,6 +94,10 @@ class Loop:
                 raise ValueError(f"--loop.{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"--loop.minutes is {self.minutes}: it must be above 0")
+        if self.epochs is not None and not self.epochs > 0:
+            raise ValueError(f"--loop.epochs is {self.epochs}: it must be above 0")
+        if self.epochs is not None and self.minutes is not None:
+            raise ValueError("--loop.epochs and --loop.minutes both say how long to train: leave out one of them")
         if self.sequence_length < 2:
             raise ValueError("--loop.sequence-length must be at least 2: a label and a token before it")
         if not 0 <= self.on_policy <= 1:
@@ -191,7 +197,13 @@ def train(
     trainer = _Trainer(distillation, data, run, num_speculative_tokens, writer)
     if loop.minutes is not None:
         loop = replace(loop, steps=trainer.plan_steps(loop))
-        distillation.num_steps = loop.steps
+    elif loop.epochs is not None:
+        micro_batches = data.train.num_batches(loop.batch_size, accelerator.num_processes)
+        loop = replace(loop, steps=max(1, round(loop.epochs * micro_batches / distillation.optim.accumulation)))
+    distillation.num_steps = loop.steps
+    if accelerator.is_main_process:
+        rows = loop.batch_size * distillation.optim.accumulation * accelerator.num_processes
+        print(describe_length(loop, rows, len(data.train.rows)))
     trainer.train_until(loop.steps, loop)
     if loop.stop_by == "acceptance":
         # All ranks, because the weights of a sharded draft are spread over them.
@@ -205,6 +217,15 @@ def train(
         peak_rss_mib=peak_rss_mib(),
         skipped_steps=distillation.skipped,
         exported_step=distillation.step_index,
+    )
+
+
+def describe_length(loop: Loop, rows: int, num_rows: int) -> str:
+    """The length of a training of steps of `rows` rows, on data of `num_rows` rows."""
+    tokens, passes = loop.steps * rows * loop.sequence_length, loop.steps * rows / num_rows
+    return (
+        f"{loop.steps:,} steps of {rows:,} rows of {loop.sequence_length:,} tokens: up to {tokens:,} tokens, "
+        f"{passes:,.3g} passes over the {num_rows:,} rows of the data"
     )
 
 

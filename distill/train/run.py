@@ -53,8 +53,8 @@ def _lasting(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(kept.get("data"), dict):
         kept["data"] = {**kept["data"], "cache": None}
     if isinstance(kept.get("loop"), dict):
-        # It changes the rounding only.
-        kept["loop"] = {**kept["loop"], "compile": None}
+        # Compiling changes the rounding only. Runs of an older redraft have no `epochs`.
+        kept["loop"] = {"epochs": None, **kept["loop"], "compile": None}
     return kept
 
 

@@ -72,9 +72,8 @@ def test_no_more_held_out_batches_are_made_than_are_evaluated(monkeypatch: pytes
         assert len(batches) == len(made) == num
 
 
-def test_a_step_is_read_if_it_is_logged_and_the_line_is_of_that_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def make_text() -> PackedDataset:
+    """Four rows of 8 tokens."""
     samples = [
         Sample(
             input_ids=np.array(make_ids(8, seed), np.int32),
@@ -84,7 +83,31 @@ def test_a_step_is_read_if_it_is_logged_and_the_line_is_of_that_step(
         )
         for seed in range(4)
     ]
-    text, target, optim = PackedDataset(samples, sequence_length=8), make_target(), Optim(lr=1e-2)
+    return PackedDataset(samples, sequence_length=8)
+
+
+def test_epochs_are_passes_over_the_data_and_the_schedule_is_as_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, target, optim = make_text(), make_target(), Optim(lr=1e-2, accumulation=2)
+    accelerator = loop.make_accelerator(2, None, None)
+    signal = functools.partial(make_signal, target)
+    distillation = Distillation(make_standalone(target), signal, Divergence(), optim, 2000, accelerator)
+    data = LoadedData(train=text, held_out=text, prompts=[], stats=SampleStats(), hash="", end_ids=())
+    cfg = Loop(epochs=3, eval_every=0, save_every=0, batch_size=1, sequence_length=8)
+    loop.train(distillation, data, Run(tmp_path, accelerator), cfg, 2)
+    # Four rows, two a step: two steps a pass.
+    assert distillation.step_index == distillation.num_steps == 6
+    told = "6 steps of 2 rows of 8 tokens: up to 96 tokens, 3 passes over the 4 rows of the data"
+    assert told in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"--loop.epochs and --loop.minutes both say"):
+        Loop(epochs=1, minutes=1)
+
+
+def test_a_step_is_read_if_it_is_logged_and_the_line_is_of_that_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, target, optim = make_text(), make_target(), Optim(lr=1e-2)
 
     def distillation() -> Distillation:
         draft = make_standalone(target)
