@@ -54,7 +54,8 @@ def test_without_a_head_it_writes_the_same(model: Any, continuations: Any) -> No
 def test_a_reader_that_branches_reads_what_a_whole_pass_reads(model: Any) -> None:
     reader, signal = TargetReader(model), InProcessTarget(model)
     for ids in ([5, 6, 7], [5, 6, 7, 8, 9], [5, 6, 10, 11], [5, 6], [12, 13, 14, 15, 16]):
-        whole_BTD = signal._hidden(torch.tensor([ids]), torch.arange(len(ids))[None])
+        ids_BT = torch.tensor([ids])
+        whole_BTD = signal._hidden(ids_BT, torch.arange(len(ids))[None], torch.zeros_like(ids_BT))
         torch.testing.assert_close(reader.hidden(ids), whole_BTD[0], atol=1e-4, rtol=1e-4)
         logits_V = model(input_ids=torch.tensor([ids])).logits[0, -1]
         torch.testing.assert_close(reader.next_logits(ids), logits_V, atol=1e-3, rtol=1e-3)

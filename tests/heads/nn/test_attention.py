@@ -285,7 +285,7 @@ def test_a_compiler_takes_the_own_keys_of_a_block_whole(graphs: CompileCounter) 
                 patched.setattr(prefix, "as_kernel", lambda function, _: function)
             torch.manual_seed(0)
             q, k, v, own_k, own_v = (torch.randn(B, heads, T, E, requires_grad=True) for heads in (H, 2, 2, 2, 2))
-            out = attend(q, (k, v), Prefixes.of(make_batch(PACKED).document_BT), 0.3, [(own_k, own_v)], num_slots=3)
+            out = attend(q, (k, v), Prefixes.of(make_batch(PACKED).document_BT), 0.3, [(own_k, own_v)], num_slots=T)
             found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, own_k, own_v))])
     for mine, true in zip(*found, strict=True):
         torch.testing.assert_close(mine, true, atol=1e-5, rtol=1e-5)
