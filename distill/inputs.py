@@ -31,7 +31,7 @@ from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.features import EndpointHiddenStates, load_skeleton
 from redraft.distill.signal.features_store import DEFAULT_STORAGE
-from redraft.distill.signal.sharded import leading, load_sharded
+from redraft.distill.signal.sharded import is_sharded, leading, load_sharded
 from redraft.distill.signal.shards import Content, is_complete, write_cache
 from redraft.distill.signal.sources import EndpointTarget, InProcessTarget
 from redraft.distill.train.loop import LoadedData, Loop
@@ -290,10 +290,11 @@ def target_signal(
     # Held-out samples too: evaluations read the signal from the same source.
     parts = (data.train.samples, data.held_out.samples)
     cache, target_print = signal.cache or folder / "target-cache", fingerprint(model_folder(name))
+    # Every rank with a whole target, or with servers, writes its shards. A target in shards makes every pass on all
+    # ranks, so rank 0 writes alone. All wait below, up to LONGEST_WAIT.
+    share = (0, 1) if is_sharded(target) else (accelerator.process_index, accelerator.num_processes)
     with leading(target) as leads:
-        # Rank 0 writes. The others make the same passes of a sharded target, or wait below, up to
-        # LONGEST_WAIT.
-        if leads and not is_complete(cache):
+        if (leads or not is_sharded(target)) and not is_complete(cache):
             write_cache(
                 list(itertools.chain(*parts)),
                 live_signal(signal, target, aux_layers),
@@ -305,6 +306,8 @@ def target_signal(
                 # under an equal header only.
                 batch_size=8,
                 device=accelerator.device,
+                rank=share[0],
+                num_ranks=share[1],
             )
     accelerator.wait_for_everyone()
     identity = {"target": target_print, "data": data_hash(itertools.chain(*parts))}

@@ -96,10 +96,13 @@ def write_cache(
     sequence_length: int,
     batch_size: int,
     device: torch.device | str = "cpu",
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> CacheHeader:
     """Write `content` of the signal from `source` for all samples, after printing how large it will be.
 
-    Existing shards are kept, so an interrupted run continues where it stopped.
+    Existing shards are kept, so an interrupted run continues where it stopped. Of several ranks each writes every
+    `num_ranks`-th shard, and the cache is complete when all have returned.
 
     Raises:
         OSError: if the disk has too little space.
@@ -119,13 +122,14 @@ def write_cache(
         num_shards=-(-num_batches // batches_per_shard),
     )
     _claim(folder, header)
-    _announce(samples, folder, content)
-    with Progress(total=num_batches, desc="caching the target", unit="batch") as bar:
+    if rank == 0:
+        _announce(samples, folder, content)
+    with Progress(total=num_batches, desc="caching the target", unit="batch", disable=rank > 0) as bar:
         batches = data.in_order(batch_size)
         for shard in range(header.num_shards):
             # Drawn for a finished shard too, because the generator has to move on.
             shard_batches = list(islice(batches, batches_per_shard))
-            if (folder / _shard_name(shard)).exists():
+            if shard % num_ranks != rank or (folder / _shard_name(shard)).exists():
                 bar.update(len(shard_batches))
             else:
                 counted = _count_on(bar, shard_batches)

@@ -76,6 +76,28 @@ def test_the_cache_gives_the_top_k_of_the_target_however_the_rows_are_packed(tmp
         assert torch.isfinite(known.log_probs_BTK).all()
 
 
+def test_ranks_write_each_shard_once_and_together_the_cache_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shards, "SHARD_BYTES", 48 * 2 * 32)  # a batch
+    samples, target = make_samples(), make_target()
+    write(tmp_path / "one", samples, target)
+    capsys.readouterr()
+    passes = []
+
+    def counted(batch: Batch) -> TargetSignal:
+        passes.append(batch)
+        return target(batch)
+
+    for rank in (2, 0, 1):
+        assert not shards.is_complete(tmp_path / "three")
+        write(tmp_path / "three", samples, counted, rank=rank, num_ranks=3)
+        assert ("caching the top 6" in capsys.readouterr().out) == (rank == 0)
+    one, three = ({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("one", "three"))
+    assert one == three
+    assert len(passes) == len(one) - 1 > 3, "a pass for each shard, beside the header"
+
+
 def test_a_batch_on_a_device_gets_its_signal_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`meta` in place of a GPU: PyTorch refuses to join its tensors with the CPU's just the same."""
     samples = make_samples()
