@@ -108,10 +108,8 @@ def require_target_room(name: str, device: torch.device, dtype: torch.dtype | No
         _, sizes = _size_target(name, dtype)
     except Exception:  # as in `require_room`
         return
-    on_gpu = device.type == "cuda"
-    held = {str(device): torch.cuda.get_device_properties(device).total_memory} if on_gpu else {}
-    for place, num_bytes in {**held, "this machine's memory": _host_bytes()}.items():
-        if sizes.whole > num_bytes:
+    for place, num_bytes in ((str(device), _device_bytes(device)), ("this machine's memory", _host_bytes())):
+        if num_bytes is not None and sizes.whole > num_bytes:
             raise ValueError(
                 f"{name} takes {_gb(sizes.whole)} in this process: more than the {_gb(num_bytes)} of {place}; {way_out}"
             )
@@ -254,14 +252,17 @@ def bytes_by_weight(accelerator: Accelerator) -> float:
 
 def read_room(accelerator: Accelerator) -> Room:
     """The memory of this process's device and machine. A container's limit counts."""
-    device = accelerator.device
-    on_gpu = device.type == "cuda"
     return Room(
-        device=str(device),
-        device_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
+        device=str(accelerator.device),
+        device_bytes=_device_bytes(accelerator.device),
         host_bytes=_host_bytes(),
         processes=int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
     )
+
+
+def _device_bytes(device: torch.device) -> int | None:
+    """The memory of a GPU; None for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def _host_bytes() -> int:

@@ -292,9 +292,9 @@ def target_signal(
     cache, target_print = signal.cache or folder / "target-cache", fingerprint(model_folder(name))
     # Every rank with a whole target, or with servers, writes its shards. A target in shards makes every pass on all
     # ranks, so rank 0 writes alone. All wait below, up to LONGEST_WAIT.
-    share = (0, 1) if is_sharded(target) else (accelerator.process_index, accelerator.num_processes)
+    alone = is_sharded(target)
     with leading(target) as leads:
-        if (leads or not is_sharded(target)) and not is_complete(cache):
+        if (leads or not alone) and not is_complete(cache):
             write_cache(
                 list(itertools.chain(*parts)),
                 live_signal(signal, target, aux_layers),
@@ -306,8 +306,8 @@ def target_signal(
                 # under an equal header only.
                 batch_size=8,
                 device=accelerator.device,
-                rank=share[0],
-                num_ranks=share[1],
+                rank=0 if alone else accelerator.process_index,
+                num_ranks=1 if alone else accelerator.num_processes,
             )
     accelerator.wait_for_everyone()
     identity = {"target": target_print, "data": data_hash(itertools.chain(*parts))}

@@ -87,9 +87,10 @@ class PackedDataset:
             self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
         return self._order
 
-    def in_order(self, batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> Iterator[Batch]:
-        """Every row once, for evaluation. All ranks get the same number of batches and shapes, filled with padding."""
-        for start in range(0, len(self.rows), batch_size * num_ranks):
+    def in_order(self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, first: int = 0) -> Iterator[Batch]:
+        """Every row from `first` on once, for evaluation. All ranks get the same number of batches and shapes, filled
+        with padding."""
+        for start in range(first, len(self.rows), batch_size * num_ranks):
             share = self.rows[start : start + batch_size * num_ranks][rank::num_ranks]
             # 5 rows on 2 ranks, batches of 4: both get 3 rows, and the last row of rank 1 is padding.
             width = min(batch_size, -(-(len(self.rows) - start) // num_ranks))

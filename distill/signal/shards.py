@@ -125,13 +125,12 @@ def write_cache(
     if rank == 0:
         _announce(samples, folder, content)
     with Progress(total=num_batches, desc="caching the target", unit="batch", disable=rank > 0) as bar:
-        batches = data.in_order(batch_size)
         for shard in range(header.num_shards):
-            # Drawn for a finished shard too, because the generator has to move on.
-            shard_batches = list(islice(batches, batches_per_shard))
+            first = shard * batches_per_shard
             if shard % num_ranks != rank or (folder / _shard_name(shard)).exists():
-                bar.update(len(shard_batches))
+                bar.update(min(batches_per_shard, num_batches - first))
             else:
+                shard_batches = islice(data.in_order(batch_size, first=first * batch_size), batches_per_shard)
                 counted = _count_on(bar, shard_batches)
                 _write_shard(folder / _shard_name(shard), counted, source, content, device)
     return header

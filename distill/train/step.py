@@ -293,6 +293,19 @@ def make_optimizers(module: nn.Module, optim: Optim) -> list[torch.optim.Optimiz
     return optimizers
 
 
+def compile_layers(draft: nn.Module, target: Callable[[Batch], TargetSignal]) -> None:
+    """Compile the layers of a draft, and of a target in this process (`distill.train.compiled`).
+
+    Raises: ValueError if the target is in shards.
+    """
+    layers = draft_layers(draft)
+    recomputed = any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
+    recomputed |= getattr(getattr(draft, "config", None), "recompute", False)
+    compile_in_place(layers, recomputed=recomputed)
+    if isinstance(target, InProcessTarget):
+        target.compile_layers()
+
+
 class Distillation:
     """A draft in training: the module, its optimizers and learning rate schedule, and the number of steps done."""
 
@@ -323,16 +336,8 @@ class Distillation:
         self.num_steps, self.step_index, self.skipped, self.skipped_in_a_row = num_steps, 0, 0, 0
 
     def compile_layers(self) -> None:
-        """Compile the layers of the draft, and of a target in this process (`distill.train.compiled`).
-
-        Raises: ValueError if the target is in shards.
-        """
-        layers = draft_layers(self.draft)
-        recomputed = any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
-        recomputed |= getattr(getattr(self.draft, "config", None), "recompute", False)
-        compile_in_place(layers, recomputed=recomputed)
-        if isinstance(self.target, InProcessTarget):
-            self.target.compile_layers()
+        """`compile_layers` of the draft and the target of this training."""
+        compile_layers(self.draft, self.target)
 
     def weights(self) -> dict[str, Tensor]:
         """The draft's state dict, whole on the main process even if the ranks shard it. All ranks must call this."""

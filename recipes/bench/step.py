@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.train.compiled import compile_in_place, draft_layers
 from redraft.distill.train.loop import to_device
-from redraft.distill.train.step import distill_loss
+from redraft.distill.train.step import compile_layers, distill_loss
 from redraft.heads.catalog import find_family
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget
 from redraft.heads.families.standalone import StandaloneDraft
@@ -100,7 +99,7 @@ def count_step(plan: Plan, *, weightless: bool = True, shown_on: torch.device = 
     an accelerator's."""
     torch.manual_seed(0)
     on_gpu = weightless and shown_on.type != "cpu"
-    merged = merging(layers=plan.compiled, kernels=on_gpu) if on_gpu or plan.compiled else nullcontext()
+    merged = merging(layers=plan.compiled, kernels=on_gpu)
     with _shown_on(shown_on), merged, Count(weightless=weightless) as count:
         with _making(weightless):
             model = _make_target(plan)
@@ -175,9 +174,7 @@ def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2
         signal = None if plan.features == "in-process" else source(batch)
     optimizer = _make_optimizer([p for p in draft.parameters() if p.requires_grad])
     if plan.compiled:
-        compile_in_place(draft_layers(draft), recomputed=plan.gradient_checkpointing)
-        if isinstance(source, InProcessTarget):
-            source.compile_layers()
+        compile_layers(draft, source)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     seconds = []

@@ -41,8 +41,12 @@ def test_a_matrix_of_zeros_stays_one() -> None:
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (12, 40), (40, 12)])
-def test_steps_are_those_of_pytorchs_muon_but_for_the_scale(shape: tuple[int, int]) -> None:
+def test_steps_are_those_of_pytorchs_muon_but_for_the_scale(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PyTorch's computes in bfloat16 everywhere, and scales by sqrt(max(1, R / C))."""
+    # Ours in float32 on any CPU: the difference is then the rounding of one side, and the same everywhere.
+    monkeypatch.setattr(muon, "cpu_computes_bfloat16", lambda: False)
     torch.manual_seed(0)
     ours, theirs = (nn.Parameter(torch.ones(shape)) for _ in range(2))
     lr, scale = 0.01, math.sqrt(max(shape)) / math.sqrt(max(1, shape[0] / shape[1]))
@@ -56,7 +60,7 @@ def test_steps_are_those_of_pytorchs_muon_but_for_the_scale(shape: tuple[int, in
         mine.step()
         peer.step()
         assert (ours - before).square().mean().sqrt().item() == pytest.approx(lr, rel=0.3)
-    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=0, atol=0.3 * lr)  # a step moves an element by lr
+    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=0, atol=0.15 * lr)
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
