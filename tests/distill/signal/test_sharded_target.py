@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import ROOT, accelerate_launch, run_all
+from launches import ROOT, accelerate_launch, require, run_all
 
 SCRIPT = str(ROOT / "tests/helpers/shard_target.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", "zero2", "zero3"])
 def test_a_target_in_shards_trains_as_a_whole_one(config: str, random_target: Path, tmp_path: Path) -> None:
+    require(config)
     run_all([[sys.executable]], [SCRIPT, str(random_target), str(tmp_path / "one.pt")])
     run_all(accelerate_launch(config), [SCRIPT, str(random_target), str(tmp_path / "two.pt")])
     one, two = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("one", "two"))
