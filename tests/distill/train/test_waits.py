@@ -9,14 +9,29 @@ import pytest
 import torch
 from make_heads import make_batch, make_ids, make_signal, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
+from train_on_ranks import FAMILIES, make_family_target
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.step import Distillation, Optim
+from redraft.heads import catalog
 from redraft.heads.families import eagle3
 from redraft.heads.target import Target
 
 WAITS = ("_local_scalar_dense", "nonzero", "_unique2", "tolist")
+
+STEP = {
+    "nonzero": 2,  # the labelled rows of the draft, and those of the target
+    "_unique2": 1,  # the target's rows of the loss
+    "tolist": 4,  # tokens and labels, the rows of each draft step, the bounds of the parts, the norm
+}
+
+OWN = {
+    # The largest number of labels of a row of the batch, of which later steps train a part. It is a size of tensors:
+    # without the read, these steps would compute rows that nothing is learned from.
+    "peagle": {"_local_scalar_dense": 1},
+}
+"""Reads of a family beside those of `STEP`."""
 
 
 class Waits(TorchDispatchMode):
@@ -36,18 +51,19 @@ class Waits(TorchDispatchMode):
         return made
 
 
+def make_eagle3(target: Any, num_steps: int) -> Any:
+    return eagle3.Eagle3(eagle3.Config(aux_layer_ids=(1, 2, 4), num_steps=num_steps), Target.from_model(target))
+
+
 def count_waits(
-    num_steps: int, accumulation: int, monkeypatch: pytest.MonkeyPatch, *, is_logged: bool = False
+    draft: Any, target: Any, monkeypatch: pytest.MonkeyPatch, *, accumulation: int = 1, is_logged: bool = False
 ) -> dict[str, int]:
-    """Of the second step of EAGLE-3, with the target's signal at hand."""
-    target = make_target()
-    torch.manual_seed(0)
-    head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=(1, 2, 4), num_steps=num_steps), Target.from_model(target))
+    """Of the second step of a draft, with the target's signal at hand."""
     batch = make_batch([[make_ids(20), make_ids(11)], [make_ids(26, 3)]])
-    signal = make_signal(target, batch, head.aux_layer_ids)
+    signal = make_signal(target, batch, draft.aux_layer_ids)
     optim = Optim(lr=1e-3, accumulation=accumulation)
     accelerator = make_accelerator(accumulation, None, None)
-    distillation = Distillation(head, lambda _: signal, Divergence(), optim, 4, accelerator)
+    distillation = Distillation(draft, lambda _: signal, Divergence(), optim, 4, accelerator)
     distillation.step([batch] * accumulation)
     waits, tolist = Waits(), torch.Tensor.tolist
 
@@ -64,25 +80,32 @@ def count_waits(
     return {name: waits.seen[name] for name in WAITS if waits.seen[name]}
 
 
-@pytest.mark.parametrize("num_steps", [1, 7])
-def test_a_step_waits_as_often_for_seven_draft_steps_as_for_one(
-    num_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("family", [row.name for row in catalog.FAMILIES if not row.is_lookup])
+def test_a_step_of_every_family_waits_as_often(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven reads. Before the forward pass: the numbers of tokens and labels, of which the labels scale the loss. In
     the loss: the labelled rows of the draft (two reads), those of the target, the target's rows in the loss and the
     bounds of its parts; all of them are sizes of tensors. After the backward pass: the norm of the gradient, with
     whether each loss is finite, which decide on the optimizer's step.
     """
-    assert count_waits(num_steps, 1, monkeypatch) == {
-        "nonzero": 2,  # the labelled rows of the draft, and those of the target
-        "_unique2": 1,  # the target's rows of the loss
-        "tolist": 4,  # tokens and labels, the rows of each draft step, the bounds of the parts, the norm
-    }
+    target = make_family_target(family)
+    found = count_waits(FAMILIES[family](target), target, monkeypatch)
+    assert found == {**STEP, **OWN.get(family, {})}
+
+
+@pytest.mark.parametrize("num_steps", [1, 7])
+def test_a_step_waits_as_often_for_seven_draft_steps_as_for_one(
+    num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target()
+    assert count_waits(make_eagle3(target, num_steps), target, monkeypatch) == STEP
 
 
 def test_a_micro_batch_is_waited_for_in_its_loss_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five reads: those in the loss."""
-    one, two = (count_waits(2, accumulation, monkeypatch) for accumulation in (1, 2))
+    target = make_target()
+    one, two = (
+        count_waits(make_eagle3(target, 2), target, monkeypatch, accumulation=accumulation) for accumulation in (1, 2)
+    )
     assert {name: two.get(name, 0) - one.get(name, 0) for name in WAITS} == {
         "_local_scalar_dense": 0,
         "nonzero": 2,
@@ -93,5 +116,8 @@ def test_a_micro_batch_is_waited_for_in_its_loss_alone(monkeypatch: pytest.Monke
 
 def test_the_results_of_a_step_are_one_more_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss and acceptance, read for a step that is logged."""
-    silent, logged = (count_waits(2, 1, monkeypatch, is_logged=is_logged) for is_logged in (False, True))
+    target = make_target()
+    silent, logged = (
+        count_waits(make_eagle3(target, 2), target, monkeypatch, is_logged=is_logged) for is_logged in (False, True)
+    )
     assert logged == {**silent, "tolist": silent["tolist"] + 1}
