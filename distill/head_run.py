@@ -44,7 +44,8 @@ from redraft.distill.prove import (
     report,
 )
 from redraft.distill.signal.sharded import is_sharded, leading
-from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, to_device, train
+from redraft.distill.signal.transfer import to_device
+from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, train
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.run import Run
 from redraft.distill.train.step import Distillation, Optim, require_whole_matrices

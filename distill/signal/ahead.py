@@ -14,14 +14,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
-
-
-def host_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor in host memory that `device` can copy without waiting: pinned, if it is a GPU."""
-    return torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 class OneAhead:
@@ -37,6 +31,7 @@ class OneAhead:
         """Let a thread get the signal of this batch. The one of an earlier batch that nobody fetched is dropped."""
         if self._flight is not None:
             self._flight.thread.join()
+        self._follow()
         self._flight = _Flight(batch, lambda: self._get(batch))
 
     def __call__(self, batch: Batch) -> TargetSignal:
@@ -49,6 +44,7 @@ class OneAhead:
             flight.thread.join()  # a source is for one thread at a time
         # A held-out batch may come between: it is got now, and the flight stays for the next step.
         if flight is None or flight.batch is not batch:
+            self._follow()
             signal = self._get(batch)
         else:
             self._flight = None
@@ -56,6 +52,11 @@ class OneAhead:
         if self._stream is not None:
             self._hand_over(signal)
         return signal
+
+    def _follow(self) -> None:
+        """Let the stream wait for the caller's, on which the batch may still be on its way (`to_device`)."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def _get(self, batch: Batch) -> TargetSignal:
         with self._on_stream():

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from redraft.distill.data.samples import Sample
-from redraft.distill.signal.ahead import host_zeros
 from redraft.distill.signal.shards import Shards, keyed_rows
 from redraft.distill.signal.sources import recorded, top_k
+from redraft.distill.signal.transfer import host_zeros
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, final_hidden, label_rows
 from redraft.heads.nn.float8 import SCALE_BYTES, decode_float8, encode_float8, scales
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from redraft.distill.signal.ahead import host_zeros
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.features_store import (
@@ -32,6 +31,7 @@ from redraft.distill.signal.features_store import (
     absolute,
 )
 from redraft.distill.signal.sources import TOP_K_ONLY, EndpointTarget, documents
+from redraft.distill.signal.transfer import host_zeros
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families.standalone import find_logit_change
 from redraft.heads.files.checkpoint import register_models

@@ -17,7 +17,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from torch import Tensor
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, data_hash
 from redraft.distill.signal.sources import documents
+from redraft.distill.signal.transfer import to_device
 from redraft.heads.draft import Batch, TargetSignal, label_rows
 from redraft.heads.files.artifact import require_space, sync, write_whole
 from redraft.heads.progress import Progress
@@ -191,10 +192,7 @@ def _write_shard(
         keyed = list(keyed_rows(batch, content.rows(batch)))
         if not keyed:
             continue
-        there: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(batch).items() if torch.is_tensor(value)
-        }
-        signal = source(replace(batch, **there))
+        signal = source(to_device(batch, torch.device(device)))
         for key, rows_N in keyed:
             keys.append(key)
             num_rows.append(len(rows_N))

@@ -18,12 +18,12 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     broadcast_object_list,
-    send_to_device,
 )
 
 from redraft.distill.data.on_policy import draft_written, is_on_policy
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import SampleStats
+from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.compiled import require_compiler
 from redraft.distill.train.ranks import (
     LONGEST_WAIT,
@@ -379,10 +379,6 @@ def _take_held_out(held_out: PackedDataset, loop: Loop, accelerator: Accelerator
     """This rank's batches of held-out text."""
     batches = held_out.in_order(loop.batch_size, rank=accelerator.process_index, num_ranks=accelerator.num_processes)
     return [to_device(batch, accelerator.device) for batch in islice(batches, loop.eval_batches)]
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    return Batch(**send_to_device(vars(batch), device))
 
 
 def peak_rss_mib() -> float:

@@ -11,17 +11,18 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from redraft.distill.loss.divergences import Divergence
+from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation, Optim, StepStats, fits
@@ -30,7 +31,7 @@ from redraft.heads.draft import Draft
 from redraft.heads.files.folder import read_config
 from redraft.heads.target import Target
 from redraft.online.learning.config import Training
-from redraft.online.learning.replay import RecordedBatch, make_batches, read_signal, select_head_texts, select_texts
+from redraft.online.learning.replay import make_batches, read_signal, select_head_texts, select_texts
 from redraft.online.records.record import Record
 
 STATE, DRAFT = "state", "draft"
@@ -160,7 +161,7 @@ class Candidate:
             reads=reads,
         )
         # Every rank has packed all batches from the same seed, and keeps a share.
-        mine = [move_to_device(batch, self.accelerator.device) for batch in batches[rank::ranks]]
+        mine = [to_device(batch, self.accelerator.device) for batch in batches[rank::ranks]]
         return self.distillation.step(mine)
 
     def write(self, folder: Path) -> None:
@@ -190,17 +191,6 @@ class Candidate:
 
     def rest(self) -> None:
         """Do nothing. An order now and then keeps the other ranks' wait from timing out."""
-
-
-def move_to_device(batch: RecordedBatch, device: torch.device) -> RecordedBatch:
-    # `send_to_device` moves tensors in dicts, but does not know our dataclasses.
-    def move(value: Any) -> Any:
-        if is_dataclass(value):
-            return type(value)(**{field: move(some) for field, some in vars(value).items()})  # type: ignore[misc]
-        return send_to_device(value, device)
-
-    moved: RecordedBatch = move(batch)
-    return moved
 
 
 class Ranks:

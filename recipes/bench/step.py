@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.train.loop import to_device
+from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.step import compile_layers, distill_loss
 from redraft.heads.catalog import find_family
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget

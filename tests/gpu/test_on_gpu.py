@@ -33,9 +33,9 @@ from redraft.distill.loss.fused import (
     fused_linear_divergence,
 )
 from redraft.distill.loss.rows import has_triton
-from redraft.distill.signal.ahead import OneAhead, host_zeros
+from redraft.distill.signal.ahead import OneAhead
+from redraft.distill.signal.transfer import host_zeros, to_device
 from redraft.distill.train import muon
-from redraft.distill.train.loop import to_device
 from redraft.distill.train.muon import orthogonalise
 from redraft.distill.train.step import Distillation, Optim
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
@@ -284,6 +284,25 @@ def test_a_signal_that_comes_on_another_stream_is_whole_and_stays_until_the_step
         assert torch.equal(found.cpu(), 4096.0 * batch.input_ids_BT)
     assert streams
     assert torch.cuda.default_stream(GPU) not in streams
+
+
+def test_the_stream_ahead_reads_a_batch_only_once_it_has_arrived() -> None:
+    """The batch is copied behind products that take a while, and nobody waits for it."""
+
+    def teach(batch: Batch) -> TargetSignal:
+        read_BT1 = batch.input_ids_BT[..., None].clone()
+        return TargetSignal(distribution=ExactTarget(hidden_BTD=read_BT1, head_VD=read_BT1[0]))
+
+    source, busy = OneAhead(teach, GPU), torch.randn(4096, 4096, device=GPU)
+    for seed in range(8):
+        there = make_batch([[make_ids(64, seed=seed)]])
+        for _ in range(20):
+            busy = (busy @ busy).tanh()
+        batch = to_device(there, GPU)
+        source.start(batch)
+        known = source(batch).distribution
+        assert isinstance(known, ExactTarget)
+        assert torch.equal(known.hidden_BTD[..., 0].cpu(), there.input_ids_BT)
 
 
 # -------------------------------------------------------------------------------------------------------- training step

@@ -20,7 +20,7 @@ from redraft.distill.signal.ahead import OneAhead
 from redraft.distill.signal.cache import CachedTarget, TopK
 from redraft.distill.signal.shards import write_cache
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.train.loop import to_device
+from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.step import Distillation, Optim
 
 GPU = torch.device("cuda")

@@ -1,0 +1,35 @@
+"""Copies from the host's memory to a device: pinned, so that nobody waits for them."""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def host_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor in host memory that `device` can copy without waiting: pinned, if it is a GPU."""
+    return torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def to_device(value: T, device: torch.device) -> T:
+    """A tensor, or a dataclass with tensors at any depth, on `device`. What is there already is not copied.
+
+    A GPU may still be copying: only its current stream, and one that waits for that stream, find the tensors whole. The
+    host may change its own tensors at once.
+    """
+    if is_dataclass(value):
+        moved: dict[str, Any] = {name: to_device(part, device) for name, part in vars(value).items()}
+        return cast(T, type(value)(**moved))  # type: ignore[misc]  # it may be a class, for all mypy knows
+    return cast(T, _copy(value, device)) if isinstance(value, Tensor) else value
+
+
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    # The pinned copy is held by nobody else, and PyTorch keeps its memory until the device has read it.
+    return tensor.pin_memory().to(device, non_blocking=True)
