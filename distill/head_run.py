@@ -158,8 +158,6 @@ class HeadRun:
             raise ValueError("only a target in this process writes text to learn on: --signal.kind model")
         if cfg.loop.on_policy and cfg.signal.shard:
             raise ValueError("a target in shards writes no text: --loop.on-policy 0")
-        if cfg.loop.compile and cfg.signal.shard:
-            raise ValueError("a target in shards is not compiled: leave out --loop.compile or --signal.shard")
         require_no_engine(cfg.signal, engine=cfg.prove.engine)
         if cfg.start_from is not None:
             require_head(cfg.start_from, name, model_folder(cfg.target))

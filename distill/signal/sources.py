@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
 from redraft.distill.signal.endpoints import Endpoints
+from redraft.distill.signal.sharded import is_sharded
 from redraft.distill.train.compiled import running_compiled
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget, label_rows
 from redraft.heads.families.standalone import find_logit_change
@@ -77,12 +77,10 @@ class InProcessTarget:
     def compile_layers(self) -> None:
         """Compile the model's layers for the calls of this source. For others the model stays as it is.
 
-        Raises:
-            ValueError: if the layers are in shards.
+        Layers in shards stay as they are: what gathers them is a hook, and would be cut out of every graph.
         """
-        if any(isinstance(p, DTensor) for p in self.model.parameters()):
-            raise ValueError("a target in shards is not compiled: leave out --loop.compile or --signal.shard")
-        self._compiled = list(self.model.base_model.layers)
+        if not is_sharded(self.model):
+            self._compiled = list(self.model.base_model.layers)
 
     def _head(self) -> Tensor:
         weight_VD: Tensor = self.model.get_output_embeddings().weight

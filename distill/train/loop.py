@@ -82,9 +82,9 @@ class Loop:
     seed: int = 0
     """Seed of the order of the data, of random initial weights, and of generated text."""
     compile: bool = False
-    """Compile the layers of the draft, and of a target in this process, with `torch.compile`: fewer and larger kernels
-    between the matrix products. The first step and the first evaluation take a minute or two longer, and results
-    differ in rounding. Needs a C++ compiler; not for DeepSpeed or a target in shards."""
+    """Compile the layers of the draft, and of a target that is whole in this process, with `torch.compile`: fewer and
+    larger kernels between the matrix products. The first step and the first evaluation take a minute or two longer, and
+    results differ in rounding. Needs a C++ compiler; not for DeepSpeed."""
 
     def __post_init__(self) -> None:
         if self.compile:

@@ -23,6 +23,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.loss.fused import DraftRows, ExactRows, TopKRows, fused_linear_divergence
 from redraft.distill.signal.ahead import OneAhead
+from redraft.distill.signal.sharded import is_sharded
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.compiled import compile_in_place, draft_layers
 from redraft.distill.train.muon import Muon, split
@@ -294,10 +295,7 @@ def make_optimizers(module: nn.Module, optim: Optim) -> list[torch.optim.Optimiz
 
 
 def compile_layers(draft: nn.Module, target: Callable[[Batch], TargetSignal]) -> None:
-    """Compile the layers of a draft, and of a target in this process (`distill.train.compiled`).
-
-    Raises: ValueError if the target is in shards.
-    """
+    """Compile the layers of a draft, and of a target that is whole in this process (`distill.train.compiled`)."""
     layers = draft_layers(draft)
     recomputed = any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
     recomputed |= getattr(getattr(draft, "config", None), "recompute", False)
@@ -338,6 +336,9 @@ class Distillation:
     def compile_layers(self) -> None:
         """`compile_layers` of the draft and the target of this training."""
         compile_layers(self.draft, self.target)
+        is_left = isinstance(self.target, InProcessTarget) and is_sharded(self.target.model)
+        if is_left and self.accelerator.is_main_process:
+            print("--loop.compile: the layers of the draft; those of the target are in shards, and stay as they are")
 
     def weights(self) -> dict[str, Tensor]:
         """The draft's state dict, whole on the main process even if the ranks shard it. All ranks must call this."""

@@ -1,10 +1,11 @@
 """A target shared out over two ranks: signal, answers and steps, written down by the first.
 
-python shard_target.py TARGET OUTPUT      alone or under torchrun
+python shard_target.py TARGET OUTPUT [compiled]      alone or under torchrun
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def load(name: str, accelerator: Accelerator) -> object:
     return load_causal_lm(name, torch.float32).requires_grad_(False).eval()
 
 
-def main(name: str, output: Path) -> None:
+def main(name: str, output: Path, *, compiles: bool) -> None:
     accelerator = make_accelerator(1, None, None)
     model = load(name, accelerator)
     assert is_sharded(model) == (accelerator.num_processes > 1)
@@ -50,15 +51,21 @@ def main(name: str, output: Path) -> None:
             answers = greedy_continuations(model, prompts, max_tokens=6, num_speculative_tokens=2, end_ids=())
     optim = Optim(lr=1e-2, warmup_fraction=0.0)
     distillation = Distillation(head, source, Divergence(name="forward_kl"), optim, 4, accelerator)
+    if compiles:
+        # The graphs and their gradients as for any backend, without minutes of C++.
+        torch.compile = functools.partial(torch.compile, backend="aot_eager")
+        distillation.compile_layers()
     rank, ranks = accelerator.process_index, accelerator.num_processes
     losses = [distillation.step(micro_batches(step, rank, ranks, 1)).loss for step in range(4)]
     tau = distillation.evaluate(micro_batches(9, rank, ranks, 1), 2).tau
     weights = {key: tensor.clone() for key, tensor in distillation.weights().items()}
     if accelerator.is_main_process:
         texts = [vars(answer) for answer in answers or []]
-        torch.save({"held": held, "answers": repr(texts), "losses": losses, "tau": tau, "weights": weights}, output)
+        found = {"held": held, "answers": repr(texts), "losses": losses, "tau": tau, "weights": weights}
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if compiles else 0
+        torch.save({**found, "graphs": graphs}, output)
     leave(accelerator)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), compiles="compiled" in sys.argv[3:])
