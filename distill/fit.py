@@ -1,11 +1,12 @@
 """Whether a training fits into memory, answered before anything is loaded.
 
     every process, on the device    the target, or with servers only embeddings and head;  the draft: 4 bytes a weight,
-                                    4 of gradient, 8 of optimizer state, as far as the ranks do not share them out
+                                    4 of gradient, 8 of optimizer state (4 for a matrix under Muon), as far as the
+                                    ranks do not share them out
     every machine, in host memory   the target once for each process on it: each reads it whole before it moves;
                                     with --signal.shard once, for the process that reads it
 
-Activations come on top: `redraft bench-training --count` counts them.
+Activations come on top. If the rest takes most of the memory, the run says so, with the command that counts them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from redraft.distill.inputs import Signal, choose_dtype
+from redraft.distill.train.muon import split
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.heads.catalog import find_family
 from redraft.heads.families.standalone import Init, from_config
@@ -33,7 +35,13 @@ from redraft.heads.files.checkpoint import load_text_config, register_models
 from redraft.heads.target import Target
 
 WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 4, 4, 8
-"""By weight of the draft: trained in float32 with AdamW."""
+"""By weight of the draft: trained in float32 with AdamW, which keeps two means."""
+
+MOMENTUM_BYTES = 4
+"""Muon's state, by weight in a matrix."""
+
+TIGHT = 0.7
+"""Share of the memory from which on a run says that activations come on top."""
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -65,20 +73,24 @@ def require_room(
     target: str,
     signal: Signal,
     accelerator: Accelerator,
-    count_draft: Callable[[Any], int],
+    count_draft: Callable[[Any], DraftSize],
     dtype: TargetDtype | None = None,
+    *,
+    optimizer: str = "adamw",
+    tell: Callable[[], str] = lambda: "redraft bench-training --count",
 ) -> None:
     """Refuse a training that cannot fit. One process of each machine tells, the others leave with it.
 
-    `count_draft(config)` is the number of the draft's weights, by the target's text config. `dtype` is the
-    target's (`choose_dtype`).
+    If it fits tightly, the main process says that activations come on top, and which command counts them: `tell()`.
+    `count_draft(config)` is the draft's size, by the target's text config. `dtype` is the target's
+    (`choose_dtype`), and `optimizer` the name of the draft's.
 
     Raises:
         ValueError: the target or the draft does not fit. The message has the bytes and the ways out.
     """
     try:
         config, sizes = _size_target(target, choose_dtype(target, dtype, accelerator.device))
-        draft_weights = count_draft(config)
+        draft = count_draft(config)
     except Exception:  # transformers raises a dozen types for a config; the loading that follows reports each in a line
         return
     is_shared = signal.shard and accelerator.num_processes > 1
@@ -87,15 +99,27 @@ def require_room(
         target_bytes = sizes.outside
     elif is_shared:
         target_bytes = sizes.share(accelerator.num_processes)
-    draft_bytes = round(draft_weights * bytes_by_weight(accelerator))
+    draft_bytes = round(draft.weights * bytes_by_weight(accelerator, draft.state_bytes(optimizer) / draft.weights))
     need = Need(target=target_bytes, draft=draft_bytes, host=sizes.whole if is_shared else None)
+    room = read_room(accelerator)
     try:
-        check(target, need, read_room(accelerator), has_servers=bool(signal.url))
+        check(target, need, room, has_servers=bool(signal.url))
     except ValueError:
         if not accelerator.is_local_main_process:
             # One message for each machine: the other processes leave without a word.
             raise SystemExit(2) from None
         raise
+    if accelerator.is_main_process and is_tight(need, room):
+        assert room.device_bytes is not None
+        print(
+            f"warning: target and draft take {_gb(need.target + need.draft)} of the {_gb(room.device_bytes)} of "
+            f"{room.device}, and activations come on top; this counts them: {tell()}"
+        )
+
+
+def is_tight(need: Need, room: Room) -> bool:
+    """Whether a device has no more left for activations than a share of 1 - `TIGHT`. A CPU has no memory of its own."""
+    return room.device_bytes is not None and need.target + need.draft > TIGHT * room.device_bytes
 
 
 def require_target_room(name: str, device: torch.device, dtype: torch.dtype | None, *, way_out: str) -> None:
@@ -205,49 +229,71 @@ def size_weights(config: Any, dtype: torch.dtype) -> TargetSizes:
     return TargetSizes(outside=outside, layers=tuple(layers.values()))
 
 
-def count_head(family: str, options: Any, draft_vocab_size: int, target_config: Any) -> int:
-    """Weights of an untrained head of a family."""
+@dataclass(frozen=True, kw_only=True)
+class DraftSize:
+    """Weights of a draft."""
+
+    weights: int
+    matrices: int
+    """Those in matrices that Muon moves (`distill.train.muon.split`)."""
+
+    @staticmethod
+    def of(module: torch.nn.Module) -> DraftSize:
+        matrices, rest = split(module)
+        in_matrices = sum(weight.numel() for weight in matrices)
+        return DraftSize(weights=in_matrices + sum(weight.numel() for weight in rest), matrices=in_matrices)
+
+    def state_bytes(self, optimizer: str) -> int:
+        """Bytes that the optimizer keeps for them, apart from a count of steps for each tensor of AdamW's."""
+        matrices = self.matrices if optimizer == "muon" else 0
+        return MOMENTUM_BYTES * matrices + STATE_BYTES * (self.weights - matrices)
+
+
+def count_head(family: str, options: Any, draft_vocab_size: int, target_config: Any) -> DraftSize:
+    """The size of an untrained head of a family."""
     with torch.device("meta"):
         weight_VD = torch.empty(target_config.vocab_size, target_config.hidden_size)
         target = Target(config=target_config, embed_VD=weight_VD, head_VD=weight_VD)
         # On the CPU, with values: a head checks the ids when it is made (`check_ids`).
         kept = (torch.arange(draft_vocab_size, device="cpu"),) if draft_vocab_size else ()
-        return _count(find_family(family).draft_class()(options, target, *kept))
+        return DraftSize.of(find_family(family).draft_class()(options, target, *kept))
 
 
-def count_standalone(init: Init, target_config: Any) -> int:
-    """Weights of a standalone draft."""
+def count_standalone(init: Init, target_config: Any) -> DraftSize:
+    """The size of a standalone draft."""
     with torch.device("meta"):
-        if init.num_layers:
-            return _count(from_config(target_config, num_layers=init.num_layers, hidden_size=init.hidden_size))
-        if init.layers:
-            config = copy.deepcopy(target_config)
-            config.num_hidden_layers = len(init.layers)
-            if getattr(config, "layer_types", None):
-                config.layer_types = [config.layer_types[layer] for layer in init.layers]
-        else:
-            assert init.checkpoint is not None
-            config = load_text_config(init.checkpoint)
-        return _count(AutoModelForCausalLM.from_config(config))
+        return DraftSize.of(AutoModelForCausalLM.from_config(standalone_config(init, target_config)))
 
 
-def _count(module: torch.nn.Module) -> int:
-    return sum(weight.numel() for weight in module.parameters())
+def standalone_config(init: Init, target_config: Any) -> Any:
+    """The text config of a standalone draft."""
+    if init.num_layers:
+        with torch.device("meta"):
+            return from_config(target_config, num_layers=init.num_layers, hidden_size=init.hidden_size).model.config
+    if not init.layers:
+        assert init.checkpoint is not None
+        return load_text_config(init.checkpoint)
+    config = copy.deepcopy(target_config)
+    config.num_hidden_layers = len(init.layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[layer] for layer in init.layers]
+    return config
 
 
-def bytes_by_weight(accelerator: Accelerator) -> float:
-    """Bytes on a device for each weight of the draft, as the launch shares them out."""
+def bytes_by_weight(accelerator: Accelerator, state_bytes: float = STATE_BYTES) -> float:
+    """Bytes on a device for each weight of the draft, as the launch shares them out. `state_bytes` is the mean of the
+    optimizer's."""
     ranks: int = accelerator.num_processes
     if accelerator.distributed_type == DistributedType.FSDP:
         offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
         # Offloaded, weights and states stay in host memory: the device holds a layer at a time.
-        return 0 if offloads else (WEIGHT_BYTES + GRADIENT_BYTES + STATE_BYTES) / ranks
+        return 0 if offloads else (WEIGHT_BYTES + GRADIENT_BYTES + state_bytes) / ranks
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         plugin = accelerator.deepspeed_plugin
         weights: float = WEIGHT_BYTES / ranks if plugin.zero_stage == 3 else WEIGHT_BYTES
         offloads = plugin.offload_optimizer_device not in (None, "none")
-        return weights + GRADIENT_BYTES / ranks + (0 if offloads else STATE_BYTES / ranks)
-    return WEIGHT_BYTES + GRADIENT_BYTES + STATE_BYTES
+        return weights + GRADIENT_BYTES / ranks + (0 if offloads else state_bytes / ranks)
+    return WEIGHT_BYTES + GRADIENT_BYTES + state_bytes
 
 
 def read_room(accelerator: Accelerator) -> Room:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from redraft.distill.count_command import count_command
 from redraft.distill.data.vocabulary import require_smaller
 from redraft.distill.fit import count_head, require_room
 from redraft.distill.inputs import (
@@ -170,7 +171,10 @@ class HeadRun:
         if convert is None:  # a converted target is one of the right layout, and its head has yet to be sized
             vocabulary = getattr(cfg, "draft_vocab_size", 0)
             size = functools.partial(count_head, name, cfg.head, vocabulary)  # type: ignore[attr-defined]
-            require_room(cfg.target, cfg.signal, self.accelerator, size, cfg.target_dtype)
+            tell = functools.partial(count_command, name, cfg, self.accelerator)
+            require_room(
+                cfg.target, cfg.signal, self.accelerator, size, cfg.target_dtype, optimizer=cfg.optim.name, tell=tell
+            )
         self.run = Run.open(cfg.output, asdict(cfg), self.accelerator, resume=cfg.resume, overwrite=cfg.overwrite)
         self.target_name = cfg.target if convert is None else str(self._convert_target(convert))
         # 3. The target and the data.

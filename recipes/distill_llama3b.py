@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 
+from redraft.distill.count_command import count_command
 from redraft.distill.fit import count_standalone, require_room
 from redraft.distill.inputs import (
     Data,
@@ -89,7 +90,9 @@ def main(cfg: Config) -> None:
     # Refuse before `Run.open`: a run too large for the machine leaves no folder to overwrite.
     require_whole_matrices(cfg.optim, accelerator)
     require_no_engine(cfg.signal, engine=cfg.prove.engine)
-    require_room(cfg.target, cfg.signal, accelerator, functools.partial(count_standalone, cfg.draft), cfg.target_dtype)
+    size = functools.partial(count_standalone, cfg.draft)
+    tell = functools.partial(count_command, "standalone", cfg, accelerator)
+    require_room(cfg.target, cfg.signal, accelerator, size, cfg.target_dtype, optimizer=cfg.optim.name, tell=tell)
     run = Run.open(cfg.output, asdict(cfg), accelerator, resume=cfg.resume, overwrite=cfg.overwrite)
 
     # 1. Models.

@@ -57,7 +57,7 @@ def orthogonalise(matrix_RC: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
     wide = matrix_RC.shape[0] <= matrix_RC.shape[1]
     # The iteration corrects its own rounding, so 8 bits do.
-    in_bfloat16 = matrix_RC.is_cuda or cpu_computes_bfloat16()
+    in_bfloat16 = matrix_RC.device.type != "cpu" or cpu_computes_bfloat16()
     x = (matrix_RC if wide else matrix_RC.mT).to(torch.bfloat16 if in_bfloat16 else torch.float32)
     # A matrix of zeros stays one.
     x = x / x.norm().clamp_min(torch.finfo(x.dtype).tiny)

@@ -10,12 +10,18 @@ import importlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
-from redraft.distill.fit import size_weights
+import torch
+
+from redraft.distill.count_command import NUM_STEPS
+from redraft.distill.fit import size_weights, standalone_config
+from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.heads.catalog import find_family
+from redraft.heads.families.standalone import Init
 from redraft.recipes.bench.counted import ACTIVATIONS, Operation
 from redraft.recipes.bench.roofs import (
     DEVICES,
@@ -67,7 +73,16 @@ class Counting:
     family: FamilyName = "eagle3"
     """Draft to train. Options, divergence and batch are the defaults of the command, unless given here."""
     draft: str = "llama-3.2-3b"
-    """Sizes of a standalone draft, named as --target."""
+    """Sizes of a standalone draft, named as --target; or the flags of --draft of `redraft distill` as JSON, e.g.
+    '{"layers": [0, 6]}' for two of the target's layers."""
+    head: str = "{}"
+    """Options of a head that are not the command's defaults, as JSON, e.g. '{"num_layers": 3}'."""
+    divergence: str = "{}"
+    """Options of the loss that are not the command's defaults, as JSON, e.g. '{"name": "forward_kl"}'."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Optimizer of the draft (--optim.name)."""
+    target_dtype: TargetDtype = "bfloat16"
+    """Type of the target's weights and states."""
     features: Features = "in-process"
     """Place of the target: `in-process` (--signal.kind model), `served` on other GPUs (endpoint), or `cached` on disk
     before training (cache). The time in which vLLM and the network send the target's signal is not counted."""
@@ -123,10 +138,6 @@ class Counting:
         return self.target or ("mimo-7b" if self.family == "mtp" else "llama-3.1-8b")
 
 
-NUM_STEPS = {"dflash": "block_size", "dspark": "block_size", "medusa": "num_heads", "mlp_speculator": "num_stages"}
-"""The option of a family that says how many tokens it learns, if not `num_steps`."""
-
-
 def make_plan(cfg: Counting) -> Plan:
     """The sizes of the step: those of the family's command, changed by the flags.
 
@@ -134,43 +145,62 @@ def make_plan(cfg: Counting) -> Plan:
         ValueError: there is no such model, or a flag does not fit the family.
     """
     recipe = find_recipe(cfg.family)
-    is_head = find_family(cfg.family).is_head
-    head = recipe.head if is_head else find_sizes(cfg.draft)
-    if cfg.num_steps is not None:
-        if not is_head:
-            raise ValueError(
-                "--num-steps does not fit a standalone draft: it learns one step, for any number of tokens"
-            )
-        head = replace(head, **{NUM_STEPS.get(cfg.family, "num_steps"): cfg.num_steps})
-    if cfg.gradient_checkpointing and is_head:
-        if not hasattr(head, "recompute"):
-            raise ValueError(f"--gradient-checkpointing does not fit {cfg.family}: its activations are kept")
-        head = replace(head, recompute=True)
+    target = find_sizes(cfg.target_name)
     vocabulary = getattr(recipe, "draft_vocab_size", 0) if cfg.draft_vocab_size is None else cfg.draft_vocab_size
     if vocabulary and not hasattr(recipe, "draft_vocab_size"):
         raise ValueError(f"--draft-vocab-size does not fit {cfg.family}: it has the target's vocabulary")
-    target = find_sizes(cfg.target_name)
-    if not is_head:
-        head.vocab_size = target.vocab_size  # as the command pads or transplants it
     return Plan(
         family=cfg.family,
         target=target,
-        head=head,
+        head=_choose_head(cfg, recipe.head) if find_family(cfg.family).is_head else _find_draft(cfg, target),
         # The default of 32,000 may exceed a small target's vocabulary.
         draft_vocab_size=min(vocabulary, target.vocab_size),
-        divergence=recipe.divergence,
+        divergence=_read(partial(replace, recipe.divergence), cfg.divergence, "--divergence"),
+        optimizer=cfg.optimizer,
         max_grad_norm=recipe.optim.max_grad_norm,
         features=cfg.features,
         top_k=recipe.signal.k,
         batch_size=cfg.batch_size or recipe.loop.batch_size,
         sequence_length=cfg.sequence_length or recipe.loop.sequence_length,
         documents=cfg.documents,
+        dtype=getattr(torch, cfg.target_dtype),
         autocast=cfg.precision == "bf16",
         keeps_gradients=cfg.devices > 1,
         gradient_checkpointing=cfg.gradient_checkpointing,
         exact=cfg.exact,
         compiled=cfg.compile,
     )
+
+
+def _read(make: Callable[..., Any], options: str, flag: str) -> Any:
+    """`make` with the options of a JSON object. Raises ValueError, with the flag, for any other text or option."""
+    try:
+        # JSON knows no tuples.
+        return make(**{key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(options).items()})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{flag} {options} is not a JSON object of its options: {error}") from error
+
+
+def _choose_head(cfg: Counting, usual: Any) -> Any:
+    """The options of a head: the command's, changed by the flags."""
+    head = _read(partial(replace, usual), cfg.head, "--head")
+    if cfg.num_steps is not None:
+        head = replace(head, **{NUM_STEPS.get(cfg.family, "num_steps"): cfg.num_steps})
+    if not cfg.gradient_checkpointing:
+        return head
+    if not hasattr(head, "recompute"):
+        raise ValueError(f"--gradient-checkpointing does not fit {cfg.family}: its activations are kept")
+    return replace(head, recompute=True)
+
+
+def _find_draft(cfg: Counting, target: Any) -> Any:
+    """The text config of a standalone draft, by name or by JSON."""
+    if cfg.num_steps is not None:
+        raise ValueError("--num-steps does not fit a standalone draft: it learns one step, for any number of tokens")
+    by_json = cfg.draft.startswith("{")
+    draft = standalone_config(_read(Init, cfg.draft, "--draft"), target) if by_json else find_sizes(cfg.draft)
+    draft.vocab_size = target.vocab_size  # as the command pads or transplants it
+    return draft
 
 
 def find_recipe(family: str) -> Any:

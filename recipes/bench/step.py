@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.signal.transfer import to_device
-from redraft.distill.train.step import compile_layers, distill_loss
+from redraft.distill.train.muon import Muon
+from redraft.distill.train.step import Optim, compile_layers, distill_loss, make_optimizers
 from redraft.heads.catalog import find_family
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget
 from redraft.heads.families.standalone import StandaloneDraft
@@ -51,6 +52,7 @@ class Plan:
     draft_vocab_size: int = 0
     """0 for the target's whole vocabulary."""
     divergence: Divergence
+    optimizer: Literal["adamw", "muon"] = "adamw"
     max_grad_norm: float = 1.0
     features: Features = "in-process"
     """Whether the target runs in the step, or sends hidden states (for a standalone draft, its top k)."""
@@ -107,15 +109,15 @@ def count_step(plan: Plan, *, weightless: bool = True, shown_on: torch.device = 
         batch = make_batch(plan)
         source = _source(plan, model, draft, batch, has_weights=not weightless)
         trained = [p for p in draft.parameters() if p.requires_grad]
-        optimizer = _make_optimizer(trained)
+        optimizers = _make_optimizers(plan, draft)
         count.memory.hold(TARGET_WEIGHTS, [*model.parameters(), *model.buffers()])
         count.memory.hold(DRAFT_WEIGHTS, [*draft.parameters(), *draft.buffers()])
         signal = None if plan.features == "in-process" else source(batch)
         count.memory.hold(SIGNAL, _tensors(signal))
         # The state appears in the first step of an optimizer. This moment is left out: a training has it once.
-        _make_state(optimizer, trained, count, keep=plan.keeps_gradients)
+        _make_state(optimizers, trained, count, keep=plan.keeps_gradients)
         count.memory.restart()
-        _run(plan, draft, source, batch, signal, optimizer, count)
+        _run(plan, draft, source, batch, signal, optimizers, count)
         count.begin("")
         return Counted(
             operations=count.operations,
@@ -172,7 +174,7 @@ def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2
     with device:
         source = _source(plan, model, draft, batch, has_weights=False)
         signal = None if plan.features == "in-process" else source(batch)
-    optimizer = _make_optimizer([p for p in draft.parameters() if p.requires_grad])
+    optimizers = _make_optimizers(plan, draft)
     if plan.compiled:
         compile_layers(draft, source)
     if on_gpu:
@@ -180,8 +182,9 @@ def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2
     seconds = []
     for _ in range(warm_up + rounds):
         started = time.perf_counter()
-        _run(plan, draft, source, batch, signal, optimizer, _Unmarked(), device.type)
-        optimizer.zero_grad()
+        _run(plan, draft, source, batch, signal, optimizers, _Unmarked(), device.type)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         if on_gpu:
             torch.cuda.synchronize(device)  # kernels are still running when their launch returns
         seconds.append(time.perf_counter() - started)
@@ -209,7 +212,7 @@ def _run(
     source: Any,
     batch: Batch,
     signal: TargetSignal | None,
-    optimizer: Any,
+    optimizers: list[torch.optim.Optimizer],
     count: Count | _Unmarked,
     device_type: str = "cpu",
 ) -> None:
@@ -228,34 +231,41 @@ def _run(
     count.begin(BACKWARD)
     torch.autograd.backward(loss)
     count.begin(OPTIMIZER)
-    _update(optimizer, plan.max_grad_norm)
+    _update(optimizers, plan.max_grad_norm)
 
 
-def _update(optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
-    # the optimizer refuses a device that it does not know
+def _update(optimizers: list[torch.optim.Optimizer], max_grad_norm: float) -> None:
+    trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     with _shown_on(torch.device("cpu")):
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
         nn.utils.clip_grad_norm_(trained, max_grad_norm, foreach=True)  # the default for tensors with memory
-        optimizer.step()
+    _take_step(optimizers)
 
 
-def _make_optimizer(trained: list[Tensor]) -> torch.optim.Optimizer:
-    with _shown_on(torch.device("cpu")):  # as in `_update`
-        return torch.optim.AdamW(trained, lr=1e-4, fused=True)
+def _take_step(optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        # AdamW refuses a device that it does not know. Muon asks whether the device computes in bfloat16.
+        shown_on = Weightless.shown_on if isinstance(optimizer, Muon) else torch.device("cpu")
+        with _shown_on(shown_on):
+            optimizer.step()
 
 
-def _make_state(optimizer: torch.optim.Optimizer, trained: list[Tensor], count: Count, *, keep: bool) -> None:
-    """Bring the optimizer to the middle of a training, with a state."""
+def _make_optimizers(plan: Plan, draft: Any) -> list[torch.optim.Optimizer]:
+    with _shown_on(torch.device("cpu")):  # as in `_take_step`
+        return make_optimizers(draft, Optim(name=plan.optimizer))
+
+
+def _make_state(optimizers: list[torch.optim.Optimizer], trained: list[Tensor], count: Count, *, keep: bool) -> None:
+    """Bring the optimizers to the middle of a training, with a state."""
     for p in trained:
         p.grad = torch.zeros_like(p)
-    with _shown_on(torch.device("cpu")):
-        optimizer.step()
-    count.memory.hold(STATE, [x for state in optimizer.state.values() for x in state.values()])
+    _take_step(optimizers)
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    count.memory.hold(STATE, [x for state in states for x in state.values()])
     if keep:
         count.memory.hold(GRADIENTS, [cast(Tensor, p.grad) for p in trained])
         return
-    optimizer.zero_grad()
     for p in trained:
+        p.grad = None
         # Gradients come in the backward pass, one parameter after the other: each is booked as it arrives.
         p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             lambda p: count.memory.hold(GRADIENTS, [cast(Tensor, p.grad)])

@@ -6,18 +6,29 @@ import functools
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
+from train_on_ranks import FAMILIES, make_family_target
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from redraft.distill import fit
-from redraft.distill.fit import Need, Room, bytes_by_weight, check, count_head, count_standalone, require_room
+from redraft.distill.fit import (
+    DraftSize,
+    Need,
+    Room,
+    bytes_by_weight,
+    check,
+    count_head,
+    count_standalone,
+    require_room,
+)
 from redraft.distill.inputs import Signal
+from redraft.distill.train.step import Optim, make_optimizers
 from redraft.heads.families import eagle3
 from redraft.heads.families.standalone import Init, prune_layers
 from redraft.recipes import distill_llama3b
@@ -32,7 +43,14 @@ CUDA = torch.device("cuda", 0)
 
 
 def accelerator_of(kind: DistributedType, **settings: Any) -> Any:
-    return SimpleNamespace(distributed_type=kind, num_processes=8, device=CUDA, is_local_main_process=True, **settings)
+    return SimpleNamespace(
+        distributed_type=kind,
+        num_processes=8,
+        device=CUDA,
+        is_local_main_process=True,
+        is_main_process=True,
+        **settings,
+    )
 
 
 def test_a_70b_target_is_refused_on_80_gb_with_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,8 +81,8 @@ def test_a_70b_target_in_shards_fits_eight_gpus_of_80_gb(tmp_path: Path, monkeyp
         seen.append(need)
         check(name, need, room, has_servers=has_servers)
 
-    def draft(_: Any) -> int:
-        return 3_212_749_824  # Llama-3.2-3B
+    def draft(_: Any) -> DraftSize:
+        return DraftSize(weights=3_212_749_824, matrices=0)  # Llama-3.2-3B
 
     monkeypatch.setattr(fit, "check", look)
     plugin = SimpleNamespace(zero_stage=2, offload_optimizer_device="none")
@@ -127,9 +145,66 @@ def test_the_weights_of_a_draft_are_counted_as_they_are_made(random_target: Path
     config = model.config
     drafts = {Init(layers=(0, 1)): prune_layers(model, (0, 1)).model, Init(checkpoint=str(random_target)): model}
     for init, draft in drafts.items():
-        assert count_standalone(init, config) == sum(p.numel() for p in draft.parameters())
+        assert count_standalone(init, config).weights == sum(p.numel() for p in draft.parameters())
     made = fit.from_config(config, num_layers=1, hidden_size=64)
-    assert count_standalone(Init(num_layers=1, hidden_size=64), config) == sum(p.numel() for p in made.parameters())
+    new = Init(num_layers=1, hidden_size=64)
+    assert count_standalone(new, config).weights == sum(p.numel() for p in made.parameters())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_state_is_counted_as_the_optimizers_keep_it(family: str, optimizer: Literal["adamw", "muon"]) -> None:
+    draft: Any = FAMILIES[family](make_family_target(family))
+    size = DraftSize.of(draft)
+    optimizers = make_optimizers(draft, Optim(name=optimizer))
+    for parameter in draft.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for each in optimizers:
+        each.step()
+    kept = [x for each in optimizers for state in each.state.values() for x in state.values()]
+    steps = [x for x in kept if not x.ndim]
+    assert size.state_bytes(optimizer) == sum(x.numel() * x.element_size() for x in kept) - 4 * len(steps)
+    assert size.weights == sum(parameter.numel() for parameter in draft.parameters())
+
+
+def test_muon_takes_less_memory_and_lets_a_draft_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Four billion weights in matrices: 64 GB with AdamW, and 48 with Muon."""
+    LLAMA_70B.save_pretrained(tmp_path)
+    monkeypatch.setattr(fit, "read_room", lambda _: replace(H100, device_bytes=60 * 10**9))
+    accelerator, served = accelerator_of(DistributedType.MULTI_GPU), Signal(kind="endpoint", url=("http://t1:8001",))
+
+    def draft(_: Any) -> DraftSize:
+        return DraftSize(weights=4 * 10**9, matrices=4 * 10**9)
+
+    with pytest.raises(ValueError, match=r"the draft 64\.0 GB"):
+        require_room(str(tmp_path), served, accelerator, draft)
+    require_room(str(tmp_path), served, accelerator, draft, optimizer="muon")
+
+
+def test_a_tight_fit_is_told_once_with_the_command_that_counts_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """4.2 GB of embeddings and head of the target, and 16 bytes a weight, of 85.5 GB."""
+    LLAMA_70B.save_pretrained(tmp_path)
+    monkeypatch.setattr(fit, "read_room", lambda _: H100)
+    served, accelerator = Signal(kind="endpoint", url=("http://t1:8001",)), accelerator_of(DistributedType.MULTI_GPU)
+
+    def say(weights: int) -> str:
+        size = DraftSize(weights=weights, matrices=0)
+        require_room(str(tmp_path), served, accelerator, lambda _: size, tell=lambda: "redraft count this")
+        return capsys.readouterr().out
+
+    assert say(3_400_000_000) == "", "58.6 GB"
+    assert say(3_500_000_000) == (
+        "warning: target and draft take 60.2 GB of the 85.5 GB of cuda:0, and activations come on top; this counts "
+        "them: redraft count this\n"
+    )
+    accelerator.is_main_process = False
+    assert say(3_500_000_000) == ""
+    accelerator.is_main_process = True
+    on_cpu = replace(H100, device="cpu", device_bytes=None)
+    monkeypatch.setattr(fit, "read_room", lambda _: on_cpu)
+    assert say(3_500_000_000) == ""
 
 
 @pytest.mark.parametrize("recipe", [distill_llama3b, eagle3_llama8b])

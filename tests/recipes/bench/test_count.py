@@ -175,6 +175,13 @@ def test_a_count_in_float32_is_the_same_too() -> None:
     assert real.memory[GRADIENTS] == real.gradient_bytes == real.memory[DRAFT_WEIGHTS] - 128 * 8  # beside the ids
 
 
+def test_a_count_with_muon_is_the_same_too() -> None:
+    plan = plan_for("eagle3", optimizer="muon")
+    weightless, real = count_step(plan, shown_on=torch.device("cpu")), count_step(plan, weightless=False)
+    assert (weightless.operations, weightless.memory) == (real.operations, real.memory)
+    assert real.memory[STATE] < count_step(plan_for("eagle3")).memory[STATE]
+
+
 def test_the_targets_signal_is_in_memory_during_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Distillation.step` holds it in a local variable."""
     make_source, run_backward = bench_step._source, torch.autograd.backward
