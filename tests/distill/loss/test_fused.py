@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from redraft.distill.loss import blocks
+from redraft.distill.loss import blocks, fused
 from redraft.distill.loss.divergences import (
     DIVERGENCES,
     Divergence,
@@ -397,6 +397,26 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(value, Tensor):
                 self.elements = max(self.elements, value.numel())
         return result
+
+
+@pytest.mark.parametrize(("device", "rows"), [("cpu", fused.CHUNK_TOKENS_CPU), ("meta", fused.CHUNK_TOKENS_GPU)])
+def test_a_chunk_has_more_rows_where_the_tensors_are_not_on_the_cpu(
+    device: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the device `meta` there are no values to choose rows by, so the chunks are only asked for."""
+    asked: list[int] = []
+    monkeypatch.setattr(fused, "_run_chunks", lambda request, *_: asked.append(request.chunk_tokens))
+    with torch.device(device):
+        head = torch.empty(V, 4, requires_grad=True)
+        draft = DraftRows(
+            hidden_MD=torch.empty(3, 4),
+            head_WD=head,
+            target_row_M=torch.zeros(3, dtype=torch.long),
+            weight_M=torch.ones(3),
+        )
+        target = ExactRows(hidden_ND=torch.empty(N, 5), head_VD=torch.empty(V, 5))
+        fused_linear_divergence([draft], target, Divergence(), normaliser=1)
+    assert asked == [rows]
 
 
 @pytest.mark.parametrize("top_k", [False, True])
