@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 
 from redraft.distill.count_command import count_command
@@ -44,7 +45,8 @@ from redraft.distill.prove import (
     publish_draft,
     report,
 )
-from redraft.distill.signal.sharded import is_sharded, leading
+from redraft.distill.signal.parts import is_whole, last_layers, read_last_layers, read_stream_norms, stream_scales
+from redraft.distill.signal.sharded import leading
 from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, train
 from redraft.distill.train.ranks import leave
@@ -61,7 +63,7 @@ from redraft.heads.files.checkpoint import load_text_config
 from redraft.heads.files.folder import check_model_folder, model_folder
 from redraft.heads.nn.masks import choose_mask_token
 from redraft.heads.progress import Progress
-from redraft.heads.target import Target, aux_layers, norm_scale
+from redraft.heads.target import Target, aux_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,8 @@ class ParallelConfig(HeadConfig):
     """Flags of the heads of several layers that draft all tokens in one pass."""
 
     init: Literal["last_layers", "random"] = "last_layers"
-    """Initial weights of the head's layers: copies of the target's last layers, or random."""
+    """Initial weights of the head's layers: copies of the target's last layers, or random. If the target is in shards
+    or on servers, its layers are read from its files."""
     draft_vocab_size: int = 32000
     """Size of the head's vocabulary: the tokens most frequent as labels. A smaller vocabulary makes drafting faster; 0
     keeps all of the target's."""
@@ -205,34 +208,56 @@ class HeadRun:
         return head
 
     def last_layer(self) -> tuple[nn.Module, nn.Module]:
-        """The target's last decoder layer and final norm, to initialise a head with.
+        """The target's last decoder layer and final norm, with all of its tensors.
 
-        Raises: ValueError if the weights are on another machine.
+        Raises: ValueError if the weights are on another machine, or in shards.
         """
-        (layer,), norm = self.last_layers(1)
+        if not is_whole(self.model):
+            raise ValueError("the target's layers are not in this process: choose another --init")
+        (layer,), norm = last_layers(self.model, 1)
         return layer, norm
 
-    def last_layers(self, count: int) -> tuple[list[nn.Module], nn.Module]:
-        """The target's last `count` decoder layers and final norm, to initialise a head with.
+    def start_as_layers(self, head: Any, count: int) -> None:
+        """Give an untrained head the weights of the target's last `count` layers, and say so.
 
-        Raises: ValueError if the weights are on another machine.
+        If this process does not hold them, the main process reads them from the target's files, and shares the head. If
+        it cannot, the head keeps its random weights, and the line says why.
         """
-        layers, norm = list(self.model.base_model.layers[-count:]), self.model.base_model.norm
-        if is_sharded(self.model) or next(layers[-1].parameters()).is_meta:
-            raise ValueError("the target's layers are not in this process: begin at random with --init random")
-        return layers, norm
+        layers = f"the last {'layer' if count == 1 else f'{count} layers'} of {self.target_name}"
+        if is_whole(self.model):
+            head.init_from_layers(*last_layers(self.model, count))
+            self.say_start(layers)
+            return
+        read = functools.partial(read_last_layers, self.target_name, self.model.dtype, count)
+        try:
+            self.run.on_main(lambda: head.init_from_layers(*read()))
+        except (ValueError, OSError) as error:
+            self.say_start(f"random weights: {error}")
+        else:
+            self.share(head)
+            self.say_start(f"{layers}, read from its files, for this process does not hold them")
+
+    def say_start(self, start: str) -> None:
+        """Print the start of a head, on the main process."""
+        if self.accelerator.is_main_process:
+            print(f"the head starts from {start}")
+
+    def share(self, head: Any) -> None:
+        """Give every rank the weights of a head of the main process. All ranks must call this."""
+        head.to(self.accelerator.device)
+        broadcast([parameter.data for parameter in head.parameters()])
+        head.cpu()
 
     def stream_scales(self, layer_ids: Sequence[int]) -> list[Tensor]:
         """For each stream, after k layers, the factors of the norm in the target's layer that reads it, [D].
 
         Raises: ValueError if a stream is not read by an RMS norm, or the target ends with another norm.
         """
-        layers, final = self.model.base_model.layers, self.model.base_model.norm
-        norms = [getattr(layers[k], "input_layernorm", None) if k < len(layers) else final for k in layer_ids]
-        scales = [scale for norm in norms if (scale := norm_scale(norm)) is not None]
-        if len(scales) < len(norms) or norm_scale(final) is None:
-            raise ValueError(f"the norms of {self.cfg.target} are not those of a head: choose another --init")
-        return scales
+        name = self.cfg.target
+        if is_whole(self.model):
+            return stream_scales(self.model, layer_ids, name)
+        read = functools.partial(read_stream_norms, self.target_name, self.model.dtype, layer_ids)
+        return self.run.on_main(lambda: stream_scales(read(), layer_ids, name))
 
     def last_signals(self, layer_ids: Sequence[int], num_tokens: int) -> list[tuple[Batch, TargetSignal]]:
         """The last batches of the first epoch with the target's states: `num_tokens` tokens, or all if there are fewer.

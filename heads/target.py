@@ -55,9 +55,9 @@ class Target:
 
 @torch.no_grad()
 def norm_scale(norm: Any) -> Tensor | None:
-    """The factors of an RMS norm, [D]. Gemma stores them less 1. None for any other module."""
+    """The factors of an RMS norm, [D]. Gemma stores them less 1. None for any other module, or one without values."""
     weight = getattr(norm, "weight", None)
-    if weight is None or weight.ndim != 1 or getattr(norm, "bias", None) is not None:
+    if weight is None or weight.is_meta or weight.ndim != 1 or getattr(norm, "bias", None) is not None:
         return None
     # The root mean square of ones is 1.
     try:
@@ -73,10 +73,12 @@ def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
     """The tensors of a target's layer or norm, for a draft of Llama's layout to start with. Norms have their factors.
 
     In that layout `post_attention_layernorm` comes before the MLP. In OLMo 2 and Gemma 2 and 3 a tensor of this name
-    norms the output of attention; Gemma's norm before the MLP has another name, and OLMo 2 has none.
+    norms the output of attention; Gemma's norm before the MLP has another name, and OLMo 2 has none. Tensors on `meta`,
+    which were not read from the target's files, are left out.
     """
     scales = {f"{name}.weight".lstrip("."): norm_scale(module) for name, module in layer.named_modules()}
-    weights = {**layer.state_dict(), **{name: scale for name, scale in scales.items() if scale is not None}}
+    stored = {name: tensor for name, tensor in layer.state_dict().items() if not tensor.is_meta}
+    weights = {**stored, **{name: scale for name, scale in scales.items() if scale is not None}}
     if "post_feedforward_layernorm.weight" in weights:
         weights.pop("post_attention_layernorm.weight", None)
         if (before_mlp := weights.get("pre_feedforward_layernorm.weight")) is not None:

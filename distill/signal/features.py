@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -76,20 +76,26 @@ def server_args(
 
 
 def load_skeleton(target: str, dtype: torch.dtype | None, device: torch.device) -> Any:
-    """The target with real embeddings, final norm and head only. The layers' weights stay on `meta`.
+    """The target with real embeddings, final norm and head only. The layers' weights stay on `meta`. Raises: as
+    `load_part`."""
+    return load_part(target, dtype, device, lambda name: ".layers." not in name)
+
+
+def load_part(target: str, dtype: torch.dtype | None, device: torch.device, is_wanted: Callable[[str], bool]) -> Any:
+    """The target, frozen, with the tensors whose name `is_wanted` read from its files. The others stay on `meta`.
 
     Its `base_model` is the language model, for Llama 4 too.
 
     Raises:
         FileNotFoundError: for a missing folder.
-        ValueError: if one of these tensors is missing.
+        ValueError: if one of these tensors is missing or quantised.
     """
     folder = model_folder(target)
     config = AutoConfig.from_pretrained(folder)
     register_models()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
-    wanted = {name for name in model.state_dict() if ".layers." not in name}
+    wanted = {name for name in model.state_dict() if is_wanted(name)}
     if config.get_text_config().tie_word_embeddings:
         wanted.discard("lm_head.weight")
     there = tensor_files(folder).keys()
@@ -98,7 +104,11 @@ def load_skeleton(target: str, dtype: torch.dtype | None, device: torch.device) 
         raise ValueError(f"{folder} has no tensor {stored[missing[0]]}: give the folder of the target model")
     # `assign`, because a copy into a tensor on `meta` would be lost. A tied head has no tensor in the file:
     # `tie_weights` gives it the embeddings.
-    tensors = {stored[name]: tensor.to(device, model.dtype) for name, tensor in read_tensors(folder, stored).items()}
+    read = read_tensors(folder, stored)
+    # FP8 counts as floating-point in torch, but its numbers mean nothing without scales.
+    if packed := sorted(name for name, tensor in read.items() if tensor.element_size() == 1):
+        raise ValueError(f"{folder} holds quantised weights, such as {packed[0]}")
+    tensors = {stored[name]: tensor.to(device, model.dtype) for name, tensor in read.items()}
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
     if model.base_model is model:

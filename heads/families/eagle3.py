@@ -9,7 +9,7 @@ B = batch, T = tokens, L = aux layers, D = hidden, V = target vocabulary, W = dr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -209,6 +209,11 @@ class Eagle3(nn.Module):
                     own[:, hidden:].copy_(value)
             # [0 ... 0 I]: g begins as the stream of the highest layer.
             self.fc.weight.zero_()[:, -hidden:].fill_diagonal_(1.0)
+
+    def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
+        """As `init_from_layer`, from a list of one."""
+        (layer,) = layers
+        self.init_from_layer(layer, final_norm)
 
     def export(
         self,

@@ -101,7 +101,8 @@ def start_by_least_squares(
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """The rows t of a batch that have a row before them and one after them in their document. The first row of a
-    document is left out, because in many targets its streams are a thousand times as long."""
+    document is left out, because in many targets its streams are a thousand times as long. Row t + 1 has a state: it is
+    zero if no server was asked for it."""
 
     kept_BT: Tensor
     streams_SF: Tensor
@@ -124,7 +125,8 @@ class Rows:
         # A weight of zero leaves a state of zero, whatever was there.
         hidden_BTD = final_hidden(signal).to(head.norm.weight) / head.norm.weight.where(head.norm.weight != 0, 1)
         document_BT = batch.document_BT
-        kept_BT = (document_BT[:, 1:] == document_BT[:, :-1]) & (document_BT[:, :-1] >= 0)
+        kept_BT = hidden_BTD[:, 1:].any(dim=-1)
+        kept_BT &= (document_BT[:, 1:] == document_BT[:, :-1]) & (document_BT[:, :-1] >= 0)
         kept_BT &= batch.position_ids_BT[:, :-1] > 0
         return Rows(
             kept_BT=kept_BT,

@@ -56,7 +56,9 @@ def main(cfg: Config) -> None:
         mask = run.mask_token(cfg.head.mask_token_id)
         head = dflash.DFlash(replace(cfg.head, mask_token_id=mask), run.target, draft_ids_W)
         if cfg.init == "last_layers":
-            head.init_from_layers(*run.last_layers(cfg.head.num_layers))
+            run.start_as_layers(head, cfg.head.num_layers)
+        else:
+            run.say_start("random weights")
     before = run.forecast(head)
 
     # 4. Training: optimizer, `prepare` and the loop (distill/train/).

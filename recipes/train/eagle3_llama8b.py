@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from accelerate.utils import broadcast
-from torch import Tensor
+from torch import Tensor, nn
 
 from redraft.distill.data.vocabulary import frequent_ids, require_smaller
 from redraft.distill.head_run import DEMO, HeadConfig, HeadRun, target_config
@@ -32,8 +31,8 @@ class Config(HeadConfig):
     head: eagle3.Config = field(default_factory=eagle3.Config)
     init: Literal["last_layer", "least_squares", "random"] = "last_layer"
     """Initial weights. `last_layer`: a copy of the target's last layer. `least_squares`: the best linear prediction of
-    the target's next state, which drafts before the first step; it needs --head.fc-norm and the target in this process.
-    `random`: random ones."""
+    the target's next state, which drafts before the first step; it needs --head.fc-norm. `random`: random ones. If the
+    target is in shards or on servers, the layer and the norms are read from its files."""
     init_tokens: int = 65536
     """Tokens that --init least_squares is fitted to: several times the hidden size times the number of target layers
     that are read. For a target of 8B the fit takes about 10 GB of the device's memory, before training."""
@@ -57,8 +56,6 @@ class Config(HeadConfig):
             raise ValueError("--init least_squares needs --head.fc-norm: without it the head trains badly from there")
         if self.head.norm_before_residual:
             raise ValueError("--init least_squares is not for heads with --head.norm-before-residual")
-        if self.signal.url or self.signal.shard:
-            raise ValueError("--init least_squares needs the whole target in this process: choose --init random")
 
 
 PRESETS = {
@@ -101,15 +98,19 @@ def main(cfg: Config) -> None:
 def make_head(run: HeadRun, cfg: Config, draft_ids_W: Tensor | None) -> eagle3.Eagle3:
     """An untrained head with the initial weights that the flags choose."""
     head = eagle3.Eagle3(cfg.head, run.target, draft_ids_W)
-    scales = run.stream_scales(head.aux_layer_ids) if cfg.init == "least_squares" else []
-    if cfg.init != "random":
-        head.init_from_layer(*run.last_layer())
-    if cfg.init == "least_squares":
+    if cfg.init == "random":
+        run.say_start("random weights")
+    elif cfg.init == "last_layer":
+        run.start_as_layers(head, 1)
+    else:
+        scales = run.stream_scales(head.aux_layer_ids)
+        run.say_start(f"least squares on up to {cfg.init_tokens:,} tokens")
+        # The final norm alone: all else but the output head is replaced.
+        head.init_from_layer(nn.Module(), run.model.base_model.norm)
         head.to(run.accelerator.device)
         start_by_least_squares(head, run.last_signals(head.aux_layer_ids, cfg.init_tokens), scales)
         # Each rank has solved for itself, and other hardware may give other signs.
-        broadcast([parameter.data for parameter in head.parameters()])
-        head.cpu()
+        run.share(head)
     return head
 
 

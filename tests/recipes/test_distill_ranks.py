@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.files.artifact import verify
@@ -106,3 +108,27 @@ def test_a_target_in_shards_is_forecast_as_a_whole_one(
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     one, two = (report(tmp_path / str(chosen))["offline"]["tau_forecast"] for chosen in (None, config))
     assert two == pytest.approx(one, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("init", ["last_layer", "least_squares"])
+def test_a_target_in_shards_gives_the_start_of_a_whole_one(
+    init: str, random_target: Path, data: Path, tmp_path: Path
+) -> None:
+    """Steps of 1e-12 leave the weights as they began."""
+    flags = ["--head.aux-layer-ids", "0", "1", "2", "--draft-vocab-size", "256", "--prove.no-engine", "--init", init]
+    flags += ["--head.fc-norm", "--optim.lr", "1e-12", "--prove.num-speculative-tokens", "3", "--init-tokens", "2048"]
+    found = []
+    for config, more in ((None, []), ("ddp", ["--signal.shard", "--loop.batch-size", "4"])):
+        output = tmp_path / str(config)
+        done = launch(config, "train/eagle3_llama8b.py", random_target, data, output, *flags, *more)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        said = [line for line in done.stdout.splitlines() if line.startswith("the head starts from ")]
+        assert len(said) == 1
+        if init == "last_layer":
+            assert said[0].endswith("read from its files, for this process does not hold them") == (config is not None)
+        found.append(load_file(max((output / "checkpoints").iterdir()) / "model.safetensors"))
+    one, two = found
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-4 if init == "least_squares" else 1e-7)

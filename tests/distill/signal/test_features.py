@@ -38,6 +38,7 @@ from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.features import EndpointHiddenStates, load_skeleton, server_args
 from redraft.distill.signal.features_store import StatesFormat, Storage, write_states
+from redraft.distill.signal.parts import read_stream_norms, stream_scales
 from redraft.distill.signal.shards import write_cache
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import LoadedData
@@ -45,6 +46,7 @@ from redraft.distill.train.step import distill_loss
 from redraft.eval.engine.server import VllmServer, vllm_server
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families import eagle3, medusa
+from redraft.heads.families.eagle3_start import start_by_least_squares
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.target import Target
 from tests.helpers.target_families import MOE, TINY
@@ -394,6 +396,27 @@ def test_a_fleet_sends_what_the_model_computes_and_lost_states_are_asked_for_aga
     for mine, its in zip(states(InProcessTarget(model, LAYERS)(batch), batch), states(streamed, batch), strict=True):
         torch.testing.assert_close(its, mine, atol=2e-4, rtol=1e-4)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_head_starts_by_least_squares_on_the_states_of_a_server(random_target: Path, tmp_path: Path) -> None:
+    model, batch = load(random_target), make_batch(make_samples())
+    with teaching(make_teacher(model, str(tmp_path))) as teacher:
+        served = from_teachers([teacher], random_target, tmp_path)(batch)
+    known = InProcessTarget(model, LAYERS)(batch)
+    assert isinstance(known.distribution, ExactTarget)
+    assert isinstance(served.distribution, ExactTarget)
+    known.distribution.hidden_BTD[(served.distribution.hidden_BTD == 0).all(-1)] = 0
+    norms = read_stream_norms(str(random_target), torch.float32, LAYERS)
+    scales, drafted = stream_scales(norms, LAYERS, "a target"), []
+    for signal in (known, served):
+        torch.manual_seed(1)
+        head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=tuple(LAYERS), fc_norm=True), Target.from_model(model))
+        head.init_from_layer(torch.nn.Module(), model.model.norm)
+        start_by_least_squares(head, [(batch, signal)], scales)
+        with torch.no_grad():
+            (step,) = head.draft_steps(batch, known, 1)
+        drafted.append(step.hidden_BTD[step.mask_BT])
+    torch.testing.assert_close(drafted[1], drafted[0], rtol=1e-2, atol=1e-2)
 
 
 def test_a_head_learns_the_same_from_float8_states_streamed_and_cached(random_target: Path, tmp_path: Path) -> None:

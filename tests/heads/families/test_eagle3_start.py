@@ -137,6 +137,28 @@ def test_a_head_that_has_started_trains_as_it_decodes_and_loads_as_it_was(tmp_pa
     assert_round_trip(head, model, tmp_path)
 
 
+def test_rows_that_no_server_was_asked_for_do_not_count() -> None:
+    """The last row of a document, and documents without a label: zeros. The others are those of shorter texts."""
+    head, model = make_head()
+    texts, starts = make_texts(7, 120), []
+    known = [(b, make_signal(model, b, LAYERS)) for b in texts]
+    for place, (batch, signal) in enumerate(known):
+        is_asked_BT = torch.zeros_like(batch.input_ids_BT, dtype=torch.bool)
+        is_asked_BT[:, :-1] = (batch.document_BT[:, 1:] == batch.document_BT[:, :-1]) & (place < 6)
+        for states in (signal.distribution.hidden_BTD, signal.aux_BTLD):
+            states[~is_asked_BT] = 0
+    shorter = [
+        make_batch([[ids.tolist()[:-1] for ids in (b.input_ids_BT[0][b.document_BT[0] == d] for d in (0, 1))]])
+        for b in texts[:6]
+    ]
+    for given in (known, [(b, make_signal(model, b, LAYERS)) for b in shorter]):
+        torch.manual_seed(2)
+        start_by_least_squares(head, given, scales_of(model))
+        starts.append({name: tensor.clone() for name, tensor in head.state_dict().items()})
+    for name, tensor in starts[0].items():
+        torch.testing.assert_close(tensor, starts[1][name], rtol=1e-3, atol=1e-4)
+
+
 def test_a_final_norm_with_a_weight_of_zero_leaves_finite_weights() -> None:
     head, model = make_head()
     with torch.no_grad():

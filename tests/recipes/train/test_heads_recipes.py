@@ -200,7 +200,6 @@ def test_least_squares_give_a_head_that_drafts_before_its_first_step(data: Path,
     [
         ({"fc_norm": False}, {}, "needs --head.fc-norm"),
         ({"norm_before_residual": True}, {}, "not for heads with"),
-        ({}, {"signal": Signal(shard=True)}, "needs the whole target"),
         ({}, {"init_tokens": 0}, "must be at least 1"),
     ],
 )

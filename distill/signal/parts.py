@@ -1,0 +1,81 @@
+"""The parts of a target to start a head with, also of a target without its layers in this process.
+
+whole target in this process            its modules
+layers in shards, or on other machines  a few tensors of its files: by the first process, which shares the head
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from redraft.distill.signal.features import load_part
+from redraft.distill.signal.sharded import is_sharded
+from redraft.heads.files.checkpoint import load_text_config
+from redraft.heads.files.folder import find_quantization, model_folder, read_config
+from redraft.heads.target import norm_scale
+
+IN_LAYER = re.compile(r".*\.layers\.(\d+)\.(.+)")
+
+TAKEN = re.compile(
+    r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.(weight|bias)|(\w+\.)*\w*norm\w*\.(weight|bias)"
+)
+"""Tensors of a layer which a draft layer of Llama's layout may take. The experts of a layer are not among them."""
+
+
+def is_whole(model: Any) -> bool:
+    """Whether this process holds the values of all layers of a target."""
+    return not is_sharded(model) and not any(weight.is_meta for weight in model.base_model.layers.parameters())
+
+
+def last_layers(model: Any, count: int) -> tuple[list[nn.Module], nn.Module]:
+    """The last `count` decoder layers and the final norm. Raises ValueError if the target has no norm of this name."""
+    if not hasattr(model.base_model, "norm"):
+        raise ValueError(f"{type(model).__name__} has no final norm named `norm`")
+    return list(model.base_model.layers[-count:]), model.base_model.norm
+
+
+def read_last_layers(target: str, dtype: torch.dtype, count: int) -> tuple[list[nn.Module], nn.Module]:
+    """As `last_layers`, from the files of a target, in `dtype`. Tensors which no head takes stay on `meta`.
+
+    Raises:
+        FileNotFoundError: there are no files here.
+        ValueError: they are quantised, or lack a tensor.
+    """
+    if method := find_quantization(read_config(model_folder(target))):
+        raise ValueError(f"{target} is quantised ({method}), and a head starts from plain weights")
+    first = load_text_config(target).num_hidden_layers - count
+    return last_layers(_load(target, dtype, lambda layer, name: layer >= first and bool(TAKEN.fullmatch(name))), count)
+
+
+def read_stream_norms(target: str, dtype: torch.dtype, layer_ids: Collection[int]) -> Any:
+    """The target with the norms which `stream_scales` reads. Raises: FileNotFoundError, ValueError for missing ones."""
+    return _load(target, dtype, lambda layer, name: layer in layer_ids and name.startswith("input_layernorm."))
+
+
+def _load(target: str, dtype: torch.dtype, is_wanted: Callable[[int, str], bool]) -> Any:
+    """The target on the CPU with the final norm, and the tensors of layers for which `is_wanted(layer, name)`."""
+
+    def choose(name: str) -> bool:
+        found = IN_LAYER.fullmatch(name)
+        return is_wanted(int(found[1]), found[2]) if found else name.endswith((".norm.weight", ".norm.bias"))
+
+    return load_part(target, dtype, torch.device("cpu"), choose)
+
+
+def stream_scales(model: Any, layer_ids: Sequence[int], name: str) -> list[Tensor]:
+    """For each stream, after k layers, the factors of the norm in the target's layer that reads it, [D].
+
+    Raises:
+        ValueError: a stream is not read by an RMS norm, or the target ends with another norm. It names the target.
+    """
+    layers, final = model.base_model.layers, model.base_model.norm
+    norms = [getattr(layers[k], "input_layernorm", None) if k < len(layers) else final for k in layer_ids]
+    scales = [scale for norm in norms if (scale := norm_scale(norm)) is not None]
+    if len(scales) < len(norms) or norm_scale(final) is None:
+        raise ValueError(f"the norms of {name} are not those of a head: choose another --init")
+    return scales

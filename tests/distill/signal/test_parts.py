@@ -1,0 +1,233 @@
+"""A head starts as layers of the target, in this process or not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from redraft.distill.head_run import HeadRun
+from redraft.distill.inputs import Signal
+from redraft.distill.signal import features
+from redraft.distill.signal.parts import TAKEN, last_layers, read_last_layers, read_stream_norms, stream_scales
+from redraft.heads.families import dflash, dspark, eagle3, peagle
+from redraft.heads.files.folder import CONFIG, INDEX, WEIGHTS
+from redraft.heads.files.tensors import read_tensors
+from redraft.heads.target import Target
+from redraft.recipes.train import eagle3_llama8b
+from tests.helpers.target_families import FAMILIES, TINY
+
+SERVED = Signal(kind="endpoint", url=("http://127.0.0.1:9",))
+"""Nobody listens there: a start by layers asks no server."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator() -> Iterator[None]:
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    rows = [{"prompt": f"question {i} of many", "completion": f"an answer to question {i}"} for i in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def target_in_shards(random_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`random_target` in several files with an index."""
+    folder = tmp_path_factory.mktemp("sharded") / "target"
+    model = AutoModelForCausalLM.from_pretrained(random_target)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    assert (folder / INDEX).is_file()
+    for path in (*random_target.glob("*token*"), *random_target.glob("*.jinja")):
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def config_of(target: Path, data: Path, output: Path, signal: Signal, **changes: Any) -> eagle3_llama8b.Config:
+    demo = eagle3_llama8b.PRESETS["demo"]
+    return replace(
+        demo,
+        target=str(target),
+        data=replace(demo.data, source=str(data), held_out=0.2, num_prompts=3, max_prompt_tokens=128),
+        loop=replace(demo.loop, batch_size=2, sequence_length=128),
+        prove=replace(demo.prove, engine=False),
+        signal=signal,
+        draft_vocab_size=300,
+        output=output,
+        mixed_precision="no",
+        **{"head": replace(demo.head, aux_layer_ids=(0, 1, 2)), **changes},
+    )
+
+
+def start(
+    target: Path, data: Path, output: Path, signal: Signal, make: Callable[[HeadRun, Any], Any], **changes: Any
+) -> dict[str, Tensor]:
+    """The weights of a head before its first step."""
+    cfg = config_of(target, data, output, signal, **changes)
+    head = make(HeadRun(cfg, "eagle3", 3), cfg)
+    weights: dict[str, Tensor] = head.state_dict()
+    return weights
+
+
+def make_eagle3(run: HeadRun, cfg: Any) -> Any:
+    return eagle3_llama8b.make_head(run, cfg, torch.arange(300))
+
+
+def make_parallel(name: str) -> Callable[[HeadRun, Any], Any]:
+    def make(run: HeadRun, cfg: Any) -> Any:
+        aux = {"aux_layer_ids": (1, 2), "num_layers": 2, "mask_token_id": 5}
+        head: Any = {
+            "dflash": lambda: dflash.DFlash(dflash.Config(**aux), run.target),
+            "dspark": lambda: dspark.DSpark(dspark.Config(**aux, markov_rank=8), run.target),
+            "peagle": lambda: peagle.PEagle(peagle.Config(**aux), run.target),
+        }[name]()
+        run.start_as_layers(head, 2)
+        return head
+
+    return make
+
+
+HEADS = {"eagle3": make_eagle3, **{name: make_parallel(name) for name in ("dflash", "dspark", "peagle")}}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", HEADS)
+def test_a_target_on_servers_gives_the_start_of_one_in_this_process(
+    family: str,
+    dtype: str,
+    target_in_shards: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make = HEADS[family]
+    here = start(target_in_shards, data, tmp_path / "here", Signal(), make, target_dtype=dtype)
+    count = "layer" if family == "eagle3" else "2 layers"
+    said = f"the head starts from the last {count} of {target_in_shards}"
+    assert said in capsys.readouterr().out.splitlines()
+    served = start(target_in_shards, data, tmp_path / "served", SERVED, make, target_dtype=dtype)
+    assert f"{said}, read from its files, for this process does not hold them" in capsys.readouterr().out.splitlines()
+    assert here.keys() == served.keys()
+    for name, tensor in here.items():
+        assert torch.equal(tensor, served[name]), name
+    random = start(target_in_shards, data, tmp_path / "random", SERVED, make_eagle3, init="random")
+    assert "the head starts from random weights" in capsys.readouterr().out.splitlines()
+    assert not torch.equal(random["norm.weight"], here["norm.weight"])
+
+
+WITHOUT_HEAD = {
+    *("cohere2", "gemma4_text", "kimi_linear", "nemotron", "starcoder2"),  # do not describe one Llama layer
+    *("falcon_h1", "lfm2", "nemotron_h"),  # have no final norm named `norm`
+}
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - WITHOUT_HEAD))
+def test_the_files_of_every_target_give_the_start_of_the_model(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**TINY, **FAMILIES[model_type][1]})
+    model: Any = AutoModelForCausalLM.from_config(config)
+    if model.base_model is model:
+        model.base_model_prefix = "model"  # Llama 4, as in `load_part`
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    model.save_pretrained(tmp_path)
+    read: list[str] = []
+
+    def note(folder: Path, names: Any) -> dict[str, Tensor]:
+        read.extend(names)
+        return read_tensors(folder, names)
+
+    monkeypatch.setattr(features, "read_tensors", note)
+    heads = []
+    for layers, norm in (last_layers(model, 1), read_last_layers(str(tmp_path), torch.float32, 1)):
+        torch.manual_seed(1)
+        head = eagle3.Eagle3(eagle3.Config(), Target.from_model(model))
+        head.init_from_layers(layers, norm)
+        heads.append(head.state_dict())
+    for name, tensor in heads[0].items():
+        assert torch.equal(tensor, heads[1][name]), name
+    # Nothing of another layer, of the experts or of the tables.
+    assert all(".layers.7." in name or name.endswith(("norm.weight", "norm.bias")) for name in read)
+    assert not any("experts" in name or "embed" in name or "lm_head" in name for name in read)
+    taken = {name for name in head.midlayer.state_dict() if name != "hidden_norm.weight"}
+    assert all(TAKEN.fullmatch(name) for name in taken)
+
+
+@pytest.mark.parametrize("damage", ["quantised", "missing", "packed"])
+def test_a_target_whose_layers_cannot_be_read_leaves_random_weights_and_says_why(
+    damage: str, random_target: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(random_target, target)
+    weights, name = load_file(target / WEIGHTS), "model.layers.1.mlp.up_proj.weight"
+    if damage == "missing":
+        del weights[name]
+    if damage == "packed":
+        weights[name] = weights[name].to(torch.float8_e4m3fn)
+    save_file(weights, target / WEIGHTS, {"format": "pt"})
+    if damage == "quantised":
+        config = json.loads((target / CONFIG).read_text())
+        (target / CONFIG).write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    here = start(target, data, tmp_path / "run", SERVED, make_eagle3)
+    said = {
+        "quantised": f"{target} is quantised (fp8), and a head starts from plain weights",
+        "missing": f"{target} has no tensor {name}: give the folder of the target model",
+        "packed": f"{target} holds quantised weights, such as {name}",
+    }
+    assert f"the head starts from random weights: {said[damage]}" in capsys.readouterr().out.splitlines()
+    random = start(target, data, tmp_path / "random", SERVED, make_eagle3, init="random")
+    assert all(torch.equal(tensor, random[name]) for name, tensor in here.items())
+
+
+def test_least_squares_need_no_more_than_states_and_norms(
+    target_in_shards: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states are those of the model in both runs, because nobody serves it here."""
+    known = []
+
+    def make(run: HeadRun, cfg: Any) -> Any:
+        if not known:
+            known.extend(run.last_signals((0, 1, 2), 1000))
+        monkeypatch.setattr(HeadRun, "last_signals", lambda *_: known)
+        return make_eagle3(run, cfg)
+
+    head = eagle3.Config(aux_layer_ids=(0, 1, 2), fc_norm=True)
+    changes = {"init": "least_squares", "init_tokens": 1000, "head": head}
+    here = start(target_in_shards, data, tmp_path / "here", Signal(), make, **changes)
+    served = start(target_in_shards, data, tmp_path / "served", SERVED, make, **changes)
+    for name, tensor in here.items():
+        assert torch.equal(tensor, served[name]), name
+    assert not torch.equal(here["fc_norm.0.weight"], here["fc_norm.1.weight"])
+
+
+def test_the_factors_of_a_quantised_target_are_read_too(random_target: Path, tmp_path: Path) -> None:
+    """Norms are stored plain beside packed matrices."""
+    target = tmp_path / "target"
+    shutil.copytree(random_target, target)
+    weights = load_file(target / WEIGHTS)
+    packed = {name: w.to(torch.float8_e4m3fn) if "_proj" in name else w for name, w in weights.items()}
+    save_file(packed, target / WEIGHTS, {"format": "pt"})
+    scales = stream_scales(read_stream_norms(str(target), torch.float32, (1, 2)), (1, 2), "a target")
+    expected = [weights["model.layers.1.input_layernorm.weight"], weights["model.norm.weight"]]
+    assert all(map(torch.equal, scales, expected))
