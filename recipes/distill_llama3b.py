@@ -1,8 +1,14 @@
 """Train a standalone draft model on its target's predictions, prove it in a real vLLM, and report.
 
-$ accelerate launch recipes/distill_llama3b.py                  # Llama-3.1-70B-Instruct -> Llama-3.2-3B-Instruct
-$ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/distill_llama3b.py --loop.steps 5000
-$ python recipes/distill_llama3b.py --preset demo               # the small target of tests/assets, on two CPU cores
+On two CPU cores, the small target of tests/assets:
+$ redraft distill --preset demo
+
+On one GPU of 80 GB:
+$ redraft distill --target Qwen/Qwen3-8B --draft.checkpoint Qwen/Qwen3-0.6B --loop.batch-size 2
+
+On eight of them the default, Llama-3.1-70B-Instruct -> Llama-3.2-3B-Instruct, which does not fit one:
+$ accelerate launch --config_file recipes/accelerate/zero2.yaml \\
+  recipes/distill_llama3b.py --signal.shard --prove.no-engine --loop.batch-size 2 --gradient-checkpointing
 """
 
 from __future__ import annotations

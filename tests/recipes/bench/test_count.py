@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -62,6 +63,8 @@ from redraft.recipes.bench.step import (
     count_target,
 )
 from redraft.recipes.cli import dispatch
+
+ROOT = Path(__file__).parents[3]
 
 TARGET = LlamaConfig(
     vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4,
@@ -556,6 +559,21 @@ def test_a_target_in_shards_is_gathered_layer_by_layer(tiny_target: str) -> None
         # A quarter of the layers stays, and two whole layers are there in a pass.
         assert before.memory_bytes - after.memory_bytes == pytest.approx(0.75 * layers - 2 * layer, abs=2)
         assert after.step_s - before.step_s == pytest.approx(0.75 * layers / device.link_bytes_per_s)
+
+
+@pytest.mark.parametrize(("column", "target"), [(0, {"features": "served"}), (1, {"shard_target": True})])
+def test_the_memory_of_a_70b_target_in_the_docs_is_the_one_that_is_counted(column: int, target: dict[str, Any]) -> None:
+    """The table of docs/training.md: draft, optimizer and gradients, activations, target, all of it; in GB."""
+    table = (ROOT / "docs/training.md").read_text().partition("| on each GPU that trains |")[2].partition("tokens/s")[0]
+    told = re.findall(r"([\d.]+) GB", "".join(line.split("|")[2 + column] for line in table.splitlines()[2:-1]))
+    cfg = Counting(target="llama-3.3-70b", family="standalone", devices=8, batch_size=2, sharding="zero2")
+    result = count(replace(cfg, gradient_checkpointing=True, **target))
+    on = result.on["H100"]
+    assert on.run is not None
+    parts = share_out(result.step.memory, "zero2", on.run.trainers)
+    draft = [parts[DRAFT_WEIGHTS], parts[STATE] + parts[GRADIENTS], parts[ACTIVATIONS]]
+    counted = [*draft, on.memory_bytes - sum(draft), on.memory_bytes]
+    assert told == [f"{num_bytes / 1e9:.1f}" for num_bytes in counted]
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
