@@ -45,11 +45,6 @@ class Scratch:
             held = self._held[name, dtype] = torch.empty(size, dtype=dtype, device=device)
         return held[:size].view(*shape)
 
-    def product(self, name: str, left: Tensor, right: Tensor) -> Tensor:
-        """left @ right."""
-        out = self(name, (left.shape[0], right.shape[1]), left.dtype, left.device)
-        return torch.mm(left, right, out=out)
-
 
 def block_rows(columns: int, device: torch.device) -> int:
     """Rows of a block whose rows have this many columns."""
@@ -119,7 +114,7 @@ class ExactBlock:
     ) -> None:
         """`log_sum_exp_R1` is over the whole vocabulary, if `logits_RW` is not."""
         self._scratch, self._temperature = scratch, temperature
-        self._logits_RW, self._log_sum_exp_R1 = logits_RW, log_sum_exp_R1
+        self.logits_RW, self.log_sum_exp_R1 = logits_RW, log_sum_exp_R1
         self.num_rows, self.width = logits_RW.shape
         self._probabilities: tuple[Tensor, Tensor] | None = None
 
@@ -127,7 +122,7 @@ class ExactBlock:
         """The same on the draft's ids. A block then has more rows, because they are shorter."""
         if draft_ids_W is None:
             return self
-        logits_RV = self._logits_RW
+        logits_RV = self.logits_RW
         sums = [self._sum_exp(logits_RV[rows]) for rows in blocks(logits_RV)]
         kept_RW = self._scratch("kept", (len(logits_RV), len(draft_ids_W)), logits_RV.dtype, logits_RV.device)
         torch.index_select(logits_RV, 1, draft_ids_W, out=kept_RW)
@@ -140,8 +135,8 @@ class ExactBlock:
         return z_RV.sub_(largest_R1).exp_().sum(-1, keepdim=True).log_().add_(largest_R1)
 
     def select_rows(self, rows: slice) -> ExactBlock:
-        sums_R1 = None if self._log_sum_exp_R1 is None else self._log_sum_exp_R1[rows]
-        return ExactBlock(self._scratch, self._temperature, self._logits_RW[rows], sums_R1)
+        sums_R1 = None if self.log_sum_exp_R1 is None else self.log_sum_exp_R1[rows]
+        return ExactBlock(self._scratch, self._temperature, self.logits_RW[rows], sums_R1)
 
     def compare(
         self, place_M: Tensor | None, logits_MW: Tensor, draft_ids_W: Tensor | None
@@ -160,10 +155,10 @@ class ExactBlock:
 
     def _compute(self) -> tuple[Tensor, Tensor]:
         """(p, log p), [R, W] each. On the draft's ids p is not renormalised, and may sum to less than 1."""
-        if self._log_sum_exp_R1 is None:
-            return softmax_and_log(self._scratch, self._temperature, "p", self._logits_RW)[:2]
-        log_p_RW = _wide(self._scratch, self._temperature, "p", self._logits_RW)
-        log_p_RW.sub_(self._log_sum_exp_R1).clamp_min_(LOG_ZERO)
+        if self.log_sum_exp_R1 is None:
+            return softmax_and_log(self._scratch, self._temperature, "p", self.logits_RW)[:2]
+        log_p_RW = _wide(self._scratch, self._temperature, "p", self.logits_RW)
+        log_p_RW.sub_(self.log_sum_exp_R1).clamp_min_(LOG_ZERO)
         p_RW = self._scratch("p", log_p_RW.shape, log_p_RW.dtype, log_p_RW.device)
         return torch.exp(log_p_RW, out=p_RW), log_p_RW
 

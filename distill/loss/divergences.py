@@ -188,9 +188,9 @@ class Divergence:
     eta: float = 3.0
     """How fast lk_hybrid moves from KL to total variation as alpha grows: KL has the weight exp(-eta * alpha)."""
 
-    form: Literal["auto", "kernel", "plain"] = "auto"
-    """Computed by a Triton kernel, or by PyTorch's operations (plain). auto: the kernel on a GPU with Triton, plain
-    elsewhere."""
+    form: Literal["auto", "kernel", "plain", "compiled"] = "auto"
+    """Computed by a Triton kernel, or by PyTorch's operations (plain), or by these compiled. auto: the kernel on a GPU
+    with Triton; plain elsewhere, or compiled with --loop.compile."""
 
     def __post_init__(self) -> None:
         if self.name not in DIVERGENCES:

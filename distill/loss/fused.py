@@ -16,7 +16,8 @@ a block is a few PyTorch operations (`distill.loss.blocks`).
 
 A draft with a low-rank bias has a second product in the logits, and the same two matmuls for the gradients of that one.
 The gradient is computed on the way, so backward only scales it. Matmuls run in the dtype of the hidden states (or of
-autocast); the softmax and all sums in float32, or in float64 if the inputs are float64.
+autocast), or in float32 if a CPU is faster in it (`distill.loss.products`); the softmax and all sums in float32, or in
+float64 if the inputs are float64.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise, zip_longest
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from redraft.distill.loss.blocks import ExactBlock, Scratch, TopKBlock, block_rows, blocks, softmax_and_log
+from redraft.distill.loss.blocks import ExactBlock, Scratch, TopKBlock, block_rows, softmax_and_log
+from redraft.distill.loss.compiled import compare_rows
 from redraft.distill.loss.divergences import Divergence, draft_columns, top_k_buckets
 from redraft.distill.loss.gradients import GRADIENTS, cross_entropy
+from redraft.distill.loss.products import Gradient, add_logits, as_operand, gradient_of_left, matmul_dtype
 from redraft.distill.loss.rows import draft_rows, runs_kernels, target_rows, top_k_rows
-from redraft.heads.nn.precision import autocast_kind, product_dtype
+from redraft.heads.nn.precision import autocast_kind
 
 CHUNK_TOKENS_CPU, CHUNK_TOKENS_GPU = 256, 2048
 """Target rows per chunk: the logits of these rows, and of the draft rows compared with them, are in memory at once.
@@ -180,9 +183,22 @@ class _Request:
     """Whether the caller runs under autograd: inside `Function.forward` it always reads as disabled."""
     scratch: Scratch = field(default_factory=Scratch)
 
+    def logits(self, name: str, lefts: Sequence[Tensor], heads: Sequence[Tensor]) -> Tensor:
+        """The sum of left @ head.T over the pairs, in the scratch memory of `name`."""
+        logits_MW = self.scratch(name, (len(lefts[0]), len(heads[0])), lefts[0].dtype, lefts[0].device)
+        for index, (left_MD, head_WD) in enumerate(zip(lefts, heads, strict=True)):
+            add_logits(self.scratch, logits_MW, left_MD, head_WD, is_begun=index > 0)
+        return logits_MW
+
     def runs_kernels(self, logits_MW: Tensor) -> bool:
         form = self.divergence.form
         return form == "kernel" or (form == "auto" and runs_kernels(logits_MW.dtype, logits_MW.device))
+
+    def runs_compiled(self, block: ExactBlock | TopKBlock, rows_M: Tensor) -> TypeGuard[ExactBlock]:
+        """Whether these rows are compared by compiled operations: all whose whole distributions are compared."""
+        d = self.divergence
+        # A single row would need a graph of its own: sizes of 1 are not dynamic.
+        return d.form == "compiled" and d.name != "cross_entropy" and isinstance(block, ExactBlock) and len(rows_M) > 1
 
 
 class _FusedLinearDivergence(torch.autograd.Function):
@@ -196,7 +212,7 @@ class _FusedLinearDivergence(torch.autograd.Function):
     def forward(ctx: Any, request: _Request, *leaves: Tensor) -> tuple[Tensor, ...]:
         # The first input is the request, which is no tensor.
         needed = [request.grad_enabled and needs for needs in ctx.needs_input_grad[1:]]
-        gradients = [_Gradient(leaf) if needs else None for leaf, needs in zip(leaves, needed, strict=True)]
+        gradients = [Gradient(leaf) if needs else None for leaf, needs in zip(leaves, needed, strict=True)]
         steps, target = _make_steps(request, leaves, gradients), _in_matmul_dtype(request.target)
         # The operands already have the dtype of the matmuls; autocast must not change any other dtype.
         with torch.autocast(autocast_kind(leaves[0].device), enabled=False):
@@ -219,52 +235,14 @@ class _FusedLinearDivergence(torch.autograd.Function):
         return None, *(None if gradient is None else gradient.mul_(d_loss) for gradient in gradients)
 
 
-class _Gradient:
-    """The sum of a leaf's gradients, in the leaf's dtype: a float32 master head sums in float32."""
-
-    def __init__(self, leaf: Tensor) -> None:
-        # Not zeros: the first product of a head overwrites the memory, which saves a pass over it.
-        self.total = torch.empty_like(leaf)
-        self.is_begun = False
-
-    def set_rows(self, rows_M: Tensor, value_MD: Tensor) -> None:
-        """Set the gradient of these rows; each row is set at most once."""
-        if not self.is_begun:
-            self.total.zero_()
-        self.is_begun = True
-        self.total[rows_M] = value_MD.to(self.total.dtype)
-
-    def add_product(self, dz_WM: Tensor, hidden_MD: Tensor) -> None:
-        """total += dz @ hidden; the total may be wider than the product."""
-        # beta = 0 ignores the old memory, even NaN
-        if self.total.dtype == dz_WM.dtype:
-            torch.addmm(self.total, dz_WM, hidden_MD, beta=int(self.is_begun), out=self.total)
-        elif self.total.device.type != "cpu" and self.total.dtype == torch.float32:
-            # the product adds to the float32 total: no product in bfloat16 is rounded, written and read
-            torch.addmm(self.total, dz_WM, hidden_MD, out_dtype=torch.float32, beta=int(self.is_begun), out=self.total)
-        else:
-            # A sum of two dtypes copies one operand, so it is made block by block.
-            for block in blocks(self.total):
-                product = dz_WM[block] @ hidden_MD
-                if self.is_begun:
-                    self.total[block].add_(product)
-                else:
-                    self.total[block].copy_(product)
-        self.is_begun = True
-
-    def finish(self) -> Tensor:
-        """The sum; zero if nothing was added."""
-        return self.total if self.is_begun else self.total.zero_()
-
-
 @dataclass(frozen=True)
 class _Factors:
     """A pair of `DraftRows.factors`, in the dtype of the matmuls."""
 
     left_MD: Tensor
     head_WD: Tensor
-    d_left: _Gradient | None
-    d_head: _Gradient | None
+    d_left: Gradient | None
+    d_head: Gradient | None
     """Shared by all steps with the same head."""
 
 
@@ -280,11 +258,11 @@ class _Step:
     """Divergence, alpha and alpha_greedy of every row."""
 
 
-def _make_steps(request: _Request, leaves: Sequence[Tensor], gradients: Sequence[_Gradient | None]) -> list[_Step]:
-    dtype = product_dtype(leaves[0])
+def _make_steps(request: _Request, leaves: Sequence[Tensor], gradients: Sequence[Gradient | None]) -> list[_Step]:
+    dtype = matmul_dtype(leaves[0])
     pairs = [pair for draft in request.drafts for pair in draft.factors]
     # By identity: under autocast a shared head is converted once, and all steps add to one gradient.
-    heads = {id(head): head.to(dtype) for _, head in pairs}
+    heads = {id(head): as_operand(head, dtype) for _, head in pairs}
     d_heads = dict(zip(heads, gradients[len(pairs) :], strict=True))
     # One generator for all steps: each takes the next pair, or two with a bias. So `pairs` must be in the
     # order of the steps.
@@ -308,8 +286,8 @@ def _make_steps(request: _Request, leaves: Sequence[Tensor], gradients: Sequence
 def _in_matmul_dtype(target: ExactRows | TopKRows) -> ExactRows | TopKRows:
     if isinstance(target, TopKRows):
         return target
-    dtype = product_dtype(target.hidden_ND)
-    return ExactRows(hidden_ND=target.hidden_ND.to(dtype), head_VD=target.head_VD.to(dtype))
+    dtype = matmul_dtype(target.hidden_ND)
+    return ExactRows(hidden_ND=target.hidden_ND.to(dtype), head_VD=as_operand(target.head_VD, dtype))
 
 
 # ---------------------------------------------------------------------------------------- from rows to chunks and parts
@@ -409,7 +387,7 @@ def _run_parts(request: _Request, chunk: ExactBlock | TopKBlock | _KernelChunk, 
         _run_blocks(request, chunk, groups)
     # Every row has been compared: the logits now hold the gradient at the logits.
     for group in groups:
-        group.add_gradients()
+        group.add_gradients(request.scratch)
 
 
 @dataclass(frozen=True)
@@ -429,18 +407,18 @@ class _Group:
         ends = [0, *accumulate(len(part.rows_M) for part in self.parts)]
         return [slice(*bounds) for bounds in pairwise(ends)]
 
-    def add_gradients(self) -> None:
+    def add_gradients(self, scratch: Scratch) -> None:
         for index, left_MD in enumerate(self.lefts):
             factors = [part.step.factors[index] for part in self.parts]
             if any(each.d_left is not None for each in factors):
                 # [M, W] @ [W, D], over the rows of all parts. A part without a gradient costs its share of
                 # the product.
-                d_left_MD = self.logits_MW @ factors[0].head_WD
+                d_left_MD = gradient_of_left(scratch, self.logits_MW, factors[0].head_WD)
                 for part, each, here in zip(self.parts, factors, self.slices, strict=True):
                     if each.d_left is not None:
                         each.d_left.set_rows(part.rows_M, d_left_MD[here])
             if factors[0].d_head is not None:
-                factors[0].d_head.add_product(self.logits_MW.T, left_MD)  # [W, M] @ [M, D]
+                factors[0].d_head.add_product(scratch, self.logits_MW.T, left_MD)  # [W, M] @ [M, D]
 
 
 def _group(request: _Request, parts: Sequence[_Part]) -> list[_Group]:
@@ -455,9 +433,7 @@ def _group(request: _Request, parts: Sequence[_Part]) -> list[_Group]:
         lefts = [torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in per_factor]
         heads = [each.head_WD for each in same[0].step.factors]
         # The index in the name keeps the groups apart: all are alive until `add_gradients`.
-        logits_MW = request.scratch.product(f"draft logits {index}", lefts[0], heads[0].T)
-        for left_MD, head_WD in zip(lefts[1:], heads[1:], strict=True):
-            logits_MW.addmm_(left_MD, head_WD.T)
+        logits_MW = request.logits(f"draft logits {index}", lefts, heads)
         groups.append(_Group(same, lefts, logits_MW, same[0].step.draft_ids_W))
     return groups
 
@@ -499,9 +475,11 @@ def _run_block(
     # Distinct, ascending and as many as the block has: row for row, so p need not be gathered.
     is_row_for_row = part.is_distinct and len(rows_M) == block.num_rows
     place_M = None if is_row_for_row else part.place_M[here] - first
-    values_3M, dz_MW = _divergence(request, block, step, rows_M, place_M, logits_MW)
     # Each row of a step is in one part of one chunk, so nothing is written twice.
-    step.values_3M[:, rows_M] = values_3M
+    if request.runs_compiled(block, rows_M):
+        step.values_3M[:, rows_M] = compare_rows(block, place_M, logits_MW, step.scale_M[rows_M], request.divergence)
+        return
+    step.values_3M[:, rows_M], dz_MW = _divergence(request, block, step, rows_M, place_M, logits_MW)
     # dz is the gradient at logits / temperature: one more division for the gradient at the logits.
     # `logits_MW` is a slice of the group's matrix. The copy rounds to the dtype of the matmuls.
     logits_MW.copy_(dz_MW.mul_(step.scale_M[rows_M, None] / request.divergence.temperature))
@@ -547,7 +525,7 @@ def _select_target(
             if runs
             else TopKBlock(request.scratch, ids_CK, log_probs_CK)
         )
-    logits_CV = request.scratch.product("target logits", target.hidden_ND[rows_C], target.head_VD.T)
+    logits_CV = request.logits("target logits", [target.hidden_ND[rows_C]], [target.head_VD])
     if runs:
         return _KernelChunk(rows_C, logits_CV=logits_CV)
     return ExactBlock(request.scratch, request.divergence.temperature, logits_CV)

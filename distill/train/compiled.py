@@ -2,7 +2,8 @@
 
 target       each transformer layer, in the calls of its signal only (`running_compiled`)
 draft        each layer, in place: forward and backward
-as it was    attention over ranges of keys, the divergence, embeddings, the optimizer
+divergence   on a CPU, the operations on a block of logits (`distill.loss.compiled`); a GPU has kernels for them
+as it was    attention over ranges of keys, embeddings, the optimizer
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -143,6 +143,11 @@ class DistillStep(nn.Module):
         # FSDP2 gathers the layers of a model one by one. A head has a layer or two, shared by all
         # draft steps, and is gathered whole.
         self._no_split_modules = sorted({type(module).__name__ for module in draft.modules()}.intersection(names))
+
+    def compile_loss(self) -> None:
+        """Compile the divergence from now on, unless the form is chosen, or a kernel computes it."""
+        if self.divergence.form == "auto" and next(self.parameters()).device.type == "cpu":
+            self.divergence = replace(self.divergence, form="compiled")
 
     def forward(
         self, batch: Batch, signal: TargetSignal, *, scale: float = 1.0, num_speculative_tokens: int | None = None
@@ -334,8 +339,9 @@ class Distillation:
         self.num_steps, self.step_index, self.skipped, self.skipped_in_a_row = num_steps, 0, 0, 0
 
     def compile_layers(self) -> None:
-        """`compile_layers` of the draft and the target of this training."""
+        """`compile_layers` of the draft and the target of this training, and on a CPU the divergence."""
         compile_layers(self.draft, self.target)
+        self.accelerator.unwrap_model(self.module).compile_loss()
         is_left = isinstance(self.target, InProcessTarget) and is_sharded(self.target.model)
         if is_left and self.accelerator.is_main_process:
             print("--loop.compile: the layers of the draft; those of the target are in shards, and stay as they are")

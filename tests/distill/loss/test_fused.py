@@ -478,7 +478,7 @@ def test_the_targets_logits_are_computed_once_for_all_steps(monkeypatch: pytest.
     class CountTargetMatmuls(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             nonlocal matmuls
-            if func.overloadpacket is torch.ops.aten.mm and args[1].data_ptr() == target.head_VD.data_ptr():
+            if func.overloadpacket is torch.ops.aten.addmm and args[2].data_ptr() == target.head_VD.data_ptr():
                 matmuls += 1
             return func(*args, **(kwargs or {}))
 

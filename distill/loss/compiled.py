@@ -1,0 +1,84 @@
+"""The rows of the fused divergence by PyTorch's operations, compiled into a few loops. For CPUs, with `--loop.compile`.
+
+R = target rows of a block, M = draft rows compared with it, W = draft vocabulary.
+
+The operations of `distill.loss.blocks` make a dozen passes over [M, W], and each is too short to use all cores well.
+Compiled they make four.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from redraft.distill.loss.blocks import ExactBlock
+from redraft.distill.loss.divergences import LOG_ZERO, Divergence
+from redraft.distill.loss.gradients import GRADIENTS, Compared
+
+
+def compare_rows(
+    block: ExactBlock, place_M: Tensor | None, logits_MW: Tensor, scale_M: Tensor, divergence: Divergence
+) -> Tensor:
+    """(divergence, alpha and alpha_greedy) of every row, [3, M].
+
+    The gradient at the logits, times `scale_M`, takes the place of the logits. `place_M` is None if draft row m is
+    compared with row m of the block.
+    """
+    if block.log_sum_exp_R1 is None:
+        block.log_sum_exp_R1 = _compiled_sums(divergence.temperature)(block.logits_RW)
+    values_3M: Tensor = _compiled_rows(divergence)(
+        block.logits_RW, block.log_sum_exp_R1, place_M, logits_MW, scale_M / divergence.temperature
+    )
+    return values_3M
+
+
+def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    # Any number of rows: the last block of a chunk has fewer.
+    return torch.compile(function, dynamic=True, fullgraph=True)
+
+
+@functools.cache
+def _compiled_sums(temperature: float) -> Callable[[Tensor], Tensor]:
+    def sums(logits_RW: Tensor) -> Tensor:
+        return _wide(logits_RW, temperature).logsumexp(-1, keepdim=True)
+
+    return _compile(sums)
+
+
+@functools.cache
+def _compiled_rows(divergence: Divergence) -> Callable[..., Tensor]:
+    def rows(
+        p_logits_RW: Tensor, p_sum_R1: Tensor, place_M: Tensor | None, logits_MW: Tensor, scale_M: Tensor
+    ) -> Tensor:
+        if place_M is not None:
+            p_logits_RW, p_sum_R1 = p_logits_RW[place_M], p_sum_R1[place_M]
+        log_p_MW = (_wide(p_logits_RW, divergence.temperature) - p_sum_R1).clamp_min(LOG_ZERO)
+        p_MW = log_p_MW.exp()
+        z_MW = _wide(logits_MW, divergence.temperature)
+        most_M1 = z_MW.amax(-1, keepdim=True)
+        exp_MW = (z_MW - most_M1).exp()
+        sum_M1 = exp_MW.sum(-1, keepdim=True)
+        log_q_MW = (z_MW - (most_M1 + sum_M1.log())).clamp_min(LOG_ZERO)
+        q_MW = exp_MW / sum_M1
+        alpha_M = torch.minimum(p_MW, q_MW).sum(-1)
+        alpha_greedy_M = p_MW.gather(1, _first_argmax(z_MW, most_M1)).squeeze(1)
+        loss_M, dz_MW = GRADIENTS[divergence.name](divergence, Compared(p_MW, log_p_MW, q_MW, log_q_MW, alpha_M))
+        logits_MW.copy_(dz_MW * scale_M[:, None])
+        return torch.stack([loss_M, alpha_M, alpha_greedy_M])
+
+    return _compile(rows)
+
+
+def _wide(logits_MW: Tensor, temperature: float) -> Tensor:
+    """logits / temperature in float32 or wider."""
+    z_MW = logits_MW.to(torch.promote_types(logits_MW.dtype, torch.float32))
+    return z_MW if temperature == 1 else z_MW / temperature
+
+
+def _first_argmax(z_MW: Tensor, most_M1: Tensor) -> Tensor:
+    """First argmax of every row, [M, 1]. A minimum of places runs on vectors, and `argmax` does not."""
+    places_W = torch.arange(z_MW.shape[1], dtype=torch.int32, device=z_MW.device)
+    return torch.where(z_MW == most_M1, places_W, z_MW.shape[1] - 1).amin(-1, keepdim=True).long()

@@ -1,0 +1,141 @@
+"""The matrix products of the fused divergence: their dtype, heads in tiles, and the sums of gradients.
+
+M = draft rows, D = hidden, W = vocabulary.
+
+On many CPUs a product in bfloat16 takes longer than one in float32, because only some have units for it. There the
+products run in float32. A head in bfloat16 is then widened tile by tile, on the way into each product: a copy of the
+whole head would take twice the head's memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from redraft.distill.loss.blocks import Scratch, blocks
+from redraft.heads.nn.precision import product_dtype
+
+TILE_ELEMENTS = 1 << 21
+"""Weights of a tile: 8 MiB in float32."""
+
+MUCH_FASTER = 1.2
+"""Float32 replaces a narrower dtype if its products take less than 1 / 1.2 of the time. Close to 1, noise would
+decide, and a run would not repeat itself exactly."""
+
+
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the products of `x`: that of `x` or of autocast, or float32 on a CPU where that is faster."""
+    dtype = product_dtype(x)
+    is_narrow = dtype in (torch.bfloat16, torch.float16)
+    if is_narrow and x.device.type == "cpu" and _prefers_float32(dtype, torch.get_num_threads()):
+        return torch.float32
+    return dtype
+
+
+@functools.cache
+def _prefers_float32(dtype: torch.dtype, num_threads: int) -> bool:
+    """Whether products in float32 are faster here than in `dtype`, timed once for each number of threads."""
+    left_MD, right_WD = torch.ones(256, 512), torch.ones(2048, 512)
+
+    def seconds(dtype: torch.dtype) -> float:
+        left, right = left_MD.to(dtype), right_WD.to(dtype)
+        # The first run allocates; of the others the fastest is the least disturbed.
+        return min([_seconds(lambda: left @ right.T) for _ in range(6)][1:])
+
+    return MUCH_FASTER * seconds(torch.float32) < seconds(dtype)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+# ------------------------------------------------------------------------------------------------- products with a head
+
+
+def as_operand(head_WD: Tensor, dtype: torch.dtype) -> Tensor:
+    """The head in the dtype of the products. On a CPU a narrower one stays as it is, for the products to widen."""
+    is_widened = head_WD.device.type == "cpu" and head_WD.dtype.itemsize < dtype.itemsize
+    return head_WD if is_widened else head_WD.to(dtype)
+
+
+def add_logits(scratch: Scratch, logits_MW: Tensor, left_MD: Tensor, head_WD: Tensor, *, is_begun: bool) -> Tensor:
+    """logits += left @ head.T, in place; without `is_begun` the old values are ignored."""
+    for columns, tile_TD in _tiles(scratch, head_WD, left_MD.dtype):
+        _multiply_into(logits_MW[:, columns], left_MD, tile_TD.T, is_begun=is_begun)
+    return logits_MW
+
+
+def gradient_of_left(scratch: Scratch, dz_MW: Tensor, head_WD: Tensor) -> Tensor:
+    """dz @ head, [M, D]."""
+    d_left_MD = dz_MW.new_empty(len(dz_MW), head_WD.shape[1])
+    for columns, tile_TD in _tiles(scratch, head_WD, dz_MW.dtype):
+        _multiply_into(d_left_MD, dz_MW[:, columns], tile_TD, is_begun=columns.start != 0)
+    return d_left_MD
+
+
+def _tiles(scratch: Scratch, head_WD: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """(rows of the head, the weights in `dtype`): all at once if they have it already."""
+    if head_WD.dtype == dtype:
+        yield slice(0, len(head_WD)), head_WD
+        return
+    rows = max(1, TILE_ELEMENTS // head_WD.shape[1])
+    for first in range(0, len(head_WD), rows):
+        part_TD = head_WD[first : first + rows]
+        tile_TD = scratch("tile of a head", part_TD.shape, dtype, head_WD.device)
+        yield slice(first, first + rows), tile_TD.copy_(part_TD)
+
+
+def _multiply_into(out: Tensor, left: Tensor, right: Tensor, *, is_begun: bool) -> None:
+    """out += left @ right. With beta = 0 the old memory is ignored, even NaN."""
+    torch.addmm(out, left, right, beta=int(is_begun), out=out)
+
+
+# ---------------------------------------------------------------------------------------------------- sums of gradients
+
+
+class Gradient:
+    """The sum of a leaf's gradients, in the leaf's dtype: a float32 master head sums in float32."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        # Not zeros: the first product of a head overwrites the memory, which saves a pass over it.
+        self.total = torch.empty_like(leaf)
+        self.is_begun = False
+
+    def set_rows(self, rows_M: Tensor, value_MD: Tensor) -> None:
+        """Set the gradient of these rows; each row is set at most once."""
+        if not self.is_begun:
+            self.total.zero_()
+        self.is_begun = True
+        self.total[rows_M] = value_MD.to(self.total.dtype)
+
+    def add_product(self, scratch: Scratch, dz_WM: Tensor, hidden_MD: Tensor) -> None:
+        """total += dz @ hidden; the total may be wider or narrower than the product."""
+        total, dtype = self.total, dz_WM.dtype
+        if total.dtype == dtype:
+            _multiply_into(total, dz_WM, hidden_MD, is_begun=self.is_begun)
+        elif total.device.type != "cpu" and total.dtype == torch.float32:
+            # the product adds to the float32 total: no product in bfloat16 is rounded, written and read
+            torch.addmm(total, dz_WM, hidden_MD, out_dtype=torch.float32, beta=int(self.is_begun), out=total)
+        elif total.dtype.itemsize < dtype.itemsize:
+            for rows, wide_TD in _tiles(scratch, total, dtype):
+                _multiply_into(wide_TD, dz_WM[rows], hidden_MD, is_begun=self.is_begun)
+                total[rows].copy_(wide_TD)
+        else:
+            # A sum of two dtypes copies one operand, so it is made block by block.
+            for rows in blocks(total):
+                product = dz_WM[rows] @ hidden_MD
+                if self.is_begun:
+                    total[rows].add_(product)
+                else:
+                    total[rows].copy_(product)
+        self.is_begun = True
+
+    def finish(self) -> Tensor:
+        """The sum; zero if nothing was added."""
+        return self.total if self.is_begun else self.total.zero_()

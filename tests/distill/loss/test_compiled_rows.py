@@ -1,0 +1,153 @@
+"""The divergence by compiled operations, and its products in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from redraft.distill.loss import compiled, products
+from redraft.distill.loss.divergences import DIVERGENCES, Divergence
+from redraft.distill.loss.fused import DraftRows, ExactRows, FusedResult, fused_linear_divergence
+
+ROWS, WIDTH, VOCABULARY, DRAFT_IDS = 24, 6, 40, torch.arange(0, 40, 3)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """No graph of another test: a function has eight at most."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled._compiled_rows.cache_clear()
+    compiled._compiled_sums.cache_clear()
+    yield
+    torch._dynamo.reset()
+
+
+def make(rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def make_drafts(dtype: torch.dtype, draft_ids: Tensor | None = None) -> list[DraftRows]:
+    """Two steps with a head in common. The first is compared row for row, the second with some rows twice."""
+    head_WD = make(VOCABULARY if draft_ids is None else len(draft_ids), WIDTH, 1, dtype).requires_grad_()
+    return [
+        DraftRows(
+            hidden_MD=make(len(rows), WIDTH, seed, dtype).requires_grad_(),
+            head_WD=head_WD,
+            target_row_M=torch.tensor(rows),
+            weight_M=torch.linspace(0.5, 1.5, len(rows)),
+            draft_ids_W=draft_ids,
+        )
+        for seed, rows in enumerate([list(range(ROWS)), [5, 2, 2, 17, 20, 9, 9, 1]], start=2)
+    ]
+
+
+def make_target(dtype: torch.dtype) -> ExactRows:
+    return ExactRows(hidden_ND=make(ROWS, WIDTH, 8, dtype), head_VD=make(VOCABULARY, WIDTH, 9, dtype))
+
+
+def run(drafts: list[DraftRows], target: ExactRows, divergence: Divergence) -> tuple[FusedResult, list[Tensor]]:
+    labels_N = torch.arange(ROWS) % VOCABULARY
+    result = fused_linear_divergence(drafts, target, divergence, normaliser=7.0, labels_N=labels_N, chunk_tokens=11)
+    leaves = [*(draft.hidden_MD for draft in drafts), drafts[0].head_WD]
+    return result, list(torch.autograd.grad(3 * result.loss, leaves))
+
+
+@pytest.mark.parametrize("draft_ids", [None, DRAFT_IDS], ids=["full", "reduced"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_compiled_operations_give_what_separate_ones_give(
+    name: str, temperature: float, draft_ids: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, by the graphs of any backend."""
+    monkeypatch.setattr(
+        compiled, "_compile", lambda f: torch.compile(f, dynamic=True, fullgraph=True, backend="aot_eager")
+    )
+    drafts, target = make_drafts(torch.float64, draft_ids), make_target(torch.float64)
+    plain = Divergence(name=name, temperature=temperature, beta=0.3, eta=2.0, form="plain")
+    (expected, its), (found, mine) = (run(drafts, target, replace(plain, form=form)) for form in ("plain", "compiled"))
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=1e-14)
+    for sums in ("loss_S", "alpha_S", "alpha_greedy_S", "count_S"):
+        torch.testing.assert_close(getattr(found, sums), getattr(expected, sums), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-13)
+    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) == (name != "cross_entropy")
+
+
+def widened(drafts: list[DraftRows], dtype: torch.dtype) -> list[DraftRows]:
+    """The same numbers in a wider dtype, with one head for all steps."""
+    heads: dict[int, Tensor] = {}
+
+    def widen(tensor: Tensor) -> Tensor:
+        return heads.setdefault(id(tensor), tensor.detach().to(dtype).requires_grad_(tensor.requires_grad))
+
+    return [
+        replace(
+            draft,
+            hidden_MD=widen(draft.hidden_MD),
+            head_WD=widen(draft.head_WD),
+            bias=None if draft.bias is None else (widen(draft.bias[0]), widen(draft.bias[1])),
+        )
+        for draft in drafts
+    ]
+
+
+def widened_target(target: ExactRows, dtype: torch.dtype) -> ExactRows:
+    return ExactRows(hidden_ND=target.hidden_ND.to(dtype), head_VD=target.head_VD.to(dtype))
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "lk_hybrid"])
+def test_kernels_in_cpp_are_exact_to_1e_4(name: str) -> None:
+    drafts, target = make_drafts(torch.float32), make_target(torch.float32)
+    oracle, its = run(
+        widened(drafts, torch.float64), widened_target(target, torch.float64), Divergence(name=name, form="plain")
+    )
+    found, mine = run(drafts, target, Divergence(name=name, form="compiled"))
+    assert float(found.loss) == pytest.approx(float(oracle.loss), rel=1e-4)
+    for one, other in zip(mine, its, strict=True):
+        assert (one - other).norm() < 1e-4 * other.norm()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_in_float32_are_those_of_the_heads_widened(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of some rows of a head in bfloat16, of which the last is smaller."""
+    monkeypatch.setattr(products, "_prefers_float32", lambda *_: True)
+    monkeypatch.setattr(products, "TILE_ELEMENTS", 7 * WIDTH)
+    narrow, target = make_drafts(torch.bfloat16), make_target(torch.bfloat16)
+    if bias:
+        head_WE = make(VOCABULARY, WIDTH, 21, torch.bfloat16)
+        narrow = [
+            replace(draft, bias=(make(len(draft.hidden_MD), WIDTH, 30, torch.bfloat16), head_WE)) for draft in narrow
+        ]
+    found, mine = run(narrow, target, Divergence())
+    oracle, its = run(widened(narrow, torch.float32), widened_target(target, torch.float32), Divergence())
+    torch.testing.assert_close(found.loss, oracle.loss)
+    for one, other in zip(mine, its, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert (one.float() - other).norm() < 0.01 * other.norm()
+
+
+def test_a_narrow_dtype_stays_if_its_products_are_not_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    for slower, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        monkeypatch.setattr(products, "_prefers_float32", lambda *_, slower=slower: slower)
+        assert products.matmul_dtype(torch.ones(2, dtype=torch.bfloat16)) == dtype
+    assert products.matmul_dtype(torch.ones(2, dtype=torch.bfloat16, device="meta")) == torch.bfloat16
+    assert products.matmul_dtype(torch.ones(2, dtype=torch.float64)) == torch.float64
+
+
+def test_the_faster_products_are_found_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {torch.float32: 1.0, torch.bfloat16: 1.3, torch.float16: 1.1}
+    last = [torch.float32]
+
+    def seconds(run: object) -> float:
+        last[0] = run().dtype  # type: ignore[operator]
+        return times[last[0]]
+
+    monkeypatch.setattr(products, "_seconds", seconds)
+    products._prefers_float32.cache_clear()
+    assert products._prefers_float32(torch.bfloat16, 1)
+    assert not products._prefers_float32(torch.float16, 1), "a tenth faster is no reason: noise would decide"
+    products._prefers_float32.cache_clear()
