@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -39,6 +40,12 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 @functools.cache
 def _prefers_float32(dtype: torch.dtype, num_threads: int) -> bool:
     """Whether products in float32 are faster here than in `dtype`, timed once for each number of threads."""
+    # In a thread of its own, autocast does not apply, and nobody counts or records the operations.
+    with ThreadPoolExecutor(1) as alone:
+        return alone.submit(_is_float32_faster, dtype).result()
+
+
+def _is_float32_faster(dtype: torch.dtype) -> bool:
     left_MD, right_WD = torch.ones(256, 512), torch.ones(2048, 512)
 
     def seconds(dtype: torch.dtype) -> float:

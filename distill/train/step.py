@@ -299,7 +299,7 @@ def make_optimizers(module: nn.Module, optim: Optim) -> list[torch.optim.Optimiz
     return optimizers
 
 
-def compile_layers(draft: nn.Module, target: Callable[[Batch], TargetSignal]) -> None:
+def compile_layers(draft: nn.Module, target: Callable[[Batch], TargetSignal] | None = None) -> None:
     """Compile the layers of a draft, and of a target that is whole in this process (`distill.train.compiled`)."""
     layers = draft_layers(draft)
     recomputed = any(getattr(layer, "gradient_checkpointing", False) for layer in layers)

@@ -17,13 +17,25 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen2Config
 
 from redraft.distill.loss.divergences import Divergence, forward_kl, log_probs
-from redraft.distill.train.step import DistillStep
+from redraft.distill.train.step import DistillStep, compile_layers
 from redraft.heads import catalog
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 from redraft.heads.families import dflash, dspark, eagle3, medusa, mtp, peagle
 from redraft.heads.target import Target
 from redraft.recipes.bench.losses import NAIVE
-from redraft.recipes.bench.measure import DTYPES, OURS, Against, Case, DtypeName, Matmul, Required, Run, Step, adamw
+from redraft.recipes.bench.measure import (
+    DTYPES,
+    OURS,
+    OURS_COMPILED,
+    Against,
+    Case,
+    DtypeName,
+    Matmul,
+    Required,
+    Run,
+    Step,
+    adamw,
+)
 from redraft.recipes.bench.peers import PEERS, Sizes, describe_absent, list_sides
 
 SIZES = Sizes(batch=2, length=512, hidden=512, intermediate=1408, vocabulary=32_768, heads=8, key_heads=4, steps=3)
@@ -58,6 +70,7 @@ def head_case(family: str, dtype: DtypeName) -> Case:
         build=functools.partial(build_head, family, dtype),
         required={name: Required(speed=speeds.get(name), memory=0.5) for name in against},
         note=describe_absent(PEERS[family]),
+        compiles=True,
     )
 
 
@@ -65,13 +78,25 @@ def build_head(family: str, dtype: DtypeName, side: str, device: str) -> Run:
     """A training step on random features: ours, the naive one, or another trainer's."""
     if side in PEERS[family]:
         return PEERS[family][side].build(sizes_of(family), getattr(torch, dtype), device)
-    return build_ours(family, dtype, device, Divergence(), is_naive=side == NAIVE)
+    options = {"is_naive": side == NAIVE, "is_compiled": side == OURS_COMPILED}
+    return build_ours(family, dtype, device, Divergence(), **options)
 
 
-def build_ours(family: str, dtype: DtypeName, device: str, divergence: Divergence, *, is_naive: bool = False) -> Run:
-    """A training step of redraft's head."""
+def build_ours(
+    family: str,
+    dtype: DtypeName,
+    device: str,
+    divergence: Divergence,
+    *,
+    is_naive: bool = False,
+    is_compiled: bool = False,
+) -> Run:
+    """A training step of redraft's head; compiled as by `--loop.compile`."""
     head, batch, signal = make_step(family, getattr(torch, dtype), device)
     module = DistillStep(head, divergence)
+    if is_compiled:
+        compile_layers(head)
+        module.compile_loss()
     sizes = sizes_of(family)
     # About one over the labels. It only has to be the same for both sides, for the losses to compare.
     scale = 1 / (sizes.batch * (sizes.anchors * sizes.steps or sizes.length - 1))
@@ -82,26 +107,32 @@ def build_ours(family: str, dtype: DtypeName, device: str, divergence: Divergenc
     return Step(loss, (p for p in head.parameters() if p.requires_grad), adamw)
 
 
-FORWARD_KL = "forward KL"
+FORWARD_KL, FORWARD_KL_COMPILED = "forward KL", "forward KL, compiled"
 
 
 def lk_hybrid_case() -> Case:
     """An EAGLE-3 step by lk_hybrid, against one by forward KL."""
+    description = "the same step, which learns another divergence"
     return Case(
         name=f"lk_hybrid, EAGLE-3, {SIZES.steps} steps, vocabulary 32k, bfloat16",
         family="lk_hybrid",
-        against={FORWARD_KL: Against(description="the same step, which learns another divergence", peer="forward_kl")},
+        against={
+            name: Against(description=description, peer="forward_kl", is_compiled=name == FORWARD_KL_COMPILED)
+            for name in (FORWARD_KL, FORWARD_KL_COMPILED)
+        },
         tokens=TOKENS,
         dtype="bfloat16",
         matmuls=FAMILIES["EAGLE-3"].matmuls(),
         build=build_divergence,
-        required={FORWARD_KL: Required(speed=0.9)},
+        required=dict.fromkeys((FORWARD_KL, FORWARD_KL_COMPILED), Required(speed=0.9)),
+        compiles=True,
     )
 
 
 def build_divergence(side: str, device: str) -> Run:
-    divergence = Divergence(name="lk_hybrid" if side == OURS else "forward_kl")
-    return build_ours("EAGLE-3", "bfloat16", device, divergence)
+    divergence = Divergence(name="lk_hybrid" if side in (OURS, OURS_COMPILED) else "forward_kl")
+    is_compiled = side in (OURS_COMPILED, FORWARD_KL_COMPILED)
+    return build_ours("EAGLE-3", "bfloat16", device, divergence, is_compiled=is_compiled)
 
 
 def naive_loss(head: Any, batch: Batch, signal: TargetSignal, scale: float) -> Tensor:

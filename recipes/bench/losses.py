@@ -18,10 +18,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.loss.fused import DraftRows, ExactRows, fused_linear_divergence
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.train.step import DistillStep
+from redraft.distill.train.step import DistillStep, compile_layers
 from redraft.heads.draft import Batch
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.recipes.bench.measure import DTYPES, OURS, Against, Case, DtypeName, Matmul, Required, Run, Step, adamw
+from redraft.recipes.bench.measure import (
+    DTYPES,
+    OURS_COMPILED,
+    Against,
+    Case,
+    DtypeName,
+    Matmul,
+    Required,
+    Run,
+    Step,
+    adamw,
+)
 from redraft.recipes.bench.peers import ON_EPYC, Peer, both_forms, describe_absent, list_sides
 
 NAIVE = "naive"
@@ -72,6 +83,7 @@ def fused_loss_case(thousands: int, dtype: DtypeName, device: str) -> Case:
         if dtype == "bfloat16"
         else {},
         note=describe_absent(FUSED_LOSSES, device),
+        compiles=device == "cpu",  # on a GPU a kernel compares the rows
     )
 
 
@@ -87,12 +99,14 @@ def build_fused_loss(vocabulary: int, dtype: DtypeName, side: str, device: str) 
         build = FUSED_LOSSES[side].build
         return Step(build(hidden_ND, head_VD, target_hidden_ND, target_head_VD, labels_N), leaves)
 
+    divergence = Divergence(form="compiled" if side == OURS_COMPILED else "auto")
+
     def ours() -> Tensor:
         rows_N = torch.arange(num_rows, device=device)
         weight_N = torch.ones(num_rows, device=device)
         draft = DraftRows(hidden_MD=hidden_ND, head_WD=head_VD, target_row_M=rows_N, weight_M=weight_N)
         target = ExactRows(hidden_ND=target_hidden_ND, head_VD=target_head_VD)
-        return fused_linear_divergence([draft], target, Divergence(), normaliser=num_rows).loss
+        return fused_linear_divergence([draft], target, divergence, normaliser=num_rows).loss
 
     def naive() -> Tensor:
         with torch.no_grad():
@@ -100,7 +114,7 @@ def build_fused_loss(vocabulary: int, dtype: DtypeName, side: str, device: str) 
         log_q_NV = torch.log_softmax(hidden_ND @ head_VD.T, -1, dtype=torch.float32)
         return F.kl_div(log_q_NV, log_p_NV, reduction="batchmean", log_target=True)
 
-    return Step(ours if side == OURS else naive, leaves)
+    return Step(naive if side == NAIVE else ours, leaves)
 
 
 def liger_kl(
@@ -194,6 +208,7 @@ def kl_step_case(thousands: int, precision: Precision) -> Case:
             LIGER_COMPILED: Required(speed=1.4, memory=0.5),
         },
         note=describe_absent(KL_PEERS),
+        compiles=True,
     )
 
 
@@ -235,12 +250,16 @@ def build_kl_step(vocabulary: int, precision: Precision, side: str, device: str)
     student = LlamaForCausalLM(student_config(vocabulary)).to(device, torch.float32 if mixed else torch.bfloat16)
     ids_BT = torch.randint(vocabulary, (STEP_BATCH, STEP_LENGTH)).to(device)
     autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mixed)
-    build = our_kl if side == OURS else KL_PEERS[side].build
+    build = KL_PEERS[side].build if side in KL_PEERS else functools.partial(our_kl, is_compiled=side == OURS_COMPILED)
     return Step(build(student, target, ids_BT, autocast), student.parameters(), adamw)
 
 
-def our_kl(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast) -> Run:
-    module, signal = DistillStep(StandaloneDraft(student), Divergence()), InProcessTarget(target)
+def our_kl(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast, *, is_compiled: bool) -> Run:
+    draft, signal = StandaloneDraft(student), InProcessTarget(target)
+    module = DistillStep(draft, Divergence())
+    if is_compiled:
+        compile_layers(draft, signal)
+        module.compile_loss()
     batch = Batch.padded(list(ids_BT), device=ids_BT.device)
     # A row's first token is no label: nothing predicts it.
     scale = 1 / (STEP_BATCH * (STEP_LENGTH - 1))

@@ -31,7 +31,8 @@ DTYPES: tuple[DtypeName, ...] = ("bfloat16", "float32")
 Run = Callable[[], Tensor]
 """One whole run of a side. It returns the loss, which should be the same for all sides of a case."""
 
-OURS = "ours"
+OURS, OURS_COMPILED = "ours", "ours, compiled"
+"""Ours as it is by default, and with `--loop.compile`, which is compared with compiled peers."""
 FLOOR = "matmuls alone"
 
 FLOOR_ROWS, FLOOR_ROWS_GPU = 256, 4096
@@ -128,6 +129,16 @@ class Case:
     """Allocates a side's weights and inputs on a device. It must be picklable, because other processes call it."""
     required: Mapping[str, Required] = field(default_factory=dict)
     note: str = ""
+    compiles: bool = False
+    """Our side has a compiled form, which `build` knows too."""
+
+    def own_sides(self) -> tuple[str, ...]:
+        return (OURS, OURS_COMPILED) if self.compiles and can_compile() else (OURS,)
+
+    def own_side(self, other: str, ran: Iterable[str]) -> str:
+        """Our side in the comparison with another one: ours compiled for a compiled peer, if it is among `ran`."""
+        is_compiled = other in self.against and self.against[other].is_compiled
+        return OURS_COMPILED if is_compiled and OURS_COMPILED in ran else OURS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +164,7 @@ class Measurement:
     case: str
     sides: dict[str, Side]
     speed_ratio: dict[str, float]
-    """Median over rounds of the ratio of tokens/s, ours to each other side, including the floor."""
+    """Median over rounds of the ratio of tokens/s, of our side (`Case.own_side`) to each other one and to the floor."""
     cpu_time_ratio: dict[str, float]
     """The same by CPU time, which is steadier on a busy machine."""
     gflops_per_s: float
@@ -188,12 +199,12 @@ def measure(case: Case, *, rounds: int, threads: int, device: str) -> Measuremen
         )
         for name in wall
     }
-    others = [name for name in wall if name != OURS]
+    ours = {name: case.own_side(name, wall) for name in wall if name not in (OURS, OURS_COMPILED)}
     return Measurement(
         case=case.name,
         sides=sides,
-        speed_ratio={name: statistics.median(round_ratios(wall[name], wall[OURS])) for name in others},
-        cpu_time_ratio={name: statistics.median(round_ratios(cpu[name], cpu[OURS])) for name in others},
+        speed_ratio={name: statistics.median(round_ratios(wall[name], wall[own])) for name, own in ours.items()},
+        cpu_time_ratio={name: statistics.median(round_ratios(cpu[name], cpu[own])) for name, own in ours.items()},
         gflops_per_s=sum(m.flops for m in case.matmuls) / statistics.median(wall[FLOOR]) / 1e9,
         threads=timed.threads,
         left_out=timed.left_out,
@@ -240,7 +251,7 @@ def _start(case: Case, device: str) -> tuple[dict[str, Run], dict[str, float], d
     runs: dict[str, Run] = {}
     losses: dict[str, float] = {}
     left_out: dict[str, str] = {}
-    for name in (OURS, *case.against):
+    for name in (*case.own_sides(), *case.against):
         try:
             run = case.build(name, device)
             losses[name] = float(run())  # warms up too

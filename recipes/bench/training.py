@@ -7,8 +7,8 @@ $ redraft bench-training --count --target llama-3.1-8b --family eagle3       # F
 $ redraft bench-training --gpu                   # the same steps, run on one GPU (make bench-gpu)
 $ redraft bench-training --count --target llama-3.3-70b --features served --devices 8 --tokens 1e9    # hours on 8 GPUs
 
-Peers are measured as they ship and compiled (`torch.compile`). A peer that does not run on this machine is told
-and left out.
+Peers are measured as they ship and compiled (`torch.compile`), and so is ours (`--loop.compile`): compiled peers are
+compared with ours compiled. A peer that does not run on this machine is told and left out.
 
 Each case runs in a separate process. Its sides take turns with the bare matmuls of the same shapes, so a change of the
 machine's speed affects all of them. Peak memory is the memory above weights and inputs, after runs that compile. A
@@ -52,7 +52,6 @@ from redraft.recipes.bench.heads import head_cases
 from redraft.recipes.bench.losses import fused_loss_cases, kl_step_cases
 from redraft.recipes.bench.measure import (
     FLOOR,
-    OURS,
     Case,
     Measurement,
     Required,
@@ -167,7 +166,7 @@ def find_side(case: Case, result: Measurement, peer: str) -> str | None:
 
 def compare_speed(case: Case, result: Measurement, side: str) -> Compared:
     """Tokens/s of every round, ours over the side's."""
-    ratios = round_ratios(result.sides[side].wall_s, result.sides[OURS].wall_s)
+    ratios = round_ratios(result.sides[side].wall_s, result.sides[case.own_side(side, result.sides)].wall_s)
     return Compared(
         median=statistics.median(ratios),
         low=min(ratios),
@@ -179,7 +178,7 @@ def compare_speed(case: Case, result: Measurement, side: str) -> Compared:
 
 def compare_memory(case: Case, result: Measurement, side: str) -> Compared:
     """Peak memory, ours over the side's. The peaks come from separate processes, so no two of them are a pair."""
-    ours, theirs = result.sides[OURS].peaks_mib, result.sides[side].peaks_mib
+    ours, theirs = (result.sides[name].peaks_mib for name in (case.own_side(side, result.sides), side))
     return Compared(
         median=statistics.median(ours) / statistics.median(theirs),
         low=min(ours) / max(theirs),
@@ -202,18 +201,20 @@ def worth_measuring(cases: Sequence[Case], device: str) -> Sequence[Case]:
 
 def lines(case: Case, result: Measurement) -> Iterator[str]:
     """The table of one case: a line per side, with the ratios of ours to it."""
-    # `speed_ratio` of the floor is the floor's time over ours, so the inverse says how many times longer we
-    # take.
-    ours = result.sides[OURS]
-    yield f"{case.name}"
-    yield (
-        f"    {'ours':<22} {ours.tokens_per_s:8,.0f} tokens/s  {_mib(ours)}   "
-        f"{1 / result.speed_ratio[FLOOR]:.2f} x the time of its matmuls alone ({result.gflops_per_s:,.0f} GFLOP/s)"
-    )
+    floor_s = result.sides[FLOOR].wall_s
+    yield f"{case.name} ({result.gflops_per_s:,.0f} GFLOP/s in the matmuls alone)"
+    for name in case.own_sides():
+        if name in result.left_out:
+            yield _left_out(name, result)
+            continue
+        ours = result.sides[name]
+        times = statistics.median(round_ratios(ours.wall_s, floor_s))
+        yield f"    {name:<22} {ours.tokens_per_s:8,.0f} tokens/s  {_mib(ours)}   {times:.2f}x the time of its matmuls"
     for name, against in case.against.items():
         if name in result.left_out:
-            yield f"    {name:<22} left out, because it does not run here: {result.left_out[name]}"
+            yield _left_out(name, result)
             continue
+        ours = result.sides[case.own_side(name, result.sides)]
         side, required = result.sides[name], case.required.get(name, Required())
         speed, memory = compare_speed(case, result, name), compare_memory(case, result, name)
         yield (
@@ -226,6 +227,10 @@ def lines(case: Case, result: Measurement) -> Iterator[str]:
         )
     if case.note:
         yield f"    {case.note}"
+
+
+def _left_out(name: str, result: Measurement) -> str:
+    return f"    {name:<22} left out, because it does not run here: {result.left_out[name]}"
 
 
 def _mib(side: Side) -> str:

@@ -29,9 +29,9 @@ from redraft.distill.loss.fused import (
     ExactRows,
     FusedResult,
     TopKRows,
-    _Gradient,
     fused_linear_divergence,
 )
+from redraft.distill.loss.products import Gradient
 from redraft.distill.loss.rows import has_triton
 from redraft.distill.signal.ahead import OneAhead
 from redraft.distill.signal.transfer import host_zeros, to_device
@@ -201,7 +201,7 @@ def test_a_gpu_takes_the_kernels_by_default(monkeypatch: pytest.MonkeyPatch) -> 
 def test_products_in_bfloat16_add_to_a_float32_gradient_unrounded() -> None:
     generator = torch.Generator().manual_seed(0)
     dz_WM, hidden_MD = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((96, 40), (40, 64)))
-    gradient = _Gradient(torch.full((96, 64), torch.nan, device=GPU))
+    gradient = Gradient(torch.full((96, 64), torch.nan, device=GPU))
     for _ in range(3):
         gradient.add_product(dz_WM.to(GPU), hidden_MD.to(GPU))
     total = gradient.finish()

@@ -18,11 +18,12 @@ from redraft.recipes.bench import heads as bench_heads
 from redraft.recipes.bench import losses as bench_losses
 from redraft.recipes.bench import peers as bench_peers
 from redraft.recipes.bench import training as bench_training
-from redraft.recipes.bench.heads import FORWARD_KL, NAIVE, build_head, head_cases
+from redraft.recipes.bench.heads import FORWARD_KL, FORWARD_KL_COMPILED, NAIVE, build_head, head_cases
 from redraft.recipes.bench.losses import FUSED_LOSSES, KL_PEERS, LIGER_LOSSES
 from redraft.recipes.bench.measure import (
     FLOOR,
     OURS,
+    OURS_COMPILED,
     Against,
     Case,
     DtypeName,
@@ -34,6 +35,7 @@ from redraft.recipes.bench.measure import (
     Step,
     _start,
     adamw,
+    can_compile,
     matmuls_alone,
     measure,
 )
@@ -51,6 +53,22 @@ def test_ours_and_the_naive_form_of_a_head_train_alike(family: str, monkeypatch:
     ours, naive = (build_head(family, "float32", side, "cpu") for side in (OURS, NAIVE))
     for _ in range(3):  # the losses of the later steps show the gradients of those before
         torch.testing.assert_close(ours(), naive(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Medusa", "EAGLE-3"])
+def test_ours_compiled_trains_as_ours(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not can_compile():
+        pytest.skip("there is no C++ compiler here")
+    monkeypatch.setattr(bench_heads, "SIZES", TINY)
+    compiles = []
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, make=torch.compile, **kw: compiles.append(1) or make(*args, **kw)
+    )
+    ours, compiled = (build_head(family, "float32", side, "cpu") for side in (OURS, OURS_COMPILED))
+    for _ in range(3):
+        torch.testing.assert_close(compiled(), ours(), rtol=1e-4, atol=0)
+    assert compiles
 
 
 def test_the_floor_of_a_head_has_the_products_of_a_hand_count() -> None:
@@ -244,6 +262,25 @@ def test_the_report_has_the_ratio_to_the_compiled_peer_in_the_worst_of_the_bfloa
     assert json.loads(json.dumps(report)) == report
 
 
+def test_compiled_peers_are_compared_with_ours_compiled() -> None:
+    case = dataclasses.replace(make_case(name="case", dtype="bfloat16", **BOTH), compiles=True)
+    times = {OURS_COMPILED: [0.5] * 3, "Peer": [4.0] * 3, "Peer, compiled": [2.0] * 3}
+    peaks = {OURS_COMPILED: [5.0] * 3, "Peer": [40.0] * 3, "Peer, compiled": [20.0] * 3}
+    result = make_measurement(case, times, peaks)
+    report = make_report([(case, result)], {"environment": ENVIRONMENT})
+    assert report["ratio"]["medusa"]["peer"]["median"] == 4.0
+    assert report["memory"]["medusa"]["peer"]["median"] == 0.25
+    shipped, compiled = (line for line in lines(case, result) if "Peer" in line)
+    assert "ours 4.00x (2.00 to 4.00)" in shipped
+    assert "ours 4.00x (4.00 to 4.00)" in compiled
+    assert len([line for line in lines(case, result) if "the time of its matmuls" in line]) == len(case.own_sides())
+    without = make_measurement(
+        case, {"Peer, compiled": [2.0] * 3}, {"Peer, compiled": [20.0] * 3}, {OURS_COMPILED: "no"}
+    )
+    report = make_report([(case, without)], {"environment": ENVIRONMENT})
+    assert report["ratio"]["medusa"]["peer"]["median"] == 2.0, "ours as it is, if it does not compile"
+
+
 def test_without_a_bfloat16_case_the_report_takes_float32() -> None:
     case = make_case(name="only", dtype="float32", **BOTH)
     result = make_measurement(case, {"Peer": [4.0] * 3}, {"Peer": [40.0] * 3})
@@ -407,7 +444,7 @@ def test_a_peer_that_is_absent_or_cannot_be_compiled_is_no_side_and_is_told(monk
 def test_the_cases_run_without_any_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Peer, "is_installed", property(lambda peer: False))
     cases = bench_training.list_cases("cpu")
-    assert {name for case in cases for name in case.against} == {NAIVE, FORWARD_KL}
+    assert {name for case in cases for name in case.against} == {NAIVE, FORWARD_KL, FORWARD_KL_COMPILED}
     assert all(case.note for case in cases if case.family != "lk_hybrid")
 
 
