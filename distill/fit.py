@@ -12,8 +12,6 @@ Activations come on top. If the rest takes most of the memory, the run says so, 
 from __future__ import annotations
 
 import copy
-import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from redraft.distill.inputs import Signal, choose_dtype
+from redraft.distill.signal.sharded import TargetSizes, device_bytes, processes_here, size_weights
 from redraft.distill.train.muon import split
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.heads.catalog import find_family
@@ -93,15 +92,16 @@ def require_room(
         draft = count_draft(config)
     except Exception:  # transformers raises a dozen types for a config; the loading that follows reports each in a line
         return
+    room = read_room(accelerator)
     is_shared = signal.shard and accelerator.num_processes > 1
     target_bytes = sizes.whole
     if signal.url:
         target_bytes = sizes.outside
     elif is_shared:
-        target_bytes = sizes.share(accelerator.num_processes)
+        ranks = sizes.choose_ranks(accelerator.num_processes, room.processes, room.device_bytes)
+        target_bytes = sizes.share(ranks)
     draft_bytes = round(draft.weights * bytes_by_weight(accelerator, draft.state_bytes(optimizer) / draft.weights))
     need = Need(target=target_bytes, draft=draft_bytes, host=sizes.whole if is_shared else None)
-    room = read_room(accelerator)
     try:
         check(target, need, room, has_servers=bool(signal.url))
     except ValueError:
@@ -132,7 +132,7 @@ def require_target_room(name: str, device: torch.device, dtype: torch.dtype | No
         _, sizes = _size_target(name, dtype)
     except Exception:  # as in `require_room`
         return
-    for place, num_bytes in ((str(device), _device_bytes(device)), ("this machine's memory", _host_bytes())):
+    for place, num_bytes in ((str(device), device_bytes(device)), ("this machine's memory", _host_bytes())):
         if num_bytes is not None and sizes.whole > num_bytes:
             raise ValueError(
                 f"{name} takes {_gb(sizes.whole)} in this process: more than the {_gb(num_bytes)} of {place}; {way_out}"
@@ -185,24 +185,6 @@ def _gb(num_bytes: float) -> str:
 # -------------------------------------------------------------------------------------------------------------- sizes
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetSizes:
-    """Bytes of a target's weights."""
-
-    outside: int
-    """Embeddings, final norm and head."""
-    layers: tuple[int, ...]
-    """Each layer."""
-
-    @property
-    def whole(self) -> int:
-        return self.outside + sum(self.layers)
-
-    def share(self, ranks: int) -> int:
-        """In each of `ranks` processes that share out the layers. A pass gathers one while the next arrives."""
-        return self.outside + -(-sum(self.layers) // ranks) + 2 * max(self.layers, default=0)
-
-
 def _size_target(name: str, dtype: torch.dtype | None) -> tuple[Any, TargetSizes]:
     """(text config, bytes).
 
@@ -214,19 +196,6 @@ def _size_target(name: str, dtype: torch.dtype | None) -> tuple[Any, TargetSizes
     if getattr(config, "quantization_config", None):
         raise ValueError(f"{name} is quantised")
     return config.get_text_config(), size_weights(config, dtype or config.dtype or torch.float32)
-
-
-def size_weights(config: Any, dtype: torch.dtype) -> TargetSizes:
-    """The bytes of a model with this config."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    outside, layers = 0, Counter[str]()
-    for full_name, weight in model.named_parameters():
-        # "model.layers.3.mlp.up_proj.weight" counts for layer "3". Tied weights are listed once.
-        size, (_, found, rest) = weight.numel() * weight.element_size(), full_name.partition(".layers.")
-        outside += 0 if found else size
-        layers[rest.partition(".")[0]] += size if found else 0
-    return TargetSizes(outside=outside, layers=tuple(layers.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,15 +269,10 @@ def read_room(accelerator: Accelerator) -> Room:
     """The memory of this process's device and machine. A container's limit counts."""
     return Room(
         device=str(accelerator.device),
-        device_bytes=_device_bytes(accelerator.device),
+        device_bytes=device_bytes(accelerator.device),
         host_bytes=_host_bytes(),
-        processes=int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
+        processes=processes_here(accelerator.num_processes),
     )
-
-
-def _device_bytes(device: torch.device) -> int | None:
-    """The memory of a GPU; None for a CPU."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def _host_bytes() -> int:

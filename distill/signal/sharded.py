@@ -3,29 +3,95 @@
     rank 0   reads the files, once         every rank  embeddings, final norm and head whole, 1/ranks of each layer
              └─ one tensor at a time ────►             a pass gathers a layer, computes, and lets go of it
 
+On several machines each machine holds all layers, if they leave enough memory: they are then gathered from neighbours,
+and not over the network.
+
 All ranks make a pass together. In training all of them make the same number. A forecast, and all else that rank 0 does
 by itself, is done in `leading`: the others then make a pass whenever it makes one.
 """
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from redraft.heads.files.checkpoint import load_causal_lm, register_models
 
+ROOM_FOR_TARGET = 0.4
+"""Share of a device's memory that a target may take, if the machines need not share it. The rest is for draft and
+activations."""
+
+
+# -------------------------------------------------------------------------------------------------------------- sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSizes:
+    """Bytes of a target's weights."""
+
+    outside: int
+    """Embeddings, final norm and head."""
+    layers: tuple[int, ...]
+    """Each layer."""
+
+    @property
+    def whole(self) -> int:
+        return self.outside + sum(self.layers)
+
+    def share(self, ranks: int) -> int:
+        """In each of `ranks` processes that share out the layers. A pass gathers one while the next arrives."""
+        return self.outside + -(-sum(self.layers) // ranks) + 2 * max(self.layers, default=0)
+
+    def choose_ranks(self, processes: int, on_machine: int, num_bytes: int | None) -> int:
+        """How many of all `processes` share out the layers: those of one machine if that leaves each device, of
+        `num_bytes`, enough memory, else all."""
+        fits = num_bytes is None or self.share(on_machine) <= ROOM_FOR_TARGET * num_bytes
+        return on_machine if on_machine > 1 and processes % on_machine == 0 and fits else processes
+
+
+def size_weights(config: Any, dtype: torch.dtype) -> TargetSizes:
+    """The bytes of a model with this config."""
+    with torch.device("meta"):
+        return _size_model(AutoModelForCausalLM.from_config(config, dtype=dtype))
+
+
+def _size_model(model: Any) -> TargetSizes:
+    outside, layers = 0, Counter[str]()
+    for full_name, weight in model.named_parameters():
+        # "model.layers.3.mlp.up_proj.weight" counts for layer "3". Tied weights are listed once.
+        size, (_, found, rest) = weight.numel() * weight.element_size(), full_name.partition(".layers.")
+        outside += 0 if found else size
+        layers[rest.partition(".")[0]] += size if found else 0
+    return TargetSizes(outside=outside, layers=tuple(layers.values()))
+
+
+def processes_here(processes: int) -> int:
+    """The processes on this machine, of all `processes` of the launch."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """The memory of a GPU; None for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+# ------------------------------------------------------------------------------------------------------------ loading
+
 
 def load_sharded(name: str, dtype: torch.dtype | None, device: torch.device) -> Any:
-    """The causal LM of a folder or hub name, frozen, with the layers shared out over all ranks. All must call this.
+    """The causal LM of a folder or hub name, frozen, with the layers shared out over the ranks. All must call this.
 
     Raises:
         FileNotFoundError, ValueError: as `load_causal_lm`, on the first rank.
@@ -43,7 +109,7 @@ def load_sharded(name: str, dtype: torch.dtype | None, device: torch.device) -> 
     # 3. Each layer is gathered by itself. The root is wrapped too, so the layers share one root, and one is
     # gathered while another computes. It shards nothing: embeddings, norm and head stay whole, because they
     # are read outside of a pass too.
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = _make_mesh(model, device)
     layers = list(model.base_model.layers)
     for layer in layers:
         fully_shard(layer, mesh=mesh)
@@ -58,6 +124,16 @@ def load_sharded(name: str, dtype: torch.dtype | None, device: torch.device) -> 
     return model
 
 
+def _make_mesh(model: Any, device: torch.device) -> DeviceMesh:
+    """The ranks that share out the layers with this one."""
+    processes = dist.get_world_size()
+    ranks = [_size_model(model).choose_ranks(processes, processes_here(processes), device_bytes(device))]
+    # All must choose the same, whatever memory they have.
+    dist.broadcast_object_list(ranks, 0)
+    shape = (processes // ranks[0], ranks[0])
+    return init_device_mesh(device.type, shape, mesh_dim_names=("machines", "shares"))["shares"]
+
+
 def _tensors(model: Any) -> dict[str, Tensor]:
     # Buffers too: the rotary frequencies are in no state dict, and `to_empty` leaves them undefined.
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -67,15 +143,16 @@ def _tensors(model: Any) -> dict[str, Tensor]:
 def _fill(model: Any, whole: dict[str, Tensor] | None, device: torch.device) -> None:
     """Give every rank a part of each tensor of rank 0."""
     for name, place in _tensors(model).items():
-        # The full shape on every rank; values on rank 0 only, from which `distribute_tensor` and `broadcast`
-        # send them.
+        # The full shape on every rank; values on rank 0 only, until they are sent.
         full = torch.empty(place.shape, dtype=place.dtype, device=device)
         if whole is not None:
             full.copy_(whole[name])
+        dist.broadcast(full, 0)
         if isinstance(place, DTensor):
-            place.to_local().copy_(distribute_tensor(full, place.device_mesh, place.placements).to_local())
+            # Without a source each rank cuts out its own part.
+            part = distribute_tensor(full, place.device_mesh, place.placements, src_data_rank=None)
+            place.to_local().copy_(part.to_local())
         else:
-            dist.broadcast(full, 0)
             place.copy_(full)
 
 

@@ -18,7 +18,8 @@ from typing import Any, Literal
 import torch
 
 from redraft.distill.count_command import NUM_STEPS
-from redraft.distill.fit import size_weights, standalone_config
+from redraft.distill.fit import standalone_config
+from redraft.distill.signal.sharded import size_weights
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.heads.catalog import find_family
 from redraft.heads.families.standalone import Init

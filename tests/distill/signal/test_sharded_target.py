@@ -10,6 +10,10 @@ import pytest
 import torch
 from launches import ROOT, accelerate_launch, require, run_all
 
+from redraft.distill.signal.sharded import TargetSizes
+
+GB = 10**9
+
 SCRIPT = str(ROOT / "tests/helpers/shard_target.py")
 
 
@@ -38,6 +42,24 @@ def test_a_target_in_shards_trains_as_a_whole_one(config: str, random_target: Pa
     two, said = train(config, random_target, tmp_path / "two.pt")
     assert_same(one, two)
     assert "--loop.compile" not in said
+
+
+@pytest.mark.slow
+def test_each_machine_holds_a_whole_target(random_target: Path, tmp_path: Path) -> None:
+    """Four ranks on two machines: each holds half of a layer, not a quarter."""
+    one, _ = train(None, random_target, tmp_path / "one.pt")
+    machines = accelerate_launch("ddp", "--num_processes", "4", nodes=2)
+    run_all(machines, [SCRIPT, str(random_target), str(tmp_path / "four.pt")])
+    assert_same(one, torch.load(tmp_path / "four.pt", weights_only=True))
+
+
+def test_machines_share_a_target_if_it_leaves_one_of_them_too_little_memory() -> None:
+    sizes = TargetSizes(outside=4 * GB, layers=(GB,) * 64)
+    assert sizes.choose_ranks(16, 8, 80 * GB) == 8  # 4 + 64 / 8 + 2 = 14 GB, at most 32
+    assert sizes.choose_ranks(16, 8, 34 * GB) == 16  # at most 13.6
+    assert sizes.choose_ranks(16, 8, None) == 8
+    assert sizes.choose_ranks(2, 1, 200 * GB) == 2  # one process on each machine
+    assert sizes.choose_ranks(8, 8, 10 * GB) == 8
 
 
 @pytest.mark.slow
