@@ -36,8 +36,9 @@ def compare_rows(
 
 
 def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # Any number of rows: the last block of a chunk has fewer.
-    return torch.compile(function, dynamic=True, fullgraph=True)
+    # Any number of rows: the last block of a chunk has fewer. Not `fullgraph`, with which a ninth graph ends the training
+    # instead of running uncompiled.
+    return torch.compile(function, dynamic=True)
 
 
 @functools.cache
