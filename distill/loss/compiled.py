@@ -36,8 +36,8 @@ def compare_rows(
 
 
 def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # Any number of rows: the last block of a chunk has fewer. Not `fullgraph`, with which a ninth graph ends the training
-    # instead of running uncompiled.
+    # Any number of rows: the last block of a chunk has fewer. Not `fullgraph`, which ends a training at a ninth
+    # graph instead of running uncompiled.
     return torch.compile(function, dynamic=True)
 
 
