@@ -437,12 +437,13 @@ def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made:
     written = [x for a, value in named.values() if a.alias_info and a.alias_info.is_write for x in _tensors([value])]
     if not fresh and not written:
         return 0  # a view
-    tables = (*GATHERS, *SCATTERS, *OVERWRITE)
+    # `addmm` with beta = 0 ignores the first argument.
+    is_ignored = name in (*GATHERS, *SCATTERS, *OVERWRITE) or kwargs.get("beta") == 0
     read = [
         x
         for i, (a, value) in enumerate(named.values())
         # An `out=` argument is not read, and neither is the table of a gather, scatter or overwrite.
-        if not (getattr(a, "is_out", False) or (i == 0 and name in tables))
+        if not (getattr(a, "is_out", False) or (i == 0 and is_ignored))
         for x in _tensors([value])
     ]
     if name in GATHERS:

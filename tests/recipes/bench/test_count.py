@@ -276,14 +276,17 @@ def test_code_that_branches_on_weightless_values_is_refused() -> None:
 def test_bytes_are_what_a_kernel_reads_and_writes() -> None:
     with Count(weightless=True) as counting:
         table, x = torch.randn(1000, 16), torch.randn(8, 16)
+        y, z = torch.randn(16, 4), torch.randn(8, 4)
         counting.begin("all")
         x.view(16, 8).T  # noqa: B018
         F.embedding(torch.tensor([1, 2, 3]), table)
         x.zero_()
         x.add_(1.0)
+        for beta in (0, 1):  # x @ y, into the memory of z or added to it
+            torch.addmm(z, x, y, beta=beta, out=z)
     moved = [work.num_bytes for work in counting.operations.elements() if work.num_bytes]
     gathered = 3 * 16 * 4
-    assert sorted(moved) == sorted([2 * gathered + 3 * 8, 512, 2 * 512])
+    assert sorted(moved) == sorted([2 * gathered + 3 * 8, 512, 2 * 512, 512 + 256 + 128, 512 + 256 + 2 * 128])
 
 
 class Block(nn.Module):
