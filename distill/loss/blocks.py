@@ -122,11 +122,12 @@ class ExactBlock:
         """The same on the draft's ids. A block then has more rows, because they are shorter."""
         if draft_ids_W is None:
             return self
-        logits_RV = self.logits_RW
-        sums = [self._sum_exp(logits_RV[rows]) for rows in blocks(logits_RV)]
+        logits_RV, sums_R1 = self.logits_RW, self.log_sum_exp_R1
+        if sums_R1 is None:
+            sums_R1 = torch.cat([self._sum_exp(logits_RV[rows]) for rows in blocks(logits_RV)])
         kept_RW = self._scratch("kept", (len(logits_RV), len(draft_ids_W)), logits_RV.dtype, logits_RV.device)
         torch.index_select(logits_RV, 1, draft_ids_W, out=kept_RW)
-        return ExactBlock(self._scratch, self._temperature, kept_RW, torch.cat(sums))
+        return ExactBlock(self._scratch, self._temperature, kept_RW, sums_R1)
 
     def _sum_exp(self, logits_RV: Tensor) -> Tensor:
         """log sum exp of logits / temperature, [R, 1]."""

@@ -22,17 +22,21 @@ from redraft.distill.loss.gradients import GRADIENTS, Compared
 def compare_rows(
     block: ExactBlock, place_M: Tensor | None, logits_MW: Tensor, scale_M: Tensor, divergence: Divergence
 ) -> Tensor:
-    """(divergence, alpha and alpha_greedy) of every row, [3, M].
+    """(divergence, alpha and alpha_greedy) of every row, [3, M], of a block that has its log sum exp.
 
     The gradient at the logits, times `scale_M`, takes the place of the logits. `place_M` is None if draft row m is
     compared with row m of the block.
     """
-    if block.log_sum_exp_R1 is None:
-        block.log_sum_exp_R1 = _compiled_sums(divergence.temperature)(block.logits_RW)
+    assert block.log_sum_exp_R1 is not None
     values_3M: Tensor = _compiled_rows(divergence)(
         block.logits_RW, block.log_sum_exp_R1, place_M, logits_MW, scale_M / divergence.temperature
     )
     return values_3M
+
+
+def log_sum_exp(logits_RV: Tensor, temperature: float) -> Tensor:
+    """Of logits / temperature, [R, 1]."""
+    return _compiled_sums(temperature)(logits_RV)
 
 
 def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -25,14 +25,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise, zip_longest
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from redraft.distill.loss.blocks import ExactBlock, Scratch, TopKBlock, block_rows, softmax_and_log
-from redraft.distill.loss.compiled import compare_rows
+from redraft.distill.loss.compiled import compare_rows, log_sum_exp
 from redraft.distill.loss.divergences import Divergence, draft_columns, top_k_buckets
 from redraft.distill.loss.gradients import GRADIENTS, cross_entropy
 from redraft.distill.loss.products import Gradient, add_logits, as_operand, gradient_of_left, matmul_dtype
@@ -194,11 +194,11 @@ class _Request:
         form = self.divergence.form
         return form == "kernel" or (form == "auto" and runs_kernels(logits_MW.dtype, logits_MW.device))
 
-    def runs_compiled(self, block: ExactBlock | TopKBlock, rows_M: Tensor) -> TypeGuard[ExactBlock]:
-        """Whether these rows are compared by compiled operations: all whose whole distributions are compared."""
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled operations compare the rows: they need whole distributions."""
         d = self.divergence
-        # A single row would need a graph of its own: sizes of 1 are not dynamic.
-        return d.form == "compiled" and d.name != "cross_entropy" and isinstance(block, ExactBlock) and len(rows_M) > 1
+        return d.form == "compiled" and d.name != "cross_entropy" and isinstance(self.target, ExactRows)
 
 
 class _FusedLinearDivergence(torch.autograd.Function):
@@ -379,15 +379,29 @@ def _split_into_parts(steps: Sequence[_Step], needed_N: Tensor, chunk_tokens: in
 
 def _run_parts(request: _Request, chunk: ExactBlock | TopKBlock | _KernelChunk, parts: Sequence[_Part]) -> None:
     """Values and gradients of parts of different steps in one chunk."""
-    groups = _group(request, parts)
-    if isinstance(chunk, _KernelChunk):
+    by_head = _by_head(parts)
+    # PyTorch's operations compute p of a block once for all heads, so the logits of all are in memory. A kernel, or a
+    # compiled graph, computes p as it goes, so the heads take turns.
+    take_turns = isinstance(chunk, _KernelChunk) or request.is_compiled
+    for heads in [[same] for same in by_head] if take_turns else [by_head]:
+        groups = [_make_group(request, index, same) for index, same in enumerate(heads)]
+        if isinstance(chunk, _KernelChunk):
+            for group in groups:
+                chunk.run(request, group)
+        else:
+            _run_blocks(request, chunk, groups)
+        # Every row has been compared: the logits now hold the gradient at the logits.
         for group in groups:
-            chunk.run(request, group)
-    else:
-        _run_blocks(request, chunk, groups)
-    # Every row has been compared: the logits now hold the gradient at the logits.
-    for group in groups:
-        group.add_gradients(request.scratch)
+            group.add_gradients(request.scratch)
+
+
+def _by_head(parts: Sequence[_Part]) -> list[list[_Part]]:
+    """The parts of each head."""
+    found: dict[tuple[int, ...], list[_Part]] = {}
+    for part in parts:
+        # By identity: steps with equal but separate heads need separate gradients.
+        found.setdefault(tuple(id(each.head_WD) for each in part.step.factors), []).append(part)
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -421,21 +435,13 @@ class _Group:
                 factors[0].d_head.add_product(scratch, self.logits_MW.T, left_MD)  # [W, M] @ [M, D]
 
 
-def _group(request: _Request, parts: Sequence[_Part]) -> list[_Group]:
-    """The parts by head, with the draft's logits."""
-    by_heads: dict[tuple[int, ...], list[_Part]] = {}
-    for part in parts:
-        # By identity: steps with equal but separate heads need separate gradients.
-        by_heads.setdefault(tuple(id(each.head_WD) for each in part.step.factors), []).append(part)
-    groups = []
-    for index, same in enumerate(by_heads.values()):
-        per_factor = zip(*([each.left_MD[part.rows_M] for each in part.step.factors] for part in same), strict=True)
-        lefts = [torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in per_factor]
-        heads = [each.head_WD for each in same[0].step.factors]
-        # The index in the name keeps the groups apart: all are alive until `add_gradients`.
-        logits_MW = request.logits(f"draft logits {index}", lefts, heads)
-        groups.append(_Group(same, lefts, logits_MW, same[0].step.draft_ids_W))
-    return groups
+def _make_group(request: _Request, index: int, parts: Sequence[_Part]) -> _Group:
+    """Parts of one head, with the draft's logits. The groups in memory together have different indices."""
+    per_factor = zip(*([each.left_MD[part.rows_M] for each in part.step.factors] for part in parts), strict=True)
+    lefts = [torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in per_factor]
+    heads = [each.head_WD for each in parts[0].step.factors]
+    logits_MW = request.logits(f"draft logits {index}", lefts, heads)
+    return _Group(parts, lefts, logits_MW, parts[0].step.draft_ids_W)
 
 
 def _run_blocks(request: _Request, chunk: ExactBlock | TopKBlock, groups: Sequence[_Group]) -> None:
@@ -476,7 +482,9 @@ def _run_block(
     is_row_for_row = part.is_distinct and len(rows_M) == block.num_rows
     place_M = None if is_row_for_row else part.place_M[here] - first
     # Each row of a step is in one part of one chunk, so nothing is written twice.
-    if request.runs_compiled(block, rows_M):
+    # A single row would need a graph of its own: sizes of 1 are not dynamic.
+    if request.is_compiled and len(rows_M) > 1:
+        assert isinstance(block, ExactBlock)
         step.values_3M[:, rows_M] = compare_rows(block, place_M, logits_MW, step.scale_M[rows_M], request.divergence)
         return
     step.values_3M[:, rows_M], dz_MW = _divergence(request, block, step, rows_M, place_M, logits_MW)
@@ -528,7 +536,9 @@ def _select_target(
     logits_CV = request.logits("target logits", [target.hidden_ND[rows_C]], [target.head_VD])
     if runs:
         return _KernelChunk(rows_C, logits_CV=logits_CV)
-    return ExactBlock(request.scratch, request.divergence.temperature, logits_CV)
+    temperature = request.divergence.temperature
+    sums_C1 = log_sum_exp(logits_CV, temperature) if request.is_compiled else None
+    return ExactBlock(request.scratch, temperature, logits_CV, sums_C1)
 
 
 @dataclass(frozen=True)

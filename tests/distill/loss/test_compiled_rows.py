@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from redraft.distill.loss import compiled, products
+from redraft.distill.loss.blocks import Scratch
 from redraft.distill.loss.divergences import DIVERGENCES, Divergence
 from redraft.distill.loss.fused import DraftRows, ExactRows, FusedResult, fused_linear_divergence
 
@@ -94,6 +96,30 @@ def test_peaked_distributions_are_as_exact(name: str) -> None:
     assert torch.isfinite(found.loss)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("any_backend")
+def test_heads_take_turns_in_the_memory_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Medusa. PyTorch's separate operations compute the target's p once for all heads, and hold all logits."""
+    head_WD = make(VOCABULARY, WIDTH, 5, torch.float64).requires_grad_()
+    drafts, target = make_drafts(torch.float64), make_target(torch.float64)
+    drafts[1] = replace(drafts[1], head_WD=head_WD)
+    held: dict[str, set[str]] = {"plain": set(), "compiled": set()}
+    results = []
+    take = Scratch.__call__
+    for form, names in held.items():
+
+        def watched(scratch: Scratch, name: str, *rest: Any, names: set[str] = names) -> Tensor:
+            names.add(name)
+            return take(scratch, name, *rest)
+
+        monkeypatch.setattr(Scratch, "__call__", watched)
+        results.append(run(drafts, target, Divergence(form=form)))
+    (expected, its), (found, mine) = results
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-13)
+    assert {name for name in held["plain"] if "logits" in name} == {"target logits", "draft logits 0", "draft logits 1"}
+    assert {name for name in held["compiled"] if "logits" in name} == {"target logits", "draft logits 0"}
 
 
 def widened(drafts: list[DraftRows], dtype: torch.dtype) -> list[DraftRows]:
