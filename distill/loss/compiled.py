@@ -35,7 +35,7 @@ def compare_rows(
 
 
 def log_sum_exp(logits_RV: Tensor, temperature: float) -> Tensor:
-    """Of logits / temperature, [R, 1]."""
+    """The log sum exp of logits / temperature, [R, 1]."""
     return _compiled_sums(temperature)(logits_RV)
 
 
