@@ -84,6 +84,13 @@ class Descent(torch.optim.SGD):
         super().__init__(parameters, lr=lr)
 
 
+class SteadyAdamW(torch.optim.AdamW):
+    """AdamW that takes no step of its whole rate along a gradient that is only rounding."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, eps=1e-5, **options)
+
+
 def rows_of(step: int, times: int = 1) -> Batch:
     lengths = (24, 1 + step % 3 * 5, 15, 2 + step % 3 * 4) * times  # at step 0 the second of two ranks has no label
     return make_batch([[make_ids(length, seed=10 * step + row)] for row, length in enumerate(lengths)], loss_from=3)
@@ -182,8 +189,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
 
 def main(cfg: argparse.Namespace) -> None:
     cfg.output.mkdir(exist_ok=True)
-    if cfg.optimizer == "sgd":
-        torch.optim.AdamW = Descent
+    torch.optim.AdamW = Descent if cfg.optimizer == "sgd" else SteadyAdamW
     targets = {name: make_family_target(name) for name in cfg.families}  # before there are ranks, of which one saves
     for name, target in targets.items():
         result = train_family(name, target, cfg)

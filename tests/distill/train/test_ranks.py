@@ -1,7 +1,7 @@
 """Training on two processes by every shipped config: the numbers of one process, and checkpoints that go on exactly.
 
-Float32 sums in another order differ in the last digits; AdamW divides by the size of a gradient, and so makes of them a
-step of its rate where a gradient is all but zero.
+Float32 sums in another order differ in the last digits. AdamW divides by the size of a gradient, so these digits become
+a whole step if the gradient is all but zero. The trainings compared here therefore have an `eps` well above rounding.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_sharded_drafts_take_the_step_of_one_process(config: str, tmp_path: Path
 
 
 def test_muon_moves_the_matrices_of_two_ranks_as_those_of_one(tmp_path: Path) -> None:
-    """Over three steps: it also makes the directions equal in which a gradient is all but rounding."""
+    """Over three steps. Muon makes all directions equal, also those in which a gradient is only rounding."""
     work = ["eagle3", "--steps", "3", "--optimizer", "muon"]
     one = train(None, tmp_path / "one", *work)
     assert_same(one, train("ddp", tmp_path / "two", *work), 1e-4)
@@ -125,7 +125,7 @@ def test_every_family_trains_as_on_one_process(
     config: str, nodes: int, one_process: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     assert_same(one_process["sgd"], train(config, tmp_path / "sgd", *FAMILIES, *SGD, nodes=nodes), 1e-6)
-    assert_same(one_process["adamw"], train(config, tmp_path / "adamw", *FAMILIES, nodes=nodes), 1e-4)
+    assert_same(one_process["adamw"], train(config, tmp_path / "adamw", *FAMILIES, nodes=nodes), 1e-5)
 
 
 @pytest.mark.slow
