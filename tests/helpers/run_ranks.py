@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 
 import torch
+from steady import SteadyAdamW
 
 from redraft.online.learning.candidate import Candidate, NotFiniteError, Ranks
 from redraft.online.learning.config import Training
 from redraft.online.records.record import read_frames
 
 torch.set_num_threads(1)
+torch.optim.AdamW = SteadyAdamW  # type: ignore[misc]
 
 
 class Breakable(Candidate):

@@ -19,6 +19,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 from make_heads import VOCAB, make_batch, make_ids, make_signal, make_target, take_rows
 from make_native import make_native_target
+from steady import SteadyAdamW
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -82,13 +83,6 @@ class Descent(torch.optim.SGD):
 
     def __init__(self, parameters: Any, lr: float, **_: Any) -> None:
         super().__init__(parameters, lr=lr)
-
-
-class SteadyAdamW(torch.optim.AdamW):
-    """AdamW that takes no step of its whole rate along a gradient that is only rounding."""
-
-    def __init__(self, parameters: Any, **options: Any) -> None:
-        super().__init__(parameters, eps=1e-5, **options)
 
 
 def rows_of(step: int, times: int = 1) -> Batch:
