@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerators import reset_accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -97,6 +98,14 @@ def one_model_loads_at_a_time() -> Iterator[None]:
     PreTrainedModel.from_pretrained = classmethod(load_alone)
     yield
     PreTrainedModel.from_pretrained = classmethod(load)
+
+
+@pytest.fixture
+def fresh_accelerator() -> Iterator[None]:
+    """For a test that trains as a process of its own would, whatever was trained before it."""
+    reset_accelerator()
+    yield
+    reset_accelerator()
 
 
 @pytest.fixture(scope="session")

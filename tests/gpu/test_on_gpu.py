@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerators import reset_accelerator
 from make_heads import make_batch, make_ids, make_signal, make_target
 from torch import Tensor
 from train_on_ranks import FAMILIES, Descent, make_standalone, rows_of
@@ -309,19 +309,6 @@ def test_the_stream_ahead_reads_a_batch_only_once_it_has_arrived() -> None:
 
 SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 """FlexAttention takes heads of 16 or more."""
-
-
-@pytest.fixture
-def fresh_accelerator() -> Iterator[None]:
-    reset_accelerator()
-    yield
-    reset_accelerator()
-
-
-def reset_accelerator() -> None:
-    """Forget the device: accelerate keeps it for the whole process."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 def train_one_step(name: str, folder: Path, *, on_cpu: bool) -> tuple[float, dict[str, Tensor]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from make_heads import make_ids, make_target
 from train_on_ranks import make_standalone
 
@@ -59,17 +57,6 @@ def cached(samples: list[Sample], tmp_path: Path) -> CachedTarget:
         batch_size=2,
     )
     return CachedTarget(tmp_path / "cache", target="the-target", data=data_hash(samples))
-
-
-@pytest.fixture
-def fresh_accelerator() -> Iterator[None]:
-    """accelerate keeps the device for the whole process."""
-    states = (AcceleratorState, GradientState, PartialState)
-    for state in states:
-        state._reset_state()
-    yield
-    for state in states:
-        state._reset_state()
 
 
 def test_a_cache_gives_a_batch_on_the_gpu_what_it_gives_one_on_the_cpu(

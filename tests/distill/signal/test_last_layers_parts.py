@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -27,15 +26,10 @@ from redraft.heads.target import Target
 from redraft.recipes.train import eagle3_llama8b
 from tests.helpers.target_families import FAMILIES, TINY
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+
 SERVED = Signal(kind="endpoint", url=("http://127.0.0.1:9",))
 """Nobody listens there: a start by layers asks no server."""
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator() -> Iterator[None]:
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,8 @@ def test_torn_and_flipped_records_are_counted_and_the_others_trained(world, serv
             flipped.write_bytes(content)
             torn.write_bytes(torn.read_bytes()[:-20])
             async with learner(settings(world, server)):
-                await until(lambda: world.last("training", "step") >= 4)
+                # The journal tells of the buffer at every poll, and of training after each step.
+                await until(lambda: world.last("training", "step") >= 4 and dropped(world, "corrupt"))
                 assert dropped(world, "corrupt") == 2
 
     asyncio.run(main())

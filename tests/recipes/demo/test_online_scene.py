@@ -6,14 +6,12 @@ import datetime
 import gzip
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.files.folder import read_config
@@ -121,19 +119,6 @@ def test_smollm2_itself_has_room_for_sixteen_requests_and_learns_from_its_first_
 def test_a_target_that_is_not_there_is_told_before_the_output_is_touched(parts: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no model folder"):
         make_scene(Config(target=tmp_path / "nothing", parts=parts))
-
-
-@pytest.fixture
-def fresh_accelerator() -> Iterator[None]:
-    """accelerate keeps the precision of the first training of a process, and refuses another one."""
-
-    def reset() -> None:
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
-
-    reset()
-    yield
-    reset()
 
 
 @pytest.mark.usefixtures("fresh_accelerator")

@@ -184,6 +184,7 @@ def test_another_target_needs_its_answers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
+@pytest.mark.usefixtures("fresh_accelerator")
 def test_the_demo_of_a_small_target(tiny_target: Path, tmp_path: Path) -> None:
     rows = load_conversations("stdlib")[:120]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -43,15 +41,9 @@ RECIPES = {
     "mtp": "mtp_qwen3_next",
     "mlp_speculator": "mlp_speculator_llama8b",
 }
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+
 SMALL = Loop(steps=2, batch_size=2, sequence_length=128, eval_every=2, eval_batches=1, save_every=1)
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator() -> Iterator[None]:
-    """Each run is a process of its own for its user; here accelerate's process-wide state begins anew."""
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 @pytest.fixture(scope="module")
