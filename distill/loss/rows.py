@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 4096
-"""Columns of a tile: 16 for each thread."""
+TILE_PER_WARP = 512
+"""Columns: 16 for each thread."""
 
-WARPS = 8
+SHORT_ROW_BYTES = 1 << 16
+"""A multiprocessor runs several programs at once if their rows are no longer than this. A program reads its row two or
+three times, and the rows of all running programs should stay in the GPU's cache meanwhile."""
 
 
 @functools.cache
@@ -40,9 +42,12 @@ def _kernels() -> Any:
     return kernels
 
 
-def _tile(width: int) -> int:
-    """A power of 2."""
-    return min(BLOCK, 1 << max(width - 1, 1).bit_length())
+def _launch(logits_MW: Tensor) -> dict[str, int]:
+    """Warps of a program, and columns of a tile, a power of 2."""
+    width = logits_MW.shape[1]
+    # The registers of 32 warps fill a multiprocessor: one row at a time.
+    warps = 8 if width * logits_MW.element_size() <= SHORT_ROW_BYTES else 32
+    return {"num_warps": warps, "BLOCK": min(TILE_PER_WARP * warps, 1 << max(width - 1, 1).bit_length())}
 
 
 @torch.library.custom_op("redraft::target_rows", mutates_args=())
@@ -65,8 +70,7 @@ def target_rows(logits_CV: Tensor, draft_ids_W: Tensor | None, temperature: floa
             kept_CW.shape[1],
             1 / temperature,
             REDUCED=draft_ids_W is not None,
-            BLOCK=_tile(width),
-            num_warps=WARPS,
+            **_launch(logits_CV),
         )
     return kept_CW, sums_2C
 
@@ -126,8 +130,7 @@ def draft_rows(
             beta,
             eta,
             NAME=name,
-            BLOCK=_tile(width),
-            num_warps=WARPS,
+            **_launch(logits_MW),
         )
     return values_3M
 
@@ -174,10 +177,9 @@ def top_k_rows(
             beta,
             eta,
             NAME=name,
-            BLOCK=_tile(width),
+            **_launch(logits_MW),
             # K = 32 makes 33 outcomes, in 64 lanes.
             OUTCOMES=1 << (outcomes - 1).bit_length(),
-            num_warps=WARPS,
         )
     return values_3M
 

@@ -36,10 +36,14 @@ def environment(runner: str, *, schedules_ahead: bool = False) -> dict[str, str]
 
 def triton_interpreter() -> dict[str, str]:
     """The environment of a process in which Triton's kernels run in its interpreter; skips the test without Triton."""
+    return triton_compiler() | {"TRITON_INTERPRET": "1"}
+
+
+def triton_compiler() -> dict[str, str]:
+    """The environment of a process that can compile Triton's kernels for a GPU; skips the test without Triton."""
     if problem := _install_triton():
         pytest.skip(f"Triton could not be installed into {TRITON}: {problem}")
-    path = ":".join([str(TRITON), os.environ.get("PYTHONPATH", "")])
-    return os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    return os.environ | {"PYTHONPATH": ":".join([str(TRITON), os.environ.get("PYTHONPATH", "")])}
 
 
 @functools.cache

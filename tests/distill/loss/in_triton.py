@@ -32,7 +32,7 @@ WITHIN = {"rtol": 1e-4, "atol": 1e-5}
 
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "BLOCK", 8)
+    monkeypatch.setattr(rows, "TILE_PER_WARP", 1)
 
 
 def assert_kernel_equals_plain(
