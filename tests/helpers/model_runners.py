@@ -36,11 +36,28 @@ def environment(runner: str, *, schedules_ahead: bool = False) -> dict[str, str]
 
 def triton_interpreter() -> dict[str, str]:
     """The environment of a process in which Triton's kernels run in its interpreter; skips the test without Triton."""
-    return triton_compiler() | {"TRITON_INTERPRET": "1"}
+    return _with_triton() | {"TRITON_INTERPRET": "1"}
 
 
-def triton_compiler() -> dict[str, str]:
-    """The environment of a process that can compile Triton's kernels for a GPU; skips the test without Triton."""
+def triton_compiler(cache: Path) -> dict[str, str]:
+    """The environment of a process that compiles Triton's kernels for GPUs into this folder; skips without Triton.
+
+    The folder should be empty, or nothing is compiled.
+    """
+    return _with_triton() | {"TRITON_CACHE_DIR": str(cache)}
+
+
+def run_cases(file: Path, env: dict[str, str], *, at_least: int) -> None:
+    """Run a file of tests in a process of this environment; so many must pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    done = subprocess.run(command, env=env, cwd=LOCK.parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
+    found = re.search(r"(\d+) passed", done.stdout)
+    assert found
+    assert int(found[1]) >= at_least
+
+
+def _with_triton() -> dict[str, str]:
     if problem := _install_triton():
         pytest.skip(f"Triton could not be installed into {TRITON}: {problem}")
     return os.environ | {"PYTHONPATH": ":".join([str(TRITON), os.environ.get("PYTHONPATH", "")])}
