@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from torch.utils.flop_counter import flop_registry
 
 from redraft.distill.train.compiled import EAGER
 from redraft.heads.nn import prefix
+from redraft.heads.nn.layers import RMSNorm
 
 Kind = Literal["product", "attention", "other"]
 """product: matrix products. other: bytes are moved, and little is computed."""
@@ -159,33 +160,52 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._weightless, self.part = weightless, ""
         self.operations: Counter[Operation] = Counter()
         self.memory = Memory()
-        self._run: Run | None = None
+        self._open: list[Run] = []
 
     def begin(self, part: str) -> None:
         """Count from now on under this name; not at all for an empty one."""
-        self._end_run()
+        self._end(self._open)
         self.part = part
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        joins = self.graphs and self.part and _fuses(func, args, kwargs)
-        graph = self.graphs.current() if self.graphs and joins else None
-        if self._run and not func.is_view and not self._run.takes(graph, args, kwargs):
-            self._end_run()  # before the results, which are not of the run
+        run, summed = (None, None) if func.is_view else self._find_run(func, args, kwargs)
+        if not func.is_view:
+            # Before the results, which may belong to another run.
+            others = [other for other in self._open if other not in (run, summed)]
+            self._end(other for other in others if other.must_end_before(func, args, kwargs))
         without_values = self._weightless and _needs_no_values(func, args, kwargs)
         made = run_weightless(func, args, kwargs) if without_values else func(*args, **kwargs)
         self.memory.see(x for x in tree_leaves(made) if isinstance(x, Tensor))
-        if graph is not None:
-            self._run = self._run or Run(graph)
-            self._run.add(args, kwargs, made)
+        if run is not None:
+            run.add(args, kwargs, made, summed)
         elif self.part:
             self.operations[describe(self.part, func, args, kwargs, made)] += 1
         return made
 
-    def _end_run(self) -> None:
-        if self._run:
-            self.operations[Operation(self.part, "other", 0, self._run.count_bytes())] += 1
-        self._run = None
+    def _find_run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Run | None, Run | None]:
+        """(the run that an operation joins or begins, the run whose results it sums); None if there is none."""
+        graph = self.graphs.current() if self.graphs and self.part else None
+        if graph is None:
+            return None, None
+        # A compiler knows a graph as a whole, and no kernel is in two.
+        self._end([run for run in self._open if run.graph != graph])
+        summed = next((run for run in self._open if _is_short_sum(func, args) and run.made(args[0])), None)
+        if summed:
+            extent = _without(args[0].shape, args[1])
+        elif _fuses(func, args, kwargs):
+            extent = _extent(args, kwargs)
+        else:
+            return None, None
+        run = next((run for run in reversed(self._open) if run.takes(extent)), None) or Run(graph)
+        if run not in self._open:
+            self._open.append(run)
+        return run, summed
+
+    def _end(self, runs: Iterable[Run]) -> None:
+        for run in list(runs):
+            self.operations[Operation(self.part, "other", 0, run.count_bytes())] += 1
+            self._open.remove(run)
 
 
 def describe(part: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Operation:
@@ -212,38 +232,82 @@ def _fuses(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return func._overloadpacket in (aten.mean, aten.sum) and dims in ([-1], [args[0].ndim - 1])
 
 
+UNROLLED = 8
+"""Terms of a sum that PyTorch's compiler writes out as additions, so that the sum is one of elements."""
+
+
+def _is_short_sum(func: Any, args: Sequence[Any]) -> bool:
+    has_dims = func._overloadpacket is aten.sum and len(args) > 1
+    return has_dims and math.prod(args[0].shape[d] for d in args[1]) <= UNROLLED
+
+
+def _without(extent: torch.Size, dims: Sequence[int]) -> torch.Size:
+    """The shape without these dimensions."""
+    return torch.Size(n for d, n in enumerate(extent) if d not in {dim % len(extent) for dim in dims})
+
+
 class Run:
-    """Operations over the same elements, one after the other in one graph, which a compiler makes one kernel."""
+    """Operations of one graph over the same elements, which a compiler makes one kernel.
+
+    A run is open until another operation reads one of its results. So an activation waits for the matrix product that
+    makes its gate.
+    """
 
     def __init__(self, graph: int) -> None:
-        self._graph, self._size, self._rows = graph, 0, 0
-        self._read: dict[Any, int] = {}
-        """Bytes by the place of what is read, and by storage for what is changed."""
-        self._made: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.graph, self._size, self._rows = graph, 0, 0
+        self._read: dict[Any, Held] = {}
+        """By the place of what is read, and by storage for what is changed."""
+        self._made: dict[int, Held] = {}
 
-    def takes(self, graph: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def takes(self, extent: torch.Size) -> bool:
         """Whether an operation belongs here: it goes over as many elements, or over a number for each row."""
-        return graph == self._graph and _extent(args, kwargs).numel() in (self._size, self._rows)
+        return extent.numel() in (self._size, self._rows)
 
-    def add(self, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
+    def made(self, x: Tensor) -> bool:
+        """Whether this is one of its results."""
+        held = self._made.get(_storage(x)._cdata)
+        return held is not None and held.storage() is not None
+
+    def must_end_before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether an operation that is not of this run reads one of its results, or changes anything in place."""
+        return func._schema.is_mutable or any(map(self.made, _tensors((args, kwargs))))
+
+    def add(self, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any, summed: Run | None) -> None:
+        """Take an operation. If it sums results of another run, the kernel computes these again from what it reads."""
         given = _tensors((args, kwargs))
-        extent = _extent(args, kwargs)
+        extent = _without(args[0].shape, args[1]) if summed else _extent(args, kwargs)
         if extent.numel() > self._size:
             self._size, self._rows = extent.numel(), math.prod(extent[:-1])
-        for x in given:
-            if _storage(x)._cdata not in self._made:
-                self._read[_storage(x)._cdata, x.storage_offset(), x.shape, x.stride()] = size_bytes(x)
+        if summed:
+            self._read |= summed._read
+        else:
+            for x in given:
+                if not self.made(x):
+                    self._hold(self._read, (_storage(x)._cdata, x.storage_offset(), x.shape, x.stride()), x)
         known = {_storage(x)._cdata for x in given}
         for x in _tensors([made]):
             if _storage(x)._cdata not in known:
-                self._made[_storage(x)._cdata] = weakref.ref(_storage(x)), size_bytes(x)
-            elif _storage(x)._cdata not in self._made:
-                self._read[_storage(x)._cdata] = size_bytes(x)
+                self._hold(self._made, _storage(x)._cdata, x)
+            elif not self.made(x):
+                self._hold(self._read, _storage(x)._cdata, x)
+
+    def _hold(self, where: dict[Any, Held], key: Any, x: Tensor) -> None:
+        before = where.get(key)
+        if before is not None and before.storage() is None:
+            where[object()] = before  # the address belongs to another storage now
+        where[key] = Held(weakref.ref(_storage(x)), size_bytes(x))
 
     def count_bytes(self) -> int:
         """Bytes read of others, and those of the results that are alive now, at the end of the run."""
-        written = sum(num_bytes for storage, num_bytes in self._made.values() if storage() is not None)
-        return sum(self._read.values()) + written
+        written = sum(held.num_bytes for held in self._made.values() if held.storage() is not None)
+        return sum(held.num_bytes for held in self._read.values()) + written
+
+
+class Held(NamedTuple):
+    """A storage that a run reads or makes."""
+
+    storage: weakref.ref[Any]
+    num_bytes: int
 
 
 def _extent(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Size:
@@ -281,9 +345,11 @@ class Graphs:
         return graph if graph >= 0 and node._sequence_nr() < self._lasts[graph] else None
 
     def within(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, as one graph. It lies outside of any other."""
+        """The function, as one graph, unless it is within one."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if self._is_open:
+                return function(*args, **kwargs)
             self.enter()
             out = function(*args, **kwargs)
             self.leave()
@@ -310,12 +376,12 @@ class Graphs:
 def merging(*, layers: bool, kernels: bool) -> Iterator[None]:
     """Count steps as with compiled code: a run of operations moves what it reads of others and leaves to others.
 
-    Less is merged than a compiler merges: operations join only if they follow each other over the same elements, and
-    what eager autograd keeps for the backward pass is written, though a compiler may compute it again.
+    Less is merged than a compiler merges: operations join only if they go over the same elements, and what eager
+    autograd keeps for the backward pass is written, though a compiler may compute it again.
 
     Args:
         layers: The layers of target and draft are compiled.
-        kernels: So are the parts of attention that are always compiled on a GPU.
+        kernels: So are parts of attention, as always on a GPU, which also has a kernel for RMS norms.
     """
     graphs = Graphs()
 
@@ -327,7 +393,9 @@ def merging(*, layers: bool, kernels: bool) -> Iterator[None]:
         register_module_forward_hook(lambda module, *_: graphs.leave() if is_layer(module) else None, always_call=True),
     )
     changed = [(owner, name, graphs.apart) for owner, name in EAGER]
-    changed += [(prefix, name, graphs.within) for name in ("add_own", "add_own_gradients") if kernels]
+    if kernels:
+        changed += [(prefix, "add_own", graphs.within), (prefix, "add_own_gradients", graphs.within)]
+        changed += [(RMSNorm, "forward", graphs.within)]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changed]
     for owner, name, wrapped in changed:
         setattr(owner, name, wrapped(getattr(owner, name)))

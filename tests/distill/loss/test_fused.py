@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from redraft.distill.loss import blocks, fused
+from redraft.distill.loss import blocks, fused, products
 from redraft.distill.loss.divergences import (
     DIVERGENCES,
     Divergence,
@@ -504,6 +504,24 @@ def test_steps_with_one_head_share_its_products_and_each_row_is_gathered_once() 
     with CountPasses():
         fused_linear_divergence(drafts, target, Divergence(), normaliser=1, chunk_tokens=5)
     assert (additions, gathers) == (4, 4)  # chunks
+
+
+def test_a_head_that_steps_share_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_prefers_float32", lambda *_: False)
+    exact = make_exact(dtype=torch.float32)
+    head = torch.randn(V, 4, requires_grad=True)
+    drafts = [make_draft([1, 2, 3], head=head, dtype=torch.float32, seed=seed) for seed in range(3)]
+    conversions = 0
+
+    class CountConversions(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal conversions
+            conversions += func is torch.ops.aten._to_copy.default and args[0].shape == head.shape
+            return func(*args, **(kwargs or {}))
+
+    with torch.autocast("cpu", torch.bfloat16), CountConversions():
+        fused_linear_divergence(drafts, exact, Divergence(), normaliser=1.0)
+    assert conversions == 1
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
