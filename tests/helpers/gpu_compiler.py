@@ -103,6 +103,27 @@ class Kernel:
         return min(REGISTERS // allocated, THREADS // self.threads)
 
 
+class Launches:
+    """A module of Triton kernels of which a launch only compiles for the GPU."""
+
+    def __init__(self, module: Any, gpu: Gpu) -> None:
+        self.kernels: list[Kernel] = []
+        self._module = module
+        driver.set_active(Driver(gpu))
+
+    def __getattr__(self, name: str) -> Any:
+        module, kernels = self._module, self.kernels
+
+        class Grid:
+            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+                def launch(*args: Any, **options: Any) -> None:
+                    kernels.append(Kernel(name, getattr(module, name).warmup(*args, grid=grid, **options)))
+
+                return launch
+
+        return Grid()
+
+
 def compile_function(function: Callable[..., Any], args: Sequence[Any], gpu: Gpu) -> list[Kernel]:
     """The kernels of this function, and of its gradients if an argument requires one, by PyTorch's compiler.
 

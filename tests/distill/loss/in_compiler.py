@@ -7,55 +7,31 @@ W = draft vocabulary, K = kept top-k ids.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from gpu_compiler import GPUS, H100, Driver, Gpu, Kernel
-from triton.runtime import driver
+from gpu_compiler import GPUS, H100, Gpu, Kernel, Launches
 
 from redraft.distill.loss import kernels, rows
 from redraft.distill.loss.divergences import DIVERGENCES
 
 
-class Compiling:
-    """`distill.loss.kernels`, but a launch only compiles."""
-
-    def __init__(self) -> None:
-        self.compiled: list[Kernel] = []
-
-    def __getattr__(self, name: str) -> Any:
-        outer = self
-
-        class Grid:
-            def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-                def launch(*args: Any, **options: Any) -> None:
-                    made = getattr(kernels, name).warmup(*args, grid=grid, **options)
-                    outer.compiled.append(Kernel(name, made))
-
-                return launch
-
-        return Grid()
-
-
 def launch(name: str, width: int, target_width: int, dtype: torch.dtype, gpu: Gpu) -> list[Kernel]:
     """The kernels of all launches of this divergence: the exact target, and a top-k one."""
-    driver.set_active(Driver(gpu))
-    compiling = Compiling()
+    launches = Launches(kernels, gpu)
     C, M, K = 4, 8, 32
     draft_MW, target_CW = torch.zeros(M, width, dtype=dtype), torch.zeros(C, width, dtype=dtype)
     place_M, scale_M = torch.arange(M) % C, torch.ones(M)
     label_C = torch.zeros(C, dtype=torch.long) if name == "cross_entropy" else None
     ids_W = torch.arange(width) if width < target_width else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "_kernels", lambda: compiling)
+        patch.setattr(rows, "_kernels", lambda: launches)
         rows.target_rows(torch.zeros(C, target_width, dtype=dtype), ids_W, 1.0)
         rows.draft_rows(draft_MW, target_CW, torch.zeros(2, C), place_M, scale_M, label_C, name, 1.0, 0.5, 3.0)
         kept_CK, log_p_CX = torch.zeros(C, K, dtype=torch.long), torch.zeros(C, K + 1)
         rows.top_k_rows(draft_MW, kept_CK, log_p_CX, place_M, scale_M, label_C, name, 0.5, 3.0)
-    assert len(compiling.compiled) == 3
-    return compiling.compiled
+    assert len(launches.kernels) == 3
+    return launches.kernels
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
