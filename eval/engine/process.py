@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -34,14 +35,33 @@ def free_port() -> int:
 def process_group(
     command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """`start_group`; the whole group is stopped on exit."""
+    """`start_group`; the whole group is stopped on exit, which SIGTERM brings about too."""
     # The cause of a death is looked for in the whole log, so it must hold no earlier run.
     log.unlink(missing_ok=True)
-    process = start_group(command, log=log, env=env)
+    with _exiting_on_sigterm():
+        process = start_group(command, log=log, env=env)
+        try:
+            yield process
+        finally:
+            stop_group(process)
+
+
+@contextlib.contextmanager
+def _exiting_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit within this context, unless this program handles it already.
+
+    By default it ends a program at once. The kernel then sends SIGTERM to each group, once: a vLLM that is just loading
+    its model may ignore it.
+    """
+    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        yield process
+        yield
     finally:
-        stop_group(process)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def start_group(command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:

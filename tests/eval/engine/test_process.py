@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -71,19 +70,34 @@ def test_a_process_that_ended_by_itself_is_no_error(tmp_path: Path):
     assert (process.returncode, (tmp_path / "log").read_text()) == (0, "done\n")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_the_process_dies_with_a_killed_owner(tmp_path: Path):
-    log = tmp_path / "log"
-    owner_code = f"""
+def start_owner(command: str, log: Path) -> subprocess.Popen[bytes]:
+    """A process that starts Python with this command as a group, and sleeps."""
+    code = f"""
 import sys, time
 from pathlib import Path
 from redraft.eval.engine.process import process_group
-sleeper = "import os, time; print('pids', os.getpid(), flush=True); time.sleep(600)"
-with process_group([sys.executable, "-c", sleeper], log=Path({str(log)!r})):
+with process_group([sys.executable, "-c", {command!r}], log=Path({str(log)!r})):
     time.sleep(600)
 """
-    owner = subprocess.Popen([sys.executable, "-c", owner_code], cwd=Path(__file__).parents[3])
+    return subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[3])
+
+
+def test_sigterm_to_the_owner_ends_a_group_that_ignores_sigterm(tmp_path: Path):
+    deaf = (
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('pids', os.getpid(), flush=True)"
+    )
+    owner = start_owner(f"{deaf}; time.sleep(600)", log := tmp_path / "log")
     sleeper = child_pid(wait_for(log, "pids", "\n"))
-    os.kill(owner.pid, signal.SIGKILL)
+    owner.terminate()
+    assert owner.wait() == 128 + signal.SIGTERM
+    wait_until_gone(sleeper)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_the_process_dies_with_a_killed_owner(tmp_path: Path):
+    sleeper_code = "import os, time; print('pids', os.getpid(), flush=True); time.sleep(600)"
+    owner = start_owner(sleeper_code, log := tmp_path / "log")
+    sleeper = child_pid(wait_for(log, "pids", "\n"))
+    owner.kill()
     owner.wait()
     wait_until_gone(sleeper)
