@@ -262,7 +262,7 @@ def _make_steps(request: _Request, leaves: Sequence[Tensor], gradients: Sequence
     dtype = matmul_dtype(leaves[0])
     pairs = [pair for draft in request.drafts for pair in draft.factors]
     # By identity: under autocast a shared head is converted once, and all steps add to one gradient.
-    heads = {key: as_operand(head, dtype) for key, head in {id(head): head for _, head in pairs}.items()}
+    heads = {id(head): as_operand(head, dtype) for head in leaves[len(pairs) :]}
     d_heads = dict(zip(heads, gradients[len(pairs) :], strict=True))
     # One generator for all steps: each takes the next pair, or two with a bias. So `pairs` must be in the
     # order of the steps.

@@ -48,7 +48,7 @@ def process_group(
 
 @contextlib.contextmanager
 def _exiting_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit within this context, unless this program handles it already.
+    """SIGTERM raises SystemExit within this context, unless this program handles it already, or another thread is here.
 
     By default it ends a program at once. The kernel then sends SIGTERM to each group, once: a vLLM that is just loading
     its model may ignore it.

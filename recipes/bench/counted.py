@@ -169,8 +169,9 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        run, summed = (None, None) if func.is_view else self._find_run(func, args, kwargs)
+        run = summed = None
         if not func.is_view:
+            run, summed = self._find_run(func, args, kwargs)
             # Before the results, which may belong to another run.
             others = [other for other in self._open if other not in (run, summed)]
             self._end(other for other in others if other.must_end_before(func, args, kwargs))
@@ -190,17 +191,19 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None, None
         # A compiler knows a graph as a whole, and no kernel is in two.
         self._end([run for run in self._open if run.graph != graph])
-        summed = next((run for run in self._open if _is_short_sum(func, args) and run.made(args[0])), None)
+        sources = self._open if _is_short_sum(func, args) else ()
+        summed = next((run for run in sources if run.made(args[0])), None)
         if summed:
             extent = _without(args[0].shape, args[1])
         elif _fuses(func, args, kwargs):
             extent = _extent(args, kwargs)
         else:
             return None, None
-        run = next((run for run in reversed(self._open) if run.takes(extent)), None) or Run(graph)
-        if run not in self._open:
-            self._open.append(run)
-        return run, summed
+        for run in reversed(self._open):
+            if run.takes(extent):
+                return run, summed
+        self._open.append(Run(graph))
+        return self._open[-1], summed
 
     def _end(self, runs: Iterable[Run]) -> None:
         for run in list(runs):
@@ -237,8 +240,9 @@ UNROLLED = 8
 
 
 def _is_short_sum(func: Any, args: Sequence[Any]) -> bool:
-    has_dims = func._overloadpacket is aten.sum and len(args) > 1
-    return has_dims and math.prod(args[0].shape[d] for d in args[1]) <= UNROLLED
+    if func._overloadpacket is not aten.sum or len(args) < 2 or not args[1]:  # without dimensions, it sums all
+        return False
+    return bool(math.prod(args[0].shape[d] for d in args[1]) <= UNROLLED)
 
 
 def _without(extent: torch.Size, dims: Sequence[int]) -> torch.Size:
@@ -283,19 +287,13 @@ class Run:
         else:
             for x in given:
                 if not self.made(x):
-                    self._hold(self._read, (_storage(x)._cdata, x.storage_offset(), x.shape, x.stride()), x)
+                    _hold(self._read, (_storage(x)._cdata, x.storage_offset(), x.shape, x.stride()), x)
         known = {_storage(x)._cdata for x in given}
         for x in _tensors([made]):
             if _storage(x)._cdata not in known:
-                self._hold(self._made, _storage(x)._cdata, x)
+                _hold(self._made, _storage(x)._cdata, x)
             elif not self.made(x):
-                self._hold(self._read, _storage(x)._cdata, x)
-
-    def _hold(self, where: dict[Any, Held], key: Any, x: Tensor) -> None:
-        before = where.get(key)
-        if before is not None and before.storage() is None:
-            where[object()] = before  # the address belongs to another storage now
-        where[key] = Held(weakref.ref(_storage(x)), size_bytes(x))
+                _hold(self._read, _storage(x)._cdata, x)
 
     def count_bytes(self) -> int:
         """Bytes read of others, and those of the results that are alive now, at the end of the run."""
@@ -308,6 +306,13 @@ class Held(NamedTuple):
 
     storage: weakref.ref[Any]
     num_bytes: int
+
+
+def _hold(table: dict[Any, Held], key: Any, x: Tensor) -> None:
+    before = table.get(key)
+    if before is not None and before.storage() is None:
+        table[object()] = before  # the address belongs to another storage now
+    table[key] = Held(weakref.ref(_storage(x)), size_bytes(x))
 
 
 def _extent(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Size:

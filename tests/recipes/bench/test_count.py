@@ -343,6 +343,21 @@ def test_a_run_of_operations_in_a_layer_moves_what_goes_in_and_what_comes_out(we
     assert with_gradient["backward"]
 
 
+@pytest.mark.parametrize("dims", [(), None])
+def test_a_sum_of_everything_is_a_kernel_by_itself(dims: Any) -> None:
+    with merging(layers=True, kernels=False), Count(weightless=True) as counting:
+        block, x = Block(), torch.randn(6, 100)
+        counting.begin("layer")
+        out = block(x, lambda hidden: hidden * torch.sum(hidden, dim=dims))
+        counting.begin("")
+    assert out.shape == x.shape
+    size = 6 * 100 * 4
+    # the run up to the sum, the sum, and the run behind it
+    assert sorted(work.num_bytes for work in counting.operations.elements() if work.num_bytes) == sorted(
+        [2 * size, size + 4, 3 * size + 4]
+    )
+
+
 def test_merged_runs_are_the_same_with_weights_and_change_no_product_and_no_loss() -> None:
     apart = count_step(PLAN, shown_on=torch.device("cpu"))
     compiled = replace(PLAN, compiled=True)
@@ -394,7 +409,6 @@ def test_no_more_is_merged_than_a_compiler_merges(trains: bool) -> None:
     def run() -> None:
         out = layers[0](x_BTD, position_embeddings=cos_sin, attention_mask=None)
         if trains:
-            model.zero_grad()
             torch.autograd.grad(out, [x_BTD, *layers.parameters()], torch.ones_like(out))
 
     def moved() -> int:
