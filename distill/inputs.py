@@ -20,8 +20,8 @@ from redraft.distill.data.conversations import (
     remove_overlap,
     split_held_out,
 )
+from redraft.distill.data.day import choose_day
 from redraft.distill.data.packing import PackedDataset
-from redraft.distill.data.rendering import choose_day
 from redraft.distill.data.samples import Sample, SampleStats, data_hash, held_out_prompts, stream_samples
 from redraft.distill.data.tokens import Content as TokenContent
 from redraft.distill.data.tokens import Origin, describe_tokenizer, keep_tokens, read_tokens

@@ -13,15 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jinja2
 
 from redraft.distill.data.conversations import Conversation
+from redraft.distill.data.day import writes_date
 from redraft.distill.data.messages import REASONING_FIELDS, Message, Tool
 from redraft.distill.data.pieces import PieceEncoder
-from redraft.heads.files.artifact import write_whole
 
 T = TypeVar("T")
 
@@ -84,32 +83,6 @@ class Turn:
     prompt: str
     answer: str
     """Includes the end of turn."""
-
-
-def writes_date(tokenizer: Any) -> bool:
-    """Whether the chat template writes today's date, as those of Llama 3.2, SmolLM3 and gpt-oss do."""
-    return "strftime_now" in str(tokenizer.chat_template)
-
-
-def choose_day(date: str | None = None, flag: str = "--date") -> datetime.date:
-    """The date given with a flag, as YYYY-MM-DD; without one, today. Read it once in a run: midnight may pass.
-
-    Raises:
-        ValueError: if it is no date.
-    """
-    if date is None:
-        return datetime.date.today()
-    try:
-        return datetime.date.fromisoformat(date)
-    except ValueError:
-        raise ValueError(f"{flag} is {date!r}: give a date as YYYY-MM-DD") from None
-
-
-def keep_day(path: Path) -> datetime.date:
-    """The date in a file, which gets today's if it is not there: a run that is continued has the day of its start."""
-    if not path.exists():
-        write_whole(path, choose_day().isoformat())
-    return choose_day(path.read_text(), str(path))
 
 
 class Renderer:

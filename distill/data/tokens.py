@@ -26,7 +26,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.distill.data.rendering import writes_date
+from redraft.distill.data.day import writes_date
 from redraft.distill.data.samples import Sample, SampleStats, data_hash
 from redraft.eval.prompts import Prompt
 from redraft.heads.files.artifact import manifest, publish, require_sizes

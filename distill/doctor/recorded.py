@@ -6,7 +6,7 @@ import datetime
 from dataclasses import replace
 from typing import Any
 
-from redraft.distill.data.rendering import choose_day
+from redraft.distill.data.day import choose_day
 from redraft.eval.forecast.stored import StoredForecast
 from redraft.heads.doctor.pair import Pair
 

@@ -99,7 +99,7 @@ def main(cfg: Config) -> None:
     result: dict[str, Any] = {"draft": name, "advice": advice.to_json(), "batch_size": batch_size}
     result["fastest"] = {str(b): row and row["draft"] for b, row in fastest.items()}
     if cfg.data is not None:
-        from redraft.distill.data.rendering import choose_day
+        from redraft.distill.data.day import choose_day
 
         day = choose_day(cfg.date)
         lookup = look_up(read_exchanges(cfg, report["target"], day), Ngram(), len(rates))

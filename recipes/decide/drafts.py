@@ -33,7 +33,7 @@ from typing import Annotated, Any
 import tyro
 
 from redraft.distill.data.conversations import Conversation, load_conversations
-from redraft.distill.data.rendering import choose_day
+from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.eval.engine.server import engine_is_cpu, require_servable
 from redraft.eval.engine.target_dtype import computes_bfloat16

@@ -26,7 +26,7 @@ import torch
 import tyro
 
 from redraft.distill.data.conversations import load_conversations, split_held_out
-from redraft.distill.data.rendering import keep_day, writes_date
+from redraft.distill.data.day import keep_day, writes_date
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.fit import require_target_room
 from redraft.distill.inputs import Signal, choose_dtype, load_target

@@ -28,7 +28,7 @@ import httpx
 import torch
 
 from redraft.distill.data.conversations import Conversation, load_conversations, split_held_out
-from redraft.distill.data.rendering import choose_day
+from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.measure import complete_all

@@ -24,7 +24,7 @@ import numpy as np
 import tyro
 
 from redraft.distill.data.conversations import load_conversations
-from redraft.distill.data.rendering import keep_day
+from redraft.distill.data.day import keep_day
 from redraft.distill.loss.divergences import Divergence
 from redraft.eval.intervals import Estimate, estimate_gain, subtract_independent
 from redraft.eval.machine import environment

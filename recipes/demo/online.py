@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 import torch
 
-from redraft.distill.data.rendering import choose_day
+from redraft.distill.data.day import choose_day
 from redraft.eval.engine.measure import Measurement, measure
 from redraft.eval.engine.process import process_group
 from redraft.eval.prompts import Prompt

@@ -22,7 +22,7 @@ import httpx
 import numpy as np
 
 from redraft.distill.data.conversations import load_conversations, split_held_out
-from redraft.distill.data.rendering import choose_day
+from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.eval.engine.measure import measure
 from redraft.eval.engine.process import free_port

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from redraft.distill.data.conversations import load_conversations
-from redraft.distill.data.rendering import choose_day
+from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import build_samples
 from redraft.distill.inputs import Signal, load_target
 from redraft.distill.signal.sources import InProcessTarget

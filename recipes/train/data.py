@@ -29,7 +29,8 @@ from redraft.distill.data.conversations import (
     remove_overlap,
     split_held_out,
 )
-from redraft.distill.data.rendering import choose_day, split_reasoning
+from redraft.distill.data.day import choose_day
+from redraft.distill.data.rendering import split_reasoning
 from redraft.distill.data.samples import Sample, SampleStats, build_samples
 from redraft.distill.data.vocabulary import measure_coverage
 from redraft.heads.files.checkpoint import load_tokenizer

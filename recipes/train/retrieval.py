@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from redraft.distill.data.conversations import load_conversations
-from redraft.distill.data.rendering import choose_day
+from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import build_samples
 from redraft.heads.families.retrieval import Config as RetrievalConfig
 from redraft.heads.families.retrieval import Text, count_answers

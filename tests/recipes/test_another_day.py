@@ -19,7 +19,8 @@ from make_serving import make_serving_report
 from transformers import LlamaForCausalLM
 from transformers.utils import chat_template_utils
 
-from redraft.distill.data import rendering
+from redraft.distill.data import day as template_day
+from redraft.distill.data.rendering import Renderer
 from redraft.distill.doctor.in_engine import ask_fallback
 from redraft.distill.inputs import Data, Signal, load_data, target_signal
 from redraft.distill.prove import Prove, publish_draft
@@ -57,7 +58,7 @@ def set_day(monkeypatch: pytest.MonkeyPatch, day: datetime.date) -> None:
             return cls(day.year, day.month, day.day, tzinfo=tz)
 
     clock = types.SimpleNamespace(**{**vars(datetime), "date": Date, "datetime": Now})
-    for module in (run_module, rendering, evaluate):
+    for module in (run_module, template_day, evaluate):
         monkeypatch.setattr(module, "datetime", clock)
     monkeypatch.setattr(chat_template_utils, "datetime", Now)
 
@@ -164,7 +165,7 @@ def test_a_baseline_of_another_day_is_of_the_same_prompts(
 
 def test_a_template_with_a_date_is_not_rendered_without_one(target: Path) -> None:
     with pytest.raises(ValueError, match="the chat template writes today's date: choose one day for the whole run"):
-        rendering.Renderer(load_tokenizer(str(target)), {})
+        Renderer(load_tokenizer(str(target)), {})
 
 
 def test_anchors_of_a_day_are_the_same_on_another(
@@ -231,9 +232,9 @@ def test_the_prompts_of_a_soak_and_the_data_of_a_demo_are_of_one_day(
 
 def test_a_demo_continued_on_another_day_keeps_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_day(monkeypatch, FIRST)
-    assert rendering.keep_day(tmp_path / "date") == FIRST
+    assert template_day.keep_day(tmp_path / "date") == FIRST
     set_day(monkeypatch, SECOND)
-    assert rendering.keep_day(tmp_path / "date") == FIRST
+    assert template_day.keep_day(tmp_path / "date") == FIRST
 
 
 def test_the_doctors_own_questions_are_of_the_day_of_training(target: Path) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import httpx
 
-from redraft.distill.data.rendering import choose_day
+from redraft.distill.data.day import choose_day
 from redraft.eval.report.page import write_results
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.cycle import GOES_ON

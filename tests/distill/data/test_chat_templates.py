@@ -19,8 +19,9 @@ from make_tokenizers import make_byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from redraft.distill.data.conversations import Conversation, read_conversation
+from redraft.distill.data.day import writes_date
 from redraft.distill.data.messages import REASONING_FIELDS
-from redraft.distill.data.rendering import Renderer, writes_date
+from redraft.distill.data.rendering import Renderer
 from redraft.distill.data.samples import SampleStats, build_samples, held_out_prompts
 
 DAY = datetime.date(2024, 2, 29)

@@ -1,0 +1,35 @@
+"""The date that some chat templates write: one for a whole run, and the same when the run is continued."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+from redraft.heads.files.artifact import write_whole
+
+
+def writes_date(tokenizer: Any) -> bool:
+    """Whether the chat template writes today's date, as those of Llama 3.2, SmolLM3 and gpt-oss do."""
+    return "strftime_now" in str(tokenizer.chat_template)
+
+
+def choose_day(date: str | None = None, flag: str = "--date") -> datetime.date:
+    """The date given with a flag, as YYYY-MM-DD; without one, today. Read it once in a run: midnight may pass.
+
+    Raises:
+        ValueError: if it is no date.
+    """
+    if date is None:
+        return datetime.date.today()
+    try:
+        return datetime.date.fromisoformat(date)
+    except ValueError:
+        raise ValueError(f"{flag} is {date!r}: give a date as YYYY-MM-DD") from None
+
+
+def keep_day(path: Path) -> datetime.date:
+    """The date in a file, which gets today's if it is not there: a run that is continued has the day of its start."""
+    if not path.exists():
+        write_whole(path, choose_day().isoformat())
+    return choose_day(path.read_text(), str(path))
