@@ -99,6 +99,9 @@ class _Bounded(asyncio.Protocol):
                 self.transport.write(REFUSED_HEAD)
                 self.transport.close()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: uvicorn would log two lines for each such request of a client."""
+
     def timeout_keep_alive_handler(self) -> None:
         # After a pause of the whole process, Linux wakes epoll without its events, and uvloop calls what is due before
         # it reads. A request sent in the pause would be cut off unread. So the sockets are read once more before the
@@ -157,6 +160,8 @@ class FrontServer(uvicorn.Server):
         self._unfinished: dict[Any, tuple[_Wait, float]] = {}
         """Connections without a complete request: the missing part, and the start of the wait in seconds."""
         self._num_ticks = 0
+        self.num_failed_looks = 0
+        """Looks at unfinished requests that ended in an exception."""
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         beside = asyncio.create_task(self.admin.run_beside()) if self.admin else None
@@ -170,7 +175,12 @@ class FrontServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         self._num_ticks += 1
         if counter % TICKS_BETWEEN_LOOKS == 0 or len(self.server_state.connections) > self.max_unfinished:
-            self.close_unfinished(self._num_ticks * TICK_S)
+            try:
+                self.close_unfinished(self._num_ticks * TICK_S)
+            except Exception:  # from here it would end the server, and with it every stream
+                if not self.num_failed_looks:
+                    logger.exception("unfinished requests could not be looked at; the next failures are counted only")
+                self.num_failed_looks += 1
         return await super().on_tick(counter)
 
     def close_unfinished(self, now_s: float) -> None:
@@ -228,6 +238,8 @@ BoundedProtocol = type("BoundedProtocol", (_Bounded, AutoHTTPProtocol), {})
 
 
 def _configure(app: ASGIApp, **settings: Any) -> uvicorn.Config:
+    # Without websockets: uvicorn hands an upgrade to another class of connection, which has neither our limits nor an
+    # answer for a client that sends no valid one. As plain HTTP it goes to the server like any other request.
     return uvicorn.Config(
-        app, log_level="warning", access_log=False, date_header=False, server_header=False, **settings
+        app, ws="none", log_level="warning", access_log=False, date_header=False, server_header=False, **settings
     )

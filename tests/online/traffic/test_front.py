@@ -112,6 +112,42 @@ async def test_half_a_request_is_waited_for_only_so_long(tmp_path):
         assert not answering.done(), "a complete request may take any time"
 
 
+UPGRADE = (
+    f"%s {PATH} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n"
+    "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n%s\r\n"
+)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("extra", ["", f"X-Long: {'0' * 9000}\r\n"])
+@in_event_loop
+async def test_an_upgrade_is_a_request_like_any_other(tmp_path, caplog, method, extra):
+    async with fronted(tmp_path) as (server, _):
+        body = b"" if method == "GET" else b"{}"
+        length = f"Content-Length: {len(body)}\r\n" if body else ""
+        reader, writer = await connect(server, (UPGRADE % (method, extra + length)).encode() + body)
+        answering = asyncio.create_task(reader.read())
+        async with asyncio.timeout(5):
+            while not answering.done():
+                server.close_unfinished(time.monotonic())
+                await asyncio.sleep(0.001)
+        answer = await answering
+        writer.close()
+        assert answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 404", b"HTTP/1.1 405")), answer[:80]
+        assert not caplog.records
+
+
+@in_event_loop
+async def test_a_failing_look_at_unfinished_requests_ends_no_stream_and_is_logged_once(tmp_path, caplog):
+    async with fronted(tmp_path) as (server, _):
+        server.close_unfinished = None  # calling it raises a TypeError
+        for _ in range(3):
+            assert not await server.on_tick(0)
+        assert server.num_failed_looks == 3
+        assert len(caplog.records) == 1
+        assert b"200" in (await ask(server))[0]
+
+
 STANDING_STILL = """
 import asyncio, sys
 from starlette.responses import PlainTextResponse
