@@ -33,6 +33,8 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, matrices: Iterable[Tensor], *, lr: float, momentum: float, weight_decay: float) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.dtype: torch.dtype | None = None
+        """Type of the iteration; None as in `orthogonalise`."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -47,18 +49,23 @@ class Muon(torch.optim.Optimizer):
         if not state:
             state["momentum"] = torch.zeros_like(weight)
         velocity = state["momentum"].mul_(momentum).add_(grad)
-        change = orthogonalise(grad.add(velocity, alpha=momentum))
+        change = orthogonalise(grad.add(velocity, alpha=momentum), self.dtype)
         # The entries of an orthogonal matrix have a root mean square of 1 / sqrt(max(R, C)).
         weight.mul_(1 - lr * weight_decay).add_(change, alpha=-lr * math.sqrt(max(weight.shape)))
 
 
-def orthogonalise(matrix_RC: Tensor) -> Tensor:
-    """U V^T of the matrix U S V^T, with singular values between 0.7 and 1.2 instead of 1; [R, C], in its type."""
+def orthogonalise(matrix_RC: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """U V^T of the matrix U S V^T, with singular values between 0.7 and 1.2 instead of 1; [R, C], in its type.
+
+    The iteration computes in `dtype`. None is bfloat16 on a GPU and on a CPU with instructions for it, else float32.
+    """
     a, b, c = COEFFICIENTS
     wide = matrix_RC.shape[0] <= matrix_RC.shape[1]
-    # The iteration corrects its own rounding, so 8 bits do.
-    in_bfloat16 = matrix_RC.device.type != "cpu" or cpu_computes_bfloat16()
-    x = (matrix_RC if wide else matrix_RC.mT).to(torch.bfloat16 if in_bfloat16 else torch.float32)
+    if dtype is None:
+        # The iteration corrects its own rounding, so 8 bits do.
+        is_fast = matrix_RC.device.type != "cpu" or cpu_computes_bfloat16()
+        dtype = torch.bfloat16 if is_fast else torch.float32
+    x = (matrix_RC if wide else matrix_RC.mT).to(dtype)
     # A matrix of zeros stays one.
     x = x / x.norm().clamp_min(torch.finfo(x.dtype).tiny)
     for _ in range(ITERATIONS):

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import make_accelerator
+from redraft.distill.train.muon import Muon
 from redraft.distill.train.ranks import describe_layout, leave
 from redraft.distill.train.step import Distillation, Optim
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
@@ -117,6 +118,10 @@ def train_family(name: str, target: Any, cfg: argparse.Namespace) -> dict[str, A
         8,
         accelerator,
     )
+    for optimizer in distillation.optimizers:
+        muon = getattr(optimizer, "optimizer", None)
+        if isinstance(muon, Muon):
+            muon.dtype = torch.float32  # its default is bfloat16 on some processors
     checkpoint = cfg.output / f"{name}.checkpoint"
     if cfg.resume:
         distillation.resume(checkpoint)
