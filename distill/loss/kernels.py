@@ -24,10 +24,16 @@ TINY = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
+def _at_least(x, floor):
+    """max(x, floor). NaN stays NaN, so that the step is skipped: a GPU's plain max returns the floor."""
+    return tl.maximum(x, floor, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _load(row_ptr, columns, width, inverse_temperature):
     """Logits / temperature in float32; FAR_BELOW outside the row."""
     z = tl.load(row_ptr + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
-    return tl.maximum(z * inverse_temperature, FAR_BELOW)
+    return _at_least(z * inverse_temperature, FAR_BELOW)
 
 
 @triton.jit
@@ -38,14 +44,14 @@ def _below(p, q):
 
 @triton.jit
 def _log_mixture(p, q, beta):
-    return tl.log(tl.maximum(beta * p + (1 - beta) * q, TINY))
+    return tl.log(_at_least(beta * p + (1 - beta) * q, TINY))
 
 
 @triton.jit
 def _sums(log_p, log_q, beta, NAME: tl.constexpr):
     """(alpha, a, b) over these outcomes; the divergence and the gradient are made of them."""
     p, q = tl.exp(log_p), tl.exp(log_q)
-    alpha = tl.sum(tl.minimum(p, q), 0)
+    alpha = tl.sum(tl.minimum(p, q, propagate_nan=tl.PropagateNan.ALL), 0)
     a, b = 0 * alpha, 0 * alpha
     if NAME == "forward_kl" or NAME == "lk_hybrid":
         a = tl.sum(p * (log_p - log_q), 0)
@@ -62,7 +68,7 @@ def _sums(log_p, log_q, beta, NAME: tl.constexpr):
 @triton.jit
 def _value(mass, alpha, a, b, beta, eta, NAME: tl.constexpr):
     """The divergence of a row from its sums; `mass` is the sum of p. 0 for cross_entropy."""
-    kl = a - mass * tl.log(tl.maximum(mass, TINY))
+    kl = a - mass * tl.log(_at_least(mass, TINY))
     value = 0 * a
     if NAME == "forward_kl":
         value = kl
@@ -73,7 +79,7 @@ def _value(mass, alpha, a, b, beta, eta, NAME: tl.constexpr):
     if NAME == "total_variation":
         value = 1 - alpha
     if NAME == "neg_log_alpha":
-        value = -tl.log(tl.maximum(alpha, TINY))
+        value = -tl.log(_at_least(alpha, TINY))
     if NAME == "lk_hybrid":
         weight = tl.exp(-eta * alpha)
         value = weight * kl + (1 - weight) * (1 - alpha)
@@ -94,7 +100,7 @@ def _gradient(log_p, log_q, mass, alpha, a, b, beta, eta, NAME: tl.constexpr):
     if NAME == "total_variation":
         d = q * (b - _below(p, q))
     if NAME == "neg_log_alpha":
-        d = q * (b - _below(p, q)) / tl.maximum(alpha, TINY)
+        d = q * (b - _below(p, q)) / _at_least(alpha, TINY)
     if NAME == "lk_hybrid":
         weight = tl.exp(-eta * alpha)
         d = weight * (mass * q - p) + (1 - weight) * q * (b - _below(p, q))
@@ -149,8 +155,8 @@ def target_rows(
             ids = tl.load(ids_ptr + columns, mask=inside, other=0)
             z = tl.load(row_ptr + ids, mask=inside, other=float("-inf"))
             tl.store(kept_ptr + row * draft_width + columns, z, mask=inside)
-            scaled = tl.maximum(z.to(tl.float32) * inverse_temperature, FAR_BELOW)
-            mass += tl.sum(tl.exp(tl.maximum(scaled - log_sum, LOG_ZERO)), 0)
+            scaled = _at_least(z.to(tl.float32) * inverse_temperature, FAR_BELOW)
+            mass += tl.sum(tl.exp(_at_least(scaled - log_sum, LOG_ZERO)), 0)
     tl.store(sums_ptr + row, log_sum)
     tl.store(sums_ptr + num_rows + row, mass)
 
@@ -192,14 +198,14 @@ def draft_rows(
     if NAME != "forward_kl" and NAME != "cross_entropy":
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            log_q = tl.maximum(_load(row_ptr, columns, width, inverse_temperature) - log_sum_q, LOG_ZERO)
-            log_p = tl.maximum(_load(p_ptr, columns, width, inverse_temperature) - log_sum_p, LOG_ZERO)
+            log_q = _at_least(_load(row_ptr, columns, width, inverse_temperature) - log_sum_q, LOG_ZERO)
+            log_p = _at_least(_load(p_ptr, columns, width, inverse_temperature) - log_sum_p, LOG_ZERO)
             tile_alpha, tile_a, tile_b = _sums(log_p, log_q, beta, NAME)
             alpha, a, b = alpha + tile_alpha, a + tile_a, b + tile_b
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        log_q = tl.maximum(_load(row_ptr, columns, width, inverse_temperature) - log_sum_q, LOG_ZERO)
-        log_p = tl.maximum(_load(p_ptr, columns, width, inverse_temperature) - log_sum_p, LOG_ZERO)
+        log_q = _at_least(_load(row_ptr, columns, width, inverse_temperature) - log_sum_q, LOG_ZERO)
+        log_p = _at_least(_load(p_ptr, columns, width, inverse_temperature) - log_sum_p, LOG_ZERO)
         d = _gradient(log_p, log_q, mass, alpha, a, b, beta, eta, NAME)
         if NAME == "forward_kl" or NAME == "cross_entropy":
             tile_alpha, tile_a, tile_b = _sums(log_p, log_q, beta, NAME)
@@ -210,10 +216,10 @@ def draft_rows(
 
     value = _value(mass, alpha, a, b, beta, eta, NAME)
     if NAME == "cross_entropy":
-        value = tl.where(label >= 0, -tl.maximum(z_label - log_sum_q, LOG_ZERO), 0.0)
+        value = tl.where(label >= 0, -_at_least(z_label - log_sum_q, LOG_ZERO), 0.0)
     # p is only read, so this may follow the stores to q's row.
     z_best = _load(p_ptr, best, width, inverse_temperature)
-    _store_values(values_ptr, row, num_rows, value, alpha, tl.exp(tl.maximum(z_best - log_sum_p, LOG_ZERO)))
+    _store_values(values_ptr, row, num_rows, value, alpha, tl.exp(_at_least(z_best - log_sum_p, LOG_ZERO)))
 
 
 @triton.jit
@@ -247,18 +253,18 @@ def top_k_rows(
     lane = tl.arange(0, OUTCOMES)
     kept = tl.load(columns_ptr + place * num_kept + lane, mask=lane < num_kept, other=-1).to(tl.int32)
     z_kept = tl.load(row_ptr + kept, mask=kept >= 0, other=float("-inf")).to(tl.float32)
-    z_kept = tl.maximum(z_kept, FAR_BELOW)
+    z_kept = _at_least(z_kept, FAR_BELOW)
     tl.debug_barrier()  # several threads hold the same lane
     nothing = tl.full(kept.shape, float("-inf"), tl.float32).to(logits_ptr.dtype.element_ty)
     tl.store(row_ptr + kept, nothing, mask=kept >= 0)
     tl.debug_barrier()
     z_tail, best_z, best = _log_sum_exp(row_ptr, width, 1.0, BLOCK)
-    z_tail = tl.maximum(z_tail, FAR_BELOW)
+    z_tail = _at_least(z_tail, FAR_BELOW)
 
     z = tl.where(lane == num_kept, z_tail, z_kept)
     largest = tl.max(z, 0)
     log_sum = largest + tl.log(tl.sum(tl.exp(z - largest), 0))
-    log_q = tl.maximum(z - log_sum, LOG_ZERO)
+    log_q = _at_least(z - log_sum, LOG_ZERO)
     log_p = tl.load(log_p_ptr + place * (num_kept + 1) + lane, mask=lane <= num_kept, other=LOG_ZERO).to(tl.float32)
     mass = tl.sum(tl.exp(log_p), 0)
     alpha, a, b = _sums(log_p, log_q, beta, NAME)
@@ -280,7 +286,7 @@ def top_k_rows(
 
     value = _value(mass, alpha, a, b, beta, eta, NAME)
     if NAME == "cross_entropy":
-        value = tl.where(label >= 0, -tl.maximum(z_label - log_sum, LOG_ZERO), 0.0)
+        value = tl.where(label >= 0, -_at_least(z_label - log_sum, LOG_ZERO), 0.0)
     # The draft's token is the best of all; of equals the first. In the tail p is not known, and counts as 0.
     best_kept = tl.max(z_kept, 0)
     first = tl.min(tl.where((z_kept == best_kept) & (kept >= 0), kept, width), 0)

@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from redraft.distill.loss import rows
 from redraft.distill.loss.divergences import DIVERGENCES, Divergence
@@ -33,6 +37,13 @@ WITHIN = {"rtol": 1e-4, "atol": 1e-5}
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "TILE_PER_WARP", 1)
+
+
+@pytest.fixture(autouse=True)
+def maximum_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PTX's `max.f32` and `min.f32` drop NaN, as numpy's `fmax` and `fmin` do; the interpreter's do not."""
+    for name, operation in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
+        monkeypatch.setattr(InterpreterBuilder, name, partialmethod(InterpreterBuilder.binary_op, op=operation))
 
 
 def assert_kernel_equals_plain(
@@ -162,3 +173,26 @@ def test_of_equal_logits_the_first_is_the_draft_token() -> None:
     ):
         result = run([narrowed(draft)], narrowed(target), Divergence(form="kernel"))
         torch.testing.assert_close(result.alpha_greedy_S[0].double(), expected, **WITHIN)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("draft_ids", [None, DRAFT_IDS], ids=["full", "reduced"])
+@pytest.mark.parametrize("top_k", [False, True])
+def test_a_target_row_that_is_not_finite_reaches_the_loss_and_the_gradients(
+    name: str, bad: float, draft_ids: Tensor | None, top_k: bool
+) -> None:
+    """As in the plain form, so that the step is skipped instead of taken with a finite, meaningless gradient."""
+    exact = make_exact(rows=4, dtype=torch.float32)
+    draft = make_draft(range(4), dtype=torch.float32, draft_ids=draft_ids)
+    target: ExactRows | TopKRows = make_top_k(exact) if top_k else exact
+    states = "log_probs_NK" if top_k else "hidden_ND"
+    broken = getattr(target, states).detach().clone()
+    broken[1] = bad
+    results = {}
+    for form in ("plain", "kernel"):
+        result = run([draft], replace(target, **{states: broken}), Divergence(name=name, form=form))
+        results[form] = (result.loss.detach(), *torch.autograd.grad(result.loss, unique([draft])))
+    for mine, plain in zip(results["kernel"], results["plain"], strict=True):
+        assert mine.isfinite().all() == plain.isfinite().all()
