@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator, PartialState
 
 from redraft.distill.data.conversations import (
-    Conversation,
     identify_conversations,
     load_conversations,
     remove_overlap,
@@ -169,12 +168,13 @@ def load_data(data: Data, target: str, tokenizer: Any, loop: Loop, run: Run) -> 
     Raises: ValueError if the source is empty or nothing in it can be trained on.
     """
     day = choose_day(data.date, DATE_FLAG) if data.date else run.date
+    ends = end_ids(target, tokenizer)
     # A shared cache keeps the tokens of other settings, a run's folder only the latest.
     root = data.cache or run.folder / TOKENS
 
     def keep() -> Path:
-        origin = _describe_origin(data, tokenizer, loop, day)
-        make = functools.partial(_tokenise, data, tokenizer, loop.sequence_length, day)
+        origin = _describe_origin(data, tokenizer, loop, day) | {"the end ids": list(ends)}
+        make = functools.partial(_tokenise, data, tokenizer, loop.sequence_length, day, ends)
         return keep_tokens(root, origin, make, shared=data.cache is not None)
 
     tokens = read_tokens(run.on_main(keep))
@@ -186,7 +186,7 @@ def load_data(data: Data, target: str, tokenizer: Any, loop: Loop, run: Run) -> 
         prompts=tokens.prompts,
         stats=tokens.stats,
         hash=tokens.hash,
-        end_ids=end_ids(target, tokenizer),
+        end_ids=ends,
         date=day,
     )
 
@@ -200,7 +200,7 @@ def _describe_origin(data: Data, tokenizer: Any, loop: Loop, day: datetime.date)
     }
 
 
-def _tokenise(data: Data, tokenizer: Any, max_length: int, day: datetime.date) -> TokenContent:
+def _tokenise(data: Data, tokenizer: Any, max_length: int, day: datetime.date, ends: tuple[int, ...]) -> TokenContent:
     """The tokens of both parts, made while they are read."""
     conversations = load_conversations(data.source, split=data.split, strict=data.strict)
     train, held_out = split_held_out(conversations, data.held_out)
@@ -212,9 +212,10 @@ def _tokenise(data: Data, tokenizer: Any, max_length: int, day: datetime.date) -
             "give more data or change --data.held-out"
         )
     stats, held_out_stats = SampleStats(), SampleStats()
+    stream = functools.partial(stream_samples, tokenizer=tokenizer, max_length=max_length, day=day, ends=ends)
     return TokenContent(
-        train=stream_samples(train, tokenizer, stats, max_length=max_length, day=day),
-        held_out=_stream_held_out(held_out, tokenizer, held_out_stats, max_length, day),
+        train=stream(train, stats=stats),
+        held_out=_stream_held_out(stream(held_out, stats=held_out_stats, progress=False)),
         prompts=lambda: held_out_prompts(
             held_out, tokenizer, num_prompts=data.num_prompts, max_length=data.max_prompt_tokens, day=day
         ),
@@ -223,16 +224,14 @@ def _tokenise(data: Data, tokenizer: Any, max_length: int, day: datetime.date) -
     )
 
 
-def _stream_held_out(
-    conversations: Sequence[Conversation], tokenizer: Any, stats: SampleStats, max_length: int, day: datetime.date
-) -> Iterator[Sample]:
-    """`stream_samples` of the held-out part.
+def _stream_held_out(samples: Iterator[Sample]) -> Iterator[Sample]:
+    """The samples of the held-out part.
 
     Raises:
         ValueError: if nothing of it can be used.
     """
     try:
-        yield from stream_samples(conversations, tokenizer, stats, max_length=max_length, day=day, progress=False)
+        yield from samples
     except ValueError as error:
         reason = str(error).removeprefix("nothing to train on: ")
         raise ValueError(f"nothing held out to evaluate on: {reason}") from error

@@ -11,7 +11,8 @@ from redraft.distill.data.rows import UnusableRowError
 
 Message = dict[str, Any]
 """`role` and `content`, a text. An assistant's may have `reasoning`, a text, and `tool_calls`, as in the chat API but
-with the arguments as an object. A tool's result has `name` or `tool_call_id` if the data has them."""
+with the arguments as an object. A tool's result has `name` or `tool_call_id` if the data has them. A content of several
+texts has `parts`, a list of them."""
 
 Tool = dict[str, Any]
 """The definition of a function as vLLM gives it to a chat template: `type` and `function`."""
@@ -91,6 +92,8 @@ def read_message(raw: Any) -> Message:
 def _chat_message(role: str, raw: Mapping[str, Any]) -> Message:
     content = raw.get("content")
     message: Message = {"role": role, "content": read_text(content)}
+    if isinstance(content, list) and len(texts := _texts(content)) > 1:
+        message["parts"] = texts
     if role == "assistant":
         thoughts = [raw[name] for name in REASONING_FIELDS if raw.get(name)][:1] or _thinking_parts(content)
         calls = raw.get("tool_calls") or raw.get(CALL_ROLE)
@@ -113,11 +116,22 @@ def read_text(content: Any) -> str:
     if content is None:
         return ""
     if isinstance(content, list):
-        texts = [part if isinstance(part, str) else _part_text(part) for part in content if not _is_thinking(part)]
-        content = "\n".join(texts)  # as vLLM joins the parts for a template that reads text
+        content = "\n".join(_texts(content))  # as vLLM joins the parts for a template that reads text
     if not isinstance(content, str):
         raise UnusableRowError("content that is not text", f"it is {type(content).__name__}")
     return content
+
+
+def _texts(parts: list[Any]) -> list[str]:
+    return [part if isinstance(part, str) else _part_text(part) for part in parts if not _is_thinking(part)]
+
+
+def with_parts(message: Message) -> Message:
+    """The message as in a request: several texts in the content stay parts, which some templates read one by one."""
+    if "parts" not in message:
+        return message
+    rest = {key: value for key, value in message.items() if key != "parts"}
+    return {**rest, "content": [{"type": "text", "text": text} for text in message["parts"]]}
 
 
 def _part_text(part: Any) -> str:

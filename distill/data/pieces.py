@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 PROBES = ("a", " a", "a ", "\n", "\n\n", "\n\n1", "  1", "  a", "É ", "a\n ", "'s", "{}", "")
 """Texts whose ids depend on the neighbours, if anything in a tokenizer does."""
 
@@ -29,20 +32,21 @@ class PieceEncoder:
 
     def __call__(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text."""
-        if not self._borders:
-            return self._encode(list(texts))
-        cut = [self._cut(text) for text in texts]
-        pieces = list(dict.fromkeys(piece for some in cut for piece in some))
-        ids = dict(zip(pieces, self._encode(pieces), strict=True))
-        return [[token for piece in some for token in ids[piece]] for some in cut]
+        pieces = Pieces(self)
+        places = [pieces.add(text) for text in texts]
+        pieces.encode()
+        return [pieces.ids(some).tolist() for some in places]
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text, by the tokenizer alone."""
         options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
         encoded: list[list[int]] = self.tokenizer(texts, verbose=False, **options)["input_ids"] if texts else []
         return encoded
 
-    def _cut(self, text: str) -> list[str]:
+    def cut(self, text: str) -> list[str]:
         """The text in pieces that each begin with a special token, but for the first."""
+        if not self._borders:
+            return [text]
         found = self._tokens.finditer(text)
         # A token at the start of the text needs no cut: 0 is there already.
         starts = [0, *(m.start() for m in found if m.start() and m.group() in self._borders), len(text)]
@@ -52,7 +56,31 @@ class PieceEncoder:
         # `min`, because the order of a set differs from process to process.
         border = min(self._borders)
         texts = [f"{one}{border}{other}{border}{one}" for one in PROBES for other in PROBES]
-        return self(texts) == self._encode(texts)
+        return self(texts) == self.encode(texts)
+
+
+class Pieces:
+    """Texts to encode in one call, each kept as the places of its pieces: a fast tokenizer works in parallel.
+
+    A conversation of n turns has n prompts, each with all earlier turns. They take the memory of their pieces.
+    """
+
+    def __init__(self, encoder: PieceEncoder) -> None:
+        self._encoder = encoder
+        self._places: dict[str, int] = {}
+        self._ids: list[NDArray[np.int32]] = []
+
+    def add(self, text: str) -> NDArray[np.int32]:
+        """The places of a text's pieces, for `ids` after `encode`."""
+        places = self._places
+        return np.array([places.setdefault(p, len(places)) for p in self._encoder.cut(text)], np.int32)
+
+    def encode(self) -> None:
+        self._ids = [np.array(ids, np.int32) for ids in self._encoder.encode(list(self._places))]
+
+    def ids(self, places: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The ids of a text."""
+        return np.concatenate([self._ids[place] for place in places]) if len(places) else np.array([], np.int32)
 
 
 def _find_borders(tokenizer: Any) -> tuple[re.Pattern[str], frozenset[str]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from redraft.distill.data.conversations import Conversation, is_plain_text
-from redraft.distill.data.messages import Message, Tool, conversation_hash, read_message
+from redraft.distill.data.messages import Message, Tool, conversation_hash, read_message, with_parts
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
 from redraft.heads.progress import Progress
 
@@ -147,7 +147,8 @@ class _Regeneration:
                     raise
                 self._refuse(str(error))
             else:
-                row = {"key": key, "domain": conversation["domain"], "messages": messages, "cut": cut}
+                sent = [with_parts(message) for message in messages]
+                row = {"key": key, "domain": conversation["domain"], "messages": sent, "cut": cut}
                 if "tools" in conversation:
                     row["tools"] = conversation["tools"]
                 if any(message["role"] == "assistant" for message in messages):
@@ -212,6 +213,7 @@ async def _show_time(bar: Progress) -> None:
 
 def _as_sent(message: Message) -> Message:
     """The message with the arguments of its tool calls as JSON, as a server expects them."""
+    message = with_parts(message)
     if "tool_calls" not in message:
         return message
     functions = [call["function"] for call in message["tool_calls"]]

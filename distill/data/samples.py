@@ -9,9 +9,10 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
+import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -19,15 +20,17 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
+from redraft.distill.data.conditions import Turn
 from redraft.distill.data.conversations import Conversation, is_plain_text
 from redraft.distill.data.messages import conversation_hash
 from redraft.distill.data.processes import map_in_processes
-from redraft.distill.data.rendering import Renderer, Turn, count_unprompted
+from redraft.distill.data.rendering import PackedTurn, Renderer, TurnBatch, count_unprompted
 from redraft.eval.prompts import Prompt
 from redraft.heads.progress import Progress
 
-CHUNK = 256
-"""Conversations tokenised in one call: a fast tokenizer works on them in parallel."""
+CHUNK, CHUNK_CHARS = 256, 1 << 20
+"""Most conversations, and about the most characters, tokenised in one call: a fast tokenizer works on them in
+parallel, with some hundred bytes of memory for each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,14 @@ class SampleStats:
     """Last tokens of plain texts, alone in a window: with nothing before them, there is nothing to learn."""
     refused_answers: Counter[str] = field(default_factory=Counter)
     """Answers that the chat template cannot write as the target would, by reason. They are read and not learned."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """The first question of a conversation with each reason."""
+    arguments: Counter[str] = field(default_factory=Counter)
+    """Answers by the arguments of the chat template (JSON) with which a server starts them."""
+    ends: Counter[str] = field(default_factory=Counter)
+    """Answers by the text of their last token, a stop token; empty for cut answers."""
+    marked_texts: int = 0
+    """Plain texts with special tokens in them: if they are rendered chats, the user's turns are learned too."""
     refused: int = 0
     """Conversations refused by the chat template."""
     refusal: str = ""
@@ -76,6 +87,9 @@ class SampleStats:
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.refused_answers += other.refused_answers
+        self.arguments += other.arguments
+        self.ends += other.ends
+        self.examples = other.examples | self.examples
         self.refusal = self.refusal or other.refusal
 
     def add_sample(self, sample: Sample) -> None:
@@ -99,6 +113,7 @@ class SampleStats:
             "answers cut at the window, with no earlier turn to cut at": self.truncated,
             "later answers beyond the window left out": self.left_out,
             "tokens of plain text left out, alone in a window": self.lone_tokens,
+            "plain texts with special tokens, all learned, a user's turns too: give `messages`": self.marked_texts,
         }
         return (f"{count:,} {loss}" for loss, count in counts.items() if count)
 
@@ -117,6 +132,7 @@ def build_samples(
     max_length: int,
     template_options: dict[str, Any] | None = None,
     day: datetime.date | None = None,
+    ends: Collection[int] | None = None,
     progress: bool = True,
 ) -> tuple[list[Sample], SampleStats]:
     """Samples of at most `max_length` tokens, in the order of the conversations' hashes, with statistics.
@@ -124,7 +140,8 @@ def build_samples(
     A longer conversation is cut after the last answer that fits, and the rest dropped. If not even the first answer
     fits, it is cut in the middle. A longer plain document is cut into several samples.
     `template_options` reach the chat template as they would in a request, e.g. `enable_thinking`. A template that
-    writes today's date writes `day`, and needs one.
+    writes today's date writes `day`, and needs one. `ends` are the stop ids: with them, an answer whose
+    end of turn is another is refused.
 
     Raises:
         ValueError: if nothing is left to train on, or if a chat template is needed and the tokenizer has none.
@@ -137,6 +154,7 @@ def build_samples(
         max_length=max_length,
         template_options=template_options,
         day=day,
+        ends=ends,
         progress=progress,
     )
     samples = list(stream)
@@ -151,6 +169,7 @@ def stream_samples(
     max_length: int,
     template_options: dict[str, Any] | None = None,
     day: datetime.date | None = None,
+    ends: Collection[int] | None = None,
     progress: bool = True,
 ) -> Iterator[Sample]:
     """`build_samples`, one sample after the other. Everything is counted in `stats`.
@@ -160,13 +179,10 @@ def stream_samples(
     """
     # By hash, so that the samples do not depend on the order of the rows in a file.
     ordered = sorted((conversation_hash(c["messages"]), i) for i, c in enumerate(conversations))
-    chunks = [
-        [(key, conversations[i]) for key, i in ordered[start : start + CHUNK]]
-        for start in range(0, len(ordered), CHUNK)
-    ]
+    chunks = list(_chunks((key, conversations[i]) for key, i in ordered))
     stats.conversations += len(conversations)
     work = functools.partial(_chunk_samples, max_length=max_length)
-    make = functools.partial(Renderer, tokenizer, template_options or {}, day)
+    make = functools.partial(Renderer, tokenizer, template_options or {}, day, ends)
     with Progress(total=len(ordered), desc="tokenising", unit="conv", disable=not progress) as bar:
         for chunk, (samples, counted) in zip(chunks, map_in_processes(work, make, chunks), strict=True):
             stats.add(counted)
@@ -176,6 +192,19 @@ def stream_samples(
             bar.update(len(chunk))
     if not stats.samples:
         raise ValueError(f"nothing to train on: {stats}")
+
+
+def _chunks(conversations: Iterable[tuple[str, Conversation]]) -> Iterator[list[tuple[str, Conversation]]]:
+    chunk: list[tuple[str, Conversation]] = []
+    size = 0
+    for key, conversation in conversations:
+        chunk.append((key, conversation))
+        size += sum(len(message["content"]) for message in conversation["messages"])
+        if len(chunk) == CHUNK or size > CHUNK_CHARS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def held_out_prompts(
@@ -250,61 +279,74 @@ def _chunk_samples(
     render: Renderer, chunk: list[tuple[str, Conversation]], max_length: int
 ) -> tuple[list[Sample], SampleStats]:
     """The samples of some conversations, and the counts that are not about samples."""
-    samples, stats = [], SampleStats()
-    turns = [_turns(conversation, render, stats) for _, conversation in chunk]
+    samples, stats, batch = [], SampleStats(), render.batch()
     # All turns in one call: conversations share pieces, and a fast tokenizer works in parallel.
-    tokenised = iter(render.tokenise_turns([turn for some in turns for turn in some]))
+    turns = [_turns(conversation, render, batch, stats) for _, conversation in chunk]
+    batch.encode()
     for (key, conversation), some in zip(chunk, turns, strict=True):
         if is_plain_text(conversation):
-            documents = _text_documents(conversation["messages"][0]["content"], render.tokenizer, max_length, stats)
+            documents = _text_documents(conversation["messages"][0]["content"], render, max_length, stats)
         else:
-            documents = _documents([next(tokenised) for _ in some], max_length, stats)
-        for input_ids, loss_mask in documents:
-            ids, mask = np.array(input_ids, np.int32), np.array(loss_mask, np.bool_)
-            domain = conversation["domain"]
-            samples.append(Sample(input_ids=ids, loss_mask=mask, conversation=key, domain=domain))
+            documents = _documents(map(batch.ids, some), max_length, stats)
+        domain = conversation["domain"]
+        samples += [Sample(input_ids=i, loss_mask=m, conversation=key, domain=domain) for i, m in documents]
     return samples, stats
 
 
-def _turns(conversation: Conversation, render: Renderer, stats: SampleStats) -> list[Turn]:
+def _turns(conversation: Conversation, render: Renderer, batch: TurnBatch, stats: SampleStats) -> list[PackedTurn]:
+    """The turns of a conversation, added to the batch."""
     if is_plain_text(conversation):
         return []
+
+    def keep(turn: Turn) -> tuple[PackedTurn, Turn]:
+        return batch.add(turn), replace(turn, prompt="")
+
     try:
-        turns, refused = render.turns(conversation)
+        kept, refused = render.turns(conversation, keep)
     except jinja2.TemplateError as error:
         stats.add_refusal(error)
         return []
     unprompted = count_unprompted(conversation["messages"])
     stats.unprompted += unprompted
     stats.refused_answers += refused
-    stats.without_answer += not (turns or refused or unprompted)
-    return turns
+    question = next((m["content"] for m in conversation["messages"] if m["role"] == "user"), "")
+    for reason in refused:
+        stats.examples.setdefault(reason, question[:80])
+    for _, turn in kept:
+        stats.arguments[json.dumps(turn.arguments)] += 1
+        stats.ends[render.read_end(turn.answer)] += 1
+    stats.without_answer += not (kept or refused or unprompted)
+    return [packed for packed, _ in kept]
+
+
+Document = tuple[NDArray[np.int32], NDArray[np.bool_]]
+"""The ids and the loss mask of a sample."""
 
 
 def _documents(
-    turns: list[tuple[list[int], list[int]]], max_length: int, stats: SampleStats
-) -> list[tuple[list[int], list[bool]]]:
-    """(ids, mask) of the samples of one conversation, from the (prompt ids, answer ids) of the turns."""
-    documents: list[tuple[list[int], list[bool]]] = []
+    turns: Iterable[tuple[NDArray[np.int32], NDArray[np.int32]]], max_length: int, stats: SampleStats
+) -> list[Document]:
+    """The samples of one conversation, from the (prompt ids, answer ids) of the turns."""
+    documents: list[Document] = []
     num_left_out = num_truncated = 0
     for prompt, answer in turns:
         # Turns ([u1], [a1]) and ([u1 a1 u2], [a2]) make one document u1 a1 u2 a2 with the mask 0 1 0 1. If
         # the second prompt drops a part of a1, they make two.
-        ids, mask = documents[-1] if documents else ([], [])
-        grows = prompt[: len(ids)] == ids
-        if not grows:  # the template rewrote an earlier turn: a new sample
-            ids, mask = [], []
+        mask = np.zeros(len(prompt), np.bool_)
+        ids = documents[-1][0] if documents else prompt[:0]
+        grows = np.array_equal(prompt[: len(ids)], ids)
         # A prompt holds all earlier turns, so this is the room left in the sample.
         room = max_length - len(prompt)
         # only a first answer is cut in the middle: without it nothing of the conversation would be left
         if room < 1 or (room < len(answer) and documents):
             num_left_out += 1
             continue
-        if grows:
-            documents = documents[:-1]
+        if grows and documents:  # else the template rewrote an earlier turn: a new sample
+            mask[: len(ids)] = documents.pop()[1]
         num_truncated += room < len(answer)
         answer = answer[:room]
-        documents.append((prompt + answer, mask + [False] * (len(prompt) - len(ids)) + [True] * len(answer)))
+        labels = np.concatenate([mask, np.ones(len(answer), np.bool_)])
+        documents.append((np.concatenate([prompt, answer]), labels))
     stats.truncated += num_truncated
     # Cut at a turn or in an answer, not both.
     stats.cut += bool(documents and num_left_out and not num_truncated)
@@ -313,14 +355,16 @@ def _documents(
     return documents
 
 
-def _text_documents(
-    text: str, tokenizer: Any, max_length: int, stats: SampleStats
-) -> list[tuple[list[int], list[bool]]]:
+def _text_documents(text: str, render: Renderer, max_length: int, stats: SampleStats) -> list[Document]:
     """A plain text as windows of `max_length` tokens. The first token of each is not a label: nothing precedes it."""
-    ids = tokenizer(text, verbose=False)["input_ids"]
+    tokenizer = render.tokenizer
+    # A rendered text has the tokenizer's first token.
+    is_begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    ids = np.array(tokenizer(text, verbose=False, add_special_tokens=not is_begun)["input_ids"], np.int32)
     windows = [ids[start : start + max_length] for start in range(0, len(ids), max_length)]
     stats.lone_tokens += sum(len(window) == 1 for window in windows)
-    return [(window, [False] + [True] * (len(window) - 1)) for window in windows if len(window) > 1]
+    stats.marked_texts += bool(render.special.search(text))
+    return [(window, np.arange(len(window)) > 0) for window in windows if len(window) > 1]
 
 
 def data_hash(samples: Iterable[Sample]) -> str:

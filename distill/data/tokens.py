@@ -156,7 +156,7 @@ def _write(folder: Path, origin: Origin, content: Content) -> None:
         "prompts": [asdict(prompt) for prompt in content.prompts()],
         # Of the files just written, because the samples were a stream.
         "hash": data_hash(MappedSamples(folder, PARTS[0], list(domains))),
-        "stats": asdict(content.stats),
+        "stats": vars(content.stats),
         "said": content.say(),
     }
     (folder / ABOUT).write_text(json.dumps(about) + "\n")
@@ -180,12 +180,15 @@ def read_tokens(folder: Path) -> Tokens:
     """The data in a folder of `keep_tokens`."""
     about = json.loads((folder / ABOUT).read_text())
     train, held_out = (MappedSamples(folder, part, about["domains"]) for part in PARTS)
-    stats = about["stats"]
+    counters = ("refused_answers", "arguments", "ends")
+    stats: dict[str, Any] = {
+        name: Counter(value) if name in counters else value for name, value in about["stats"].items()
+    }
     return Tokens(
         train=train,
         held_out=held_out,
         prompts=[Prompt(**prompt) for prompt in about["prompts"]],
-        stats=SampleStats(**{**stats, "refused_answers": Counter(stats["refused_answers"])}),
+        stats=SampleStats(**stats),
         said=about["said"],
         hash=about["hash"],
     )

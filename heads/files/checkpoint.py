@@ -83,9 +83,14 @@ def refuse_quantised(config: Any, name: str, cure: str) -> None:
 
 
 def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
-    """Ids of the tokens at which an engine ends an answer, from the tokenizer and from generation_config.json."""
-    path = model_folder(name_or_path) / "generation_config.json"
-    ends = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    """Ids of the tokens at which an engine ends an answer, from the tokenizer and generation_config.json.
+
+    Without that file they are those of config.json, as vLLM reads them.
+    """
+    folder = model_folder(name_or_path)
+    paths = (folder / name for name in ("generation_config.json", "config.json"))
+    path = next((path for path in paths if path.is_file()), None)
+    ends = json.loads(path.read_text()).get("eos_token_id") if path else None
     # A chat model has several, of which the tokenizer knows one: Llama 3.1 ends at 128001, 128008 and 128009.
     listed = ends if isinstance(ends, list) else [ends]
     return tuple(sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None}))

@@ -217,7 +217,8 @@ def read_exchanges(cfg: Config, served_target: str, day: datetime.date) -> Itera
     render = Renderer(load_tokenizer(cfg.target or served_target), {}, day)
     conversations = load_conversations(cfg.data)[: cfg.num_conversations]
     for conversation in Progress(conversations, desc="workload", unit="conversation"):
-        for prompt_ids, answer_ids in render.tokenise_turns(render.turns(conversation)[0][-1:]):
+        for turn in render.turns(conversation, lambda turn: turn)[0][-1:]:
+            prompt_ids, answer_ids = render.tokenise_turn(turn)
             yield Exchange(prompt_ids=prompt_ids, answer_ids=answer_ids)
 
 

@@ -24,6 +24,7 @@ from redraft.distill.inputs import Signal, load_target
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.heads.files.artifact import fingerprint, write_whole
+from redraft.heads.files.checkpoint import end_ids
 from redraft.heads.files.folder import model_folder
 from redraft.heads.progress import Progress
 from redraft.online.learning.anchors import write_anchors
@@ -69,7 +70,8 @@ def main(cfg: Config) -> None:
     model, tokenizer = load_target(cfg.target, Signal(), device, cfg.target_dtype)
     conversations = load_conversations(cfg.data, split=cfg.split)[: cfg.num_conversations]
     day = choose_day(cfg.date)
-    samples, stats = build_samples(conversations, tokenizer, max_length=cfg.max_length, day=day)
+    ends = end_ids(cfg.target, tokenizer)
+    samples, stats = build_samples(conversations, tokenizer, max_length=cfg.max_length, day=day, ends=ends)
     print(f"data: {stats}")
     target_id = fingerprint(model_folder(cfg.target))
     provenance = {

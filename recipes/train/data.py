@@ -8,12 +8,12 @@ Only the target's tokenizer is loaded. The data is read, split, rendered and cut
 
 from __future__ import annotations
 
-import datetime
+import functools
 import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise, zip_longest
 from typing import Annotated, Any
@@ -30,10 +30,10 @@ from redraft.distill.data.conversations import (
     split_held_out,
 )
 from redraft.distill.data.day import choose_day
-from redraft.distill.data.rendering import split_reasoning
+from redraft.distill.data.reasoning import split_reasoning
 from redraft.distill.data.samples import Sample, SampleStats, build_samples
 from redraft.distill.data.vocabulary import measure_coverage
-from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.files.checkpoint import end_ids, load_tokenizer
 from redraft.recipes.cli import run_recipe
 
 VOCABULARY_SIZES = (4096, 8192, 16384, 32768, 65536)
@@ -83,8 +83,11 @@ def main(cfg: Config) -> None:
     conversations = load_conversations(cfg.source, split=cfg.split, domain_column=cfg.domain_column, strict=cfg.strict)
     train, held_out = split_held_out(conversations, cfg.held_out)
     train, overlap = remove_overlap(train, held_out)
-    samples, stats = build_samples(train, tokenizer, max_length=cfg.sequence_length, day=day)
-    held_out_samples, held_out_stats = held_out_part(held_out, tokenizer, cfg.sequence_length, day)
+    build = functools.partial(
+        build_samples, tokenizer=tokenizer, max_length=cfg.sequence_length, day=day, ends=end_ids(cfg.target, tokenizer)
+    )
+    samples, stats = build(train)
+    held_out_samples, held_out_stats = held_out_part(held_out, build)
     print(f"{len(conversations):,} conversations: {len(train):,} to train on, {len(held_out):,} held out")
     print(describe_contents(conversations))
     print("\n".join(describe_training(samples, stats, train)))
@@ -100,11 +103,11 @@ def main(cfg: Config) -> None:
 
 
 def held_out_part(
-    conversations: Sequence[Conversation], tokenizer: Any, max_length: int, day: datetime.date
+    conversations: Sequence[Conversation], build: Callable[..., tuple[list[Sample], SampleStats]]
 ) -> tuple[list[Sample], SampleStats | str]:
     """The held-out samples with their counts, or with the reason why there are none."""
     try:
-        return build_samples(conversations, tokenizer, max_length=max_length, day=day, progress=False)
+        return build(conversations, progress=False)
     except ValueError as error:
         return [], str(error).removeprefix("nothing to train on: ")
 

@@ -21,7 +21,7 @@ from redraft.distill.data.samples import build_samples
 from redraft.heads.families.retrieval import Config as RetrievalConfig
 from redraft.heads.families.retrieval import Text, count_answers
 from redraft.heads.files.artifact import fingerprint, publish, require_free
-from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.files.checkpoint import end_ids, load_tokenizer
 from redraft.heads.files.folder import fetch_model
 from redraft.recipes.cli import run_recipe
 
@@ -59,7 +59,8 @@ def main(cfg: Config) -> None:
     target = fetch_model(cfg.target)
     tokenizer, day = load_tokenizer(cfg.target), choose_day(cfg.date)
     conversations = load_conversations(cfg.source, split=cfg.split)
-    samples, stats = build_samples(conversations, tokenizer, max_length=cfg.sequence_length, day=day)
+    ends = end_ids(cfg.target, tokenizer)
+    samples, stats = build_samples(conversations, tokenizer, max_length=cfg.sequence_length, day=day, ends=ends)
     print(stats)
     draft = count_answers([Text(ids=s.input_ids, is_label=s.loss_mask) for s in samples], cfg.retrieval)
     provenance = {

@@ -108,16 +108,18 @@ GRANITE_3_3 = (
 
 # A default system prompt, roles in turn except for tools, [THINK] in the content only, no role header for the answer.
 MAGISTRAL = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}[SYSTEM_PROMPT]{{ messages[0].content }}[/SYSTEM_PROMPT]"
+    "{% macro show(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
+    "{% if part.type == 'thinking' %}[THINK]{{ part.thinking }}[/THINK]{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}{% endmacro %}"
+    "{{ bos_token }}{% if messages[0].role == 'system' %}[SYSTEM_PROMPT]{{ show(messages[0].content) }}[/SYSTEM_PROMPT]"
     "{% set messages = messages[1:] %}{% else %}[SYSTEM_PROMPT]First draft your thinking: [THINK]...[/THINK]Here, answer."
     "[/SYSTEM_PROMPT]{% endif %}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
     "{% set ns = namespace(index=0) %}{% for m in messages %}"
     "{% if m.role == 'user' or m.role == 'assistant' and not m.tool_calls %}{% if (m.role == 'user') != (ns.index % 2 == 0) %}"
     "{{ raise_exception('After the optional system message, conversation roles must alternate.') }}{% endif %}"
     "{% set ns.index = ns.index + 1 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == 'assistant' %}"
-    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'thinking' %}"
-    "[THINK]{{ part.thinking }}[/THINK]{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ show(m.content) }}[/INST]{% elif m.role == 'assistant' %}"
+    "{{ show(m.content) }}"
     "{% for call in m.tool_calls or [] %}[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}"
     "{% endfor %}{{ eos_token }}{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{% else %}"
     "{{ raise_exception('Only user, assistant and tool roles are supported.') }}{% endif %}{% endfor %}"
@@ -139,7 +141,8 @@ DEEPSEEK_R1 = (
 
 # The system prompt folded into the first question, strict turns, contents trimmed, no tools.
 GEMMA_3 = (
-    "{{ bos_token }}{% set first = '' %}{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}"
+    "{{ bos_token }}{% set first = '' %}{% if messages[0].role == 'system' %}"
+    "{% set first = (messages[0].content if messages[0].content is string else messages[0].content[0].text) + '\n\n' %}"
     "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}"
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"

@@ -105,8 +105,8 @@ def test_a_tokenizer_that_depends_on_the_text_before_is_not_cut() -> None:
 def test_every_piece_of_a_conversation_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_llama3()
     encode, seen = PieceEncoder(tokenizer), list[str]()
-    plain = encode._encode
-    monkeypatch.setattr(encode, "_encode", lambda pieces: seen.extend(pieces) or plain(pieces))
+    plain = encode.encode
+    monkeypatch.setattr(encode, "encode", lambda pieces: seen.extend(pieces) or plain(pieces))
     turns = [f"<|bos|>question {i}<|bos|>answer {i}<|end|>" for i in range(8)]
     whole = ["".join(turns[: i + 1]) for i in range(8)]
     encode(whole)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import functools
+import tracemalloc
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -232,6 +234,8 @@ def test_what_is_left_out_is_counted() -> None:
         truncated=1,
         without_answer=2,
         beyond_window=1,
+        arguments=Counter({"{}": 3}),
+        ends=Counter({"<|end|>": 3}),
     )
     assert max(len(s.input_ids) for s in samples) == 64
     assert str(stats).endswith(
@@ -400,3 +404,21 @@ def test_held_out_prompts_are_the_same_whatever_the_order() -> None:
     some = held_out_prompts(conversations, tokenizer, num_prompts=5, max_length=64)
     assert some == held_out_prompts(conversations[::-1], tokenizer, num_prompts=5, max_length=64)
     assert len(some) == 5
+
+
+def peak_of_tokenising(num_turns: int) -> int:
+    """Peak memory in bytes, as Python counts it, while some long conversations are tokenised."""
+    words = " ".join(f"word{i}" for i in range(40))
+    conversations = [make_conversation(*(f"{i} {k} {words}" for k in range(2 * num_turns))) for i in range(6)]
+    tokenizer = make_tokenizer(CHAT_TEMPLATE)
+    tracemalloc.start()
+    try:
+        build_samples(conversations, tokenizer, max_length=512, progress=False)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_grows_with_the_text_and_not_with_the_square_of_the_turns() -> None:
+    peak_of_tokenising(2)  # what is imported and cached once
+    assert peak_of_tokenising(80) < 2.2 * peak_of_tokenising(40)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import functools
 import json
 import re
 import sys
@@ -123,7 +123,7 @@ def say(content: str, **fields: Any) -> dict[str, Any]:
 
 def test_a_held_out_part_with_nothing_to_judge_on_is_no_error(small_tokenizer: Any) -> None:
     """All of it may be refused by the template, or too long."""
-    samples, reason = held_out_part([], small_tokenizer, 64, datetime.date(2024, 2, 29))
+    samples, reason = held_out_part([], functools.partial(build_samples, tokenizer=small_tokenizer, max_length=64))
     assert samples == []
     assert list(describe_held_out(reason)) == [
         "held out: nothing to judge on (0 conversations: 0 samples, 0 tokens (0 labels))"

@@ -1,0 +1,131 @@
+"""Five conditions on a turn before it is learned: a wrong loss mask lowers acceptance and shows nowhere else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from redraft.distill.data.reasoning import ReasoningForm
+from redraft.distill.data.template import Arguments
+
+SWITCH = re.compile(r"/(?:no_?)?think\b")
+"""Words in a question, read as a switch by templates and taken out."""
+
+ASCII_WORD = re.compile(r"(?<![\\\w])[a-zA-Z0-9]+(?!\w)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One assistant turn as served: the text read and the text written by the model."""
+
+    prompt: str
+    answer: str
+    """Includes the end of turn."""
+    arguments: Arguments = field(default_factory=dict)
+    """Those of the request whose prompt this is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """Parts of a conversation required in a turn."""
+
+    question: str
+    """Text of the user's last message before the answer."""
+    results: tuple[str, ...] = ()
+    """Texts of the tools' results since then."""
+    thought: str
+    said: str
+    call_names: tuple[str, ...]
+    """Names of the functions called and of their arguments, each as often as it must appear."""
+    is_ended: bool
+    """False for an answer cut at a length limit."""
+
+
+def broken_condition(
+    turn: Turn, content: Content, rendered: str, form: ReasoningForm | None, ends: Collection[str] | None
+) -> str | None:
+    """The reason why a turn cannot be learned; None if it satisfies all conditions.
+
+    `rendered` is the conversation up to the answer by the served template, `form` the way in which the
+    target writes its reasoning, and `ends` the texts of the stop tokens (None: not known).
+    """
+    end = next((text for text in ends or () if turn.answer.endswith(text)), "")
+    written = turn.answer.removesuffix(end)
+    if missing := missing_question(turn.prompt, content):
+        return missing
+    if not is_in(content.thought, written):
+        return "with reasoning that the chat template leaves out"
+    if not _has_all(content.call_names, written):
+        return "with tool calls that the chat template leaves out"
+    if not is_in(content.said, written):
+        is_beside = "text beside tool calls" if content.call_names else "text"
+        return f"with {is_beside} that the chat template leaves out"
+    if content.is_ended and ends is not None and not end:
+        return "whose end in the chat template does not end generation"
+    if not content.is_ended and end:
+        return "with an end of turn, though cut at a length limit"
+    if form and not _thinks_once(turn, content, form):
+        return "whose reasoning does not open and close once after the prompt"
+    if not rendered.startswith(turn.prompt + written) and not _is_rendered(turn, written, content, rendered, form):
+        return "that the chat template does not render after their prompt"
+    return None
+
+
+def missing_question(prompt: str, content: Content) -> str | None:
+    """The reason why a prompt does not ask for an answer; None if it does."""
+    if not is_in(content.question, prompt) and not is_in(SWITCH.sub("", content.question), prompt):
+        return "whose question the chat template leaves out"
+    if not all(_has_words(result, prompt) for result in content.results):
+        return "whose tool result the chat template leaves out"
+    return None
+
+
+def dense(text: str) -> str:
+    """`text` without whitespace: templates trim and reflow."""
+    return "".join(text.split())
+
+
+def is_in(part: str, text: str) -> bool:
+    """Whether `text` shows `part`, however reflowed."""
+    return part.strip() in text or dense(part) in dense(text)
+
+
+def _has_words(result: str, text: str) -> bool:
+    """Whether `text` shows a tool's result: templates escape it in many forms, as JSON or markup."""
+    return is_in(result, text) or all(word in text for word in ASCII_WORD.findall(result))
+
+
+def _has_all(names: Collection[str], written: str) -> bool:
+    counts = {name: list(names).count(name) for name in names}
+    return all(name in written for name in names) and all(written.count(n) >= c for n, c in counts.items())
+
+
+def _thinks_once(turn: Turn, content: Content, form: ReasoningForm) -> bool:
+    """Whether one thought opens and closes, or none, from the state in which the prompt ends."""
+    opening, closing = form.tags
+    answer, said = turn.answer, content.said.strip()
+    if said and said in answer:
+        answer = answer.rpartition(said)[0]
+    elif content.call_names:
+        answer = answer.partition(content.call_names[0])[0]
+    before, written = form.pattern.findall(form.trailing_tags(turn.prompt)), form.pattern.findall(answer)
+    if closing in before:  # the server starts after the thought
+        return not written and not content.thought
+    if not said and not content.is_ended and before + written == [opening]:
+        return True  # cut while it thought
+    return before + written == ([opening, closing] if content.thought or before + written else [])
+
+
+def _is_rendered(turn: Turn, written: str, content: Content, rendered: str, form: ReasoningForm | None) -> bool:
+    """Whether the turn is rendered but for its reasoning, which many templates drop from every earlier answer."""
+    whole, prompt, answer = (_bare(text, form) for text in (rendered, turn.prompt, written))
+    if not whole.startswith(prompt):
+        return False
+    rest = whole.removeprefix(prompt)
+    return rest.startswith((answer, answer.removeprefix(dense(content.thought))))
+
+
+def _bare(text: str, form: ReasoningForm | None) -> str:
+    """`text` without whitespace and tags of reasoning."""
+    return dense(form.pattern.sub("", text) if form else text)

@@ -1,0 +1,90 @@
+"""The tags in which models write their reasoning, and messages split at them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from redraft.distill.data.messages import Message
+
+
+@dataclass(frozen=True)
+class ReasoningForm:
+    """The text around a model's reasoning and the answer after it."""
+
+    before: str
+    between: str
+    after: str = ""
+
+    @property
+    def tags(self) -> tuple[str, str]:
+        """The text before and after the reasoning, without line ends."""
+        return self.before.strip(), self.between.strip()
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Finds each tag."""
+        return re.compile("|".join(map(re.escape, self.tags)))
+
+    @cached_property
+    def empty(self) -> re.Pattern[str]:
+        """Matches the tags around no reasoning, or the closing one alone, at the start of a text."""
+        opening, closing = map(re.escape, self.tags)
+        return re.compile(rf"\s*(?:{opening})?\s*{closing}\s*")
+
+    @cached_property
+    def _at_end(self) -> re.Pattern[str]:
+        opening, closing = map(re.escape, self.tags)
+        return re.compile(rf"(?:{opening}\s*)?(?:{closing}\s*)?\Z")
+
+    def trailing_tags(self, prompt: str) -> str:
+        """The tags, with their whitespace, in which a prompt ends."""
+        found = self._at_end.search(prompt, max(0, len(prompt) - 64))
+        return found.group() if found else ""
+
+    def write(self, thought: str, said: str) -> str:
+        said = said.strip() if self.after else said.lstrip()
+        return f"{self.before}{thought.strip()}{self.between}{said}{self.after}"
+
+    def read(self, content: str) -> tuple[str, str] | None:
+        """(reasoning, answer) of a text in this form; None for any other text, or if the reasoning is empty."""
+        opening, closing = self.tags
+        text = content.lstrip()
+        if not text.startswith(opening) or closing not in text:
+            return None
+        thought, _, said = text.removeprefix(opening).partition(closing)
+        if not thought.strip():
+            return None
+        return thought.strip(), said.removesuffix(self.after) if self.after else said.lstrip()
+
+
+THINK = ReasoningForm("<think>\n", "\n</think>\n\n")
+
+# Granite first, because THINK would read such text too.
+REASONING_FORMS = (
+    ReasoningForm("<think>", "</think><response>", "</response>"),  # Granite 3.3
+    THINK,  # Qwen3, DeepSeek-R1, SmolLM3
+    ReasoningForm("[THINK]", "[/THINK]"),  # Magistral
+    ReasoningForm("<seed:think>", "</seed:think>"),  # Seed-OSS
+)
+
+
+def split_reasoning(message: Message) -> tuple[str, str, ReasoningForm | None] | None:
+    """(reasoning, answer, form in which they stand in the content) of an assistant's message; None without reasoning.
+
+    The form is None if the reasoning stands in a field.
+    """
+    if message["role"] != "assistant":
+        return None
+    if message.get("reasoning"):
+        return message["reasoning"].strip(), message["content"], None
+    for form in REASONING_FORMS:
+        if parts := form.read(message["content"]):
+            return *parts, form
+    return None
+
+
+def without_reasoning(message: Message, content: str) -> Message:
+    """The message with another content, and without its field of reasoning and its parts."""
+    return {key: value for key, value in message.items() if key not in ("reasoning", "parts")} | {"content": content}

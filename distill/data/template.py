@@ -1,0 +1,114 @@
+"""The inputs of a chat template, found in its syntax tree: arguments that switch reasoning, and contents as parts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from jinja2 import meta, nodes
+from transformers.utils import chat_template_utils
+
+SWITCHES = ("enable_thinking", "thinking")
+"""Template arguments by which a request switches the reasoning on or off, in the families that have one."""
+
+Arguments = dict[str, Any]
+"""`chat_template_kwargs` of a request."""
+
+
+def find_arguments(tokenizer: Any) -> list[Arguments]:
+    """The arguments with which a request may start an answer: none first, then each switch read by the template."""
+    read = set[str]().union(*(_free_names(text) for text in _templates(tokenizer)))
+    found = [{name: value} for name in SWITCHES if name in read for value in (True, False)]
+    return [{}, *found]
+
+
+def reads_parts(tokenizer: Any) -> bool:
+    """Whether a server gives the template contents as lists of parts, by vLLM's rule: a loop over a content."""
+    return any(map(_loops_over_content, _templates(tokenizer)))
+
+
+def _templates(tokenizer: Any) -> list[str]:
+    template = tokenizer.chat_template
+    # Some tokenizers have several by name, e.g. one for tools.
+    return list(template.values()) if isinstance(template, dict) else [template] if template else []
+
+
+@functools.lru_cache(maxsize=64)
+def _parse(template: str) -> nodes.Template:
+    # The environment of transformers knows its tags, e.g. `generation`.
+    tree: nodes.Template = chat_template_utils._compile_jinja_template(template).environment.parse(template)
+    return tree
+
+
+def _free_names(template: str) -> set[str]:
+    return meta.find_undeclared_variables(_parse(template))
+
+
+def _loops_over_content(template: str) -> bool:
+    tree = _parse(template)
+    messages = _loop_targets(tree, _aliases(tree, "messages"))
+
+    def is_content(node: nodes.Node | None) -> bool:
+        owner, key = _read_field(_inside(node))
+        return key == "content" and owner in messages
+
+    in_macros: dict[int, set[str]] = {}
+    for macro in tree.find_all(nodes.Macro):
+        given = _parameters_with(tree, macro, is_content)
+        in_macros |= {id(loop): given for loop in macro.find_all(nodes.For)}
+    for loop in tree.find_all(nodes.For):
+        name = loop.iter.name if isinstance(loop.iter, nodes.Name) else None
+        if is_content(loop.iter) or name in in_macros.get(id(loop), {"content"}):
+            return True
+    return False
+
+
+def _aliases(tree: nodes.Template, name: str) -> set[str]:
+    """`name` and the variables set to it or to a slice of it."""
+    names, grows = {name}, True
+    while grows:
+        found = {
+            node.target.name
+            for node in tree.find_all(nodes.Assign)
+            if isinstance(node.target, nodes.Name) and _name(_inside(node.node)) in names
+        }
+        grows = not found <= names
+        names |= found
+    return names
+
+
+def _loop_targets(tree: nodes.Template, sources: set[str]) -> set[str]:
+    loops = (loop for loop in tree.find_all(nodes.For) if _name(_inside(loop.iter)) in sources)
+    return {loop.target.name for loop in loops if isinstance(loop.target, nodes.Name)}
+
+
+def _parameters_with(tree: nodes.Template, macro: nodes.Macro, fits: Any) -> set[str]:
+    """The parameters of a macro given, in some call, an argument that `fits`."""
+    names, found = [parameter.name for parameter in macro.args], set()
+    for call in tree.find_all(nodes.Call):
+        if _name(call.node) == macro.name:
+            found |= {name for name, value in zip(names, call.args, strict=False) if fits(value)}
+            found |= {word.key for word in call.kwargs if word.key in names and fits(word.value)}
+    return found
+
+
+def _inside(node: nodes.Node | None) -> nodes.Node | None:
+    """The value below filters, tests and slices."""
+    while isinstance(node, nodes.Filter | nodes.Test) or (
+        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    ):
+        node = node.node
+    return node
+
+
+def _name(node: nodes.Node | None) -> str | None:
+    return node.name if isinstance(node, nodes.Name) else None
+
+
+def _read_field(node: nodes.Node | None) -> tuple[str | None, Any]:
+    """(variable, key) of `message.content` or `message['content']`."""
+    if isinstance(node, nodes.Getattr):
+        return _name(node.node), node.attr
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        return _name(node.node), node.arg.value
+    return None, None

@@ -1,0 +1,340 @@
+"""One assistant turn as it is served: what the server reads before it, and what the target writes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import jinja2
+
+from redraft.distill.data.conditions import Content, Turn, broken_condition, dense, missing_question
+from redraft.distill.data.messages import Message, Tool
+from redraft.distill.data.reasoning import split_reasoning
+from redraft.distill.data.template import Arguments
+
+if TYPE_CHECKING:
+    from redraft.distill.data.rendering import Renderer
+
+PROBE = "redraft5f1cprobe"
+"""Rendered in place of a text, to find the text written around one by a template. Nothing in it can be trimmed
+or parsed by a template."""
+
+QUESTION: list[Message] = [{"role": "user", "content": "why?"}]
+
+Way = Literal["from the prompt", "after an empty thought", "alone", "by hand"]
+WAYS: tuple[Way, ...] = ("from the prompt", "after an empty thought", "alone", "by hand")
+"""Ways to find what the target wrote, best first:
+
+- the rendering after the generation prompt;
+- the same, if the template writes the tags of an empty thought first, which the target did not write;
+- the rendering after a lone question, because an answer may change the turns before it: gpt-oss drops the reasoning
+  before a tool call once the call has led to an answer, which the server did not have when it made the prompt;
+- the answer's own text, because some templates drop the reasoning even of the last answer (DeepSeek-R1).
+"""
+
+
+class RefusedAnswerError(ValueError):
+    """An answer not written by the chat template as by the target."""
+
+
+class Choice(NamedTuple):
+    """How to write a kind of turn."""
+
+    way: Way
+    arguments: Arguments
+
+
+class Kind(NamedTuple):
+    """Traits of an answer that decide the best choice."""
+
+    thinks: bool
+    calls: bool
+
+
+PROBES: dict[Kind, Message] = {
+    Kind(thinks, calls): {
+        "role": "assistant",
+        "content": "" if calls else "so",
+        **({"reasoning": "hm"} if thinks else {}),
+        **({"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}]} if calls else {}),
+    }
+    for thinks, calls in itertools.product((False, True), repeat=2)
+}
+"""A short answer of each kind."""
+
+
+class TurnWriter:
+    """Writes turns by one template, each checked against the conditions of `conditions`."""
+
+    def __init__(self, render: Renderer) -> None:
+        self.render = render
+        self._best: dict[Kind, list[Choice]] = {}
+        self._known: dict[tuple[str, bool, bool], str] = {}
+
+    def __call__(
+        self, before: list[Message], tools: list[Tool] | None, message: Message, *, is_ended: bool = True
+    ) -> Turn:
+        """The turn of an assistant's message after those `before`, as a client sends them.
+
+        Raises:
+            RefusedAnswerError: no way to write it satisfies the conditions.
+        """
+        kind = Kind(bool(self.split(message)[0]), "tool_calls" in message)
+        if kind.thinks and "reasoning" in message and self._has_no_place_for_reasoning:
+            raise RefusedAnswerError("with reasoning, for which the chat template has no tags")
+        turn, _ = self._first(_Answer(self, before, tools, message, is_ended=is_ended), self._choices(kind))
+        return turn
+
+    def split(self, message: Message) -> tuple[str, str]:
+        """(reasoning, text said) of an assistant's message. A server that opens the thought returns no opening tag."""
+        if parts := split_reasoning(message):
+            return parts[0], parts[1]
+        form, content = self.render.reasoning_form, message["content"]
+        before, closing, after = content.partition(form.tags[1]) if form else (content, "", "")
+        if closing and before.strip() and form and form.tags[0] not in before:
+            return before.strip(), after.lstrip()
+        return "", content
+
+    @property
+    def _has_no_place_for_reasoning(self) -> bool:
+        return self.render.reads_reasoning_from == "content" and self.render.reasoning_form is None
+
+    def _choices(self, kind: Kind) -> list[Choice]:
+        """All choices, the best for a short answer of this kind first."""
+        if kind not in self._best:
+            natural = [Choice(way, arguments) for way in WAYS for arguments in self.render.arguments]
+            first = []
+            with contextlib.suppress(RefusedAnswerError, jinja2.TemplateError):
+                first = [self._first(_Answer(self, QUESTION, None, PROBES[kind], is_ended=True), natural)[1]]
+            self._best[kind] = [*first, *natural]
+        return self._best[kind]
+
+    @staticmethod
+    def _first(answer: _Answer, choices: list[Choice]) -> tuple[Turn, Choice]:
+        reason = error = None
+        for choice in choices:
+            try:
+                written = answer.write(choice)
+            except jinja2.TemplateError as refused:  # e.g. a template that demands tools
+                error = error or refused
+                continue
+            if not isinstance(written, str):
+                return written, choice
+            reason = reason or written
+        if reason is None and error is not None:
+            raise error
+        raise RefusedAnswerError(reason)
+
+    def find_end(self, tail: str, arguments: Arguments, *, calls: bool) -> str:
+        """The end of turn after an answer: the template's text up to a stop token.
+
+        `tail` is what the template writes after the last answer of all. If there is no stop token in it, it is the
+        next turn's first token: GLM-4.5 stops where the user's turn would begin.
+        """
+        if self.render.ends is None:
+            return self.render.through_special(tail)
+        if end := self.render.through_end(tail):
+            return end
+        following = self._after(arguments, calls=calls, is_last=False)
+        return self.render.find_end(following) if calls else self.render.through_end(following)
+
+    def find_tail(self, arguments: Arguments) -> str:
+        """The template's text after an answer without calls to a lone question, the last of all."""
+        return self._after(arguments, calls=False, is_last=True)
+
+    def ends_calls(self, arguments: Arguments) -> bool:
+        """Whether the template writes a special token after the last call."""
+        return bool(self.render.special.search(self._after(arguments, calls=True, is_last=True)))
+
+    def _after(self, arguments: Arguments, *, calls: bool, is_last: bool) -> str:
+        """The template's text between an answer, or a call's arguments, and the next message, or the end of all."""
+        key = (repr(arguments), calls, is_last)
+        if key not in self._known:
+            self._known[key] = self._render_after(arguments, calls=calls, is_last=is_last)
+        return self._known[key]
+
+    def _render_after(self, arguments: Arguments, *, calls: bool, is_last: bool) -> str:
+        function = {"name": "f", "arguments": {PROBE: PROBE}}
+        call = {"content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+        answer = {"role": "assistant", **(call if calls else {"content": PROBE})}
+        result = {"role": "tool", "content": "x", "tool_call_id": "1"}
+        following = [] if is_last else [result] if calls else QUESTION
+        try:
+            text = self.render([*QUESTION, answer, *following], prompt=False, arguments=arguments)
+        except jinja2.TemplateError:
+            return ""
+        return text.rpartition(PROBE)[2]
+
+
+class _Answer:
+    """One answer to write, with its renderings so far."""
+
+    def __init__(
+        self, writer: TurnWriter, before: list[Message], tools: list[Tool] | None, message: Message, *, is_ended: bool
+    ) -> None:
+        self.writer, self.render, self.before, self.tools, self.message = writer, writer.render, before, tools, message
+        self.is_ended = is_ended
+        self._seen: dict[str, tuple[str, str]] = {}
+
+    @property
+    def _calls(self) -> bool:
+        return "tool_calls" in self.message
+
+    @cached_property
+    def _parts(self) -> tuple[str, str]:
+        """(reasoning, text said)."""
+        return self.writer.split(self.message)
+
+    @cached_property
+    def _answer(self) -> Message:
+        return self.render.as_answer(self.message)
+
+    @cached_property
+    def _content(self) -> Content:
+        question, results = "", list[str]()
+        for message in reversed(self.before):
+            if message["role"] == "user":
+                question = message["content"]
+                break
+            results += [message["content"]] if message["role"] == "tool" else []
+        functions = [call["function"] for call in self.message.get("tool_calls", [])]
+        names = tuple(text for function in functions for text in (function["name"], *function["arguments"]))
+        thought, said = self._parts
+        return Content(
+            question=question,
+            results=tuple(results),
+            thought=thought,
+            said=said,
+            call_names=names,
+            is_ended=self.is_ended,
+        )
+
+    @cached_property
+    def _alone(self) -> _Answer:
+        return _Answer(self.writer, QUESTION, None, self.message, is_ended=self.is_ended)
+
+    def write(self, choice: Choice) -> Turn | str:
+        """The turn, or the reason why this choice does not fit."""
+        way, arguments = choice
+        prompt, whole = self._render(arguments)
+        if way == "alone":
+            return self._write_alone(prompt, arguments)
+        turn = self._by_hand(prompt, arguments) if way == "by hand" else self._find(prompt, whole, way, arguments)
+        if turn is None:
+            return self._absence
+        form, ends = self.render.reasoning_form, self.render.ends
+        return broken_condition(turn, self._content, whole, form, ends) or turn
+
+    @property
+    def _absence(self) -> str:
+        thought, _ = self._parts
+        part = "tool calls" if self._calls else "reasoning" if thought else "text"
+        return f"with {part} that the chat template leaves out"
+
+    def _render(self, arguments: Arguments) -> tuple[str, str]:
+        """(the prompt, the text with the answer), rendered once."""
+        key = repr(arguments)
+        if key not in self._seen:
+            prompt = self.render(self.before, prompt=True, tools=self.tools, arguments=arguments)
+            self._seen[key] = prompt, self._whole(self._answer, arguments)
+        return self._seen[key]
+
+    def _whole(self, answer: Message, arguments: Arguments) -> str:
+        messages = [*self.before, {"role": "assistant", **answer}]
+        return self.render(messages, prompt=False, tools=self.tools, arguments=arguments)
+
+    def _write_alone(self, prompt: str, arguments: Arguments) -> Turn | str:
+        if self.before == QUESTION:
+            return self._absence
+        alone = self._alone.write(Choice("after an empty thought", arguments))
+        if isinstance(alone, str):
+            return alone
+        before = self._alone._render(arguments)[0]
+        # If an open thought before the answer was closed, the prompt is another, which has no place here.
+        if not alone.prompt.startswith(before):
+            return self._absence
+        turn = replace(alone, prompt=prompt + alone.prompt.removeprefix(before))
+        return missing_question(prompt, self._content) or turn
+
+    def _find(self, prompt: str, whole: str, way: Way, arguments: Arguments) -> Turn | None:
+        """The answer as the text of a rendering after its prompt."""
+        tail = "" if self._calls else self._tail(whole, arguments)
+        text = whole[: len(whole) - len(tail)]
+        start = self._end_of_empty_thought(prompt, text)
+        if way == "from the prompt" and start is not None:
+            return None
+        if start is None:
+            if not text.startswith(prompt):
+                return None
+            start = len(prompt)
+        answer = self._end_calls(text[start:], arguments) if self._calls else self._end(text[start:], tail, arguments)
+        return Turn(text[:start], answer, arguments)
+
+    def _end_of_empty_thought(self, prompt: str, text: str) -> int | None:
+        """The place in a rendering after an empty thought that the template, not the target, wrote."""
+        form = self.render.reasoning_form
+        if form is None:
+            return None
+        base = prompt if text.startswith(prompt) else prompt.rstrip().removesuffix(form.tags[0])
+        found = form.empty.match(text, len(base)) if text.startswith(base) else None
+        content = self._answer["content"]
+        if found is None or dense(self._strip_opening(prompt, content)).startswith(dense(found.group())):
+            return None
+        # Whitespace after the tags may be the answer's.
+        place = text.find(content, len(base)) if content.strip() else -1
+        return found.end() if place < 0 else min(found.end(), place)
+
+    def _by_hand(self, prompt: str, arguments: Arguments) -> Turn | None:
+        """The answer as the data has it."""
+        thought, said = self._parts
+        if self._calls or (thought and self.render.reads_reasoning_from == "fields"):
+            return None
+        form, content = self.render.reasoning_form, self._answer["content"]
+        if form:
+            opening, closing = form.tags
+            is_open = prompt.rstrip().endswith(opening)
+            if is_open and closing not in content and not thought:
+                between = form.between if prompt != prompt.rstrip() else closing
+                prompt = prompt.rstrip() + ("\n" if prompt != prompt.rstrip() else "") + between
+            elif is_open and "reasoning" in self.message and prompt.endswith(opening):
+                # A template without a line end after the opening tag has none around the closing one.
+                content = opening + thought + closing + said
+        tail = self.writer.find_tail(arguments)
+        return Turn(prompt, self._end(self._strip_opening(prompt, content), tail, arguments), arguments)
+
+    def _strip_opening(self, prompt: str, content: str) -> str:
+        """The answer without the opening tag if the prompt already ends with one."""
+        form = self.render.reasoning_form
+        opening, blank = form.tags[0] if form else "", prompt[len(prompt.rstrip()) :]
+        if not form or not prompt.rstrip().endswith(opening) or not content.lstrip().startswith(opening):
+            return content.lstrip()
+        written = content.lstrip().removeprefix(opening)
+        return written.removeprefix(blank) if written.startswith(blank) else written.lstrip()
+
+    def _tail(self, whole: str, arguments: Arguments) -> str:
+        """The template's text after the answer."""
+        usual, ending = self.writer.find_tail(arguments), self._answer["content"].rstrip()[-64:]
+        if whole.endswith(usual) and whole[: len(whole) - len(usual)].rstrip().endswith(ending):
+            return usual
+        return self._whole({"content": PROBE}, arguments).rpartition(PROBE)[2]
+
+    def _end(self, text: str, tail: str, arguments: Arguments) -> str:
+        """An answer of text with its end of turn, or up to the word at which it was cut."""
+        if self.is_ended:
+            return text + self.writer.find_end(tail, arguments, calls=False)
+        thought, said = self._parts
+        # The template closes a cut thought.
+        return text if said.strip() else text[: text.rfind(thought) + len(thought)]
+
+    def _end_calls(self, text: str, arguments: Arguments) -> str:
+        """An answer with calls, up to the special token that the template writes after them, or the next turn's."""
+        last = None
+        if self.writer.ends_calls(arguments):
+            *_, last = self.render.special.finditer(text)
+        if last is None:
+            end = self.writer.find_end("", arguments, calls=True) if self.is_ended else ""
+            return text.rstrip() + end
+        return text[: last.end() if self.is_ended else last.start()]

@@ -1,0 +1,332 @@
+"""Loss masks of public template families: five conditions on each turn, and transformers' assistant mask."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from typing import Any
+
+import jinja2
+import numpy as np
+import pytest
+from chat_templates import FAMILIES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trl_templates import find_ends, make_tokenizer, template_names, training_names, training_template
+
+from redraft.distill.data.conditions import Turn
+from redraft.distill.data.conversations import Conversation, read_conversation
+from redraft.distill.data.messages import REASONING_FIELDS
+from redraft.distill.data.rendering import Renderer
+from redraft.distill.data.samples import build_samples
+from redraft.distill.data.template import reads_parts
+
+DAY = datetime.date(2024, 2, 29)
+FUNCTION = {
+    "name": "weigh",
+    "description": "Weighs a thing.",
+    "parameters": {"type": "object", "properties": {"thing": {"type": "string"}}, "required": ["thing"]},
+}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+CALL = {"id": "call00001", "type": "function", "function": {"name": "weigh", "arguments": {"thing": "a cup"}}}
+TAGS = re.compile(r"</?think>")
+
+OF_THE_TEMPLATE = re.compile(r"</?think>|<｜Assistant｜>|<\|start\|>assistant|<end>")
+"""What the oracle marks beside the answer: an empty thought, some role headers, and a token after the last turn."""
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def say(content: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+def make_renderer(name: str) -> Renderer:
+    tokenizer = make_tokenizer(name)
+    return Renderer(tokenizer, {}, DAY, tokenizer.convert_tokens_to_ids(list(find_ends(name))))
+
+
+def write_turns(name: str, row: dict[str, Any]) -> tuple[list[Turn], dict[str, int], Conversation]:
+    """(turns, refused answers by reason, the conversation); a template may refuse all."""
+    conversation = read_conversation(row)
+    try:
+        turns, refused = make_renderer(name).turns(conversation, lambda turn: turn)
+    except jinja2.TemplateError:
+        return [], {"by the template": 1}, conversation
+    return turns, dict(refused), conversation
+
+
+def text(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def squeeze(content: str) -> str:
+    return "".join(content.split())
+
+
+WORDS = st.lists(
+    st.sampled_from(["blue", "cup", "of", "tea", "weighs", "3", "kg", "Ünder"]), min_size=1, max_size=4
+).map(" ".join)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> dict[str, Any]:
+    """Conversations with and without system prompt, tools, thought and parts, whole and cut."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": draw(WORDS)}] if draw(st.booleans()) else []
+    has_tools, thinks = draw(st.booleans()), draw(st.booleans())
+    for number in range(draw(st.integers(1, 3))):
+        question = f"q{number} {draw(WORDS)}"
+        parts = [{"type": "text", "text": question}, {"type": "text", "text": "again"}]
+        messages.append(user(parts if draw(st.booleans()) else question))
+        thought = {"reasoning_content": f"t{number} {draw(WORDS)}"} if thinks else {}
+        if has_tools:
+            messages.append(say("", tool_calls=[CALL], **thought))
+            messages.append({"role": "tool", "tool_call_id": "call00001", "name": "weigh", "content": "heavy"})
+        messages.append(say(f"a{number} {draw(WORDS)}", **thought))
+    cut = draw(st.booleans())
+    if cut and thinks and draw(st.booleans()):
+        messages[-1]["content"] = ""
+    return {"messages": messages, "cut": cut, **({"tools": TOOLS} if has_tools else {})}
+
+
+@pytest.mark.parametrize("name", template_names())
+@settings(max_examples=12, deadline=None)
+@given(row=rows())
+def test_every_turn_satisfies_five_conditions_or_is_refused_with_a_reason(name: str, row: dict[str, Any]) -> None:
+    turns, refused, conversation = write_turns(name, row)
+    answers = [m for m in row["messages"] if m["role"] == "assistant"]
+    assert len(turns) + sum(refused.values()) == len(answers) or "by the template" in refused
+    if len(turns) < len(answers):
+        return
+    ends, tokenizer, render = find_ends(name), make_tokenizer(name), make_renderer(name)
+    places = [i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
+    for turn, place, answer in zip(turns, places, answers, strict=True):
+        is_cut = row["cut"] and place == places[-1]
+        end = next((end for end in ends if turn.answer.endswith(end)), "")
+        # 2: the end
+        assert bool(end) != is_cut
+        ids = tokenizer(turn.answer, add_special_tokens=False)["input_ids"]
+        assert (ids[-1] in tokenizer.convert_tokens_to_ids(list(ends))) != is_cut
+        # 3: the question
+        question = [m for m in row["messages"][:place] if m["role"] == "user"][-1]
+        assert squeeze(text(question["content"])) in squeeze(turn.prompt)
+        # 4: one thought, from the state of the prompt
+        tags = TAGS.findall(turn.prompt[-30:].rpartition("assistant")[2] + turn.answer)
+        assert tags in ([], ["<think>", "</think>"], ["<think>"] if is_cut else [])
+        thought = answer.get("reasoning_content", "")
+        assert thought in turn.answer
+        assert text(answer["content"]) in turn.answer
+        # 5: the call
+        assert not answer.get("tool_calls") or ("weigh" in turn.answer and "a cup" in turn.answer)
+        # 1: a rendering, but for the thought, which some templates drop
+        context = [render.as_context(m) for m in conversation["messages"][:place]]
+        written = render.as_answer(conversation["messages"][place])
+        whole = render([*context, written], prompt=False, tools=row.get("tools"), arguments=turn.arguments)
+        shown = TAGS.sub("", turn.prompt + turn.answer.removesuffix(end))
+        assert (
+            any(
+                squeeze(TAGS.sub("", whole)).startswith(squeeze(some))
+                for some in (shown, "".join(shown.rsplit(thought, 1)) if thought else shown)
+            )
+            or "gptoss" in name
+        )
+
+
+@pytest.mark.parametrize("name", training_names())
+@pytest.mark.parametrize("shape", ["plain", "system", "thought", "tools"])
+def test_labels_are_those_of_the_assistant_mask(name: str, shape: str) -> None:
+    if (name, shape) == ("diffusion_gemma", "tools"):
+        pytest.skip("after a tool's result the template writes a header that its generation prompt leaves out")
+    thought = dict.fromkeys(REASONING_FIELDS, "a thought") if shape == "thought" else {}
+    messages = [*([{"role": "system", "content": "Be kind."}] if shape == "system" else []), user("why 1")]
+    if shape == "tools":
+        messages += [say("", tool_calls=[CALL])]
+        messages += [{"role": "tool", "tool_call_id": "call00001", "name": "weigh", "content": "3 kg"}]
+    messages += [say("blue 1", **thought)]
+    row = {"messages": messages, **({"tools": TOOLS} if shape == "tools" else {})}
+    turns, refused, _ = write_turns(name, row)
+    if refused:
+        pytest.skip(f"{refused}")
+    tokenizer = make_tokenizer(name)
+    sent = [
+        {**m, "content": [{"type": "text", "text": m["content"]}]}
+        if reads_parts(tokenizer) and m["role"] != "tool"
+        else m
+        for m in messages
+    ]
+    marked = tokenizer.apply_chat_template(
+        sent,
+        tools=row.get("tools"),
+        chat_template=training_template(name),
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **turns[-1].arguments,
+    )
+    mask = np.array(marked["assistant_masks"], bool)
+    oracle = squeeze(OF_THE_TEMPLATE.sub("", tokenizer.decode(np.array(marked["input_ids"])[mask])))
+    labels = squeeze(OF_THE_TEMPLATE.sub("", "".join(turn.answer for turn in turns)))
+    if name.startswith("deepseek"):  # the template, so the oracle too, drops the thought
+        labels = labels.removeprefix(squeeze(thought.get("reasoning_content", "")))
+    assert labels == oracle
+
+
+def learn(template: str, row: dict[str, Any], *, end: str, special: str = "", plain: str = "") -> list[tuple[str, str]]:
+    """(end of the prompt, labels) of each turn by a template of ours."""
+    turns, refused = _learn(template, row, end, special)
+    assert not refused
+    return turns
+
+
+def _learn(template: str, row: dict[str, Any], end: str, special: str) -> tuple[list[tuple[str, str]], dict[str, int]]:
+    from make_tokenizers import make_byte_tokenizer
+
+    tokenizer = make_byte_tokenizer(bos_token="<begin>", eos_token="<stop>")
+    ends = end.split()
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted({*special.split(), *ends})})
+    tokenizer.chat_template = template
+    render = Renderer(tokenizer, {}, DAY, tokenizer.convert_tokens_to_ids(ends))
+    turns, refused = render.turns(read_conversation(row), lambda turn: turn)
+    return [(turn.prompt, turn.answer) for turn in turns], dict(refused)
+
+
+CHAT = [user("ping 1"), say("pong 1"), user("ping 2"), say("pong 2")]
+THOUGHT = [user("why 1"), say("blue 1", reasoning_content="scatter 1")]
+
+# A role's token ends the turn before it.
+NEXT_ROLE_ENDS = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think></think>\n{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def test_a_turn_may_end_with_the_token_of_the_next_role() -> None:
+    options = {"end": "<|user|> <|tool|>", "special": "<|assistant|>"}
+    (first, second) = learn(NEXT_ROLE_ENDS, {"messages": CHAT}, **options)
+    assert first == ("<|user|>\nping 1<|assistant|>\n<think></think>\n", "pong 1<|user|>")
+    assert second[1] == "pong 2<|user|>"
+    row = {"messages": [user("weigh"), say("", tool_calls=[CALL]), {"role": "tool", "content": "3"}, say("3 kg")]}
+    called, answered = learn(NEXT_ROLE_ENDS, row, **options)
+    assert called[1] == '<call>weigh {"thing": "a cup"}</call><|tool|>'
+    assert answered[1] == "3 kg<|user|>"
+
+
+def test_an_end_that_does_not_end_generation_is_refused() -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|done|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    special = "<|done|> <|user|> <|assistant|>"
+    turns, refused = _learn(template, {"messages": CHAT}, "<|other|>", special)
+    assert (turns, refused) == ([], {"whose end in the chat template does not end generation": 2})
+    assert [answer for _, answer in learn(template, {"messages": CHAT}, end="<|done|>", special=special)] == [
+        "pong 1<|done|>",
+        "pong 2<|done|>",
+    ]
+
+
+def test_a_template_that_reads_parts_gets_parts() -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{% if p.type == 'text' %} {{ p.text }}{% endif %}"
+        "{% endfor %}<|done|>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    parts = [{"type": "text", "text": "ping"}, {"type": "text", "text": "1"}]
+    row = {"messages": [user(parts), say("pong 1")]}
+    assert learn(template, row, end="<|done|>") == [("user: ping 1<|done|>\nassistant:", " pong 1<|done|>")]
+
+
+# The thought is a template's argument, off by default, and no answer is rendered with its thought.
+SWITCHED = (
+    "{% if thinking is not defined %}{% set thinking = false %}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'user' %}<|user|>{{ m.content }}<|assistant|>"
+    "{% if not loop.last %}</think>{% endif %}{% else %}{{ m.content.split('</think>')[-1] }}<|done|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<think>' if thinking else '</think>' }}{% endif %}"
+)
+
+
+def test_the_arguments_of_the_template_follow_the_data() -> None:
+    options = {"end": "<|done|>", "special": "<|user|> <|assistant|>"}
+    assert learn(SWITCHED, {"messages": THOUGHT}, **options) == [
+        ("<|user|>why 1<|assistant|><think>", "scatter 1</think>blue 1<|done|>")
+    ]
+    first, _ = learn(SWITCHED, {"messages": CHAT}, **options)
+    assert first == ("<|user|>ping 1<|assistant|></think>", "pong 1<|done|>")
+
+
+def test_a_thought_opened_by_the_prompt_opens_once() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}\n{% elif loop.last %}<|assistant|>\n"
+        "<think>\n\n{{ m.content }}\n<|done|>\n{% else %}<|assistant|>\n{{ m.content.split('</think>')[-1].strip() }}\n"
+        "<|done|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n<think>\n\n{% endif %}"
+    )
+    row = {"messages": [user("why 1"), say("<think>\nscatter 1\n</think>\n\nblue 1")]}
+    ((prompt, answer),) = learn(template, row, end="<|done|>", special="<|user|> <|assistant|>")
+    assert prompt.endswith("<|assistant|>\n<think>\n\n")
+    assert answer == "scatter 1\n</think>\n\nblue 1\n<|done|>"
+
+
+EMPTY_THOUGHT = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% else %}<think></think>{% endif %}"
+    "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}</call>{% endfor %}<|done|>\n{% endfor %}{% if add_generation_prompt %}"
+    "<|assistant|>\n{% if enable_thinking is false %}<think></think>{% else %}<think>\n{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [EMPTY_THOUGHT, EMPTY_THOUGHT.replace("enable_thinking is false", "false")])
+def test_an_empty_thought_is_the_templates_own(template: str) -> None:
+    options = {"end": "<|done|>", "special": "<|user|> <|assistant|>"}
+    ((prompt, answer), _) = learn(template, {"messages": CHAT}, **options)
+    assert (prompt, answer) == ("<|user|>\nping 1<|done|>\n<|assistant|>\n<think></think>", "pong 1<|done|>")
+    row = {"messages": [user("weigh"), say("", tool_calls=[CALL])]}
+    ((prompt, answer),) = learn(template, row, **options)
+    assert prompt.endswith("<think></think>")
+    assert answer == '<call>weigh {"thing": "a cup"}</call><|done|>'
+    ((prompt, answer),) = learn(template, {"messages": THOUGHT}, **options)
+    assert (prompt[-8:], answer) == ("<think>\n", "scatter 1\n</think>\nblue 1<|done|>")
+
+
+def test_a_template_that_adds_arguments_as_text_is_refused_with_a_cure_that_works() -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name + c.function.arguments }}{% endfor %}<|done|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    row = {"messages": [user("weigh"), say("", tool_calls=[CALL]), {"role": "tool", "content": "3"}, say("3 kg")]}
+    options = {"end": "<|done|>", "special": "<|user|> <|assistant|> <|tool|>"}
+    with pytest.raises(jinja2.TemplateError, match="tojson"):
+        learn(template, row, **options)
+    cured = template.replace("c.function.arguments }}", "(c.function.arguments | tojson) }}")
+    assert len(learn(cured, row, **options)) == 2
+
+
+def test_an_answer_cut_in_its_thought_has_no_end_and_no_closing_tag() -> None:
+    cut = {"messages": [user("why 1"), say("", reasoning="scat")], "cut": True}
+    options = {"end": "<|done|>", "special": "<|user|> <|assistant|>"}
+    ((prompt, answer),) = learn(EMPTY_THOUGHT, cut, **options)
+    assert (prompt[-8:], answer) == ("<think>\n", "scat")
+    ((prompt, answer),) = learn(SWITCHED, cut, **options)
+    assert (prompt[-7:], answer) == ("<think>", "scat")
+
+
+def test_parts_are_detected_as_vllm_detects_them() -> None:
+    hf = pytest.importorskip("vllm.renderers.hf")
+    templates = [*(make_tokenizer(name).chat_template for name in template_names())]
+    templates += [family.template for family in FAMILIES.values()]
+    for template in templates:
+        tokenizer = make_tokenizer(template_names()[0])
+        found = hf._detect_content_format(template, default="string") == "openai"
+        tokenizer = type("Tokenizer", (), {"chat_template": template})
+        assert reads_parts(tokenizer) == found
+
+
+def test_arguments_and_ends_are_counted() -> None:
+    tokenizer = make_tokenizer("qwen3")
+    conversations = [read_conversation({"messages": some}) for some in (CHAT, THOUGHT)]
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+    _, stats = build_samples(conversations, tokenizer, max_length=512, ends=ends, progress=False)
+    assert stats.arguments == {"{}": 1, '{"enable_thinking": false}': 2}
+    assert stats.ends == {"<|im_end|>": 3}
