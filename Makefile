@@ -57,13 +57,13 @@ demo-tiny: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write out
 	$(BIN)/python recipes/distill_llama3b.py --preset demo --overwrite
 
 demo-heads: $(STAMP)  ## train every family of heads, serve each in a real vLLM, write outputs/demo-heads/report.html
-	$(BIN)/python recipes/demo/heads.py --overwrite
+	$(BIN)/python -m benchmarks.studies.heads --overwrite
 
 demo-online: $(STAMP)  ## shift traffic under two real servers, and let the learner follow; ONLINE="--preset smollm2": a real model
 	$(BIN)/python recipes/demo/online.py $(ONLINE) --overwrite
 
 demo-domains: $(STAMP)  ## a draft per domain behind a router against one shared draft, write outputs/demo-domains
-	$(BIN)/python recipes/demo/domains.py --overwrite
+	$(BIN)/python -m benchmarks.studies.domains --overwrite
 
 # Two workers: one for the tests with an engine, whose worker process computes on one core, and one for all others
 # (tests/conftest.py). OpenMP threads that wait for work spin, and take the neighbour's core: one thread each.
@@ -125,23 +125,23 @@ format: $(STAMP)  ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 soak: $(STAMP) faketime  ## 30 minutes of traffic and random faults on two real servers, write outputs/soak; SOAK="--minutes 3"
-	$(BIN)/python recipes/bench/soak/soak.py --overwrite $(SOAK)
+	$(BIN)/python -m benchmarks.soak --overwrite $(SOAK)
 
 bench: $(STAMP)  ## speed and memory, as ratios of one interleaved run; is what `redraft advise` says the best?
-	$(BIN)/redraft bench-training
-	$(BIN)/redraft bench-advice
-	$(BIN)/redraft bench-ingest
-	$(BIN)/redraft bench-router --streams 600
+	$(BIN)/python -m benchmarks.training
+	$(BIN)/python -m benchmarks.advice
+	$(BIN)/python -m benchmarks.ingest
+	$(BIN)/python -m benchmarks.router --streams 600
 
-bench-gpu: $(STAMP)  ## on one GPU: tokens/s, share of the FLOP/s and peak memory of the steps that bench-training --count counts
-	$(BIN)/redraft bench-training --gpu --output outputs/bench/gpu.json
-	$(BIN)/redraft bench-training --device cuda --cases "fused loss" --output outputs/bench/gpu-loss.json
+bench-gpu: $(STAMP)  ## on one GPU: tokens/s, share of the FLOP/s and peak memory of the steps that redraft plan counts
+	$(BIN)/python -m benchmarks.training --gpu --output outputs/bench/gpu.json
+	$(BIN)/python -m benchmarks.training --device cuda --cases "fused loss" --output outputs/bench/gpu-loss.json
 
 bench-decisions: $(STAMP)  ## how often are decisions wrong, how far off forecasts, and which faults are named?
-	$(BIN)/redraft bench-decisions
+	$(BIN)/python -m benchmarks.decisions
 
 bench-fleet: $(STAMP)  ## the cost of capture and swaps for a server, write outputs/bench-fleet/report.json
-	$(BIN)/redraft bench-fleet
+	$(BIN)/python -m benchmarks.fleet
 
 clean:  ## remove the environment and outputs
 	rm -rf .venv .venv-floors .venv-audit outputs

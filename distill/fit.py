@@ -76,7 +76,7 @@ def require_room(
     dtype: TargetDtype | None = None,
     *,
     optimizer: str = "adamw",
-    tell: Callable[[], str] = lambda: "redraft bench-training --count",
+    tell: Callable[[], str] = lambda: "redraft plan",
 ) -> None:
     """Refuse a training that cannot fit. One process of each machine tells, the others leave with it.
 

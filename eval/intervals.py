@@ -3,7 +3,7 @@
 Leaving out each prompt in turn gives the standard error of a ratio of sums (Quenouille 1956; Tukey 1958). A few long
 prompts may carry most of a sum, so the degrees of freedom count prompts by their weight, after Kish (1965): with plain
 N - 1, as with the percentile bootstrap, intervals over 16 prompts of unequal length hold the truth in 88% to 92% of
-cases instead of 95%. `redraft bench-decisions` measures the coverage.
+cases instead of 95%. `python -m benchmarks.decisions` measures the coverage.
 
 N = prompts.
 """

@@ -107,8 +107,6 @@ class Family:
     """vLLM can draw draft tokens from q. If false, it always takes the most probable one."""
     learns_online: bool = False
     """`redraft learner` trains it from records."""
-    reads_drafted: bool = False
-    """A head whose draft steps read the tokens drafted before, so that it can learn from refused drafts."""
     estimates_acceptance: bool = False
     """A head may estimate the acceptance of its tokens. `correct_estimates` of its class corrects an export's."""
     trains_lm_head: bool = False
@@ -214,7 +212,6 @@ FAMILIES: tuple[Family, ...] = (
         keeps_cache=True,
         can_sample=True,
         learns_online=True,
-        reads_drafted=True,
         is_in_target=True,
         parity="recurrent",
         checks="redraft.heads.doctor.mtp:CHECKS",
@@ -260,7 +257,6 @@ FAMILIES: tuple[Family, ...] = (
         keeps_cache=True,
         can_sample=True,
         learns_online=True,
-        reads_drafted=True,
         trains_lm_head=True,
         parity="recurrent",
         checks="redraft.heads.doctor.eagle3:CHECKS",
@@ -348,7 +344,6 @@ FAMILIES: tuple[Family, ...] = (
         keeps_cache=True,
         can_sample=True,
         learns_online=True,
-        reads_drafted=True,
         parity="recurrent",
         checks="redraft.heads.doctor.eagle1:CHECKS",
     ),

@@ -110,26 +110,6 @@ class TopKTarget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Branches:
-    """Drafts that the target refused: the draft's tokens, and the target's distributions after them.
-
-    N = drafts of a row of the batch, S = their tokens. Token s of draft n follows tokens 0..s-1 of it, and they follow
-    x[0..row + 1]: row `row_BN` proposed the draft.
-    """
-
-    row_BN: Tensor
-    """int64; any row for a draft that only fills the tensor."""
-    ids_BNS: Tensor
-    """int64; any valid id behind the end of a draft."""
-    mask_BNS: Tensor
-    """bool, True at a token that stands in no text: the refused one, and those after it."""
-    ids_BNSK: Tensor
-    """int64, the target's most probable ids after each of these tokens; -1 elsewhere."""
-    log_probs_BNSK: Tensor
-    """float32, natural logarithms under the full softmax at temperature 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class TargetSignal:
     """Everything for a draft to learn from at each row."""
 
@@ -138,8 +118,6 @@ class TargetSignal:
     """Residual stream after the layers the head asked for, ascending (k = after k layers, before any final norm)."""
     hidden_BTD: Tensor | None = None
     """After the final norm, for heads that read it. Only beside a `TopKTarget`: an `ExactTarget` holds it already."""
-    branches: Branches | None = None
-    """For recurrent heads, which read the tokens that they have drafted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +132,7 @@ class Bias:
 class DraftStep:
     """One draft step over a batch: row t of `hidden` predicts what the target's row t + shift predicts.
 
-    A standalone draft has one step of shift 0. The first step of a head has shift 1, the second shift 2. A step with a
-    `target` has rows of another kind, here N instead of T: row n predicts what the target's row n predicts.
+    A standalone draft has one step of shift 0. The first step of a head has shift 1, the second shift 2.
     """
 
     hidden_BTD: Tensor
@@ -176,8 +153,6 @@ class DraftStep:
     confidence_BT: Tensor | None = None
     """Logit of the draft's estimate of alpha (DSpark's confidence head). Training compares it with alpha by binary
     cross-entropy, masked and weighted like the divergence. `eval.forecast.calibration` measures how right it is."""
-    target: TopKTarget | None = None
-    """The target's distribution of each row, instead of the signal's (`Branches`)."""
 
     def weights(self, rows_N: Tensor) -> Tensor:
         """The weights of `rows_N` of the flattened batch in the loss, [N], in float32."""

@@ -17,8 +17,8 @@ from accelerators import reset_accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from benchmarks.studies.tiny_target import CHAT_TEMPLATE, SPECIAL_TOKENS
 from redraft.eval.engine.server import VllmServer, vllm_server
-from redraft.recipes.demo.tiny_target import CHAT_TEMPLATE, SPECIAL_TOKENS
 from redraft.recipes.serve.serve import sampling_environment
 
 # As many threads as a test has cores to itself; more of them slow these small tensors down.
@@ -113,7 +113,7 @@ def tiny_target() -> Path:
     """The trained small target: Llama, 7 layers, vocabulary of 4,096."""
     folder = ASSETS / "tiny-target"
     if not (folder / "model.safetensors").exists():
-        pytest.skip(f"{folder} is not there: python recipes/demo/tiny_target.py --output {folder}")
+        pytest.skip(f"{folder} is not there: python -m benchmarks.studies.tiny_target --output {folder}")
     return folder
 
 

@@ -74,6 +74,7 @@ def test_the_wheel_holds_every_file_of_ours_under_one_name(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.partition("/")[0] for name in names} == {"redraft", "redraft-0.1.0.dist-info"}
     assert {f"redraft/{name}" for name in list_tracked(*FOLDERS)} <= names
+    assert not any("benchmarks" in name or "/tests/" in name for name in names)
 
 
 def test_an_installed_command_runs_beside_packages_of_the_folders_names(installed: Path) -> None:

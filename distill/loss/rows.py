@@ -3,7 +3,7 @@
 C = target rows of a chunk, M = draft rows compared with them, V = target vocabulary, W = draft vocabulary,
 K = kept top-k ids.
 
-As operations they run under `torch.compile`, and `redraft bench-training --count` counts them without a GPU. On a CPU
+As operations they run under `torch.compile`, and `redraft plan` counts them without a GPU. On a CPU
 they run in Triton's interpreter only, for tests.
 """
 

@@ -201,8 +201,7 @@ def distill_loss(
                 confidence_M, alpha_M.clamp(0, 1), weight=step.weights(row), reduction="sum"
             )
     sums = torch.stack([result.alpha_S, result.alpha_greedy_S, result.count_S.to(result.alpha_S.dtype)], dim=1)
-    # The acceptance that is reported is that of the text, whose steps come first.
-    return StepResult(loss=loss, sums_S3=sums[: sum(step.target is None for step in steps)])
+    return StepResult(loss=loss, sums_S3=sums)
 
 
 def labelled_rows(steps: Sequence[DraftStep]) -> list[Tensor]:
@@ -218,37 +217,22 @@ def labelled_rows(steps: Sequence[DraftStep]) -> list[Tensor]:
 
 def gather_target(
     steps: Sequence[DraftStep], rows: Sequence[Tensor], batch: Batch, signal: TargetSignal
-) -> tuple[ExactRows | TopKRows, Tensor | None, list[Tensor]]:
+) -> tuple[ExactRows | TopKRows, Tensor, list[Tensor]]:
     """The target's rows that the steps need, the text's token of each, and by step the indices of its target rows.
 
-    `rows` are the labelled flat rows of each step. The tokens are None if a step brings a distribution with it.
+    `rows` are the labelled flat rows of each step.
     """
     # A flat row plus the shift stays in the document: for a row t of the mask, token t + 1 + shift is in it.
     places = [row + step.shift for row, step in zip(rows, steps, strict=True)]
     # Several draft steps compare with the same target rows. Each needed row is selected once: new_index maps a flat row
     # to a place among the kept ones. E.g. rows 1 and 3 of 4: needed = 0101, kept = [1, 3], new_index = [-1, 0, 0, 1].
     needed = torch.zeros(batch.input_ids_BT.numel(), dtype=torch.bool, device=batch.input_ids_BT.device)
-    for step, place in zip(steps, places, strict=True):
-        if step.target is None:
-            needed[place] = True
+    for place in places:
+        needed[place] = True
     kept, new_index = needed.nonzero().squeeze(1), needed.cumsum(0) - 1
-    text = select_rows(signal, kept)
-    if all(step.target is None for step in steps):
-        # The target's row n is about token n + 1.
-        labels_N = batch.input_ids_BT.flatten()[(kept + 1).clamp(max=needed.numel() - 1)]
-        return text, labels_N, [new_index[place] for place in places]
-    # The rows of the text first, then those that the steps bring with them, one step after the other.
-    assert isinstance(text, TopKRows), "branches come from records, which hold the largest probabilities"
-    ids, log_probs, found, count = [text.ids_NK], [text.log_probs_NK], [], len(kept)
-    for step, row, place in zip(steps, rows, places, strict=True):
-        if step.target is None:
-            found.append(new_index[place])
-        else:
-            ids.append(step.target.ids_BTK.flatten(0, 1)[row])
-            log_probs.append(step.target.log_probs_BTK.flatten(0, 1)[row])
-            found.append(torch.arange(count, count + len(row), device=row.device))
-            count += len(row)
-    return TopKRows(ids_NK=torch.cat(ids), log_probs_NK=torch.cat(log_probs)), None, found
+    # The target's row n is about token n + 1.
+    labels_N = batch.input_ids_BT.flatten()[(kept + 1).clamp(max=needed.numel() - 1)]
+    return select_rows(signal, kept), labels_N, [new_index[place] for place in places]
 
 
 def select_rows(signal: TargetSignal, kept_N: Tensor) -> ExactRows | TopKRows:

@@ -97,11 +97,8 @@ class Eagle1(nn.Module):
             num_steps=num_steps or self.config.num_steps,
             step_decay=self.config.step_decay,
             recompute=self.config.recompute,
-            branches=signal.branches,
         )
-        # of the tokens of a refused draft, the target's features are not known
-        text = [step for step in steps if step.target is None]
-        return [replace(s, extra_loss_BT=self._regression(s, target_BTD)) for s in text] + steps[len(text) :]
+        return [replace(step, extra_loss_BT=self._regression(step, target_BTD)) for step in steps]
 
     def _regression(self, step: DraftStep, target_BTD: Tensor) -> Tensor:
         """regression_weight * mean over D of SmoothL1(predicted feature, target's feature), [B, T]."""

@@ -176,7 +176,6 @@ class Eagle3(nn.Module):
             step_decay=self.config.step_decay,
             draft_ids_W=self._draft_ids_W,
             recompute=self.config.recompute,
-            branches=signal.branches,
         )
 
     def logits(self, hidden_D: Tensor) -> Tensor:

@@ -122,7 +122,6 @@ class Mtp(nn.Module):
             num_steps=num_steps or self.config.num_steps,
             step_decay=self.config.step_decay,
             recompute=self.config.recompute,
-            branches=signal.branches,
         )
 
     def logits(self, hidden_D: Tensor) -> Tensor:

@@ -5,7 +5,7 @@
     total                  one softmax over both: the parts are merged by log sum exp
 
 The range has a form for CPUs (PyTorch's flash kernel, document by document or in blocks of rows) and one for GPUs
-(FlexAttention). The first is an operation, which `redraft bench-training --count` counts by its sizes.
+(FlexAttention). The first is an operation, which `redraft plan` counts by its sizes.
 
 B = batch, H = query heads, G = key heads, N = rows, T = keys, E = head size.
 """

@@ -10,8 +10,7 @@ B = batch, T = tokens, N = refused drafts, D = hidden, V = target vocabulary, W 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -20,11 +19,9 @@ from torch import Tensor
 
 from redraft.heads.draft import (
     Batch,
-    Branches,
     Drafted,
     DraftStep,
     TargetSignal,
-    TopKTarget,
     draw,
     label_rows,
     require_prefix_rows,
@@ -66,23 +63,20 @@ def unroll(
     step_decay: float,
     draft_ids_W: Tensor | None = None,
     recompute: bool = False,
-    branches: Branches | None = None,
 ) -> list[DraftStep]:
     """Teacher-forced draft steps with shifts 1..num_steps; the k-th from 0 has weight step_decay^k.
 
-    With `recompute` the backward pass computes each step's activations again. With `branches` the steps of refused
-    drafts follow, from k = 1 on.
+    With `recompute` the backward pass computes each step's activations again.
     """
     memory = StepMemory(batch)
     run = partial(_run_again if recompute and torch.is_grad_enabled() else _run, step)
-    steps, features = [], [feature_BTD]
+    steps = []
     for k in range(num_steps):
         # the last rows of a document read the tokens of the next; their labels are masked and no other row sees them
         ids_BT = batch.input_ids_BT.roll(-1 - k, dims=1)
         # The fed back feature becomes the input of the next step. Not detached: the loss of step k trains all passes
         # before.
-        hidden_BTD, feature_BTD = run(ids_BT, features[-1], batch.position_ids_BT + k, memory)
-        features.append(feature_BTD)
+        hidden_BTD, feature_BTD = run(ids_BT, feature_BTD, batch.position_ids_BT + k, memory)
         steps.append(
             DraftStep(
                 hidden_BTD=hidden_BTD,
@@ -94,31 +88,6 @@ def unroll(
                 draft_ids_W=draft_ids_W,
             )
         )
-    if branches is None:
-        return steps
-    return steps + _unroll_refused(run, steps, batch, branches, features[1], memory)
-
-
-def _unroll_refused(
-    run: Callable[..., tuple[Tensor, Tensor]],
-    text: Sequence[DraftStep],
-    batch: Batch,
-    branches: Branches,
-    first_BTD: Tensor,
-    memory: StepMemory,
-) -> list[DraftStep]:
-    """Steps 1, 2, ... of the rows that proposed refused drafts: they read the draft's tokens instead of the text's.
-
-    `first_BTD` and the first pair of `memory` are of step 0, which has read text only.
-    """
-    memory = StepMemory(batch, branches.row_BN).after(memory.pairs[:1])
-    position_BN = batch.position_ids_BT.gather(1, branches.row_BN)
-    feature_BND = first_BTD.gather(1, branches.row_BN[..., None].expand(-1, -1, first_BTD.shape[-1]))
-    steps = []
-    for k, like in enumerate(text[1 : branches.ids_BNS.shape[2] + 1], 1):
-        hidden_BND, feature_BND = run(branches.ids_BNS[..., k - 1], feature_BND, position_BN + k, memory)
-        target = TopKTarget(ids_BTK=branches.ids_BNSK[:, :, k - 1], log_probs_BTK=branches.log_probs_BNSK[:, :, k - 1])
-        steps.append(replace(like, hidden_BTD=hidden_BND, mask_BT=branches.mask_BNS[..., k - 1], target=target))
     return steps
 
 

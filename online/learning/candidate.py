@@ -31,7 +31,7 @@ from redraft.heads.draft import Draft
 from redraft.heads.files.folder import read_config
 from redraft.heads.target import Target
 from redraft.online.learning.config import Training
-from redraft.online.learning.replay import make_batches, read_signal, select_head_texts, select_texts
+from redraft.online.learning.replay import make_batches, read_signal, select_texts
 from redraft.online.records.record import Record
 
 STATE, DRAFT = "state", "draft"
@@ -145,11 +145,8 @@ class Candidate:
         """One optimizer step on the records, which the ranks share among them."""
         rng = np.random.default_rng(seed)
         reads = choose_reads(self.family, cast(Draft, self.distillation.draft))
-        if reads == "nothing":
-            texts = select_texts(records, branches_per_record=self.cfg.branches_per_record, rng=rng)
-        else:
-            branches = self.cfg.head_branches_per_record if self.family.reads_drafted else 0
-            texts = select_head_texts(records, branches_per_record=branches, rng=rng)
+        branches = self.cfg.branches_per_record if reads == "nothing" else 0
+        texts = select_texts(records, branches_per_record=branches, rng=rng)
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         batches = make_batches(
             texts,

@@ -41,9 +41,6 @@ class Training:
     branches_per_record: int = 1
     """Rejected continuations trained per record by a standalone draft, in addition to the text; drawn at random. Each
     costs as much as the text."""
-    head_branches_per_record: int = 0
-    """Refused drafts trained per record by EAGLE-1, EAGLE-3 or MTP, which read the tokens they draft; drawn at random.
-    Each costs a token per draft step but the first."""
     sequence_length: int = 4096
     """Longest text in tokens; a longer one loses the beginning. Use the served length: a draft trained on
     shorter texts fails beyond them."""

@@ -47,13 +47,13 @@ class Policy:
     max_domain_loss: float = 0.1
     """Promote a candidate only if no judged domain loses more tau than this, by the lower confidence bound of its own
     look. Over ten looks, a candidate that loses just this in a domain of 20 to 100 requests passes in 8% to 27% of the
-    cases, and one that loses twice as much in none (`redraft bench-decisions`)."""
+    cases, and one that loses twice as much in none (`benchmarks/decisions.py`)."""
     confidence: float = 0.95
     """Confidence that no candidate is promoted without the gain, over all candidates judged since the last promotion.
     The more candidates were judged since then, the more evidence the next one needs."""
     min_requests: int = 24
     """Smallest number of held-out requests for a verdict. Bounds say little about fewer. With 24, a true gain of 0.1 in
-    tau is proven at the first look in half of the cases, one of 0.2 nearly always (`redraft bench-decisions`)."""
+    tau is proven at the first look in half of the cases, one of 0.2 nearly always (`benchmarks/decisions.py`)."""
     min_domain_requests: int = 20
     """Smallest number of held-out requests to judge a domain by itself. A domain with fewer is only named in the
     reason; otherwise one rare domain would block every candidate."""

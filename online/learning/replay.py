@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from redraft.distill.data.packing import pack
 from redraft.distill.signal.sources import recorded
 from redraft.heads.catalog import Reads
 from redraft.heads.draft import Batch, TargetSignal
-from redraft.online.learning.branches import Placed, draw_refused, lay_out_refused
 from redraft.online.records.record import Record
 from redraft.online.records.sequences import TrainingSequence, training_sequences
 
@@ -55,17 +53,6 @@ def select_texts(
     return [text for text in texts if len(text.rows_R)]
 
 
-def select_head_texts(
-    records: Sequence[Record], *, branches_per_record: int, rng: np.random.Generator
-) -> list[TrainingSequence]:
-    """The text of every record, with up to `branches_per_record` refused drafts each, drawn at random."""
-    texts = []
-    for record in records:
-        (whole,) = training_sequences(record, branches=False)
-        texts.append(replace(whole, refused=draw_refused(record, branches_per_record, rng)))
-    return [text for text in texts if len(text.rows_R)]
-
-
 def make_batches(
     texts: Sequence[TrainingSequence],
     *,
@@ -96,11 +83,9 @@ def make_batches(
     if reads == "nothing":
         return batches
     with_states = []
-    refused = lay_out_refused([_place_refused(share) for share in shares], top_k)
-    for batch, share, branches in zip(batches, shares, refused, strict=True):
+    for batch, share in zip(batches, shares, strict=True):
         states_BTLD = _lay_out_states(share, width, cut[0].hidden_HLD.shape[1:])
-        signal = replace(_add_states(batch.signal, states_BTLD, reads), branches=branches)
-        with_states.append(replace(batch, signal=signal))
+        with_states.append(replace(batch, signal=_add_states(batch.signal, states_BTLD, reads)))
     return with_states
 
 
@@ -112,8 +97,7 @@ def _from_first_state(text: TrainingSequence) -> TrainingSequence:
     begin = text.hidden_begin
     end = begin + len(text.hidden_HLD)
     kept = (text.rows_R >= begin) & (text.rows_R < end)
-    refused = tuple(draft for draft in text.refused if draft.row < end)
-    return replace(_with_rows(replace(text, refused=refused), kept, begin), hidden_begin=0)
+    return replace(_with_rows(text, kept, begin), hidden_begin=0)
 
 
 def _cut(text: TrainingSequence, sequence_length: int, top_k: int) -> TrainingSequence:
@@ -144,7 +128,6 @@ def _with_rows(text: TrainingSequence, kept_R: NDArray[np.bool_], begin: int) ->
         topk_log_probs_RK=text.topk_log_probs_RK[kept_R],
         draft_ids_R=text.draft_ids_R[kept_R],
         accepted_R=text.accepted_R[kept_R],
-        refused=tuple(replace(draft, row=draft.row - begin) for draft in text.refused if draft.row >= begin),
     )
 
 
@@ -159,15 +142,6 @@ def _lay_out_states(rows: Sequence[Sequence[TrainingSequence]], width: int, shap
             states_BTLD[b, start : start + len(words_HLD)] = words_HLD.view(torch.bfloat16)
             start += len(text.input_ids_T)
     return states_BTLD
-
-
-def _place_refused(rows: Sequence[Sequence[TrainingSequence]]) -> list[list[Placed]]:
-    """The refused drafts of each row, with the starts of their texts."""
-    placed = []
-    for row in rows:
-        starts = accumulate((len(text.input_ids_T) for text in row), initial=0)
-        placed.append([(start, draft) for start, text in zip(starts, row, strict=False) for draft in text.refused])
-    return placed
 
 
 def _add_states(signal: TargetSignal, states_BTLD: Tensor, reads: Reads) -> TargetSignal:

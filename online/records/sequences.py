@@ -1,7 +1,7 @@
 """A record as training data: the text with the rows labelled by the target, and the drafts that it refused.
 
 T = tokens, R = rows, K = kept top-k ids, H = tokens with hidden states, L = states per token, D = size of one,
-S = tokens of a draft, Q = those from the refused one on.
+Q = tokens of a draft from the refused one on.
 """
 
 from __future__ import annotations
@@ -18,22 +18,18 @@ from redraft.online.records.record import NO_HIDDEN, Record
 
 @dataclass(frozen=True, kw_only=True)
 class RefusedDraft:
-    """A draft of which one token was refused, and the target's distributions after that token and those behind it.
+    """A draft with a refused token, and the record's rows after this token.
 
-    E.g. a step at 11 with drafts a, b, c, of which a is accepted: row 9 proposed a after it had read token 10, one
-    token is accepted, and the distributions are those after b and after c. In the record, these are the rows that
-    predict 13 and 14, with branches 1 and 2.
+    E.g. a step at 11 with drafts a, b, c, of which a is accepted: one token is accepted, and the rows predict 13 and
+    14, with branches 1 and 2.
     """
 
-    row: int
-    """Index into the text: two before the place of the first draft token. The first draft step of a head's row reads
-    the token after the row, and proposes the next one."""
-    draft_ids_S: NDArray[np.int32]
-    num_accepted: int
+    begin: int
+    """Index into the text: the place of the refused token."""
+    tokens_Q: NDArray[np.int32]
+    """The refused token and the draft tokens after it."""
     rows_Q: NDArray[np.int64]
     """Indices of the rows in the record."""
-    topk_ids_QK: NDArray[np.int32]
-    topk_log_probs_QK: NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +49,6 @@ class TrainingSequence:
     hidden_begin: int = 0
     hidden_HLD: NDArray[np.uint16] = field(default_factory=lambda: NO_HIDDEN)
     """bfloat16 states of the tokens from `hidden_begin` on; a branch has none."""
-    refused: tuple[RefusedDraft, ...] = ()
-    """Refused drafts to learn from, for a head that reads the tokens it drafts."""
 
 
 def training_sequences(record: Record, *, branches: bool = True) -> list[TrainingSequence]:
@@ -68,37 +62,24 @@ def training_sequences(record: Record, *, branches: bool = True) -> list[Trainin
     sequences = [replace(whole, hidden_begin=record.hidden_begin, hidden_HLD=record.hidden_words)]
     if branches:
         for draft in refused_drafts(record):
-            # The accepted tokens of the draft are in the text.
-            begin = draft.row + 2 + draft.num_accepted
-            branch_T = np.concatenate([text_T[:begin], draft.draft_ids_S[draft.num_accepted :]])
+            branch_T = np.concatenate([text_T[: draft.begin], draft.tokens_Q])
             sequences.append(_sequence(record, branch_T, draft.rows_Q, is_branch=True))
     return sequences
 
 
 def refused_drafts(record: Record) -> Iterator[RefusedDraft]:
     """The refused drafts of a self-contained record, in the order of the text."""
-    hanging_R, draft_ids_R = record.branches, record.draft_ids
-    # Whether a row verified the token before that of the row after it: the two are of one step.
-    goes_on_R = record.accepted & (draft_ids_R >= 0) & (hanging_R == 0)
-    goes_on_R = goes_on_R & np.append(np.diff(record.positions) == 1, False)[: len(hanging_R)]
-    topk_ids_RK, topk_log_probs_RK = record.topk_ids, record.topk_log_probs
+    hanging_R = record.branches
     # If a step refuses draft token a of 0..k-1, the rows a+1..k follow refused tokens: branches 1, 2, ..., k - a.
     for begin in np.flatnonzero(hanging_R == 1):
         end = begin + 1
         while end < len(hanging_R) and hanging_R[end] == hanging_R[end - 1] + 1:
             end += 1
-        # Row `begin - 1` refused its token. Those of the tokens accepted in this step stand before it, and the step
-        # before ended with a row that is not accepted.
-        first = begin - 1
-        while first > 0 and goes_on_R[first - 1]:
-            first -= 1
+        # Row `begin - 1` predicted the refused token.
         yield RefusedDraft(
-            row=int(record.positions[first]) - 2,
-            draft_ids_S=draft_ids_R[first : end - 1],
-            num_accepted=int(begin - 1 - first),
+            begin=int(record.positions[begin - 1]),
+            tokens_Q=record.draft_ids[begin - 1 : end - 1],
             rows_Q=np.arange(begin, end),
-            topk_ids_QK=topk_ids_RK[begin:end],
-            topk_log_probs_QK=topk_log_probs_RK[begin:end],
         )
 
 

@@ -13,7 +13,7 @@ class Group(Enum):
     DECIDE = "Decide which draft, and how many tokens"
     SERVE = "Serve, and learn from traffic"
     OPERATE = "Operate a fleet"
-    OURS = "Our own demos and benchmarks"
+    OURS = "Our own demos"
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,12 @@ COMMANDS = {
         "Make every kind of draft for a target: which one pays?",
         "redraft drafts --target TARGET --answers answers.jsonl",
     ),
+    "plan": Command(
+        Group.DECIDE,
+        "redraft.recipes.plan.count",
+        "Count the cost of a training on GPUs, without one",
+        "redraft plan --target llama-3.1-8b --family eagle3",
+    ),
     "capacity": Command(
         Group.DECIDE,
         "redraft.recipes.decide.capacity",
@@ -236,53 +242,5 @@ COMMANDS = {
         "redraft.recipes.demo.speedup",
         "Train a head for a real model, serve the draft that pays",
         "redraft demo --overwrite",
-    ),
-    "demo-heads": Command(
-        Group.OURS,
-        "redraft.recipes.demo.heads",
-        "Train every family of heads on the small target",
-        "redraft demo-heads --resume",
-    ),
-    "tiny-target": Command(
-        Group.OURS,
-        "redraft.recipes.demo.tiny_target",
-        "Train the small target of the demos and the tests",
-        "redraft tiny-target --output outputs/tiny-target",
-    ),
-    "bench-training": Command(
-        Group.OURS,
-        "redraft.recipes.bench.training",
-        "Measure training, or count its cost on GPUs",
-        "redraft bench-training --count --target llama-3.1-8b",
-    ),
-    "bench-ingest": Command(
-        Group.OURS,
-        "redraft.recipes.bench.ingest",
-        "Measure how fast records reach the learner",
-        "redraft bench-ingest",
-    ),
-    "bench-router": Command(
-        Group.OURS,
-        "redraft.recipes.bench.router",
-        "Measure the latency that the router adds",
-        "redraft bench-router",
-    ),
-    "bench-decisions": Command(
-        Group.OURS,
-        "redraft.recipes.bench.decisions",
-        "Simulate how often gate, canary and reports err",
-        "redraft bench-decisions",
-    ),
-    "bench-fleet": Command(
-        Group.OURS,
-        "redraft.recipes.bench.fleet",
-        "Measure the cost of capture and swaps for a server",
-        "redraft bench-fleet --parts swap",
-    ),
-    "bench-advice": Command(
-        Group.OURS,
-        "redraft.recipes.bench.advice",
-        "Check the advised number of draft tokens in vLLM",
-        "redraft bench-advice",
     ),
 }

@@ -23,10 +23,10 @@ from redraft.distill.train.step import Optim
 from redraft.heads.families.standalone import Init
 from redraft.heads.files.checkpoint import load_text_config
 from redraft.recipes import distill_llama3b
-from redraft.recipes.bench import training
-from redraft.recipes.bench.count import as_text, count, find_recipe, make_plan
-from redraft.recipes.bench.step import STATE, Plan
 from redraft.recipes.cli.run import parse
+from redraft.recipes.plan.count import Config as Counting
+from redraft.recipes.plan.count import as_text, count, find_recipe, make_plan
+from redraft.recipes.plan.step import STATE, Plan
 from redraft.recipes.train import eagle3_llama8b
 
 HEADS = ("eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mlp_speculator")
@@ -39,12 +39,11 @@ def launch(ranks: int = 1, kind: Any = DistributedType.NO, precision: str = "bf1
     )
 
 
-def read(command: str) -> training.Config:
+def read(command: str) -> Counting:
     """The config of the command, by the parser that a shell's user meets."""
     program, name, *flags = shlex.split(command)
-    assert (program, name) == ("redraft", "bench-training")
-    cfg: training.Config = parse(training.Config, None, {}, flags, prog="redraft")
-    assert cfg.count
+    assert (program, name) == ("redraft", "plan")
+    cfg: Counting = parse(Counting, None, {}, flags, prog="redraft")
     return cfg
 
 
@@ -160,5 +159,5 @@ def test_options_that_are_no_json_or_not_the_familys_are_refused_in_a_line() -> 
         ({"family": "standalone", "draft": "{}"}, "--draft .* none is given"),
     ):
         with pytest.raises(ValueError, match=message) as error:
-            make_plan(training.Config(**{"target": "llama-3.2-1b", **flags}))
+            make_plan(Counting(**{"target": "llama-3.2-1b", **flags}))
         assert len(str(error.value).splitlines()) == 1

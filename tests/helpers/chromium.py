@@ -29,3 +29,10 @@ def open_in_chromium(page: Path, folder: Path, *flags: str) -> tuple[str, list[s
     events = (event.get("params", {}) for event in json.loads((folder / "net.json").read_text())["events"])
     asked = [e["url"] for e in events if "url" in e and e.get("initiator", "not an origin") != "not an origin"]
     return done.stdout, re.findall(r"CONSOLE[^\n]*", done.stderr), asked
+
+
+def words(html: str, tag: str) -> str:
+    """The text of the first element with this tag."""
+    begin, end = re.search(rf"<{tag}[^>]*>", html), html.index(f"</{tag}>")
+    assert begin is not None
+    return " ".join(re.sub(r"<[^>]+>", "", html[begin.end() : end]).split())

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.broker import find_broker
 from redraft.eval.engine.process import free_port
-from redraft.recipes.bench.broker import find_broker
 
 
 @dataclass

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.soak import poison
 from redraft.distill.data.packing import collate
 from redraft.distill.data.samples import Sample
 from redraft.distill.signal.sources import InProcessTarget
@@ -14,7 +15,6 @@ from redraft.heads.catalog import find_family
 from redraft.heads.draft import final_hidden
 from redraft.heads.target import Target
 from redraft.online.records.record import Sampling, decode_record, encode_record
-from redraft.recipes.bench.soak import poison
 
 LAYERS = {"eagle3": (0, 1, 2), "peagle": (0, 1, 2), "dflash": (1, 2), "dspark": (1, 2), "eagle1": (), "mtp": (2,)}
 OPTIONS = {

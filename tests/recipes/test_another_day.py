@@ -19,6 +19,7 @@ from make_serving import make_serving_report
 from transformers import LlamaForCausalLM
 from transformers.utils import chat_template_utils
 
+from benchmarks.soak.stage import _make_draft
 from redraft.distill.data import day as template_day
 from redraft.distill.data.rendering import Renderer
 from redraft.distill.doctor.in_engine import ask_fallback
@@ -36,7 +37,6 @@ from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.target import Target
 from redraft.online.learning.anchors import read_anchors
-from redraft.recipes.bench.soak.stage import _make_draft
 from redraft.recipes.cli import dispatch
 from redraft.recipes.decide import advise, evaluate
 from redraft.recipes.demo import fleet, online

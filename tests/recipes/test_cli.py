@@ -14,10 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.studies import heads
 from redraft.distill.prove import Prove
 from redraft.recipes.cli import COMMANDS, Group, describe_error, dispatch, format_help, parse, run_guarded
 from redraft.recipes.decide import bench
-from redraft.recipes.demo import heads
 
 ROOT = Path(__file__).parents[2]
 
@@ -200,10 +200,12 @@ def test_arguments_for_vllm_are_given_one_by_one():
     assert parse(heads.Config, None, {}, args, prog="x").flags == ("--loop.steps", "2")
 
 
+PARTS = ("counted", "hook", "roofs", "sizes", "step")
+"""Files of `redraft plan` beside the command."""
 COMMAND_FILES = [
     path
     for path in sorted((ROOT / "recipes").rglob("*.py"))
-    if path.name != "__init__.py" and path.parent.name not in ("demo", "bench", "soak", "cli")
+    if path.stem not in ("__init__", *PARTS) and path.parent.name not in ("demo", "cli")
 ]
 
 

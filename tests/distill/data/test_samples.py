@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.studies.tiny_target import CHAT_TEMPLATE
 from redraft.distill.data.day import writes_date
 from redraft.distill.data.samples import SampleStats, build_samples, data_hash, held_out_prompts
-from redraft.recipes.demo.tiny_target import CHAT_TEMPLATE
 
 SPECIAL = ["<|pad|>", "<|bos|>", "<|end|>", "<|start|>", "<|close|>", "<|eot|>"]
 

@@ -55,7 +55,7 @@ def test_rows_with_a_label_come_first_whatever_the_salt(salt: int) -> None:
 
 
 def test_a_salt_needs_no_values() -> None:
-    """`bench-training --count` runs the step on tensors without any."""
+    """`redraft plan` runs the step on tensors without any."""
     shape = torch.empty(2, VOCAB, dtype=torch.int64, device="meta")
     batch = Batch(input_ids_BT=shape, loss_mask_BT=shape.bool(), document_BT=shape, position_ids_BT=shape, salt=3)
     rows_BN = choose_rows(batch, label_rows(batch, 1), 5)

@@ -16,6 +16,7 @@ from fake_fleet import TOKEN
 from learner_world import ANYTHING, World, make_draft, make_records, ship, until
 from safetensors.torch import load_file
 
+from benchmarks.soak import poison
 from redraft.heads.files.artifact import fingerprint, verify
 from redraft.heads.files.lock import AlreadyOwnedError, own
 from redraft.online.daemon import control
@@ -28,7 +29,6 @@ from redraft.online.fleet.server import Drafting
 from redraft.online.learning.config import Judging
 from redraft.online.records.record import MAGIC, Sampling, encode_record
 from redraft.online.records.spool import is_in_memory
-from redraft.recipes.bench.soak import poison
 
 
 @pytest.fixture(autouse=True)

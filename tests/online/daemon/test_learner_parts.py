@@ -19,6 +19,7 @@ from recorded_heads import make_record
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
+from benchmarks.soak.poison import i32
 from redraft.distill.train.step import DistillStep
 from redraft.eval.counts import AcceptanceCounts, simulate_blocks
 from redraft.eval.forecast.sampled import sampled_topk
@@ -42,7 +43,6 @@ from redraft.online.records.record import (
 )
 from redraft.online.records.sequences import training_sequences
 from redraft.online.settings import render_example
-from redraft.recipes.bench.soak.poison import i32
 
 # --- replay
 

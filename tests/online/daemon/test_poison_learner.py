@@ -12,10 +12,10 @@ from fake_fleet import TOKEN
 from learner_world import ANYTHING, World, make_draft, make_records, ship, until
 from run_learner import start
 
+from benchmarks.soak import poison
 from redraft.heads.files.artifact import fingerprint
 from redraft.online.daemon.memory import CACHES
 from redraft.online.records.spool import spool_files
-from redraft.recipes.bench.soak import poison
 
 GIB = 1 << 30
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from benchmarks.fleet import turn_keys
 from redraft.online.engine import worker as engine_worker
 from redraft.online.engine.config import read_config
 from redraft.online.engine.reread import Ledger, Rereader
-from redraft.recipes.bench.fleet import turn_keys
 
 SIZE = 4
 

@@ -10,7 +10,7 @@ from recorded_heads import make_head, make_record, with_states
 
 from redraft.online.learning.candidate import Candidate
 from redraft.online.learning.config import Training
-from redraft.online.learning.replay import RecordedBatch, make_batches, select_head_texts
+from redraft.online.learning.replay import RecordedBatch, make_batches, select_texts
 
 
 def test_every_step_has_a_salt_and_a_repeated_step_has_the_same(
@@ -34,6 +34,6 @@ def test_every_step_has_a_salt_and_a_repeated_step_has_the_same(
 
 def test_the_gate_compares_drafts_without_a_salt(random_target: Path) -> None:
     record = with_states(make_record(), random_target, "eagle3")
-    texts = select_head_texts([record], branches_per_record=0, rng=np.random.default_rng(0))
+    texts = select_texts([record], branches_per_record=0, rng=np.random.default_rng(0))
     (batch,) = make_batches(texts, num_batches=1, sequence_length=64, seed=9, reads="layers")
     assert batch.salt == 0

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from make_serving import ACCEPTED, SAMPLING, make_serving_report, make_sweep, step_s
 
+from benchmarks import advice
 from redraft.eval.engine.lookup_first import HeadLimits, mix
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.serving.cost import StepCosts, advise
 from redraft.eval.serving.report import write_serving
 from redraft.eval.serving.workload import Lookup
 from redraft.recipes import distill_llama3b
-from redraft.recipes.bench import advice
 from redraft.recipes.cli import dispatch
 from redraft.recipes.cli.run import parse
 from redraft.recipes.decide.advise import Config, find_head_alpha, main, ngram_kind, speedup_at

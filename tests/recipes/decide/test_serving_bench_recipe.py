@@ -17,6 +17,8 @@ from make_serving import make_load_result
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
+from benchmarks.advice import Config as AdviceConfig
+from benchmarks.advice import cells_acceptance, cells_costs, lines, verdict
 from redraft.eval.engine import target_dtype
 from redraft.eval.engine.server import VllmServer
 from redraft.eval.serving import report as serving_report
@@ -24,8 +26,6 @@ from redraft.eval.serving.cost import StepCosts
 from redraft.eval.serving.draft_config import cure, draft_config
 from redraft.eval.serving.load import LoadResult
 from redraft.eval.serving.sweep import Variant
-from redraft.recipes.bench.advice import Config as AdviceConfig
-from redraft.recipes.bench.advice import cells_acceptance, cells_costs, lines, verdict
 from redraft.recipes.cli import dispatch
 from redraft.recipes.decide import bench
 from redraft.recipes.decide.bench import PRESETS, Config, main, name, speculative_config

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from chromium import browser, open_in_chromium
+from chromium import browser, open_in_chromium, words
 
 from redraft.eval.report.page import write_page
 from redraft.recipes.demo import online
@@ -95,12 +95,6 @@ def make_online_report(**changes: Any) -> dict[str, Any]:
 
 def write(folder: Path, report: dict[str, Any]) -> Path:
     return write_page(folder, report, TEMPLATE, draw_charts)
-
-
-def words(html: str, tag: str) -> str:
-    begin, end = re.search(rf"<{tag}[^>]*>", html), html.index(f"</{tag}>")
-    assert begin is not None
-    return " ".join(re.sub(r"<[^>]+>", "", html[begin.end() : end]).split())
 
 
 def test_the_page_begins_with_what_the_draft_gained(tmp_path: Path) -> None:

@@ -412,7 +412,7 @@ def test_two_processes_train_the_head_of_one(random_target: Path, data: Path, tm
 def test_the_demo_of_all_heads_runs_small_and_goes_on_where_it_was(tiny_target: Path, tmp_path: Path) -> None:
     flags = "--loop.steps 6 --loop.sequence-length 256 --loop.eval-every 0 --data.num-prompts 6 --prove.max-tokens 24"
     root = Path(__file__).parents[3]
-    command = [sys.executable, str(root / "recipes/demo/heads.py"), "--output", str(tmp_path / "demo")]
+    command = [sys.executable, "-m", "benchmarks.studies.heads", "--output", str(tmp_path / "demo")]
     command += ["--heads", "medusa", "mtp", "eagle3", "--divergences", "forward_kl", "cross_entropy"]
     command += [f"--flags={flag}" for flag in flags.split()]
     subprocess.run(command, cwd=root, check=True, timeout=1500)

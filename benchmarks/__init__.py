@@ -1,0 +1,1 @@
+"""What measures redraft itself: benchmarks against other trainers, the soak, and studies. Not a part of the package."""

@@ -1,0 +1,492 @@
+"""Simulate the decisions that rest on noisy counts: how often are they wrong, if the truth is known?
+
+    $ python -m benchmarks.decisions
+
+    canary      an equal draft and one 0.2 worse, with short and long requests, and with two domains spread evenly,
+                40:60 or 20:80: how often is it returned or passed?
+    gate        ten candidates in a row with a true gain of exactly `min_gain`: how often is one promoted?
+    baseline    `redraft eval --baseline` on two equal drafts: how often does it fail?
+    sleep       a learner that sleeps: how often does it wake though nothing changed, how soon after a drift?
+    intervals   how often does a 95% interval over 16, 32 or 64 prompts hold the truth?
+    doctor      how many faults planted into a sound head does `redraft doctor` name? (`benchmarks/planted.py`)
+    served      by how much do forecasts miss a real vLLM that filters as the target's generation_config.json says?
+
+Requests differ as they do on the demo's target: tau has a standard deviation of 0.46 between requests of 28 drafts,
+0.41 of which remains however long the request is. Seeds are fixed: the same code prints the same numbers.
+
+T = trials, N = prompts or requests, P = polls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.planted import measure_doctor
+from benchmarks.served import ServedCase, measure_served
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.intervals import estimate_gain, estimate_ratio
+from redraft.eval.report.regression import compare_reports
+from redraft.heads.files.artifact import write_whole
+from redraft.online.fleet.rollout import MIN_POLLS, Finding, RolloutPolicy, decide, estimate_loss_by_domain
+from redraft.online.learning.buffer import BufferConfig
+from redraft.online.learning.config import Judging, Training
+from redraft.online.learning.gate import Decision, Policy, judge
+from redraft.online.learning.staleness import Row, SleepPolicy, compare
+from redraft.recipes.cli import run_recipe
+
+Array = NDArray[np.float64]
+
+BETWEEN_REQUESTS = 0.41
+"""Standard deviation of tau between long requests."""
+
+WITHIN_REQUEST = 1.1
+"""Standard deviation of accepted tokens between the drafts of a request; with 28 drafts it adds up to 0.46."""
+
+TAU = 2.0
+
+DOMAIN_GAP = 0.22
+"""Difference of tau between two domains: code 2.16, prose 1.94 on the demo's target."""
+
+MIXES = {"like_traffic": (0.5, 0.5), "unlike_traffic": (0.4, 0.6), "very_unlike_traffic": (0.2, 0.8)}
+"""Share of the easier domain on the worse-off and on the better-off group: evenly spread, or 40:60, or 20:80."""
+
+DRAFTS_PER_POLL = 125
+"""Drafts of one running request in a poll interval of 5 s."""
+
+NUM_LOOKS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    output: Path = Path("outputs/bench-decisions")
+    """Folder that receives report.json."""
+    trials: int = 400
+    """Simulations of each case. With 400, a rate of 2% is known to within 1.4%."""
+    seed: int = 0
+    """Seed of all simulations."""
+    engine: bool = True
+    """Also compare forecasts with a real vLLM, which takes a few minutes."""
+
+
+def main(cfg: Config) -> None:
+    report = {**simulate(cfg.trials, cfg.seed), "doctor": measure_doctor()}
+    if cfg.engine:
+        report["served"] = measure_served(ServedCase(seed=cfg.seed), cfg.output / "served")
+    for name, section in report.items():
+        print(f"{name}: {json.dumps(section)}")
+    cfg.output.mkdir(parents=True, exist_ok=True)
+    write_whole(cfg.output / "report.json", json.dumps(report, indent=2) + "\n")
+    print(f"written to {cfg.output / 'report.json'}")
+
+
+def simulate(trials: int, seed: int = 0) -> dict[str, Any]:
+    """The report: rates of wrong decisions, and of right ones where they tell the price."""
+    parts: Mapping[str, Callable[[int, int], dict[str, Any]]] = {
+        "canary": simulate_canary,
+        "gate": simulate_gate,
+        "baseline": simulate_baseline,
+        "sleep": simulate_sleep,
+        "intervals": simulate_intervals,
+    }
+    report = {}
+    for name, part in parts.items():
+        began_s = time.monotonic()
+        report[name] = part(trials, seed)
+        print(f"{name}: {time.monotonic() - began_s:.0f} s")
+    return report
+
+
+# --- canary
+
+
+def simulate_canary(trials: int, seed: int = 0, polls: int = 180) -> dict[str, Any]:
+    """The canary's findings by traffic, drafts per request and running requests per server; the largest rates on top.
+
+    Unlike traffic is against the truth: an equal draft gets more of the harder domain, a worse one more of the easier
+    one. Time is up after `polls`; the policy is the default one.
+    """
+    cases: list[dict[str, Any]] = []
+    sizes = itertools.product(MIXES.items(), (28, 100, 200, 400), (1, 8))
+    for (traffic, (less, more)), drafts_per_request, running in sizes:
+        size = (drafts_per_request, running, polls)
+        equal = _count_findings(trials, seed, 0.0, (less, more), *size)
+        worse = _count_findings(trials, seed, 0.2, (more, less), *size)
+        cases.append(
+            {
+                "traffic": traffic,
+                "drafts_per_request": drafts_per_request,
+                "running_requests": running,
+                "equal_rolled_back": equal[Finding.WORSE],
+                "equal_inconclusive": equal[Finding.INCONCLUSIVE],
+                "worse_passed": worse[Finding.PASSED],
+                "worse_inconclusive": worse[Finding.INCONCLUSIVE],
+            }
+        )
+    worst = {
+        traffic: {
+            name: max(case[name] for case in cases if case["traffic"] == traffic)
+            for name in ("equal_rolled_back", "worse_passed")
+        }
+        for traffic in MIXES
+    }
+    highest = {name: max(rates[name] for rates in worst.values()) for name in ("equal_rolled_back", "worse_passed")}
+    return {**highest, **worst, "cases": cases}
+
+
+def _count_findings(
+    trials: int,
+    seed: int,
+    loss: float,
+    easy_shares: tuple[float, float],
+    drafts_per_request: int,
+    running: int,
+    polls: int,
+) -> dict[Finding, float]:
+    """Share of each finding, for a canary whose true tau is `loss` below the control group's on the same traffic.
+
+    `easy_shares` are the shares of the easier domain on the canary and on the control group.
+    """
+    rng, policy = np.random.default_rng(seed), RolloutPolicy()
+    canary_TDP2, control_TDP2 = (
+        _simulate_polls(rng, trials, polls, tau, share, drafts_per_request, running)
+        for tau, share in zip((TAU - loss, TAU), easy_shares, strict=True)
+    )
+    # Polls until a group has `min_drafts`, rounded up: the canary is not compared before.
+    enough = -(-policy.min_drafts // (DRAFTS_PER_POLL * running))
+    findings = []
+    for canary_DP2, control_DP2 in zip(canary_TDP2, control_TDP2, strict=True):
+        look, finding = max(MIN_POLLS, enough), Finding.INCONCLUSIVE
+        while finding is Finding.INCONCLUSIVE and look < 2 * polls:  # the last look is when time is up
+            # Looks as in `rollout._compare`: the next one when the polls have doubled.
+            seen = slice(min(look, polls))
+            canary, control = (
+                {"easy": easy_P2[seen], "hard": hard_P2[seen]} for easy_P2, hard_P2 in (canary_DP2, control_DP2)
+            )
+            finding = decide(estimate_loss_by_domain(canary, control), policy)
+            look *= 2
+        findings.append(finding)
+    return {finding: findings.count(finding) / trials for finding in Finding}
+
+
+def _simulate_polls(
+    rng: np.random.Generator,
+    trials: int,
+    polls: int,
+    tau: float,
+    easy_share: float,
+    drafts_per_request: int,
+    running: int,
+) -> Array:
+    """(drafts, accepted) of a server at every poll, by domain, the easier first, [T, 2, P, 2].
+
+    `running` requests at a time, each after another.
+    """
+    border_P = np.arange(polls + 1) * float(DRAFTS_PER_POLL)
+    # More than fit in on average: even a run of short ones must last until the last poll.
+    num_requests = int(1.6 * border_P[-1] / drafts_per_request) + 12
+    counts_TDP2 = np.zeros((trials, 2, polls, 2))
+    for _ in range(running):
+        # mean of a log-normal: exp(mu + 0.6**2 / 2)
+        drafts_TN = rng.lognormal(np.log(drafts_per_request) - 0.18, 0.6, (trials, num_requests))
+        drafts_TN[:, 0] *= rng.random(trials)  # the first request was running when the window opened
+        is_easy_TN = rng.random((trials, num_requests)) < easy_share
+        tau_TN = tau + DOMAIN_GAP * (is_easy_TN - 0.5) + BETWEEN_REQUESTS * rng.standard_normal((trials, num_requests))
+        rate_TN, end_TN = np.maximum(tau_TN - 1, 0), drafts_TN.cumsum(1)
+        for domain, is_of_domain_TN in enumerate((is_easy_TN, ~is_easy_TN)):
+            of_domain_TN = drafts_TN * is_of_domain_TN
+            for column, total_TN in enumerate((of_domain_TN.cumsum(1), (of_domain_TN * rate_TN).cumsum(1))):
+                for trial in range(trials):
+                    # A request's drafts come evenly over time. So the running total at a border of polls lies
+                    # on the line between two ends of requests, and a poll is the difference of two totals.
+                    at_border = np.interp(border_P, np.r_[0, end_TN[trial]], np.r_[0, total_TN[trial]])
+                    counts_TDP2[trial, domain, :, column] += np.diff(at_border)
+    drafts_TDP, accepted_TDP = counts_TDP2[..., 0], counts_TDP2[..., 1]
+    # The sum over n drafts of one poll varies by sqrt(n) times the spread of one draft.
+    accepted_TDP += WITHIN_REQUEST * np.sqrt(drafts_TDP) * rng.standard_normal(drafts_TDP.shape)
+    np.maximum(accepted_TDP, 0, out=accepted_TDP)
+    return counts_TDP2
+
+
+# --- gate
+
+
+def simulate_gate(trials: int, seed: int = 0) -> dict[str, Any]:
+    """Share of campaigns of ten looks that promote, by the true gain; candidates are judged until one is promoted."""
+    policy = Policy()
+    gains = {
+        "at_bar_promoted": policy.min_gain,
+        "equal_promoted": 0.0,
+        "gain_0.1_promoted": 0.1,
+        "gain_0.2_promoted": 0.2,
+        "gain_0.4_promoted": 0.4,
+    }
+    report: dict[str, Any] = {}
+    for num_requests in (policy.min_requests, 50, 100):
+        rates = {}
+        for name, gain in gains.items():
+            rng = np.random.default_rng(seed)
+            # This rate is near its limit: it takes more trials to tell on which side.
+            count = 10 * trials if name == "at_bar_promoted" else trials
+            campaigns = [_run_campaign(rng, gain, num_requests, policy) for _ in range(count)]
+            rates[name] = sum(look > 0 for look in campaigns) / count
+            rates[name.replace("promoted", "at_first_look")] = campaigns.count(1) / count
+        report[f"{num_requests}_requests"] = rates
+    worst = max(rates["at_bar_promoted"] for rates in report.values())
+    return {
+        "at_bar_promoted": worst,
+        "num_looks": NUM_LOOKS,
+        "first_verdict_requests": _simulate_first_verdict(trials, seed, policy),
+        **report,
+        "domain": _simulate_domain_guard(trials, seed, policy),
+    }
+
+
+def _simulate_domain_guard(trials: int, seed: int, policy: Policy) -> dict[str, dict[str, float]]:
+    """Share of campaigns that promote a candidate which gains 0.3 in one domain, by its change in a domain without new
+    traffic: no change, a loss of `max_domain_loss`, and twice that."""
+    changes = {"equal": 0.0, "at_bar": -policy.max_domain_loss, "twice": -2 * policy.max_domain_loss}
+    report: dict[str, dict[str, float]] = {}
+    for num_requests in (policy.min_domain_requests, 40, 100):
+        rates: dict[str, float] = {}
+        for name, change in changes.items():
+            rng = np.random.default_rng(seed)
+            campaigns = [_run_campaign(rng, 0.3, 60, policy, (change, num_requests)) for _ in range(trials)]
+            rates[f"{name}_promoted"] = sum(look > 0 for look in campaigns) / trials
+            rates[f"{name}_at_first_look"] = campaigns.count(1) / trials
+        report[f"{num_requests}_requests"] = rates
+    return report
+
+
+def _simulate_first_verdict(trials: int, seed: int, policy: Policy) -> dict[str, float]:
+    """Distinct requests until a candidate can be judged, with the learner's defaults: median and 99th percentile.
+
+    It takes `records_per_candidate` requests to train on and `min_requests` held-out ones.
+    """
+    rng = np.random.default_rng(seed)
+    is_held_out_TN = rng.random((max(trials, 1000), 1000)) < BufferConfig().held_out_fraction
+    held_out_TN = is_held_out_TN.cumsum(1)
+    # After n requests: each is either held out or trained on.
+    trained_TN = np.arange(1, 1001) - held_out_TN
+    enough_TN = (held_out_TN >= policy.min_requests) & (trained_TN >= Training().records_per_candidate)
+    # argmax of booleans is the first True.
+    needed_T = 1 + enough_TN.argmax(1)
+    return {"median": float(np.median(needed_T)), "p99": float(np.quantile(needed_T, 0.99))}
+
+
+def _run_campaign(
+    rng: np.random.Generator, gain: float, num_requests: int, policy: Policy, abandoned: tuple[float, int] = (0.0, 0)
+) -> int:
+    """The look at which a candidate is promoted; 0 if none is.
+
+    From one look to the next a quarter of the held-out requests is replaced by new ones. Candidates differ in the
+    request they are good at, for half of the spread. `abandoned` is the gain in a domain without new requests, and the
+    number of its requests.
+    """
+    requests = _make_requests(rng, num_requests)
+    abandoned_gain, num_abandoned = abandoned
+    kept = _make_requests(rng, num_abandoned)
+    domains = ["all"] * num_requests + ["abandoned"] * num_abandoned
+    for look in range(1, NUM_LOOKS + 1):
+        candidate, incumbent = _score_candidate(rng, requests, gain)
+        for ours, more in zip((candidate, incumbent), _score_candidate(rng, kept, abandoned_gain), strict=True):
+            ours += more
+        if judge(candidate, incumbent, domains, policy, look).decision is Decision.PROMOTE:
+            return look
+        # The oldest quarter leaves. The other requests are judged again, so the looks of a campaign are not
+        # independent.
+        fresh = _make_requests(rng, num_requests // 4)
+        requests = tuple(np.concatenate([old[len(new) :], new]) for old, new in zip(requests, fresh, strict=True))  # type: ignore[assignment]
+    return 0
+
+
+def _score_candidate(
+    rng: np.random.Generator, requests: tuple[Array, Array, Array], gain: float
+) -> tuple[list[AcceptanceCounts], list[AcceptanceCounts]]:
+    """Counts of a new candidate and of the incumbent on the requests."""
+    drafts_N, incumbent_N, common_N = requests
+    rate_N = incumbent_N + gain + common_N + 0.1 * rng.standard_normal(len(drafts_N))
+    return _to_counts(drafts_N, rate_N), _to_counts(drafts_N, incumbent_N)
+
+
+def _make_requests(rng: np.random.Generator, count: int) -> tuple[Array, Array, Array]:
+    """Drafts, the incumbent's accepted tokens per draft, and how much more any candidate gets of this request."""
+    drafts_N = np.maximum(rng.lognormal(np.log(24), 0.6, count).round(), 2.0)
+    # Uniform over 3.4 has a standard deviation of 0.98, and bounds the rates: 1.3 - 0.41 * 1.7 = 0.6.
+    incumbent_N = 1.3 + BETWEEN_REQUESTS * rng.uniform(-1.7, 1.7, count)
+    return drafts_N, incumbent_N, 0.1 * rng.standard_normal(count)
+
+
+def _to_counts(drafts_N: Array, rate_N: Array) -> list[AcceptanceCounts]:
+    pairs = zip(drafts_N.tolist(), (drafts_N * rate_N).tolist(), strict=True)
+    return [AcceptanceCounts(num_drafts=drafts, num_accepted=accepted) for drafts, accepted in pairs]
+
+
+# --- sleep
+
+
+def simulate_sleep(trials: int, seed: int = 0) -> dict[str, Any]:
+    """Records until a sleeping learner wakes, by the true loss of tau since the promotion, in one of two domains.
+
+    `unchanged_woken` is the share of the longest pauses that a false alarm ends. `steps_saved` is the share of the
+    optimizer steps that a learner does not take in the long run if its traffic does not change; it still tries to find
+    a gain after every pause.
+    """
+    policy, gate, training = SleepPolicy(), Policy(), Training()
+    delays: dict[float, list[float]] = {loss: [] for loss in (0.0, 0.2, 0.4, 0.8)}
+    for loss, found in delays.items():
+        rng = np.random.default_rng(seed)
+        for _ in range(trials):
+            found.append(_count_records_to_alarm(rng, loss, policy, gate, training))
+    # In the long run: `slept` records passed over, then `trained` ones in an attempt, and so on.
+    longest = policy.longest * training.records_per_candidate
+    woken = {loss: sum(delay < math.inf for delay in found) / trials for loss, found in delays.items()}
+    slept = [min(delay, longest) for delay in delays[0.0]]
+    trained = training.patience * training.records_per_candidate
+    return {
+        "unchanged_woken": woken[0.0],
+        "steps_saved": float(np.mean(slept) / (np.mean(slept) + trained)),
+        **{
+            f"loss_{loss}_in_one_of_two": {
+                "woken": woken[loss],
+                "records_median": _or_none(float(np.median(delays[loss]))),
+                "records_p90": _or_none(float(np.quantile(delays[loss], 0.9, method="higher"))),
+            }
+            for loss in delays
+            if loss
+        },
+    }
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _count_records_to_alarm(
+    rng: np.random.Generator, loss: float, policy: SleepPolicy, gate: Policy, training: Training
+) -> float:
+    """Training records after the drift until it is noticed; infinite if the longest pause ends before."""
+    fraction = BufferConfig().held_out_fraction
+    # With a share f held out, n training records come with n f / (1 - f) held-out ones.
+    per_look = round(training.records_per_candidate * fraction / (1 - fraction))
+    then = _make_rows(rng, 100, 0.0)
+    now: list[Row] = []
+    # At `longest` the learner wakes anyway.
+    for look in range(1, policy.longest):
+        now = (now + _make_rows(rng, per_look, loss))[-2 * Judging().held_out_per_domain :]
+        staleness = compare(then, now, policy, gate)
+        if staleness and staleness.reason:
+            return look * training.records_per_candidate
+    return math.inf
+
+
+def _make_rows(rng: np.random.Generator, count: int, loss: float) -> list[Row]:
+    """Requests of two domains, half and half; in the second, tau is lower by `loss`."""
+    drafts_N, rate_N, _ = _make_requests(rng, count)
+    domains = ["code" if is_code else "prose" for is_code in rng.random(count) < 0.5]
+    rates = [max(0.0, rate - loss * (name == "prose")) for rate, name in zip(rate_N.tolist(), domains, strict=True)]
+    return [(name, n, n * rate) for name, n, rate in zip(domains, drafts_N.tolist(), rates, strict=True)]
+
+
+# --- baseline
+
+
+def simulate_baseline(trials: int, seed: int = 0) -> dict[str, Any]:
+    """Share of comparisons of two reports that list a fall, by the true loss of tau: 2 domains, 2 numbers of tokens."""
+    rates = {}
+    for name, loss in {"equal_failed": 0.0, "loss_0.05_failed": 0.05, "loss_0.1_failed": 0.1}.items():
+        rng = np.random.default_rng(seed)
+        failed = 0
+        for _ in range(trials):
+            baseline, report = _make_reports(rng, 64, loss)
+            failed += compare_reports(report, baseline, 0.02)["num_fell"] > 0
+        rates[name] = failed / trials
+    return rates
+
+
+def _make_reports(rng: np.random.Generator, num_prompts: int, loss: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two reports on the same prompts; the second draft's tau is truly lower by the share `loss`."""
+    steps_N = np.maximum(rng.lognormal(np.log(24), 0.6, num_prompts).round(), 2.0)
+    rate_N = 1.0 + BETWEEN_REQUESTS * rng.uniform(-1.7, 1.7, num_prompts)
+    # two drafts that are equal on the whole differ on each prompt
+    other_N = rate_N - loss * (1 + rate_N) + 0.12 * rng.standard_normal(num_prompts)
+    prompts = [{"id": str(i), "domain": ("code", "prose")[i % 2]} for i in range(num_prompts)]
+    reports = []
+    for rates_N in (rate_N, other_N):
+        rows = []
+        # Two numbers of tokens on the same prompts: two correlated chances to report a fall.
+        for k, share in ((3, 1.0), (4, 1.1)):
+            accepted_N = steps_N * np.maximum(rates_N, 0) * share
+            rows.append(
+                {
+                    "draft": "draft", "temperature": 0.0, "num_speculative_tokens": k,
+                    "steps": steps_N.tolist(), "accepted": accepted_N.tolist(),
+                }
+            )  # fmt: skip
+        reports.append(
+            {
+                "drafts": [{"name": "draft", "family": "model"}],
+                "settings": {},
+                "domains": ["code", "prose"],
+                "prompts": prompts,
+                "per_prompt": rows,
+            }
+        )
+    return reports[0], reports[1]
+
+
+# --- intervals
+
+
+def simulate_intervals(trials: int, seed: int = 0, sizes: Sequence[int] = (16, 32, 64)) -> dict[str, Any]:
+    """Share of 95% intervals that hold the truth, by number of prompts, for lengths of three kinds.
+
+    tau is a ratio over prompts; the gain is the difference of two drafts over the same prompts.
+    """
+    lengths = {"equal": 0.15, "unequal": 0.6, "heavy_tailed": 1.0}
+    cases: list[dict[str, Any]] = []
+    for kind, sigma in lengths.items():
+        # The truth, up to the noise of 400,000 prompts.
+        _, _, truth_tau, truth_gain = _sum_prompts(np.random.default_rng(99), 400_000, sigma)
+        for num_prompts in sizes:
+            rng = np.random.default_rng(seed)
+            num_trials = 5 * trials  # cheap, and 95% has to be told from 93%
+            held = np.zeros(2)
+            for _ in range(num_trials):
+                accepted_N2, drafts_N2, _, _ = _sum_prompts(rng, num_prompts, sigma)
+                tau = estimate_ratio(accepted_N2[:, 0], drafts_N2[:, 0]).interval()
+                gain = estimate_gain(accepted_N2, drafts_N2).interval()
+                held += [tau[0] <= truth_tau <= tau[1], gain[0] <= truth_gain <= gain[1]]
+            tau_share, gain_share = (held / num_trials).tolist()
+            cases.append({"lengths": kind, "num_prompts": num_prompts, "tau": tau_share, "gain": gain_share})
+    coverage = {}
+    for num_prompts in sizes:
+        shares = [case[name] for case in cases if case["num_prompts"] == num_prompts for name in ("tau", "gain")]
+        coverage[str(num_prompts)] = {"lowest": min(shares), "highest": max(shares)}
+    return {"coverage": coverage, "cases": cases}
+
+
+def _sum_prompts(rng: np.random.Generator, num_prompts: int, sigma: float) -> tuple[Array, Array, float, float]:
+    """(accepted tokens of two drafts [N, 2], their drafts [N, 2], tau - 1 of the first one, its gain)."""
+    drafts_N = np.maximum(rng.lognormal(np.log(24), sigma, num_prompts).round(), 1.0)
+    # gamma(4, 0.5) has mean 2 and standard deviation 1.
+    difficulty_N = BETWEEN_REQUESTS * (rng.gamma(4.0, 0.5, num_prompts) - 2)  # skewed: few prompts are easy
+    noise_N = WITHIN_REQUEST / np.sqrt(drafts_N) * rng.standard_normal(num_prompts)
+    ours_N = np.maximum(1 + difficulty_N + noise_N, 0)
+    theirs_N = np.maximum(ours_N - 0.05 + 0.15 * rng.standard_normal(num_prompts), 0)
+    accepted_N2 = np.column_stack([ours_N * drafts_N, theirs_N * drafts_N])
+    ours, theirs = (accepted_N2.sum(0) / drafts_N.sum()).tolist()
+    return accepted_N2, np.column_stack([drafts_N, drafts_N]), ours, ours - theirs
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

@@ -1,0 +1,435 @@
+"""The faults: each is injected into the running service, ended, and judged by whether its target is well again.
+
+kill      kill -9 of a process, or of the engine inside a server        the supervisor starts it again
+stop      SIGSTOP of a process for seconds, then SIGCONT
+fill      a disk is full for seconds
+freeze    every write to a disk hangs for seconds
+hang      a server is asked to swap to a version whose weights never arrive
+clock     the wall clock of a process jumps, and jumps back
+records   hostile records with right checksums, in the log or in the spool
+requests  hostile HTTP requests to the router
+tear      a file is torn or a stray one appears while its process is down
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from benchmarks.soak import poison
+from benchmarks.soak.hostile import HostileAnswerError, send_hostile
+from benchmarks.soak.stage import NATS, NO_SHIFT, Stage
+from benchmarks.soak.supervisor import Supervised
+from benchmarks.soak.witness import Witness
+from redraft.heads.files.artifact import write_whole
+from redraft.online.daemon import control
+from redraft.online.records.nats_link import BrokerError, connect, probe
+from redraft.online.records.publisher import MESSAGE_ID
+from redraft.online.records.spool import PARTIAL, SUFFIX
+
+RECOVERY_S = 600.0
+"""Deadline for a target to be well again. A server loads for half a minute, and on a busy machine for minutes."""
+
+JUMPS = ("+1h", "-1h", "+1d", "-1d", "+8d")
+"""The longest is beyond the age at which the buffer deletes records: a learner does not believe so short a jump."""
+
+
+class NotSurvivedError(Exception):
+    """The target is not well after the fault. The message says why."""
+
+
+@dataclass(kw_only=True)
+class World:
+    """The running service, as faults see it."""
+
+    stage: Stage
+    processes: dict[str, Supervised]
+    witness: Witness
+    rng: random.Random
+
+
+Act = Callable[[World, str], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    target: str
+    act: Act = field(compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.target}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Injected:
+    """One injected fault and its end."""
+
+    fault: Fault
+    began: datetime.datetime
+    seconds: float
+    """From the injection until its target was well again."""
+    problem: str = ""
+    """The reason why it was not survived; empty if it was."""
+
+
+async def inject(world: World, fault: Fault) -> Injected:
+    """Inject the fault, and wait until its target is well again."""
+    began, began_s = datetime.datetime.now(datetime.UTC), time.monotonic()
+    problem = ""
+    try:
+        await fault.act(world, fault.target)
+        await until_well(world, fault.target)
+    # `send_hostile` raises a group of errors. `except*` takes a single error as a group of one.
+    except* (NotSurvivedError, HostileAnswerError) as errors:
+        problem = "; ".join(str(error) for error in errors.exceptions)
+    except* Exception as errors:  # the soak goes on, and does not pass
+        problem = "; ".join(f"it could not be injected: {error!r}" for error in errors.exceptions)
+    return Injected(fault=fault, began=began, seconds=time.monotonic() - began_s, problem=problem)
+
+
+# ------------------------------------------------------------------------------------------------------- being well
+
+
+async def until_well(world: World, target: str, deadline_s: float = RECOVERY_S) -> None:
+    """Wait until the target works.
+
+    Raises:
+        NotSurvivedError: if it does not in time.
+    """
+    end_s = time.monotonic() + deadline_s
+    while True:
+        problem = await find_problem(world, target)
+        if not problem:
+            return
+        if time.monotonic() > end_s:
+            raise NotSurvivedError(f"{target} is not well after {deadline_s:.0f} s: {problem}")
+        await asyncio.sleep(0.5)
+
+
+async def find_problem(world: World, target: str) -> str:
+    """The reason why the target does not work; empty if it does."""
+    stage = world.stage
+    try:
+        async with asyncio.timeout(10):
+            if target == "broker":
+                await probe(stage.ingest, NATS)
+            elif target in stage.learners:
+                await control.ask(stage.learners[target].folder, do="status")
+            else:
+                async with httpx.AsyncClient() as http:
+                    answer = await http.get(f"{stage.url(target)}/health")
+                # The router is well without servers, too: it says that it has none.
+                if answer.status_code != 200 and (target, answer.status_code) != ("router", 503):
+                    return f"/health answers {answer.status_code}"
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------------- the acts
+
+
+async def kill(world: World, target: str) -> None:
+    process = world.processes[target]
+    with suppress(LookupError):  # it is down already, after another fault
+        process.kill()
+    await _until_ended(process)
+
+
+async def kill_engine(world: World, target: str) -> None:
+    process = world.processes[target]
+    with suppress(LookupError):
+        process.kill(child="EngineCore")
+    await _until_ended(process)
+
+
+async def _until_ended(process: Supervised) -> None:
+    """Wait until the run that was killed has ended, so that a later look does not take it for well."""
+    run, end_s = process.run, time.monotonic() + 60
+    while run.ended_s is None:
+        if time.monotonic() > end_s:
+            raise NotSurvivedError(f"{process.name} runs on a minute after kill -9 of it or its engine")
+        await asyncio.sleep(0.1)
+
+
+async def stop(world: World, target: str) -> None:
+    process, pid = world.processes[target], world.processes[target].pid
+    process.signal(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(world.rng.uniform(3, 15))
+    finally:
+        if process.pid == pid:  # else its liveness probe has had it restarted
+            process.signal(signal.SIGCONT)
+
+
+async def fill(world: World, target: str) -> None:
+    disk = world.stage.disks[target]
+    disk.fill()
+    try:
+        await asyncio.sleep(world.rng.uniform(5, 15))
+    finally:
+        disk.free()
+    await until_flowing(world, target)
+
+
+async def freeze(world: World, target: str) -> None:
+    seconds = world.rng.uniform(4, 12)
+    thawing = world.stage.disks[target].freeze(seconds, world.stage.log("freeze"))
+    while thawing.poll() is None:
+        await asyncio.sleep(0.2)
+    await until_flowing(world, target)
+
+
+async def until_flowing(world: World, target: str) -> None:
+    """Wait until the broker acknowledges records again, or the learner has emptied the log or the spool."""
+    end_s = time.monotonic() + RECOVERY_S
+    before = len(world.witness.acked)
+    while True:
+        if target == "broker" and len(world.witness.acked) > before:
+            return
+        # Not 0: the traffic goes on, so a few records are always on the way.
+        if target != "broker" and await count_waiting(world, target) <= 16:
+            return
+        if time.monotonic() > end_s:
+            raise NotSurvivedError(f"records do not flow through {target} {RECOVERY_S:.0f} s after the fault")
+        await asyncio.sleep(1)
+
+
+async def count_waiting(world: World, target: str) -> float:
+    """Records in the log, or files in the spool, that the learner has not taken yet; infinite if nobody answers."""
+    if target == "spool-learner":
+        return len(list(world.stage.spool.glob(f"*{SUFFIX}")))
+    try:
+        async with asyncio.timeout(10):
+            client = await connect(world.stage.ingest, NATS, "learner")
+            try:
+                return float((await client.jetstream().stream_info(NATS.stream)).state.messages)
+            finally:
+                await client.close()
+    except (OSError, TimeoutError):
+        return float("inf")
+
+
+async def hang_weights(world: World, target: str) -> None:
+    """Ask a server for a version with one more file of weights, a pipe without a writer: reading it never ends."""
+    stage = world.stage
+    registry = stage.registry
+    current = registry.path(registry.current() or "")
+    # The registry numbers versions from 1, so this name is never given to a real one.
+    folder = registry.folder / "v000000"
+    shutil.copytree(current, folder)
+    weights = folder / "z.safetensors"  # not in the manifest, which is compared before anything is read
+    os.mkfifo(weights)
+    try:
+        async with httpx.AsyncClient(timeout=RECOVERY_S, headers={"Authorization": f"Bearer {stage.token}"}) as http:
+            swap = await _begin_hanging_swap(http, f"{stage.url(target)}/redraft/swap", folder.name)
+            await asyncio.sleep(world.rng.uniform(5, 12))
+            if swap.done():
+                raise NotSurvivedError(f"{target} did not wait for weights that never arrive: {_read_answer(swap)}")
+            _end_reads(weights)
+            await asyncio.wait([swap], timeout=60)
+            swap.cancel()  # does nothing if it has ended
+            with suppress(httpx.HTTPError, asyncio.CancelledError):
+                if (await swap).status_code == 200:
+                    raise NotSurvivedError(f"{target} took a version without weights")
+    finally:
+        _end_reads(weights)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _begin_hanging_swap(http: httpx.AsyncClient, url: str, version: str) -> asyncio.Task[httpx.Response]:
+    """A swap that hangs. The server answers at once if it is busy with another swap; then this one is asked again."""
+    deadline_s = time.monotonic() + RECOVERY_S
+    while True:
+        swap = asyncio.create_task(http.post(url, json={"version": version}))
+        await asyncio.wait([swap], timeout=2)
+        if not swap.done():
+            return swap
+        if time.monotonic() > deadline_s:
+            raise NotSurvivedError(f"no swap waited for weights that never arrive: {_read_answer(swap)}")
+        await asyncio.sleep(2)
+
+
+def _read_answer(swap: asyncio.Task[httpx.Response]) -> str:
+    error = swap.exception()
+    return swap.result().text if error is None else f"{type(error).__name__} {error}"
+
+
+def _end_reads(pipe: Path) -> None:
+    """Let everyone who reads the pipe see its end."""
+    with suppress(OSError):
+        # The reader sees the end of the file when the last writer closes. Without a reader this fails (ENXIO)
+        # instead of waiting for one.
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+
+
+async def shift_clock(world: World, target: str) -> None:
+    path = world.stage.clock_file(target)
+    write_whole(path, world.rng.choice(JUMPS) + "\n")
+    try:
+        await asyncio.sleep(world.rng.uniform(5, 15))
+    finally:
+        write_whole(path, NO_SHIFT)
+    await asyncio.sleep(2)  # the library looks at the file once a second
+
+
+async def poison_log(world: World, target: str) -> None:
+    """Publish hostile records to the log. It waits while another fault has the broker."""
+    deadline_s = time.monotonic() + RECOVERY_S
+    while not await _publish_hostile(world):
+        if time.monotonic() > deadline_s:
+            raise NotSurvivedError("the log took no hostile record, so none reached the learner")
+        await asyncio.sleep(2)
+    await until_flowing(world, "learner")
+
+
+async def _publish_hostile(world: World, count: int = 100) -> int:
+    """The number of hostile records that the log acknowledged."""
+    number, published = world.rng.randrange(1 << 30), 0
+    with suppress(BrokerError, OSError, TimeoutError):
+        client = await connect(world.stage.ingest, NATS)
+        try:
+            stream = client.jetstream(timeout=10)
+            for i in range(count):
+                content = _draw_hostile(world, number + i)
+                await stream.publish(NATS.subject(""), content, headers={MESSAGE_ID: f"hostile-{number + i}"})
+                published += 1
+        finally:
+            await client.close()
+    return published
+
+
+async def poison_spool(world: World, target: str) -> None:
+    """Write files of hostile records, and things that are no files, into the spool."""
+    number = world.rng.randrange(1 << 30)
+    for i in range(20):
+        content = b"".join(_draw_hostile(world, number + 5 * i + j) for j in range(5))
+        await asyncio.to_thread(_write_spool, world.stage.spool, f"{time.time_ns():020d}-hostile-{i:08d}", content)
+    odd = world.stage.spool / f"{time.time_ns():020d}-hostile-pipe{SUFFIX}"
+    await asyncio.to_thread(os.mkfifo, odd)
+    try:
+        await asyncio.sleep(3)
+    finally:
+        await asyncio.to_thread(odd.unlink, missing_ok=True)
+    await until_flowing(world, "spool-learner")
+
+
+def _write_spool(spool: Path, name: str, content: bytes) -> None:
+    partial = spool / f".{name}{PARTIAL}"
+    with suppress(OSError):  # the disk is full: another fault's doing
+        partial.write_bytes(content)
+        partial.rename(spool / f"{name}{SUFFIX}")
+
+
+def _draw_hostile(world: World, number: int) -> bytes:
+    """A fuzzed record, now and then one that unpacks to 60 MB or is nested 100,000 deep."""
+    draw = world.rng.random()
+    if draw < 0.01:
+        return poison.make_bomb(number)
+    return poison.make_nested(100_000) if draw < 0.02 else poison.fuzz(world.rng, number, world.stage.fingerprint)
+
+
+async def send_requests(world: World, target: str) -> None:
+    began_s, router = time.monotonic(), world.processes["router"]
+    await send_hostile(world.stage.ports["router"], world.rng, 40, lambda: router.was_up(began_s))
+
+
+# ------------------------------------------------------------------------------------------------------- torn files
+
+
+async def tear_learner(world: World, target: str) -> None:
+    """Kill the learner, and damage a file of its folder before the next one starts."""
+    await kill(world, target)
+    folder = world.stage.learners[target].folder
+    world.rng.choice((_tear_journal, _leave_partial_checkpoint, _leave_stray_files))(folder)
+
+
+def _tear_journal(folder: Path) -> None:
+    """A last line without its end, and bytes that are no text."""
+    with (
+        suppress(OSError),
+        max((folder / "journal").glob("journal-*.jsonl"), default=folder / "none").open("ab") as file,
+    ):
+        file.write(b'{"kind":"state","time_s":17\xff\xfe\0\0')
+
+
+def _leave_partial_checkpoint(folder: Path) -> None:
+    with suppress(OSError):
+        partial = folder / "checkpoints" / ".checkpoint-99.partial"
+        partial.mkdir(parents=True, exist_ok=True)
+        (partial / "model.safetensors").write_bytes(b"torn")
+
+
+def _leave_stray_files(folder: Path) -> None:
+    with suppress(OSError):
+        (folder / "state.json.partial").write_bytes(b"{")
+        (folder / control.SOCKET).write_bytes(b"")
+
+
+async def tear_fleet(world: World, target: str) -> None:
+    """Tear fleet.toml for some seconds, as an editor that writes in place does."""
+    path = world.stage.folder / "fleet.toml"
+    whole = path.read_text()
+    # In place, not by a rename: readers are to see the torn file.
+    path.write_text(whole[: world.rng.randrange(len(whole))])
+    try:
+        await asyncio.sleep(world.rng.uniform(4, 10))
+    finally:
+        write_whole(path, whole)
+
+
+async def tear_spool(world: World, target: str) -> None:
+    """Kill the spool's learner, and leave a torn file and a half-written one for the next."""
+    await kill(world, target)
+    spool, now = world.stage.spool, time.time_ns()
+    await asyncio.to_thread(_write_spool, spool, f"{now:020d}-torn-{0:08d}", poison.pack({})[:-3])
+    with suppress(OSError):
+        (spool / f".{now:020d}-torn-00000001{PARTIAL}").write_bytes(b"RDR1")
+
+
+# ------------------------------------------------------------------------------------------------------- the deck
+
+
+def list_faults(stage: Stage) -> list[Fault]:
+    """Every fault that this machine can inject."""
+    learners = list(stage.learners)
+    processes = [*stage.servers, *learners, "router", "broker"]
+    faults = [
+        *(Fault("kill", name, kill) for name in processes),
+        *(Fault("kill the engine of", name, kill_engine) for name in stage.servers),
+        *(Fault("stop", name, stop) for name in processes),
+        *(Fault("hang the weights of", name, hang_weights) for name in stage.servers[:1]),
+        Fault("hostile records to", "broker", poison_log),
+        Fault("hostile records to", "spool-learner", poison_spool),
+        # Twice in a round: one injection sends only 40 of the requests.
+        *[Fault("hostile requests to", "router", send_requests)] * 2,
+        *(Fault("torn files of", name, tear_learner) for name in learners),
+        Fault("torn spool of", "spool-learner", tear_spool),
+        Fault("torn fleet.toml of", "router", tear_fleet),
+    ]
+    faults += [Fault("full disk of", name, fill) for name, disk in stage.disks.items() if disk.is_real]
+    faults += [Fault("hung disk of", name, freeze) for name, disk in stage.disks.items() if disk.is_real]
+    if stage.faketime is not None:
+        faults += [Fault("clock jump of", name, shift_clock) for name in (*learners, "router")]
+    return faults
+
+
+def shuffle(faults: Sequence[Fault], count: int, rng: random.Random) -> list[Fault]:
+    """`count` faults: whole rounds of all of them, each in another order, and the beginning of one more."""
+    deck: list[Fault] = []
+    while len(deck) < count:
+        deck += rng.sample(faults, len(faults))
+    return deck[:count]

@@ -1,0 +1,375 @@
+"""Soak the whole online service in traffic and random faults, and judge at the end whether it survived all of them.
+
+    $ make soak                                              # 30 minutes on two cores: outputs/soak/report.json
+    $ python -m benchmarks.soak --overwrite --minutes 3 --faults 12 --seed 7
+
+Two real vLLM servers, the router, a real nats-server and two learners run below a supervisor that starts them again
+whenever they end. Clients stream, hang up, ask for several answers and opt out. Meanwhile processes are killed and
+stopped, disks fill up and hang, clocks jump, and hostile records and requests arrive. Everything stays on this machine.
+Full and hung disks need root, and clock jumps need libfaketime (Debian: apt-get install faketime); without them these
+faults are left out. The exit status is 1 if anything was not survived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import random
+import secrets
+import shutil
+import sqlite3
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from benchmarks.soak.clients import Clients
+from benchmarks.soak.disks import unmount_below
+from benchmarks.soak.faults import (
+    Fault,
+    Injected,
+    NotSurvivedError,
+    World,
+    count_waiting,
+    inject,
+    list_faults,
+    shuffle,
+    until_well,
+)
+from benchmarks.soak.judge import FaultSeen, LifeSeen, RecordsSeen, Seen, judge, write_table
+from benchmarks.soak.stage import NATS, Stage, set_stage
+from benchmarks.soak.supervisor import Supervised
+from benchmarks.soak.witness import Witness
+from redraft.distill.data.day import choose_day
+from redraft.eval.report.page import write_results
+from redraft.online.daemon.config import LearnerConfig
+from redraft.online.daemon.cycle import GOES_ON
+from redraft.online.journal import BufferEntry, Journal, StateEntry
+from redraft.online.records.nats_link import probe
+from redraft.online.records.record import Record, read_frames
+from redraft.online.records.spool import SpoolWriter
+from redraft.recipes.cli import run_recipe
+from redraft.recipes.demo.fleet import begin_report
+
+START_S = 900.0
+"""Deadline for the first start of everything."""
+
+CALM_SHARE, MAX_CALM_S = 0.1, 120.0
+"""Share of the time at the end without new faults, under traffic."""
+
+SETTLE_S = 600.0
+"""Deadline after the traffic: the log and the spool are empty, and all servers serve the current version."""
+
+PROMOTING_MINUTES = 20.0
+"""A soak of this length must promote a version: a learner's first takes several minutes, and faults set it back."""
+
+PROGRESS_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: Path = Path("tests/assets/tiny-target")
+    """Folder of the target model."""
+    output: Path = Path("outputs/soak")
+    """Folder for the report, the drafts, the disks and the logs."""
+    overwrite: bool = False
+    """Replace the soak in `output`."""
+    minutes: float = 30
+    """Duration of the traffic, in minutes. Starting and judging take a few more."""
+    faults: int = 100
+    """Number of faults to inject, spread evenly. Fewer if all targets that are left are still recovering at the end of
+    the time: the table says how many."""
+    seed: int | None = None
+    """Seed of the faults and the traffic. By default a new one, which is printed."""
+    clients: int = 8
+    """Number of clients, each with one request at a time."""
+    pause_s: float = 0.5
+    """Mean pause of a client between two requests, in seconds."""
+
+
+def main(cfg: Config) -> None:
+    seed = secrets.randbelow(1 << 31) if cfg.seed is None else cfg.seed
+    print(f"seed: {seed}", flush=True)
+    # Before `begin_report` empties the folder: a killed soak may have left disks mounted in it.
+    unmount_below(cfg.output.absolute())
+    day = choose_day()
+    report = begin_report(cfg, day) | {"seed": seed}
+    began_s = time.monotonic()
+    with ExitStack() as opened:
+        stage = set_stage(cfg.output.absolute(), cfg.target, day, opened)
+        seen = asyncio.run(play(cfg, stage, random.Random(seed)))
+        report |= judge(seen)
+        if report["failures"]:
+            # Inside the block: at the end of it the disks are gone.
+            keep_evidence(stage, cfg.output / "evidence")
+    report["duration_s"] = round(time.monotonic() - began_s, 1)
+    write_results(cfg.output / "report.json", report)
+    print(write_table(report))
+    print(f"report: {cfg.output / 'report.json'}")
+    if report["failures"]:
+        print(f"the buffers and the broker's files: {cfg.output / 'evidence'}")
+        raise SystemExit(1)
+
+
+async def play(cfg: Config, stage: Stage, rng: random.Random) -> Seen:
+    """Run the service, the clients and the faults; return everything that was seen."""
+    shipper = Shipper(SpoolWriter(stage.spool, "soak", 1 << 30))
+    witness = Witness(stage.ingest, NATS, shipper.waiting.put)
+    world = World(stage=stage, processes=build_processes(stage), witness=witness, rng=rng)
+    async with running(world):
+        await asyncio.gather(*(until_well(world, name, START_S) for name in world.processes))
+        print(f"{len(world.processes)} processes are well; {cfg.minutes:g} minutes begin", flush=True)
+        router = world.processes["router"]
+        # A generator for the clients alone: the number of requests sent must not change the faults drawn.
+        clients = Clients(
+            stage.url("router"), stage.prompts, random.Random(rng.random()), cfg.clients, cfg.pause_s, router.was_up
+        )
+        injected = await play_faults(cfg, world, clients)
+        await settle(world, shipper)
+        served = {name: await read_version(stage, name) for name in stage.servers}
+    acked = {"log": set(witness.acked), "spool": shipper.shipped}
+    return Seen(
+        num_planned=cfg.faults,
+        faults=[see_fault(one) for one in sorted(injected, key=lambda one: one.began)],
+        records={
+            way: see_records(stage.learners[name], acked[way])
+            for way, name in (("log", "learner"), ("spool", "spool-learner"))
+        },
+        served=served,
+        current=stage.registry.current() or "none",
+        num_promoted=len(stage.registry.promoted()) - 1,
+        must_promote=cfg.minutes >= PROMOTING_MINUTES,
+        requests=clients.tally.counts,
+        untold=clients.tally.untold,
+        lives=[
+            life
+            for process in world.processes.values()
+            for life in see_lives(process, read_settled(stage.learners.get(process.name)))
+        ],
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- the service
+
+
+def build_processes(stage: Stage) -> dict[str, Supervised]:
+    async def store_probe() -> None:  # the liveness probe of docs/fleet.md: `redraft probe-log`
+        await probe(stage.ingest, NATS)
+
+    broker = Supervised("broker", stage.build_broker(), stage.log("broker"), liveness=store_probe)
+    others = [*(stage.build_learner(name) for name in stage.learners), stage.build_router()]
+    servers = [stage.build_server(number + 1) for number in range(len(stage.servers))]
+    return {process.name: process for process in (broker, *servers, *others)}
+
+
+@asynccontextmanager
+async def running(world: World) -> AsyncIterator[None]:
+    """Supervise all processes, and listen to the log, while the block runs."""
+    keepers = [process.supervise() for process in world.processes.values()]
+    tasks = [asyncio.create_task(task) for task in (*keepers, world.witness.listen())]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Shipper:
+    """A server's end of the spool: it writes what the witness hands on, in a thread, because the disk may hang."""
+
+    def __init__(self, writer: SpoolWriter) -> None:
+        self.writer = writer
+        self.waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.shipped: set[str] = set()
+        """Ids of the records that are in the spool, or were."""
+        self.num_dropped = 0
+        """Records that a full disk refused: the sender knows, so they are not lost in silence."""
+        threading.Thread(target=self._ship_forever, name="shipper", daemon=True).start()
+
+    def _ship_forever(self) -> None:
+        while True:
+            data = self.waiting.get()
+            ids = {record.record_id for _, record in read_frames(data) if isinstance(record, Record)}
+            try:
+                self.writer.write([data])
+                self.shipped |= ids
+            except OSError:
+                self.num_dropped += len(ids)
+
+
+# ------------------------------------------------------------------------------------------------------- the faults
+
+
+async def play_faults(cfg: Config, world: World, clients: Clients) -> list[Injected]:
+    """Traffic for `cfg.minutes`, and faults until the calm end."""
+    began_s, is_over = time.monotonic(), asyncio.Event()
+    length_s = 60 * cfg.minutes
+    calm_s = min(MAX_CALM_S, CALM_SHARE * length_s)
+    injected: list[Injected] = []
+    deck = shuffle(list_faults(world.stage), cfg.faults, world.rng)
+    async with asyncio.TaskGroup() as tasks:
+        traffic = tasks.create_task(clients.run(is_over))
+        progress = tasks.create_task(show_progress(world, clients, injected, began_s, length_s))
+        # The inner group ends when every fault was survived or given up. Traffic and progress go on.
+        async with asyncio.TaskGroup() as faults:
+            busy: set[str] = set()
+            for number in range(cfg.faults):
+                await asyncio.sleep(began_s + (length_s - calm_s) * number / cfg.faults - time.monotonic())
+                while (fault := take_free(deck, busy)) is None and time.monotonic() < began_s + length_s - calm_s:
+                    await asyncio.sleep(0.5)
+                if fault is not None:
+                    busy.add(fault.target)
+                    faults.create_task(_inject(world, fault, injected, busy))
+        # The calm is whole even if the last fault took longer than planned.
+        await asyncio.sleep(max(calm_s, began_s + length_s - time.monotonic()))
+        is_over.set()
+        await traffic
+        progress.cancel()
+    return injected
+
+
+def take_free(deck: list[Fault], busy: set[str]) -> Fault | None:
+    """Take the first fault off the deck whose target is not under another one."""
+    for fault in deck:
+        if fault.target not in busy:
+            deck.remove(fault)
+            return fault
+    return None
+
+
+async def _inject(world: World, fault: Fault, injected: list[Injected], busy: set[str]) -> None:
+    found = await inject(world, fault)
+    injected.append(found)
+    busy.discard(fault.target)
+    if found.problem:
+        print(f"NOT SURVIVED: {fault.name}: {found.problem}", flush=True)
+
+
+async def show_progress(
+    world: World, clients: Clients, injected: list[Injected], began_s: float, length_s: float
+) -> None:
+    while True:
+        await asyncio.sleep(PROGRESS_S)
+        survived = sum(not one.problem for one in injected)
+        down = [name for name, process in world.processes.items() if process.pid is None]
+        requests = ", ".join(f"{count} {kind}" for kind, count in sorted(clients.tally.counts.items()))
+        print(
+            f"{_clock(time.monotonic() - began_s)} of {_clock(length_s)}: {survived} of {len(injected)} faults "
+            f"survived; requests: {requests}; {len(world.witness.acked)} records acknowledged"
+            + (f"; down: {', '.join(down)}" if down else ""),
+            flush=True,
+        )
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+# ------------------------------------------------------------------------------------------------------- the end
+
+
+async def settle(world: World, shipper: Shipper) -> None:
+    """Wait until nothing is on the way: the log and the spool are empty, and all servers serve the current version.
+
+    After SETTLE_S it returns all the same, and the judge sees what is missing.
+    """
+    with suppress(TimeoutError, NotSurvivedError):
+        async with asyncio.timeout(SETTLE_S):
+            await asyncio.gather(*(until_well(world, name, SETTLE_S) for name in world.processes))
+            while not await _is_settled(world, shipper):
+                await asyncio.sleep(1)
+
+
+async def _is_settled(world: World, shipper: Shipper) -> bool:
+    waiting = [await count_waiting(world, name) for name in world.stage.learners]
+    served = {await read_version(world.stage, name) for name in world.stage.servers}
+    return not any(waiting) and shipper.waiting.empty() and served == {world.stage.registry.current()}
+
+
+async def read_version(stage: Stage, server: str) -> str:
+    """The version that the server says it serves; empty if it does not answer."""
+    try:
+        async with httpx.AsyncClient(timeout=30, headers={"Authorization": f"Bearer {stage.token}"}) as http:
+            answer = (await http.get(f"{stage.url(server)}/redraft/status")).raise_for_status()
+        return str(answer.json()["draft_version"])
+    except (httpx.HTTPError, ValueError, KeyError):
+        return ""
+
+
+def keep_evidence(stage: Stage, folder: Path) -> None:
+    """Copy the contents of the disks: the buffers and the broker's files. The disks go with the soak."""
+    for name, disk in stage.disks.items():
+        shutil.copytree(disk.folder, folder / name, dirs_exist_ok=True)
+
+
+def see_fault(one: Injected) -> FaultSeen:
+    return FaultSeen(name=one.fault.name, at=f"{one.began:%H:%M:%S}", problem=one.problem, seconds=one.seconds)
+
+
+def read_settled(cfg: LearnerConfig | None) -> list[list[int]]:
+    """The memory that a learner held at each change of phase, by life; empty for any other process."""
+    lives: list[list[int]] = []
+    for entry in Journal(cfg.folder / "journal").read().entries if cfg else ():
+        if isinstance(entry, StateEntry) and entry.resident_bytes:
+            lives[-1].append(entry.resident_bytes)
+        elif isinstance(entry, StateEntry) and entry.reason.startswith(GOES_ON):
+            lives.append([])
+    return lives
+
+
+def see_lives(process: Supervised, settled: list[list[int]]) -> list[LifeSeen]:
+    def describe_exit(number: int) -> str:
+        run = process.runs[number]
+        is_unwanted = run.ended_s is not None and not run.is_wanted
+        return f"status {run.exit_status}, life {number + 1}, see {process.log.name}" if is_unwanted else ""
+
+    # a life that ended while it started has no line in the journal: then they cannot be paired
+    if len(settled) != len(process.runs):
+        settled = [[] for _ in process.runs]
+    return [
+        LifeSeen(name=process.name, samples=run.samples, settled=held, unwanted_exit=describe_exit(number))
+        for number, (run, held) in enumerate(zip(process.runs, settled, strict=True))
+    ]
+
+
+def see_records(cfg: LearnerConfig, acked: set[str]) -> RecordsSeen:
+    """The records in the files of a learner that has ended, and those it counted as not kept."""
+    folder = cfg.buffer_config.folder
+    assert folder is not None
+    return RecordsSeen(acked=acked, stored=read_stored_ids(folder), dropped=sum_dropped(cfg.folder / "journal"))
+
+
+def read_stored_ids(folder: Path) -> set[str]:
+    """Ids of all records in the buffer's files that can still be decoded.
+
+    Not through `Buffer`: the judge must not believe the judged, and `Buffer` returns a prompt's newest request only.
+    """
+    stored = set[str]()
+    for path in folder.glob("records-*.db"):
+        with closing(sqlite3.connect(path)) as file:
+            for (frame,) in file.execute("SELECT frame FROM records JOIN frames USING (seq)"):
+                stored |= {record.record_id for _, record in read_frames(frame) if isinstance(record, Record)}
+    return stored
+
+
+def sum_dropped(journal: Path) -> Counter[str]:
+    """Records that were not kept, by reason, over all lives of a learner: each counts from 0."""
+    total, last = Counter[str](), Counter[str]()
+    for entry in Journal(journal).read().entries:
+        if isinstance(entry, BufferEntry):
+            now = Counter(entry.dropped)
+            # A fallen count belongs to a new life: the last one of the life before is final.
+            if any(now[reason] < count for reason, count in last.items()):
+                total += last
+            last = now
+    return total + last
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

@@ -1,0 +1,1 @@
+"""Speed and memory of training against other trainers."""

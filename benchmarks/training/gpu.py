@@ -1,0 +1,171 @@
+"""`python -m benchmarks.training --gpu`: the steps that `redraft plan` counts, run on a GPU, beside the estimate.
+
+plan (`count.make_plan`) ─► counted FLOPs and estimate
+                        └─► run with random weights ─► tokens/s, share of the FLOP/s, peak memory
+
+The file is written after every family, so that a family that ends the process takes no result with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redraft.eval.machine import environment
+from redraft.heads.files.artifact import write_whole
+from redraft.recipes.plan.count import Config as Counting
+from redraft.recipes.plan.count import FamilyName, make_plan, on_device
+from redraft.recipes.plan.roofs import DEVICES, Device
+from redraft.recipes.plan.step import Plan, count_model_flops, count_step, time_step
+
+FAMILIES: tuple[FamilyName, ...] = ("standalone", "eagle3", "medusa", "mtp", "dflash")
+
+TO_FIT: dict[FamilyName, dict[str, Any]] = {
+    "standalone": {"gradient_checkpointing": True, "batch_size": 4},
+    "dflash": {"gradient_checkpointing": True},
+}
+"""Flags with which the default step fits 80 GB. Those that the user gives go before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuResult:
+    """One family's step on one device."""
+
+    family: str
+    target: str
+    """The name of its sizes."""
+    tokens: int
+    """Tokens of a step."""
+    tokens_per_s: float
+    flops_per_s: float
+    """Counted FLOPs of the step over the time; nothing that is computed a second time counts."""
+    mfu: float | None
+    """`flops_per_s` as a share of the data sheet's; None for a device that is not in `roofs`."""
+    peak_gb: float | None
+    estimated_tokens_per_s: float | None
+    estimated_peak_gb: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A family that did not run."""
+
+    family: str
+    target: str
+    reason: str
+
+
+def main(cfg: Counting, *, rounds: int, output: Path) -> None:
+    """Measure every family, print and write.
+
+    Raises:
+        ValueError: there is no GPU, or no family ran.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("there is no GPU to measure on; `redraft plan` estimates the same steps without one")
+    device = torch.device("cuda", torch.cuda.current_device())
+    print("  ".join(f"{name} {value}" for name, value in environment().items()), flush=True)
+    measure_all(cfg, FAMILIES, device, torch.cuda.get_device_name(device), rounds=rounds, output=output)
+
+
+def measure_all(
+    cfg: Counting, families: Sequence[FamilyName], device: torch.device, name: str, *, rounds: int, output: Path
+) -> None:
+    """Measure the families on the device that its driver calls `name`; print and write each as it is done.
+
+    Raises:
+        ValueError: no family ran.
+    """
+    results: list[GpuResult] = []
+    left_out: list[LeftOut] = []
+    for result in measure(cfg, families, device, find_device(name), rounds):
+        print(describe(result), flush=True)
+        if isinstance(result, GpuResult):
+            results.append(result)
+        else:
+            left_out.append(result)
+        report = {
+            "environment": environment(),
+            "device": name,
+            "results": [asdict(one) for one in results],
+            "left_out": [asdict(one) for one in left_out],
+        }
+        write_whole(output, json.dumps(report, indent=2) + "\n")
+    print(f"written to {output}")
+    if not results:
+        raise ValueError("no family ran: the reasons are above")
+
+
+def find_device(name: str) -> Device | None:
+    """The data sheet of a GPU by the name that its driver gives."""
+    return next((device for device in DEVICES if device.name in name), None)
+
+
+def measure(
+    cfg: Counting, families: Sequence[FamilyName], device: torch.device, sheet: Device | None, rounds: int
+) -> Iterator[GpuResult | LeftOut]:
+    """The result of each family, or the reason why it did not run: the others go on."""
+    for family in families:
+        own = choose_sizes(cfg, family)
+        try:
+            yield measure_plan(own, make_plan(own), device, sheet, rounds)
+        # All of them: a compiler of kernels has a type of exception for every stage.
+        except Exception as error:
+            yield LeftOut(family=family, target=own.target_name, reason=explain(error))
+        # Modules in reference cycles keep device memory until they are collected. The next family needs it.
+        gc.collect()
+
+
+def choose_sizes(cfg: Counting, family: FamilyName) -> Counting:
+    """The flags of a family's step. Its defaults are for more memory than one GPU has."""
+    missing = {name: value for name, value in TO_FIT.get(family, {}).items() if not getattr(cfg, name)}
+    return replace(cfg, family=family, **missing)
+
+
+def explain(error: Exception) -> str:
+    """The reason in one line."""
+    first = next(iter(str(error).splitlines()), "")
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return f"it does not fit ({first})"
+    # Other exceptions are not written for users, and their type says more than the text.
+    return first if isinstance(error, ValueError) else f"{type(error).__name__}: {first}"
+
+
+def measure_plan(cfg: Counting, plan: Plan, device: torch.device, sheet: Device | None, rounds: int) -> GpuResult:
+    """Count, estimate and run one step."""
+    counted = count_step(plan)
+    flops = count_model_flops(plan, counted)
+    timed = time_step(plan, device, rounds=rounds)
+    estimate = on_device(cfg, plan, counted, None, flops, sheet) if sheet else None
+    return GpuResult(
+        family=plan.family,
+        target=cfg.target_name,
+        tokens=plan.tokens,
+        tokens_per_s=plan.tokens / timed.seconds,
+        flops_per_s=flops / timed.seconds,
+        mfu=flops / timed.seconds / sheet.flops_per_s if sheet else None,
+        peak_gb=None if timed.peak_bytes is None else timed.peak_bytes / 1e9,
+        estimated_tokens_per_s=estimate.tokens_per_s if estimate else None,
+        estimated_peak_gb=estimate.memory_bytes / 1e9 if estimate else None,
+    )
+
+
+def describe(result: GpuResult | LeftOut) -> str:
+    """One line."""
+    name = f"{result.family:<12} {result.target:<14}"
+    if isinstance(result, LeftOut):
+        return f"{name} left out: {result.reason}"
+    parts = [f"{result.tokens_per_s:,.0f} tokens/s", f"{result.flops_per_s / 1e12:,.1f} TFLOP/s"]
+    if result.mfu is not None:
+        parts.append(f"MFU {result.mfu:.0%}")
+    if result.peak_gb is not None:
+        parts.append(f"peak {result.peak_gb:,.1f} GB")
+    if result.estimated_tokens_per_s is not None:
+        parts.append(f"counted: {result.estimated_tokens_per_s:,.0f} tokens/s, peak {result.estimated_peak_gb:,.1f} GB")
+    return f"{name} {', '.join(parts)}"

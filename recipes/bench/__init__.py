@@ -1,1 +1,0 @@
-"""redraft's own regression benchmarks."""

@@ -1,0 +1,1 @@
+"""The cost of a training, counted without a GPU."""

@@ -1,0 +1,500 @@
+"""Count the work and the memory of a training step, and the price of a training on GPUs, without a GPU.
+
+$ redraft plan --target llama-3.1-8b --family eagle3
+$ redraft plan --target llama-3.3-70b --features served --devices 8 --tokens 1e9     # hours on 8 GPUs
+
+One real step runs at the target's real sizes on tensors without memory, and every operation is counted. Times are
+estimates: each operation takes the longest of computing, moving bytes and being launched, at stated shares of a
+device's best. Data, evaluations and checkpoints take none. Peak memory is that of all tensors, weights included.
+
+sizes of target and draft ─► step.py ─► work and memory, counted ─► roofs.py ─► time, by a GPU's data sheet
+--devices, --features, --sharding ─► plan_run ─► tokens/s of all devices, hours
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from redraft.distill.count_command import NUM_STEPS
+from redraft.distill.fit import standalone_config
+from redraft.distill.signal.sharded import size_weights
+from redraft.eval.engine.target_dtype import TargetDtype
+from redraft.heads.catalog import find_family
+from redraft.heads.families.standalone import Init
+from redraft.recipes.cli import COMMANDS, run_recipe
+from redraft.recipes.plan.counted import ACTIVATIONS, Operation
+from redraft.recipes.plan.roofs import (
+    DEVICES,
+    HOST_BYTES_PER_S,
+    KINDS,
+    Device,
+    Shares,
+    Work,
+    add_up,
+    all_gather_s,
+    all_reduce_s,
+    parts_of,
+)
+from redraft.recipes.plan.sizes import find_sizes
+from redraft.recipes.plan.step import (
+    DRAFT_WEIGHTS,
+    GRADIENTS,
+    LOSS,
+    SIGNAL,
+    STATE,
+    TARGET_WEIGHTS,
+    Counted,
+    Features,
+    Plan,
+    count_model_flops,
+    count_step,
+    count_target,
+)
+
+SERVED_SHARE = 0.8
+"""Share of a server's memory for the target's weights; the rest holds keys, values and activations."""
+
+FamilyName = Literal["standalone", "eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mtp", "mlp_speculator"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sizes and settings of a training."""
+
+    target: str | None = None
+    """Sizes of the target: a folder, a config.json, a hub name, or one of llama-3.2-1b, llama-3.2-3b, llama-3.1-8b,
+    llama-3.3-70b, qwen3-0.6b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, mimo-7b. By default llama-3.1-8b, but mimo-7b for
+    MTP, because no Llama has a place for such a layer."""
+    family: FamilyName = "eagle3"
+    """Draft to train. Options, divergence and batch are the defaults of the command, unless given here."""
+    draft: str = "llama-3.2-3b"
+    """Sizes of a standalone draft, named as --target; or the flags of --draft of `redraft distill` as JSON, e.g.
+    '{"layers": [0, 6]}' for two of the target's layers."""
+    head: str = "{}"
+    """Options of a head that are not the command's defaults, as JSON, e.g. '{"num_layers": 3}'."""
+    divergence: str = "{}"
+    """Options of the loss that are not the command's defaults, as JSON, e.g. '{"name": "forward_kl"}'."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Optimizer of the draft (--optim.name)."""
+    target_dtype: TargetDtype = "bfloat16"
+    """Type of the target's weights and states."""
+    features: Features = "in-process"
+    """Place of the target: `in-process` (--signal.kind model), `served` on other GPUs (endpoint), or `cached` on disk
+    before training (cache). The time in which vLLM and the network send the target's signal is not counted."""
+    batch_size: int | None = None
+    """Rows of a step on each device; by default those of the family's command."""
+    sequence_length: int | None = None
+    """Tokens of a row; by default those of the family's command."""
+    exact: bool = False
+    """For a standalone draft with --features served or cached: hidden states, which give the exact distribution,
+    instead of the top k (--signal.exact)."""
+    documents: int = 2
+    """Conversations packed into each row. Attention stays within each."""
+    num_steps: int | None = None
+    """Draft steps trained at once: steps, heads, stages, or slots of a block."""
+    draft_vocab_size: int | None = None
+    """Size of the draft's vocabulary, for families that reduce it; 0 keeps the target's."""
+    precision: Literal["bf16", "no"] = "bf16"
+    """Mixed precision of training. The draft's weights are in float32 either way."""
+    gradient_checkpointing: bool = False
+    """Recompute the activations: of a standalone draft, P-EAGLE, DFlash and DSpark layer by layer, of EAGLE and MTP
+    draft step by draft step (--head.recompute)."""
+    compile: bool = False
+    """Count the step with compiled layers (--loop.compile): a run of operations on the same elements moves only its
+    inputs and outputs. Less is merged than a compiler merges. Memory is counted as without. With --gpu, run it so."""
+    devices: int = 1
+    """GPUs of the whole training."""
+    sharding: Literal["none", "zero2", "fsdp2"] = "none"
+    """Shared out over the devices: zero2 the optimizer's state and the gradients, fsdp2 the weights too."""
+    shard_target: bool = False
+    """Share the layers of a target in this process out too (--signal.shard). Each step then gathers all of them."""
+    tokens: float | None = None
+    """Tokens to train on in all, e.g. 1e9: tells the hours."""
+    shares: Shares = field(default_factory=Shares)
+    json: bool = False
+    """Print JSON instead of tables: `flops` and `bytes` per token, `memory_bytes`, and by device `tokens_per_s`, `mfu`
+    and `fits`."""
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise ValueError(f"--devices is {self.devices}: a training takes at least 1")
+        if self.tokens is not None and not self.tokens > 0:
+            raise ValueError(f"--tokens is {self.tokens:g}: give the tokens to train on, e.g. 1e9")
+        if self.sharding != "none" and self.devices == 1:
+            raise ValueError(f"--sharding {self.sharding} takes several devices: set --devices")
+        if self.exact and (self.features == "in-process" or find_family(self.family).is_head):
+            raise ValueError("--exact is for a standalone draft with --features served or cached: the others are exact")
+        if self.shard_target and (self.devices == 1 or self.features != "in-process"):
+            raise ValueError("--shard-target takes several devices and --features in-process")
+
+    @property
+    def target_name(self) -> str:
+        """--target, or the family's default."""
+        return self.target or ("mimo-7b" if self.family == "mtp" else "llama-3.1-8b")
+
+
+def make_plan(cfg: Config) -> Plan:
+    """The sizes of the step: those of the family's command, changed by the flags.
+
+    Raises:
+        ValueError: there is no such model, or a flag does not fit the family.
+    """
+    recipe = find_recipe(cfg.family)
+    target = find_sizes(cfg.target_name)
+    vocabulary = getattr(recipe, "draft_vocab_size", 0) if cfg.draft_vocab_size is None else cfg.draft_vocab_size
+    if vocabulary and not hasattr(recipe, "draft_vocab_size"):
+        raise ValueError(f"--draft-vocab-size does not fit {cfg.family}: it has the target's vocabulary")
+    return Plan(
+        family=cfg.family,
+        target=target,
+        head=_choose_head(cfg, recipe.head) if find_family(cfg.family).is_head else _find_draft(cfg, target),
+        # The default of 32,000 may exceed a small target's vocabulary.
+        draft_vocab_size=min(vocabulary, target.vocab_size),
+        divergence=_read(partial(replace, recipe.divergence), cfg.divergence, "--divergence"),
+        optimizer=cfg.optimizer,
+        max_grad_norm=recipe.optim.max_grad_norm,
+        features=cfg.features,
+        top_k=recipe.signal.k,
+        batch_size=cfg.batch_size or recipe.loop.batch_size,
+        sequence_length=cfg.sequence_length or recipe.loop.sequence_length,
+        documents=cfg.documents,
+        dtype=getattr(torch, cfg.target_dtype),
+        autocast=cfg.precision == "bf16",
+        keeps_gradients=cfg.devices > 1,
+        gradient_checkpointing=cfg.gradient_checkpointing,
+        exact=cfg.exact,
+        compiled=cfg.compile,
+    )
+
+
+def _read(make: Callable[..., Any], options: str, flag: str) -> Any:
+    """`make` with the options of a JSON object. Raises ValueError, with the flag, for any other text or option."""
+    try:
+        # JSON knows no tuples.
+        return make(**{key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(options).items()})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{flag} {options} is not a JSON object of its options: {error}") from error
+
+
+def _choose_head(cfg: Config, usual: Any) -> Any:
+    """The options of a head: the command's, changed by the flags."""
+    head = _read(partial(replace, usual), cfg.head, "--head")
+    if cfg.num_steps is not None:
+        head = replace(head, **{NUM_STEPS.get(cfg.family, "num_steps"): cfg.num_steps})
+    if not cfg.gradient_checkpointing:
+        return head
+    if not hasattr(head, "recompute"):
+        raise ValueError(f"--gradient-checkpointing does not fit {cfg.family}: its activations are kept")
+    return replace(head, recompute=True)
+
+
+def _find_draft(cfg: Config, target: Any) -> Any:
+    """The text config of a standalone draft, by name or by JSON."""
+    if cfg.num_steps is not None:
+        raise ValueError("--num-steps does not fit a standalone draft: it learns one step, for any number of tokens")
+    by_json = cfg.draft.startswith("{")
+    draft = standalone_config(_read(Init, cfg.draft, "--draft"), target) if by_json else find_sizes(cfg.draft)
+    draft.vocab_size = target.vocab_size  # as the command pads or transplants it
+    return draft
+
+
+def find_recipe(family: str) -> Any:
+    """The defaults of the command that trains a family."""
+    name = family.replace("_", "-") if find_family(family).is_head else "distill"
+    return importlib.import_module(COMMANDS[name].module).Config()
+
+
+# --------------------------------------------------------------------------------------------------------------- result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """All devices at work."""
+
+    tokens_per_s: float
+    targets: int
+    """Devices that serve the target; in a cached run they serve first, and train then."""
+    trainers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDevice:
+    """The time and memory of a step on one kind of device."""
+
+    step_s: float
+    tokens_per_s: float
+    """Speed of one device that trains."""
+    mfu: float
+    """Counted FLOPs over the time and the device's best, the target's pass included if it is in the step, and nothing
+    that is computed a second time."""
+    memory_bytes: float
+    """Peak of one device that trains, after sharding."""
+    fits: bool
+    run: Run | None
+    """The whole training; None if the step does not fit, or the devices are too few."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Everything that is printed."""
+
+    plan: Plan
+    step: Counted
+    served: Counted | None
+    """The target's pass elsewhere."""
+    on: dict[str, OnDevice]
+
+
+def count(cfg: Config) -> Result:
+    """Count the step, and derive time and memory on every kind of device."""
+    plan = make_plan(cfg)
+    step = count_step(plan)
+    served = None if plan.features == "in-process" else count_target(plan)
+    flops = count_model_flops(plan, step)
+    return Result(
+        plan=plan, step=step, served=served, on={d.name: on_device(cfg, plan, step, served, flops, d) for d in DEVICES}
+    )
+
+
+def share_out(memory: Mapping[str, int], sharding: str, num_devices: int) -> dict[str, float]:
+    """Bytes by holder on one of several devices that train. Of sharded weights, the copy gathered for a step is among
+    the activations already: it is autocast's."""
+    shared = {"none": (), "zero2": (STATE, GRADIENTS), "fsdp2": (STATE, GRADIENTS, DRAFT_WEIGHTS)}[sharding]
+    return {holder: b / num_devices if holder in shared else b for holder, b in memory.items()}
+
+
+def on_device(
+    cfg: Config, plan: Plan, step: Counted, served: Counted | None, model_flops: int, device: Device
+) -> OnDevice:
+    total = add_up(step.operations, cfg.shares, step.operations)
+    # The next batch's signal is copied during the step. Nothing else overlaps: the all-reduce comes after the work.
+    step_s = max(total.seconds[device.name], step.signal_bytes / HOST_BYTES_PER_S)
+    step_s += all_reduce_s(step.gradient_bytes, cfg.devices, device)
+    memory = step.memory
+    if cfg.shard_target:
+        sizes = size_weights(plan.target, plan.dtype)
+        step_s += all_gather_s(sum(sizes.layers), cfg.devices, device)
+        elsewhere = sizes.whole - sizes.share(cfg.devices)
+        memory = Counter({**memory, TARGET_WEIGHTS: memory[TARGET_WEIGHTS] - elsewhere})
+    run = plan_run(cfg, plan, served, plan.tokens / step_s, device)
+    # Sharded over the trainers: the devices of the target hold no draft.
+    memory_bytes = sum(share_out(memory, cfg.sharding, run.trainers if run else cfg.devices).values())
+    fits = memory_bytes <= device.memory_bytes
+    return OnDevice(
+        step_s=step_s,
+        tokens_per_s=plan.tokens / step_s,
+        mfu=model_flops / step_s / device.flops_per_s,
+        memory_bytes=memory_bytes,
+        fits=fits,
+        run=run if fits else None,
+    )
+
+
+def plan_run(cfg: Config, plan: Plan, served: Counted | None, rate: float, device: Device) -> Run | None:
+    """The fastest use of the devices, of which each trains `rate` tokens/s; None if they are too few.
+
+    A target is served by 1, 2, 4, ... devices, or by several such groups.
+    """
+    if served is None:
+        return Run(tokens_per_s=cfg.devices * rate, targets=0, trainers=cfg.devices)
+    # E.g. 141 GB of weights on devices of 80 GB: 141 / 64 = 2.2, so 4 devices.
+    group = 2 ** max(0, math.ceil(math.log2(served.memory[TARGET_WEIGHTS] / (SERVED_SHARE * device.memory_bytes))))
+    # Of one device. A group is taken to be as fast as all of the devices in it together.
+    target_rate = plan.tokens / add_up(served.operations, cfg.shares, served.operations).seconds[device.name]
+    targets = range(group, cfg.devices + 1, group)
+    if plan.features == "cached" and targets:
+        # First all write the cache, then all train: the times per token add up.
+        both = 1 / (1 / (targets[-1] * target_rate) + 1 / (cfg.devices * rate))
+        return Run(tokens_per_s=both, targets=targets[-1], trainers=cfg.devices)
+    # At the same time: the slower side sets the pace. Of equal paces, the one with fewer servers is taken.
+    splits = [(min(n * target_rate, (cfg.devices - n) * rate), n) for n in targets if n < cfg.devices]
+    if not splits:
+        return None
+    best, served_by = max(splits, key=lambda split: (split[0], -split[1]))
+    return Run(tokens_per_s=best, targets=served_by, trainers=cfg.devices - served_by)
+
+
+# ------------------------------------------------------------------------------------------------------------- printing
+
+FORMS = {"kernel": "Triton's kernels (a GPU's default)", "plain": "PyTorch's operations (--divergence.form plain)"}
+
+
+def main(cfg: Config) -> None:
+    """Count and print."""
+    result = count(cfg)
+    print(json.dumps(as_json(cfg, result), indent=2) if cfg.json else "\n".join(as_text(cfg, result)))
+
+
+def count_forms(cfg: Config, result: Result) -> dict[str, Work]:
+    """The divergence's work by form: the kernels, which `result` has on a GPU, and PyTorch's operations."""
+    plan = replace(result.plan, divergence=replace(result.plan.divergence, form="plain"))
+    forms = {"kernel": result.step.operations, "plain": count_step(plan).operations}
+    return {
+        form: add_up(operations, cfg.shares, [work for work in operations if work.part == LOSS])
+        for form, operations in forms.items()
+    }
+
+
+def as_json(cfg: Config, result: Result) -> dict[str, Any]:
+    """The numbers, per token of one device."""
+    total = add_up(result.step.operations, cfg.shares, result.step.operations)
+    told = {
+        "target": cfg.target_name,
+        "family": cfg.family,
+        "features": cfg.features,
+        "tokens_per_step": result.plan.tokens,
+        "flops": total.flops / result.plan.tokens,
+        "bytes": total.num_bytes / result.plan.tokens,
+        "memory_bytes": result.step.memory.total(),
+        "memory": dict(result.step.memory),
+        "sharded_memory_bytes": {name: round(on.memory_bytes) for name, on in result.on.items()},
+        "tokens_per_s": {name: on.tokens_per_s for name, on in result.on.items()},
+        "mfu": {name: on.mfu for name, on in result.on.items()},
+        "fits": {name: on.fits for name, on in result.on.items()},
+    }
+    told["divergence"] = {
+        form: {"bytes": work.num_bytes / result.plan.tokens, "calls": work.calls, "seconds": work.seconds}
+        for form, work in count_forms(cfg, result).items()
+    }
+    runs = {name: on.run for name, on in result.on.items() if on.run}
+    if cfg.tokens is not None:
+        told["hours"] = {name: cfg.tokens / run.tokens_per_s / 3600 for name, run in runs.items()}
+    return told
+
+
+def as_text(cfg: Config, result: Result) -> Iterator[str]:
+    """The tables for a terminal."""
+    plan = result.plan
+    yield (
+        f"{find_family(cfg.family).title} for {cfg.target_name}, target {cfg.features}: a step of {plan.batch_size} x "
+        f"{plan.sequence_length} tokens on one device, {plan.documents} conversations a row, "
+        f"{cfg.precision if plan.autocast else 'float32'}"
+    )
+    yield "counted, not measured; times are estimates, at " + ", ".join(
+        f"{share:.0%} of {best}"
+        for best, share in (
+            ("a data sheet's FLOP/s in matrix products", cfg.shares.product),
+            ("them in attention", cfg.shares.attention),
+            ("the memory's bandwidth", cfg.shares.bandwidth),
+        )
+    )
+    yield ""
+    yield from work_table(cfg, result)
+    yield ""
+    for form, work in count_forms(cfg, result).items():
+        moved = f"{work.num_bytes / plan.tokens / 1e6:,.2f} MB/token, {work.calls:,} calls"
+        times = ", ".join(f"{d.name} {1000 * work.seconds[d.name]:,.0f} ms" for d in DEVICES)
+        yield f"divergence, {FORMS[form]}: {moved}; {times}"
+    yield ""
+    yield from memory_table(result)
+    yield ""
+    yield from device_table(cfg, result)
+    yield from advice(cfg, result)
+
+
+def work_table(cfg: Config, result: Result) -> Iterator[str]:
+    """A row for each part of the step, and for each kind of operation."""
+    operations, tokens = result.step.operations, result.plan.tokens
+    yield f"{'':<20}{'GFLOP/token':>12}{'MB/token':>10}{'calls':>9}" + "".join(
+        f"{d.name + ', ms':>10}" for d in DEVICES
+    )
+
+    def row(name: str, chosen: list[Operation]) -> str:
+        work = add_up(operations, cfg.shares, chosen)
+        times = "".join(f"{1000 * work.seconds[d.name]:>10,.0f}" for d in DEVICES)
+        moved = f"{work.num_bytes / tokens / 1e6:>10,.2f}{work.calls:>9,}"
+        return f"{name:<20}{work.flops / tokens / 1e9:>12,.2f}{moved}{times}"
+
+    for part in parts_of(operations):
+        yield row(part, [work for work in operations if work.part == part])
+    yield row("all", list(operations))
+    for kind, title in KINDS.items():
+        yield row(f"  {title}", [work for work in operations if work.kind == kind])
+    if result.step.signal_bytes:
+        copied = 1000 * result.step.signal_bytes / HOST_BYTES_PER_S
+        per_token = result.step.signal_bytes / tokens / 1e6
+        yield f"{'signal, meanwhile':<22}{'':>10}{per_token:>10,.3f}{'':>9}" + f"{copied:>10,.0f}" * len(DEVICES)
+
+
+def memory_table(result: Result) -> Iterator[str]:
+    """Memory of one device that trains, at the worst moment, before sharding."""
+    for holder, num in result.step.memory.most_common():
+        if num >= 5e6:
+            yield f"{holder:<24}{num / 1e9:>8,.2f} GB"
+    yield f"{'memory at its peak':<24}{result.step.memory.total() / 1e9:>8,.2f} GB"
+
+
+def device_table(cfg: Config, result: Result) -> Iterator[str]:
+    """A row for each kind of device."""
+    for d in DEVICES:
+        on = result.on[d.name]
+        room = f"{'fits' if on.fits else 'does not fit'}: {on.memory_bytes / 1e9:,.1f} of {d.memory_bytes / 1e9:.0f} GB"
+        line = f"{d.name}: {on.tokens_per_s:>9,.0f} tokens/s a device, MFU {on.mfu:.0%}, {room}"
+        if on.run and (cfg.devices > 1 or cfg.tokens):
+            line += f"; {_describe_run(cfg, on.run)}"
+        elif on.fits and on.run is None:
+            few = "one device is" if cfg.devices == 1 else f"{cfg.devices} devices are"
+            line += f"; {few} too few to serve the target and to train"
+        yield line
+
+
+def _describe_run(cfg: Config, run: Run) -> str:
+    use = {
+        "in-process": f"{run.trainers} train",
+        "served": f"{run.targets} serve the target and {run.trainers} train",
+        "cached": f"{run.targets} write the cache, then {run.trainers} train",
+    }[cfg.features]
+    hours = f", {cfg.tokens / run.tokens_per_s / 3600:,.1f} hours for {cfg.tokens:,.0f} tokens" if cfg.tokens else ""
+    return f"{use}: {run.tokens_per_s:,.0f} tokens/s{hours}"
+
+
+def advice(cfg: Config, result: Result) -> Iterator[str]:
+    """The target elsewhere, the size of a cache, and the flags to change if the step does not fit."""
+    if result.served is not None:
+        work = add_up(result.served.operations, cfg.shares, result.served.operations)
+        rates = ", ".join(f"{result.plan.tokens / work.seconds[d.name]:,.0f} on {d.name}" for d in DEVICES)
+        yield (
+            f"the target elsewhere: {result.served.memory[TARGET_WEIGHTS] / 1e9:,.0f} GB, "
+            f"{work.flops / result.plan.tokens / 1e9:,.2f} GFLOP/token, tokens/s a device: {rates}"
+        )
+    if cfg.features == "cached":
+        per_token = result.step.signal_bytes / result.plan.tokens
+        whole = f", {per_token * cfg.tokens / 1e12:,.1f} TB for {cfg.tokens:,.0f} tokens" if cfg.tokens else ""
+        yield f"the cache takes {per_token / 1e3:,.1f} kB a token{whole}"
+    for d in DEVICES:
+        if not result.on[d.name].fits:
+            yield f"to fit {d.name}: {', or '.join(ways_to_fit(cfg, result, d))}"
+
+
+def ways_to_fit(cfg: Config, result: Result, device: Device) -> Iterator[str]:
+    """Flags with which a step would take less memory."""
+    # Activations and the signal grow with the rows of a batch. The rest is there for any batch.
+    by_row = result.step.memory[ACTIVATIONS] + result.step.memory[SIGNAL]
+    fixed = result.on[device.name].memory_bytes - by_row
+    rows = int((device.memory_bytes - fixed) / by_row * result.plan.batch_size)
+    if rows >= 1:
+        yield f"--batch-size {rows} (with accumulation)"
+    if cfg.features == "in-process":
+        yield "--features served or cached"
+        if cfg.devices > 1 and not cfg.shard_target:
+            yield "--shard-target"
+    can_recompute = hasattr(result.plan.head, "recompute") or not find_family(cfg.family).is_head
+    if can_recompute and not cfg.gradient_checkpointing:
+        yield "--gradient-checkpointing"
+    if cfg.devices > 1 and cfg.sharding != "fsdp2":
+        yield "--sharding fsdp2"
+    elif rows < 1:
+        yield "several --devices with --sharding fsdp2" if cfg.devices == 1 else "more --devices"
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

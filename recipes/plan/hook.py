@@ -1,0 +1,189 @@
+"""The work and the memory of capture's hook, counted by the real hook on a step of the size of a fleet.
+
+Bytes in the queue are those of the tensors that a step leaves there. The hook's work on a GPU is a trace without
+memory; the Triton kernels, which a trace cannot see into, read and write each of their tensors once. Times are roofs,
+not measurements.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from redraft.online.engine import one_pass
+from redraft.online.engine.capture import Capture
+from redraft.online.engine.config import CaptureConfig
+from redraft.online.engine.feed import Batch, Feed
+from redraft.online.engine.request_log import RequestInfo
+from redraft.online.engine.steps import EngineStep
+from redraft.online.records.record import Sampling
+from redraft.recipes.plan.counted import Count, Operation, size_bytes
+from redraft.recipes.plan.roofs import DEVICES, Shares, add_up
+
+STATES = {"standalone": 0, "eagle1, mtp": 1, "eagle3, peagle": 3, "dflash, dspark": 5}
+"""Hidden states of each token that the hook copies, by families. Block drafters usually read five layers."""
+
+TARGET_WEIGHTS = 8e9
+"""Weights of an 8B target, in bfloat16. A step reads them once, and multiplies each with every row."""
+
+SCANNED, COPIED, DRAFTED = "top-k and log-sum-exp", "hidden states", "draft probabilities"
+
+
+def count_step(*, num_requests: int, num_drafts: int, vocab_size: int) -> dict[str, Any]:
+    """Bytes of one step's tensors in the queue, all requests recorded, with bfloat16 logits.
+
+    `bytes_per_step` is what a GPU's hook leaves, `bytes_by_reference` what the CPU's does.
+    """
+    logits_RV = torch.zeros(num_requests * (num_drafts + 1), vocab_size, dtype=torch.bfloat16)
+    with _open_capture() as capture:
+        sizes = [
+            _make_step(Feed(capture, max_model_len=4096, reduces=reduces), num_requests, num_drafts, logits_RV)
+            for reduces in (True, False)
+        ]
+    return {"bytes_per_step": sizes[0].num_bytes, "bytes_by_reference": sizes[1].num_bytes}
+
+
+def count_work(
+    families: Sequence[str] = tuple(STATES),
+    requests: Sequence[int] = (1, 32, 256),
+    vocabularies: Sequence[int] = (32_000, 128_256, 151_936),
+    *,
+    num_drafts: int = 3,
+    hidden_size: int = 4096,
+) -> Iterator[dict[str, Any]]:
+    """A row for each case: bytes queued, bytes moved on a GPU, kernels, their time by device, in milliseconds, and the
+    share of a step of an 8B target, attention not counted.
+
+    Launches count as if the GPU waited for each: with CUDA graphs or steps scheduled ahead it does not.
+    """
+    num_rows = num_drafts + 1
+    for name, num_requests, vocab_size in itertools.product(families, requests, vocabularies):
+        step, operations = _trace(STATES[name], num_requests, num_drafts, vocab_size, hidden_size)
+        work = add_up(operations, Shares(), operations)
+        parts = {part: sum(o.num_bytes * n for o, n in operations.items() if o.part == part) for part in PARTS}
+        target = Operation("target", "product", *(int(n * TARGET_WEIGHTS) for n in (2 * num_requests * num_rows, 2)))
+        floors_ms = {d.name: 1e3 * Shares().seconds(target, d) for d in DEVICES}
+        times_ms = {d.name: 1e3 * work.seconds[d.name] for d in DEVICES}
+        yield {
+            "families": name,
+            "requests": num_requests,
+            "vocab_size": vocab_size,
+            "bytes_queued": step.num_bytes,
+            "bytes_moved": work.num_bytes,
+            "bytes_by_part": parts,
+            "kernels": work.calls,
+            "ms": times_ms,
+            "share_of_step": {name: times_ms[name] / floors_ms[name] for name in times_ms},
+        }
+
+
+PARTS = (SCANNED, COPIED, DRAFTED)
+
+
+def format_work(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The rows as a table for a terminal."""
+    yield (
+        f"{'hook, by roofs':<15}{'requests':>9}{'vocabulary':>11}{'queued, MB':>11}{'moved, MB':>10}{'kernels':>8}"
+        + "".join(f"{d.name + ', ms':>10}{'of a step':>10}" for d in DEVICES)
+    )
+    for row in rows:
+        times = "".join(f"{row['ms'][d.name]:>10.3f}{row['share_of_step'][d.name]:>10.1%}" for d in DEVICES)
+        sizes = f"{row['bytes_queued'] / 1e6:>11.2f}{row['bytes_moved'] / 1e6:>10.1f}{row['kernels']:>8}"
+        yield f"{row['families']:<15}{row['requests']:>9}{row['vocab_size']:>11,}{sizes}{times}"
+
+
+def _trace(
+    num_states: int, num_requests: int, num_drafts: int, vocab_size: int, hidden_size: int
+) -> tuple[EngineStep, Counter[Operation]]:
+    """The step that the hook of a GPU leaves, and its operations. Drafts are sampled: greedy ones need less."""
+    rows = num_requests * (num_drafts + 1)
+    with Count(weightless=True) as count, _open_capture() as capture:
+        logits_RV = torch.empty(rows, vocab_size, dtype=torch.bfloat16)
+        streams = [torch.empty(rows, hidden_size, dtype=torch.bfloat16) for _ in range(num_states)]
+        draft_logits = torch.empty(num_requests, num_drafts, vocab_size, dtype=torch.bfloat16)
+        feed = Feed(capture, max_model_len=4096, reduces=True)
+        count.begin(SCANNED)
+        with mock.patch.object(one_pass, "find_kernels", return_value=_CountedKernels(count)):
+            step = _make_step(feed, num_requests, num_drafts, logits_RV)
+            count.begin(COPIED)
+            if streams:
+                feed.unread = step
+                feed.put_states(streams)
+                (step,) = capture.queue.take()
+            count.begin("")
+            slots_N = torch.arange(num_requests).repeat_interleave(num_drafts)
+            steps_N = torch.arange(num_drafts).repeat(num_requests)
+            ids_N, temperatures_N = torch.zeros_like(slots_N), torch.ones(len(slots_N))
+            count.begin(DRAFTED)
+            one_pass.gather_probs(draft_logits, slots_N, steps_N, ids_N, temperatures_N)
+            count.begin("")
+        assert step.num_bytes > 0  # cached while the count is open: it knows the sizes of weightless tensors
+    return step, count.operations
+
+
+class _CountedKernels:
+    """Stands in for the module of the kernels: each reads and writes the tensors that it is given, once."""
+
+    def __init__(self, count: Count) -> None:
+        self._count = count
+
+    def __getattr__(self, name: str) -> Any:
+        return _CountedKernel(self._count, name)
+
+
+class _CountedKernel:
+    def __init__(self, count: Count, name: str) -> None:
+        self._count, self._name = count, name
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self._run
+
+    def _run(self, *args: Any, **_: Any) -> None:
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        num_bytes = sum(map(size_bytes, tensors))
+        if self._name == "read_groups":
+            # Of the logits only the chosen groups, as many elements as are written.
+            logits_RV, values_RM = tensors[0], tensors[-1]
+            num_bytes += values_RM.numel() * logits_RV.element_size() - size_bytes(logits_RV)
+        self._count.operations[Operation(self._count.part, "other", 0, num_bytes)] += 1
+
+
+@contextmanager
+def _open_capture() -> Iterator[Capture]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Capture(CaptureConfig(spool=Path(folder) / "spool", hidden_states=True), "bench", "target", "start")
+
+
+def _make_step(feed: Feed, num_requests: int, num_drafts: int, logits_RV: Tensor) -> EngineStep:
+    """A step in which every request verifies `num_drafts` tokens."""
+    sampling = Sampling(temperature=0.0)
+    info = RequestInfo(request_id="r", prompt_ids=[1], sampling=sampling, max_tokens=64, stop_ids=frozenset())
+    num_rows = num_drafts + 1
+    batch = Batch(
+        infos=[info] * num_requests,
+        # Each request reads k drafts and the last sampled token: k + 1 rows of logits.
+        first_reads=[num_rows * i for i in range(num_requests + 1)],
+        num_drafts=[num_drafts] * num_requests,
+        first_rows=[num_rows * i for i in range(num_requests)],
+        first_drafts=[num_drafts * i for i in range(num_requests)],
+        starts=[2] * num_requests,
+        is_partial=[False] * num_requests,
+    )
+    step = feed.make_step(
+        batch,
+        sampled_BK=torch.zeros(num_requests, num_rows, dtype=torch.int32),
+        logits_RV=logits_RV,
+        draft_ids_S=torch.zeros(num_requests * num_drafts, dtype=torch.int32),
+        draft_probs_S=None,
+    )
+    assert step is not None
+    return step

@@ -1,0 +1,103 @@
+"""The time of counted operations on devices, by the best that each can compute and move: no measurement."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from redraft.recipes.plan.counted import Kind, Operation
+
+LAUNCH_S = 5e-6
+"""Least time of an operation: in eager PyTorch the host launches about 200,000 kernels a second."""
+
+HOST_BYTES_PER_S = 20e9
+"""Copies from the host to a device, over PCIe 5 x16 (63 GB/s at best), and into the pinned memory before."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, by the data sheet. Sparsity is not used."""
+
+    name: str
+    flops_per_s: float
+    """Matrix products in bfloat16."""
+    bytes_per_s: float
+    memory_bytes: float
+    """The advertised gigabytes as 10^9. The chips have 2^30: the rest is left to CUDA, NCCL and fragmentation."""
+    link_bytes_per_s: float
+    """NVLink, one direction."""
+
+
+DEVICES = (
+    # NVIDIA H100 SXM5 data sheet
+    Device("H100", 989.4e12, 3.35e12, 80e9, 450e9),
+    # NVIDIA H200 SXM data sheet
+    Device("H200", 989.4e12, 4.8e12, 141e9, 450e9),
+    # NVIDIA DGX B200 data sheet, an eighth of the system
+    Device("B200", 2250e12, 8e12, 180e9, 900e9),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """The part of a device's best that operations reach."""
+
+    product: float = 0.65
+    """Share of the FLOP/s in large matrix products."""
+    attention: float = 0.4
+    """Share of the FLOP/s in fused attention kernels."""
+    bandwidth: float = 0.85
+    """Share of the memory's bandwidth in everything else."""
+
+    def __post_init__(self) -> None:
+        for name, share in vars(self).items():
+            if not 0 < share <= 1:
+                raise ValueError(f"--shares.{name} is {share}: a share lies above 0 and is at most 1")
+
+    def seconds(self, work: Operation, device: Device) -> float:
+        """The longest of computing, moving and launching."""
+        moving = work.num_bytes / (device.bytes_per_s * self.bandwidth)
+        reached = {"product": self.product, "attention": self.attention}.get(work.kind, 1.0)
+        # A view moves no byte and launches no kernel.
+        return max(work.flops / (device.flops_per_s * reached), moving, LAUNCH_S if work.num_bytes else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A sum of operations."""
+
+    flops: int = 0
+    num_bytes: int = 0
+    calls: int = 0
+    seconds: dict[str, float]
+    """By device."""
+
+
+def add_up(operations: Counter[Operation], shares: Shares, chosen: Iterable[Operation]) -> Work:
+    """The sum of the `chosen` operations, as often as each ran."""
+    kept = [(work, operations[work]) for work in chosen]
+    return Work(
+        flops=sum(work.flops * times for work, times in kept),
+        num_bytes=sum(work.num_bytes * times for work, times in kept),
+        calls=sum(times for work, times in kept if work.num_bytes),
+        seconds={d.name: sum(shares.seconds(work, d) * times for work, times in kept) for d in DEVICES},
+    )
+
+
+def parts_of(operations: Counter[Operation]) -> list[str]:
+    """The parts of the code, in the order in which they ran."""
+    return list(dict.fromkeys(work.part for work in operations))
+
+
+KINDS: dict[Kind, str] = {"product": "matrix products", "attention": "attention", "other": "everything else"}
+
+
+def all_reduce_s(num_bytes: float, num_devices: int, device: Device) -> float:
+    """Time to sum a gradient over devices on one ring of NVLink: every byte but one part of it travels twice."""
+    return 2 * all_gather_s(num_bytes, num_devices, device)
+
+
+def all_gather_s(num_bytes: float, num_devices: int, device: Device) -> float:
+    """Time for every device to receive the other devices' parts of `num_bytes`, on one ring of NVLink."""
+    return (num_devices - 1) / num_devices * num_bytes / device.link_bytes_per_s

@@ -1,0 +1,381 @@
+"""One training step of a draft at given sizes, counted: with random weights, or without any."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from redraft.distill.loss.divergences import Divergence
+from redraft.distill.signal.sources import InProcessTarget
+from redraft.distill.signal.transfer import to_device
+from redraft.distill.train.muon import Muon
+from redraft.distill.train.step import Optim, compile_layers, distill_loss, make_optimizers
+from redraft.heads.catalog import find_family
+from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget
+from redraft.heads.families.standalone import StandaloneDraft
+from redraft.heads.target import Target
+from redraft.recipes.plan.counted import META, Count, Operation, Weightless, merging
+
+Features = Literal["in-process", "served", "cached"]
+
+TARGET, DRAFT, LOSS, BACKWARD, OPTIMIZER = "target", "draft", "divergence", "backward", "optimizer"
+"""The parts of a step."""
+
+TARGET_WEIGHTS, DRAFT_WEIGHTS, STATE, GRADIENTS, SIGNAL = (
+    "target's weights",
+    "draft's weights",
+    "optimizer state",
+    "gradients",
+    "target's hidden states",
+)
+"""The holders of memory besides activations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The sizes of a step on one device."""
+
+    family: str
+    target: Any
+    """The text config of the target."""
+    head: Any
+    """The family's options; for a standalone draft, the text config of the draft."""
+    draft_vocab_size: int = 0
+    """0 for the target's whole vocabulary."""
+    divergence: Divergence
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    max_grad_norm: float = 1.0
+    features: Features = "in-process"
+    """Whether the target runs in the step, or sends hidden states (for a standalone draft, its top k)."""
+    top_k: int = 32
+    batch_size: int
+    sequence_length: int
+    documents: int = 1
+    """Conversations in each row."""
+    dtype: torch.dtype = torch.bfloat16
+    """Type of the target's weights. The draft's are in float32."""
+    autocast: bool = True
+    """Train in bfloat16."""
+    keeps_gradients: bool = False
+    """Gradients stay allocated between steps, as with several devices."""
+    gradient_checkpointing: bool = False
+    exact: bool = False
+    """A standalone draft gets hidden states from servers or a cache, as heads do, instead of the top k."""
+    compiled: bool = False
+    """The layers of draft and target are compiled (--loop.compile)."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.documents <= self.sequence_length // 2:
+            raise ValueError(f"{self.documents} documents in a row of {self.sequence_length} tokens: each needs 2")
+        if self.draft_vocab_size > self.target.vocab_size:
+            raise ValueError(f"a draft vocabulary of {self.draft_vocab_size} of the target's {self.target.vocab_size}")
+
+    @property
+    def tokens(self) -> int:
+        return self.batch_size * self.sequence_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """The work of one step, and the memory at the worst moment."""
+
+    operations: Counter[Operation]
+    memory: Counter[str]
+    """Bytes by holder."""
+    gradient_bytes: int = 0
+    signal_bytes: int = 0
+    """Bytes that reach the device from the target's servers or a cache."""
+
+
+def count_step(plan: Plan, *, weightless: bool = True, shown_on: torch.device = META) -> Counted:
+    """Run one step and count it. `shown_on` is the device whose branches the code takes: the CPU's, or, for any other,
+    an accelerator's."""
+    torch.manual_seed(0)
+    on_gpu = weightless and shown_on.type != "cpu"
+    merged = merging(layers=plan.compiled, kernels=on_gpu)
+    with _shown_on(shown_on), merged, Count(weightless=weightless) as count:
+        with _making(weightless):
+            model = _make_target(plan)
+            draft = _make_draft(plan, model)
+        batch = make_batch(plan)
+        source = _source(plan, model, draft, batch, has_weights=not weightless)
+        trained = [p for p in draft.parameters() if p.requires_grad]
+        optimizers = _make_optimizers(plan, draft)
+        count.memory.hold(TARGET_WEIGHTS, [*model.parameters(), *model.buffers()])
+        count.memory.hold(DRAFT_WEIGHTS, [*draft.parameters(), *draft.buffers()])
+        signal = None if plan.features == "in-process" else source(batch)
+        count.memory.hold(SIGNAL, _tensors(signal))
+        # The state appears in the first step of an optimizer. This moment is left out: a training has it once.
+        _make_state(optimizers, trained, count, keep=plan.keeps_gradients)
+        count.memory.restart()
+        _run(plan, draft, source, batch, signal, optimizers, count)
+        count.begin("")
+        return Counted(
+            operations=count.operations,
+            # Unary plus drops the holders of nothing.
+            memory=+count.memory.peak,
+            gradient_bytes=sum(p.numel() * p.element_size() for p in trained),
+            signal_bytes=sum(x.numel() * x.element_size() for x in _tensors(signal)),
+        )
+
+
+def count_target(plan: Plan, *, weightless: bool = True) -> Counted:
+    """The target's pass over one batch, as servers do it."""
+    with Count(weightless=weightless) as count:
+        with _making(weightless):
+            model = _make_model(plan.target, plan.dtype)
+        count.memory.hold(TARGET_WEIGHTS, [*model.parameters(), *model.buffers()])
+        count.memory.restart()
+        count.begin(TARGET)
+        InProcessTarget(model, has_weights=False)(make_batch(plan))
+        return Counted(operations=count.operations, memory=+count.memory.peak)
+
+
+def count_flops(counted: Counted) -> int:
+    """FLOPs of a step."""
+    return sum(work.flops * times for work, times in counted.operations.items())
+
+
+def count_model_flops(plan: Plan, counted: Counted) -> int:
+    """FLOPs of a step, without activations that are computed a second time: an MFU is of these (Chowdhery et al., arXiv
+    2204.02311, appendix B)."""
+    if not plan.gradient_checkpointing:
+        return count_flops(counted)
+    head = replace(plan.head, recompute=False) if find_family(plan.family).is_head else plan.head
+    return count_flops(count_step(replace(plan, head=head, gradient_checkpointing=False)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A step that was run."""
+
+    seconds: float
+    """The median."""
+    peak_bytes: int | None
+    """Most memory of the device in use, weights included; None on a CPU."""
+
+
+def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2) -> Timed:
+    """Run the step of `count_step` on a device, with random weights."""
+    torch.manual_seed(0)
+    on_gpu = device.type == "cuda"
+    model, draft = make_models(plan, device)
+    # Made on the CPU and moved: the generator of the ids is the CPU's.
+    batch = to_device(make_batch(plan), device)
+    with device:
+        source = _source(plan, model, draft, batch, has_weights=False)
+        signal = None if plan.features == "in-process" else source(batch)
+    optimizers = _make_optimizers(plan, draft)
+    if plan.compiled:
+        compile_layers(draft, source)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = []
+    for _ in range(warm_up + rounds):
+        started = time.perf_counter()
+        _run(plan, draft, source, batch, signal, optimizers, _Unmarked(), device.type)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if on_gpu:
+            torch.cuda.synchronize(device)  # kernels are still running when their launch returns
+        seconds.append(time.perf_counter() - started)
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
+    return Timed(seconds=statistics.median(seconds[warm_up:]), peak_bytes=peak)
+
+
+def make_models(plan: Plan, device: torch.device) -> tuple[Any, Any]:
+    """(target, draft) of a plan on a device, with random weights."""
+    with device:
+        model = _make_target(plan)
+        # The ids of a reduced vocabulary are made on the CPU, also here.
+        return model, _make_draft(plan, model).to(device)
+
+
+class _Unmarked:
+    """In place of a `Count`, for a step that is not counted."""
+
+    def begin(self, part: str) -> None: ...
+
+
+def _run(
+    plan: Plan,
+    draft: Any,
+    source: Any,
+    batch: Batch,
+    signal: TargetSignal | None,
+    optimizers: list[torch.optim.Optimizer],
+    count: Count | _Unmarked,
+    device_type: str = "cpu",
+) -> None:
+    """The step of `distill.train.step`, part by part. Weightless tensors are on the CPU to autocast."""
+    scale = 1 / int(batch.loss_mask_BT.sum())
+    if signal is None:
+        count.begin(TARGET)
+        signal = source(batch)
+    with torch.autocast(device_type, torch.bfloat16) if plan.autocast else nullcontext():
+        count.begin(DRAFT)
+        steps = draft.draft_steps(batch, signal)
+        count.begin(LOSS)
+        loss = distill_loss(steps, batch, signal, plan.divergence, scale).loss
+    # The graph keeps the tensors it needs of these. The signal stays, as in `Distillation.step`.
+    del steps
+    count.begin(BACKWARD)
+    torch.autograd.backward(loss)
+    count.begin(OPTIMIZER)
+    _update(optimizers, plan.max_grad_norm)
+
+
+def _update(optimizers: list[torch.optim.Optimizer], max_grad_norm: float) -> None:
+    trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    with _shown_on(torch.device("cpu")):
+        nn.utils.clip_grad_norm_(trained, max_grad_norm, foreach=True)  # the default for tensors with memory
+    _take_step(optimizers)
+
+
+def _take_step(optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        # AdamW refuses a device that it does not know. Muon asks whether the device computes in bfloat16.
+        shown_on = Weightless.shown_on if isinstance(optimizer, Muon) else torch.device("cpu")
+        with _shown_on(shown_on):
+            optimizer.step()
+
+
+def _make_optimizers(plan: Plan, draft: Any) -> list[torch.optim.Optimizer]:
+    with _shown_on(torch.device("cpu")):  # as in `_take_step`
+        return make_optimizers(draft, Optim(name=plan.optimizer))
+
+
+def _make_state(optimizers: list[torch.optim.Optimizer], trained: list[Tensor], count: Count, *, keep: bool) -> None:
+    """Bring the optimizers to the middle of a training, with a state."""
+    for p in trained:
+        p.grad = torch.zeros_like(p)
+    _take_step(optimizers)
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    count.memory.hold(STATE, [x for state in states for x in state.values()])
+    if keep:
+        count.memory.hold(GRADIENTS, [cast(Tensor, p.grad) for p in trained])
+        return
+    for p in trained:
+        p.grad = None
+        # Gradients come in the backward pass, one parameter after the other: each is booked as it arrives.
+        p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda p: count.memory.hold(GRADIENTS, [cast(Tensor, p.grad)])
+        )
+
+
+# --------------------------------------------------------------------------------------------- models, batch and signal
+
+
+@contextmanager
+def _shown_on(device: torch.device) -> Iterator[None]:
+    before, Weightless.shown_on = Weightless.shown_on, device
+    try:
+        yield
+    finally:
+        Weightless.shown_on = before
+
+
+def _making(weightless: bool) -> Any:
+    # Weights are made with device=meta: for `Count`, the sign to give them no memory.
+    return torch.device("meta") if weightless else nullcontext()
+
+
+def _make_model(config: Any, dtype: torch.dtype) -> Any:
+    if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+        # sorts rows by expert: the way of GPUs, and the only one whose sizes do not depend on the router's choices
+        config._experts_implementation = "grouped_mm"
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)
+
+
+def _make_target(plan: Plan) -> Any:
+    """The target; or embeddings and output head, all that a trainer loads of one that runs elsewhere."""
+    if plan.features == "in-process":
+        return _make_model(plan.target, plan.dtype)
+    return _Borrowed(plan.target, plan.dtype)
+
+
+class _Borrowed(nn.Module):
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+        if config.tie_word_embeddings:
+            self.head.weight = self.embed.weight
+        self.requires_grad_(False)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def _make_draft(plan: Plan, model: Any) -> Any:
+    family = find_family(plan.family)
+    if not family.is_head:
+        draft = StandaloneDraft(
+            AutoModelForCausalLM.from_config(plan.head, dtype=torch.float32, attn_implementation="sdpa")
+        )
+        draft.set_gradient_checkpointing(plan.gradient_checkpointing)
+        return draft.train()
+    target = Target(
+        config=plan.target,
+        embed_VD=model.get_input_embeddings().weight.detach(),
+        head_VD=model.get_output_embeddings().weight.detach(),
+    )
+    if not plan.draft_vocab_size:
+        return family.draft_class()(plan.head, target).train()
+    draft_ids_W = torch.arange(plan.draft_vocab_size, device="cpu")
+    return family.draft_class()(plan.head, target, draft_ids_W).train()
+
+
+def make_batch(plan: Plan) -> Batch:
+    """Rows of documents of equal length, in which every token is a label."""
+    length = plan.sequence_length // plan.documents
+    seeded = torch.Generator().manual_seed(0)  # weights, where there are any, draw from the shared one
+    ids_BT = torch.randint(plan.target.vocab_size, (plan.batch_size, plan.sequence_length), generator=seeded)
+    rows = [
+        [(ids_T, torch.ones_like(ids_T, dtype=torch.bool)) for ids_T in torch.split(ids_T, length)] for ids_T in ids_BT
+    ]
+    return Batch.packed(rows, width=plan.sequence_length)
+
+
+def _source(plan: Plan, model: Any, draft: Any, batch: Batch, *, has_weights: bool) -> Any:
+    if plan.features == "in-process":
+        return InProcessTarget(model, draft.aux_layer_ids, has_weights=has_weights)
+    return lambda batch: _receive(plan, model, draft, batch)
+
+
+def _receive(plan: Plan, model: Any, draft: Any, batch: Batch) -> TargetSignal:
+    """The signal as servers or a cache give it."""
+    shape = batch.input_ids_BT.shape
+    if not (find_family(plan.family).is_head or plan.exact):
+        ids_BTK = torch.arange(plan.top_k).expand(*shape, -1).contiguous()
+        log_probs_BTK = torch.full(ids_BTK.shape, -4.0)
+        return TargetSignal(distribution=TopKTarget(ids_BTK=ids_BTK, log_probs_BTK=log_probs_BTK))
+    hidden, layers = plan.target.hidden_size, len(draft.aux_layer_ids)
+    exact = ExactTarget(
+        hidden_BTD=torch.randn(*shape, hidden, dtype=plan.dtype), head_VD=model.get_output_embeddings().weight.detach()
+    )
+    aux_BTLD = torch.randn(*shape, layers, hidden, dtype=plan.dtype) if layers else None
+    return TargetSignal(distribution=exact, aux_BTLD=aux_BTLD)
+
+
+def _tensors(signal: TargetSignal | None) -> list[Tensor]:
+    """The tensors that are sent."""
+    if signal is None:
+        return []
+    sent = signal.distribution
+    given = [sent.hidden_BTD] if isinstance(sent, ExactTarget) else [sent.ids_BTK, sent.log_probs_BTK]
+    return given if signal.aux_BTLD is None else [*given, signal.aux_BTLD]

@@ -1,0 +1,113 @@
+"""The real router under the soak's clients, hostile requests and kills, before a small server without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import sys
+import time
+
+import pytest
+from fake_completions import served
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from benchmarks.soak.clients import Clients
+from benchmarks.soak.hostile import send_hostile
+from benchmarks.soak.supervisor import Supervised
+from redraft.eval.engine.process import free_port
+from redraft.eval.prompts import Prompt
+
+DEADLINE_S = 60.0
+
+
+def build_app():
+    """Answers as an engine does: with a finish reason for every choice, and [DONE] at the end of a stream."""
+
+    def choices(n, reason):
+        return {"choices": [{"index": i, "text": "x", "finish_reason": reason} for i in range(n)]}
+
+    async def stream(n):
+        for reason in (*[None] * 14, "stop"):
+            yield f"data: {json.dumps(choices(n, reason))}\n\n"
+            await asyncio.sleep(0.02)
+        yield "data: [DONE]\n\n"
+
+    async def complete(request: Request) -> Response:
+        try:
+            body = json.loads(await request.body())
+            n, is_stream = body.get("n", 1), body["stream"]
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            return JSONResponse({"error": {"message": "no request"}}, 400)
+        if is_stream:
+            return StreamingResponse(stream(n), media_type="text/event-stream")
+        await asyncio.sleep(0.2)
+        return JSONResponse(choices(n, "stop"))
+
+    paths = ("/v1/completions", "/v1/chat/completions")
+    return Starlette(
+        routes=[Route("/health", lambda _: Response()), *(Route(p, complete, methods=["POST"]) for p in paths)]
+    )
+
+
+async def until(is_so):
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_every_failure_of_a_killed_router_and_server_is_told_or_seen(tmp_path):
+    async def main():
+        router = start_router(tmp_path)
+        clients = Clients(
+            f"http://127.0.0.1:{router.port}", [Prompt(token_ids=[1, 2])], random.Random(0), 8, 0.02, router.was_up
+        )
+        is_over, server_port = asyncio.Event(), int((tmp_path / "port").read_text())
+        keeping = asyncio.create_task(router.supervise())
+        tally = clients.tally
+        try:
+            async with served(build_app(), server_port) as server:
+                await until(lambda: router.was_up(time.monotonic()))
+                talking = asyncio.create_task(clients.run(is_over))
+                for _ in range(2):
+                    before = tally.counts["answered"]
+                    await until(lambda before=before: tally.counts["answered"] >= before + 20)
+                    router.kill()
+                    await until(lambda: router.was_up(time.monotonic()))
+                before = tally.counts["answered"]
+                await until(lambda before=before: tally.counts["answered"] >= before + 20)
+                server.cut_off()  # in the middle of streams
+                await until(lambda: tally.told["in the stream"])
+                await send_hostile(router.port, random.Random(1), 60, lambda: True)
+                router.signal(signal.SIGSTOP)
+                await asyncio.sleep(0.5)
+                router.signal(signal.SIGCONT)
+                before = tally.counts["answered"]
+                await until(lambda: tally.counts["answered"] >= before + 20)
+            await until(lambda: tally.told["503"])  # the server is gone
+            is_over.set()
+            await talking
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+        assert tally.untold == []
+        assert tally.counts["cut"] > 0
+        assert all(run.is_wanted for run in router.runs)
+
+    asyncio.run(main())
+
+
+def start_router(folder):
+    """The router, not yet running, in front of a server on the port that the file `port` names."""
+    port, admin, server_port = free_port(), free_port(), free_port()
+    (folder / "port").write_text(str(server_port))
+    (folder / "fleet.toml").write_text(f'[[servers]]\nurl = "http://127.0.0.1:{server_port}"\n')
+    (folder / "router.toml").write_text(f'fleet = "fleet.toml"\nport = {port}\nadmin_port = {admin}\npoll_s = 0.2\n')
+    command = [sys.executable, "-m", "redraft.recipes.serve.router", "--config", str(folder / "router.toml")]
+    return Supervised("router", command, folder / "log", port=port)

@@ -1,0 +1,849 @@
+"""The counts against counting by hand, against the same step on real tensors, and against memory that was measured."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
+
+from benchmarks.training import bench as training
+from benchmarks.training import gpu
+from benchmarks.training import heads as bench_heads
+from benchmarks.training.measure import OURS, _in_fresh_process, _resident_peak_bytes
+from redraft.distill.loss.divergences import Divergence
+from redraft.distill.train.compiled import running_compiled
+from redraft.heads.catalog import FAMILIES, find_family
+from redraft.heads.families import dflash, dspark, eagle3, medusa
+from redraft.heads.nn import prefix
+from redraft.recipes.cli.run import run_guarded
+from redraft.recipes.plan import step as bench_step
+from redraft.recipes.plan.count import (
+    Config as Counting,
+)
+from redraft.recipes.plan.count import (
+    FamilyName,
+    as_text,
+    count,
+    make_plan,
+    on_device,
+    plan_run,
+    share_out,
+    ways_to_fit,
+)
+from redraft.recipes.plan.count import main as print_count
+from redraft.recipes.plan.counted import (
+    ACTIVATIONS,
+    META,
+    Count,
+    Operation,
+    Weightless,
+    attention_flops,
+    merging,
+)
+from redraft.recipes.plan.roofs import DEVICES, HOST_BYTES_PER_S, LAUNCH_S, Shares, all_reduce_s
+from redraft.recipes.plan.sizes import find_sizes
+from redraft.recipes.plan.step import (
+    DRAFT_WEIGHTS,
+    GRADIENTS,
+    STATE,
+    TARGET_WEIGHTS,
+    Counted,
+    Plan,
+    count_flops,
+    count_model_flops,
+    count_step,
+    count_target,
+)
+
+ROOT = Path(__file__).parents[3]
+
+TARGET = LlamaConfig(
+    vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16,
+)  # fmt: skip
+DRAFT = LlamaConfig(
+    vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=16,
+)  # fmt: skip
+PLAN = Plan(
+    family="eagle3",
+    target=TARGET,
+    head=eagle3.Config(num_steps=3),
+    draft_vocab_size=128,
+    divergence=Divergence(name="lk_hybrid"),
+    batch_size=2,
+    sequence_length=24,
+)
+
+
+MIMO = Qwen2Config(
+    architectures=["MiMoForCausalLM"], vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=8,
+    num_attention_heads=4, num_key_value_heads=2, num_nextn_predict_layers=1,
+)  # fmt: skip
+"""`TARGET` with a place for an MTP layer."""
+
+
+def plan_for(family: str, **changes: Any) -> Plan:
+    head = DRAFT if family == "standalone" else find_family(family).config_class()()
+    if family == "dflash":
+        head = dflash.Config(num_layers=2, block_size=4, num_anchors=6)
+    if family == "dspark":
+        head = dspark.Config(num_layers=2, block_size=3, num_anchors=6, markov_rank=8)
+    vocabulary = 128 if family in ("eagle3", "peagle", "dflash", "dspark") else 0
+    target = MIMO if family == "mtp" else TARGET
+    return replace(PLAN, family=family, target=target, head=head, **{"draft_vocab_size": vocabulary, **changes})
+
+
+@pytest.fixture
+def tiny_target(tmp_path: Any) -> str:
+    TARGET.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------- FLOPs
+
+
+def test_the_flops_of_an_eagle3_step_are_those_of_a_count_by_hand() -> None:
+    batch, tokens, steps, hidden, inner, heads, key_heads, size, vocabulary, kept = 2, 24, 3, 64, 96, 4, 2, 16, 512, 128
+    rows = batch * tokens
+    mix = 2 * rows * (3 * hidden) * hidden
+    layer = 2 * rows * (2 * hidden * (heads + 2 * key_heads) * size + heads * size * hidden + 3 * hidden * inner)
+    # every step sees the keys up to its own; those of later steps on its diagonal are no matrix product
+    attention = steps * 2 * batch * heads * 2 * size * (tokens * (tokens + 1) // 2)
+    labelled = [batch * (tokens - 2 - k) for k in range(steps)]
+    target_logits = 2 * batch * (tokens - 2) * hidden * vocabulary
+    draft_logits = sum(2 * n * hidden * kept for n in labelled)
+    # of the mix only the weights have a gradient; attention's backward has five products for the forward's two, which
+    # are repeated
+    backward = mix + 2 * steps * layer + 7 * attention // 2
+    by_hand = mix + steps * layer + attention + target_logits + 3 * draft_logits + backward
+    assert count_flops(count_step(replace(PLAN, features="served"))) == by_hand
+
+
+def test_the_flops_of_the_target_are_those_of_a_count_by_hand() -> None:
+    rows, (q, kv) = 48, (64, 32)
+    layer = 2 * rows * (64 * q + 2 * 64 * kv + q * 64 + 3 * 64 * 96)
+    attention = 2 * 2 * 4 * (24 * 25 // 2) * (16 + 16)
+    served = count_target(PLAN)
+    assert count_flops(served) == 8 * (layer + attention)
+    assert served.memory[TARGET_WEIGHTS] == pytest.approx(2 * _parameters(TARGET), rel=1e-3)  # beside a few buffers
+
+
+def _parameters(config: LlamaConfig) -> int:
+    layer = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64
+    return 2 * config.vocab_size * 64 + 8 * layer + 64
+
+
+def test_causal_attention_computes_the_scores_up_to_the_diagonal() -> None:
+    q = torch.empty(2, 3, 5, 7, device="meta")
+    full = attention_flops(q, q, q, is_causal=False, backward=False)
+    assert full == 2 * 2 * 3 * 25 * (7 + 7)
+    assert attention_flops(q, q, q, is_causal=True, backward=False) == full * 15 // 25
+    assert attention_flops(q, q, q, is_causal=False, backward=True) == full * 5 // 2
+
+
+# ------------------------------------------------------------------------------------------- with and without weights
+
+
+@pytest.mark.parametrize("features", ["in-process", "served"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        # It takes four times as long as any other.
+        pytest.param(name, marks=pytest.mark.slow) if name == "peagle" else name
+        for name in get_args(FamilyName)
+    ],
+)
+def test_without_weights_the_same_is_counted_as_with_them(family: str, features: bench_step.Features) -> None:
+    plan = plan_for(family, features=features, documents=3)
+    weightless, real = count_step(plan, shown_on=torch.device("cpu")), count_step(plan, weightless=False)
+    assert weightless.operations == real.operations
+    assert weightless.memory == real.memory
+    assert count_flops(real) > 0
+
+
+def test_a_count_in_float32_is_the_same_too() -> None:
+    plan = replace(PLAN, dtype=torch.float32, autocast=False, keeps_gradients=True)
+    weightless, real = count_step(plan, shown_on=torch.device("cpu")), count_step(plan, weightless=False)
+    assert (weightless.operations, weightless.memory) == (real.operations, real.memory)
+    assert real.memory[GRADIENTS] == real.gradient_bytes == real.memory[DRAFT_WEIGHTS] - 128 * 8  # beside the ids
+
+
+def test_a_count_with_muon_is_the_same_too() -> None:
+    plan = plan_for("eagle3", optimizer="muon")
+    weightless, real = count_step(plan, shown_on=torch.device("cpu")), count_step(plan, weightless=False)
+    assert (weightless.operations, weightless.memory) == (real.operations, real.memory)
+    assert real.memory[STATE] < count_step(plan_for("eagle3")).memory[STATE]
+
+
+def test_the_targets_signal_is_in_memory_during_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Distillation.step` holds it in a local variable."""
+    make_source, run_backward = bench_step._source, torch.autograd.backward
+    signals: list[Any] = []
+    alive: list[bool] = []
+
+    def make_watched(*args: Any, **options: Any) -> Any:
+        source = make_source(*args, **options)
+
+        def watched(batch: Any) -> Any:
+            signal = source(batch)
+            signals.append(weakref.ref(signal))
+            return signal
+
+        return watched
+
+    def backward(loss: torch.Tensor) -> None:
+        alive.extend(signal() is not None for signal in signals)
+        run_backward(loss)
+
+    monkeypatch.setattr(bench_step, "_source", make_watched)
+    monkeypatch.setattr(torch.autograd, "backward", backward)
+    count_step(plan_for("peagle", features="in-process"))
+    assert alive == [True]
+
+
+@pytest.mark.slow
+def test_seven_steps_of_32k_tokens_take_less_than_twice_the_activations_of_one() -> None:
+    """And 64k tokens of EAGLE-3 for an 8B target fit a GPU of 80 GB."""
+
+    def long(num_steps: int, tokens: int) -> Counter[str]:
+        asked = Counting(
+            features="served", batch_size=1, sequence_length=tokens, documents=1, num_steps=num_steps,
+            gradient_checkpointing=num_steps > 1,
+        )  # fmt: skip
+        return count_step(make_plan(asked)).memory
+
+    one, seven = long(1, 32_768), long(7, 32_768)
+    print(f"activations: {one[ACTIVATIONS] / 1e9:.1f} GB of one step, {seven[ACTIVATIONS] / 1e9:.1f} GB of seven")
+    assert seven[ACTIVATIONS] < 2 * one[ACTIVATIONS]
+    assert long(7, 65_536).total() < 80e9
+
+
+@pytest.mark.parametrize(("family", "kept"), [("standalone", 0), ("eagle3", 4096), ("eagle3", 0)])
+def test_the_kernels_move_hardly_more_than_the_logits_once_and_the_gradients_once(family: str, kept: int) -> None:
+    target = LlamaConfig(**{**TARGET.to_dict(), "vocab_size": 16_384})
+    head = LlamaConfig(**{**DRAFT.to_dict(), "vocab_size": 16_384}) if family == "standalone" else PLAN.head
+    plan = replace(
+        PLAN, family=family, target=target, head=head, draft_vocab_size=kept, sequence_length=256, batch_size=4
+    )
+    forms = {
+        form: count_step(replace(plan, divergence=replace(plan.divergence, form=form))).operations
+        for form in ("kernel", "plain")
+    }
+    moved, flops = {}, {}
+    for form, operations in forms.items():
+        loss = [(work, times) for work, times in operations.items() if work.part == bench_step.LOSS]
+        moved[form] = sum(work.num_bytes * times for work, times in loss if work.kind == "other")
+        flops[form] = sum(work.flops * times for work, times in loss)
+    labelled = [4 * 255] if family == "standalone" else [4 * (254 - k) for k in range(3)]
+    logits = 2 * (max(labelled) * 16_384 + sum(labelled) * (kept or 16_384))
+    gradients = 2 * sum(labelled) * (kept or 16_384)
+    assert logits + gradients < moved["kernel"] < 1.5 * (logits + gradients)
+    assert moved["plain"] > 4 * moved["kernel"]
+    assert flops["kernel"] == flops["plain"]
+
+
+def test_an_accelerator_takes_other_branches_than_the_cpu() -> None:
+    cpu, accelerator = count_step(PLAN, shown_on=torch.device("cpu")), count_step(PLAN, shown_on=META)
+    # the CPU's attention computes the later steps' few scores without products
+    assert count_flops(accelerator) > count_flops(cpu)
+
+
+def test_a_mixture_of_experts_is_counted_by_the_experts_that_a_token_meets() -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+    )  # fmt: skip
+    products = Counter(work.flops for work in count_target(replace(PLAN, target=config)).operations)
+    assert products[2 * (2 * 48) * 64 * (2 * 32)]  # gate and up
+    assert products[2 * (2 * 48) * 32 * 64]  # down
+
+
+def test_code_that_branches_on_weightless_values_is_refused() -> None:
+    with Count(weightless=True), pytest.raises(ValueError, match="depends on values"):
+        torch.randn(3).sum().item()
+
+
+def test_bytes_are_what_a_kernel_reads_and_writes() -> None:
+    with Count(weightless=True) as counting:
+        table, x = torch.randn(1000, 16), torch.randn(8, 16)
+        y, z = torch.randn(16, 4), torch.randn(8, 4)
+        counting.begin("all")
+        x.view(16, 8).T  # noqa: B018
+        F.embedding(torch.tensor([1, 2, 3]), table)
+        x.zero_()
+        x.add_(1.0)
+        for beta in (0, 1):  # x @ y, into the memory of z or added to it
+            torch.addmm(z, x, y, beta=beta, out=z)
+    moved = [work.num_bytes for work in counting.operations.elements() if work.num_bytes]
+    gathered = 3 * 16 * 4
+    assert sorted(moved) == sorted([2 * gathered + 3 * 8, 512, 2 * 512, 512 + 256 + 128, 512 + 256 + 2 * 128])
+
+
+class Block(nn.Module):
+    """A layer without attention: what `merging` takes for one has a child of that name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = nn.Identity()
+
+    def forward(self, x: torch.Tensor, between: Any = None) -> torch.Tensor:
+        hidden = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1.0)
+        if between is not None:
+            hidden = between(hidden)
+        out: torch.Tensor = hidden * 2 + x
+        return out
+
+
+@pytest.mark.parametrize("weightless", [True, False])
+def test_a_run_of_operations_in_a_layer_moves_what_goes_in_and_what_comes_out(weightless: bool) -> None:
+    def count_block(between: Any = None, *, grad: bool = False) -> dict[str, list[int]]:
+        with merging(layers=True, kernels=False), Count(weightless=weightless) as counting:
+            block, x = Block(), torch.randn(6, 100, requires_grad=grad)
+            w = torch.randn(100, 100)
+            counting.begin("layer")
+            out = block(x, between and functools.partial(between, w))
+            counting.begin("outside")
+            loss = (out + 1).sum()
+            if grad:
+                counting.begin("backward")
+                loss.backward()
+            counting.begin("")
+        return {
+            part: sorted(
+                work.num_bytes for work in counting.operations.elements() if work.part == part and work.num_bytes
+            )
+            for part in ("layer", "outside", "backward")
+        }
+
+    size = 6 * 100 * 4
+    # x is read and the result written, though the layer has seven operations
+    assert count_block() == {"layer": [2 * size], "outside": [size + 4, 2 * size], "backward": []}
+    # a product ends the run: the norm writes its input, and what follows reads its output, and x again
+    product = size + 100 * 100 * 4 + size
+    merged = count_block(lambda w, hidden: hidden @ w)
+    assert merged["layer"] == sorted([2 * size, product, 3 * size])
+    # an activation waits for the product that its gate needs: each is read once, and neither is written
+    gate = torch.randn(100, 100)
+    gated = count_block(lambda w, hidden: torch.nn.functional.silu(hidden @ w) * (hidden @ gate))
+    assert gated["layer"] == sorted([2 * size, product, product, 4 * size])
+    # eager autograd keeps some results of a run for the backward pass, and these are written
+    with_gradient = count_block(grad=True)
+    assert 2 * size < with_gradient["layer"][0] < 5 * size
+    assert len(with_gradient["layer"]) == 1
+    assert with_gradient["backward"]
+
+
+@pytest.mark.parametrize("dims", [(), None])
+def test_a_sum_of_everything_is_a_kernel_by_itself(dims: Any) -> None:
+    with merging(layers=True, kernels=False), Count(weightless=True) as counting:
+        block, x = Block(), torch.randn(6, 100)
+        counting.begin("layer")
+        out = block(x, lambda hidden: hidden * torch.sum(hidden, dim=dims))
+        counting.begin("")
+    assert out.shape == x.shape
+    size = 6 * 100 * 4
+    # the run up to the sum, the sum, and the run behind it
+    assert sorted(work.num_bytes for work in counting.operations.elements() if work.num_bytes) == sorted(
+        [2 * size, size + 4, 3 * size + 4]
+    )
+
+
+def test_merged_runs_are_the_same_with_weights_and_change_no_product_and_no_loss() -> None:
+    apart = count_step(PLAN, shown_on=torch.device("cpu"))
+    compiled = replace(PLAN, compiled=True)
+    weightless, real = count_step(compiled, shown_on=torch.device("cpu")), count_step(compiled, weightless=False)
+    assert weightless.operations == real.operations
+    assert weightless.memory == apart.memory
+    assert count_step(PLAN, shown_on=torch.device("cpu")).operations == apart.operations, "nothing of it stays"
+    moved = {}
+    for name, operations in (("apart", apart.operations), ("merged", weightless.operations)):
+        kept = [
+            work for work in operations.elements() if work.kind != "other" or work.part in ("divergence", "optimizer")
+        ]
+        moved[name] = Counter(kept)
+    assert moved["merged"] == moved["apart"]
+    for part in ("target", "draft", "backward"):
+        before, after = (
+            sum(work.num_bytes for work in operations.elements() if work.part == part)
+            for operations in (apart.operations, weightless.operations)
+        )
+        assert after < before
+
+
+def plan_of_compiler(run: Callable[[], object]) -> int:
+    """Bytes that PyTorch's compiler plans to move in its own kernels for float32."""
+    from torch._inductor import config, metrics
+    from torch._inductor.scheduler import ExternKernelSchedulerNode
+
+    torch._dynamo.reset()
+    torch._logging.set_logs(inductor_metrics=True)
+    metrics.reset()
+    with config.patch(force_disable_caches=True):
+        run()
+    torch._logging.set_logs()
+    torch._dynamo.reset()
+    return 4 * sum(n for node, n in metrics.nodes_num_elem if not isinstance(node, ExternKernelSchedulerNode))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trains", [False, True])
+def test_no_more_is_merged_than_a_compiler_merges(trains: bool) -> None:
+    """Against the plan of PyTorch's compiler for a Llama layer, in which a product moves no element by itself."""
+    from transformers import LlamaForCausalLM
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "head_dim": 64}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, num_key_value_heads=2, **sizes)).eval()
+    x_BTD, layers = torch.randn(2, 256, 512, requires_grad=trains), model.model.layers
+    cos_sin = model.model.rotary_emb(x_BTD.detach(), torch.arange(256).expand(2, -1))
+
+    def run() -> None:
+        out = layers[0](x_BTD, position_embeddings=cos_sin, attention_mask=None)
+        if trains:
+            torch.autograd.grad(out, [x_BTD, *layers.parameters()], torch.ones_like(out))
+
+    def moved() -> int:
+        with Count(weightless=False) as counting:
+            counting.begin("layer")
+            run()
+            counting.begin("")
+        return sum(work.num_bytes for work in counting.operations.elements() if work.kind == "other")
+
+    with torch.set_grad_enabled(trains):
+        apart = moved()
+        with merging(layers=True, kernels=False):
+            merged = moved()
+        with running_compiled(layers):
+            planned = plan_of_compiler(run)
+    print(f"{apart / 1e6:.1f} MB apart, {merged / 1e6:.1f} MB merged, {planned / 1e6:.1f} MB planned by the compiler")
+    assert 0.5 * merged < planned < merged < apart
+
+
+@pytest.mark.slow
+def test_no_more_of_the_own_keys_is_merged_than_a_compiler_merges() -> None:
+    q, out, grad, grad_q = (torch.randn(2, 8, 256, 64) for _ in range(4))
+    total_BHN = torch.randn(2, 8, 256)
+    keys, values = ([torch.randn(2, 2, 256, 64) for _ in range(3)] for _ in range(2))
+    calls = {
+        "add_own": (q, out, total_BHN, keys, values, 0.1, 1),
+        "add_own_gradients": (grad, q, out, total_BHN, grad_q, keys, values, 0.1, 1),
+    }
+    for name, args in calls.items():
+
+        def moved(name: str = name, args: Any = args) -> int:
+            with Count(weightless=False) as counting:
+                counting.begin("merge")
+                kept = getattr(prefix, name)(*args)
+                counting.begin("")
+                assert kept, "results are written only if they are alive"
+            return sum(work.num_bytes for work in counting.operations.elements())
+
+        apart = moved()
+        with merging(layers=False, kernels=True):
+            merged = moved()
+        compiled = torch.compile(getattr(prefix, name), fullgraph=True)
+        planned = plan_of_compiler(lambda compiled=compiled, args=args: compiled(*args))
+        print(f"{name}: {apart / 1e6:.1f} MB apart, {merged / 1e6:.1f} MB merged, {planned / 1e6:.1f} MB planned")
+        assert planned < merged < apart
+
+
+def test_a_view_keeps_the_memory_of_the_whole() -> None:
+    with Count(weightless=True) as counting:
+        whole = torch.randn(100, 10)
+        part = whole[:1]
+        del whole
+        assert counting.memory.live.total() == 4000
+        del part
+        assert counting.memory.live.total() == 0
+        assert counting.memory.peak.total() == 4000
+        assert isinstance(torch.randn(2), Weightless)
+
+
+HEADS = {
+    "EAGLE-3": ("eagle3", eagle3.Config(num_steps=bench_heads.SIZES.steps, own_head=False)),
+    "Medusa": ("medusa", medusa.Config(num_heads=bench_heads.SIZES.steps)),
+}
+
+
+def peak_of_second_step(family: str) -> int:
+    """Resident memory at the worst moment of a step that finds an optimizer state, above that of the libraries."""
+    build = functools.partial(bench_heads.build_head, family, "float32", OURS, "cpu")
+    build()()  # loads the code of all kernels
+    gc.collect()
+    before = resident_bytes_from_now()
+    run = build()
+    run()
+    resident_bytes_from_now()
+    run()
+    return _resident_peak_bytes() - before
+
+
+def resident_bytes_from_now() -> int:
+    """Resident memory. The peak is forgotten."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _resident_peak_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", list(HEADS))
+def test_the_peak_is_within_15_percent_of_memory_measured_on_this_cpu(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 16))  # a freed tensor leaves the process at once
+    name, head = HEADS[family]
+    plan = Plan(
+        family=name,
+        target=bench_heads.FAMILIES[family].target(),
+        head=head,
+        divergence=Divergence(),
+        features="served",
+        batch_size=bench_heads.SIZES.batch,
+        sequence_length=bench_heads.SIZES.length,
+        dtype=torch.float32,
+        autocast=False,
+    )
+    counted = count_step(plan, shown_on=torch.device("cpu")).memory.total()
+    measured = _in_fresh_process(peak_of_second_step, family, threads=1)
+    print(f"{family}: {counted / 2**20:.0f} MiB counted, {measured / 2**20:.0f} MiB measured")
+    assert counted == pytest.approx(measured, rel=0.15)
+
+
+# ------------------------------------------------------------------------------------------------------- time and money
+
+H100 = DEVICES[0]
+
+
+def test_an_operation_takes_the_longest_of_computing_moving_and_being_launched() -> None:
+    shares = Shares(product=0.5, attention=0.25, bandwidth=0.5)
+    work = functools.partial(Operation, "a part")
+    assert shares.seconds(work("product", 10**12, 1), H100) == pytest.approx(1e12 / 989.4e12 / 0.5)
+    assert shares.seconds(work("attention", 10**12, 1), H100) == pytest.approx(1e12 / 989.4e12 / 0.25)
+    assert shares.seconds(work("other", 0, 10**9), H100) == pytest.approx(1e9 / 3.35e12 / 0.5)
+    assert shares.seconds(work("other", 0, 8), H100) == LAUNCH_S
+    assert shares.seconds(work("other", 0, 0), H100) == 0  # a view
+    assert all_reduce_s(4.5e11, 8, H100) == pytest.approx(1.75)
+
+
+def counted_target(seconds: float, weights: int) -> Counted:
+    """A target that takes `seconds` on an H100, limited by its products."""
+    flops = round(seconds * H100.flops_per_s * Shares().product)
+    work = Operation("target", "product", flops, 1)
+    return Counted(operations=Counter({work: 1}), memory=Counter({TARGET_WEIGHTS: weights}))
+
+
+def test_devices_are_split_so_that_the_slower_side_is_fastest() -> None:
+    cfg, plan = Counting(features="served", devices=8), replace(PLAN, features="served")
+    # 141 GB need 4 of 64 GB; 48 tokens in 0.012 s are 4,000 tokens/s a device
+    run = plan_run(cfg, plan, counted_target(0.012, 141 * 10**9), 5000.0, H100)
+    assert run is not None
+    assert (run.targets, run.trainers) == (4, 4)
+    assert run.tokens_per_s == pytest.approx(16000)
+    assert plan_run(replace(cfg, devices=4), plan, counted_target(0.012, 141 * 10**9), 5000.0, H100) is None
+    small = plan_run(cfg, plan, counted_target(0.012, 16 * 10**9), 20000.0, H100)
+    assert small is not None
+    assert (small.targets, small.trainers) == (6, 2)  # 24,000 and 40,000 tokens/s; with 7, 28,000 and 20,000
+
+
+def test_a_cache_is_written_first_and_trained_from_then() -> None:
+    cfg, plan = Counting(features="cached", devices=8), replace(PLAN, features="cached")
+    run = plan_run(cfg, plan, counted_target(0.012, 141 * 10**9), 4000.0, H100)
+    assert run is not None
+    assert (run.targets, run.trainers) == (8, 8)
+    assert run.tokens_per_s == pytest.approx(16000)  # each half of the time at 32,000
+
+
+def test_sharding_divides_what_it_shares_out() -> None:
+    memory = {STATE: 80, GRADIENTS: 40, DRAFT_WEIGHTS: 40, ACTIVATIONS: 5}
+    assert sum(share_out(memory, "none", 8).values()) == 165
+    assert sum(share_out(memory, "zero2", 8).values()) == 10 + 5 + 40 + 5
+    assert sum(share_out(memory, "fsdp2", 8).values()) == 10 + 5 + 5 + 5
+
+
+def test_only_the_devices_that_train_share_out(tiny_target: str) -> None:
+    cfg = Counting(target=tiny_target, draft_vocab_size=128, sequence_length=32, features="served", devices=4)
+    result = count(replace(cfg, sharding="fsdp2"))
+    for on in result.on.values():
+        assert on.run is not None
+        assert on.memory_bytes == sum(share_out(result.step.memory, "fsdp2", on.run.trainers).values())
+
+
+def test_a_target_in_shards_is_gathered_layer_by_layer(tiny_target: str) -> None:
+    cfg = Counting(target=tiny_target, draft_vocab_size=128, sequence_length=32, devices=4)
+    whole, shared = count(cfg), count(replace(cfg, shard_target=True))
+    config = AutoConfig.from_pretrained(tiny_target)
+    layer = sum(w.numel() for w in AutoModelForCausalLM.from_config(config).model.layers[0].parameters()) * 2
+    layers = config.num_hidden_layers * layer
+    for device in DEVICES:
+        before, after = whole.on[device.name], shared.on[device.name]
+        # A quarter of the layers stays, and two whole layers are there in a pass.
+        assert before.memory_bytes - after.memory_bytes == pytest.approx(0.75 * layers - 2 * layer, abs=2)
+        assert after.step_s - before.step_s == pytest.approx(0.75 * layers / device.link_bytes_per_s)
+
+
+@pytest.mark.parametrize(("column", "target"), [(0, {"features": "served"}), (1, {"shard_target": True})])
+def test_the_memory_of_a_70b_target_in_the_docs_is_the_one_that_is_counted(column: int, target: dict[str, Any]) -> None:
+    """The table of docs/training.md: draft, optimizer and gradients, activations, target, all of it; in GB."""
+    table = (ROOT / "docs/training.md").read_text().partition("| on each GPU that trains |")[2].partition("tokens/s")[0]
+    told = re.findall(r"([\d.]+) GB", "".join(line.split("|")[2 + column] for line in table.splitlines()[2:-1]))
+    cfg = Counting(target="llama-3.3-70b", family="standalone", devices=8, batch_size=2, sharding="zero2")
+    result = count(replace(cfg, gradient_checkpointing=True, **target))
+    on = result.on["H100"]
+    assert on.run is not None
+    parts = share_out(result.step.memory, "zero2", on.run.trainers)
+    draft = [parts[DRAFT_WEIGHTS], parts[STATE] + parts[GRADIENTS], parts[ACTIVATIONS]]
+    counted = [*draft, on.memory_bytes - sum(draft), on.memory_bytes]
+    assert told == [f"{num_bytes / 1e9:.1f}" for num_bytes in counted]
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_prints_json_of_what_it_counts(tiny_target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = Counting(target=tiny_target, draft_vocab_size=128, sequence_length=32, tokens=1e6, devices=2, json=True)
+    print_count(cfg)
+    told = json.loads(capsys.readouterr().out)
+    step = count_step(make_plan(cfg))
+    assert told["tokens_per_step"] == 8 * 32
+    assert told["flops"] == count_flops(step) / 256
+    assert told["bytes"] == sum(work.num_bytes * times for work, times in step.operations.items()) / 256
+    assert told["memory_bytes"] == step.memory.total() == sum(told["memory"].values())
+    for name, rate in told["tokens_per_s"].items():
+        device = next(d for d in DEVICES if d.name == name)
+        assert told["mfu"][name] == pytest.approx(told["flops"] * rate / device.flops_per_s)
+        assert told["hours"][name] == pytest.approx(1e6 / (2 * rate) / 3600)
+        assert told["fits"][name]
+    seconds = sum(Shares().seconds(work, H100) * times for work, times in step.operations.items())
+    assert told["tokens_per_s"]["H100"] == pytest.approx(256 / (seconds + all_reduce_s(step.gradient_bytes, 2, H100)))
+
+
+def test_the_tables_say_what_does_not_fit_and_what_would() -> None:
+    cfg = Counting(target="llama-3.3-70b", devices=8, batch_size=1, sequence_length=64, tokens=1e9)
+    result = count(cfg)
+    assert result.step.memory[TARGET_WEIGHTS] == pytest.approx(141.1e9, rel=1e-3)
+    assert not result.on["H100"].fits
+    assert result.on["H100"].run is None
+    text = "\n".join(as_text(cfg, result))
+    assert f"does not fit: {result.step.memory.total() / 1e9:,.1f} of 80 GB" in text
+    assert "to fit H100: --features served or cached" in text
+
+
+def test_served_hidden_states_are_copied_from_the_host_and_the_target_is_counted_apart(tiny_target: str) -> None:
+    cfg = Counting(target=tiny_target, draft_vocab_size=128, sequence_length=32, features="served", devices=4)
+    result = count(cfg)
+    assert result.step.signal_bytes == 256 * 4 * 64 * 2  # the last state and three layers, in bfloat16
+    assert "target" not in {work.part for work in result.step.operations}
+    assert result.served is not None
+    total = sum(Shares().seconds(work, H100) * times for work, times in result.step.operations.items())
+    reduced = all_reduce_s(result.step.gradient_bytes, 4, H100)
+    assert result.step.signal_bytes / HOST_BYTES_PER_S < total, "the copy is done before the step is"
+    assert result.on["H100"].step_s == pytest.approx(total + reduced)
+    slow = on_device(cfg, result.plan, replace(result.step, signal_bytes=20_000_000_000), None, 1, H100)
+    assert slow.step_s == pytest.approx(20e9 / HOST_BYTES_PER_S + reduced)
+    text = "\n".join(as_text(cfg, result))
+    assert "the target elsewhere" in text
+    assert "serve the target and" in text
+
+
+def test_a_standalone_draft_is_counted_with_the_vocabulary_of_its_target(tiny_target: str) -> None:
+    plan = make_plan(Counting(family="standalone", target=tiny_target, draft="llama-3.2-1b"))
+    assert (plan.head.vocab_size, plan.divergence.name, plan.sequence_length) == (512, "lk_hybrid", 4096)
+    small = replace(plan, head=DRAFT, batch_size=1, sequence_length=64)
+    kept, recomputed = count_step(small), count_step(replace(small, gradient_checkpointing=True))
+    assert count_flops(recomputed) > count_flops(kept)
+    assert recomputed.memory[ACTIVATIONS] < kept.memory[ACTIVATIONS]
+
+
+def test_known_sizes_are_those_of_the_models() -> None:
+    with torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        models = {"llama-3.1-8b": 8.030, "llama-3.2-3b": 3.213, "qwen3-8b": 8.191, "mimo-7b": 7.623}
+        for name, billions in models.items():
+            model = AutoModelForCausalLM.from_config(find_sizes(name))
+            assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+def test_mtp_is_counted_for_a_target_with_a_place_for_its_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    print_count(Counting(family="mtp", batch_size=1, sequence_length=64, json=True))
+    told = json.loads(capsys.readouterr().out)
+    assert (told["target"], told["family"]) == ("mimo-7b", "mtp")
+    # The released model has 7.83 billion weights: the target's 7.62, and the layer's, here in float32.
+    assert told["memory"]["draft's weights"] == pytest.approx(4 * 0.211e9, rel=0.01)
+    assert (Counting().target_name, Counting(family="mtp", target="qwen3-8b").target_name) == (
+        "llama-3.1-8b",
+        "qwen3-8b",
+    )
+    with pytest.raises(ValueError, match="model type llama has no MTP layout"):
+        count(Counting(family="mtp", target="llama-3.1-8b", sequence_length=64))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"target": "./llama-3.1-80b"}, "did you mean llama-3.1-8b"),
+        ({"family": "standalone", "num_steps": 3}, "does not fit a standalone draft"),
+        ({"family": "medusa", "draft_vocab_size": 100}, "does not fit medusa"),
+        ({"documents": 2000}, "2000 documents in a row of 2048 tokens"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(Counting(**flags))
+
+
+def test_numbers_that_make_no_training_are_refused() -> None:
+    for flags in ({"devices": 0}, {"tokens": -1.0}, {"sharding": "zero2"}, {"shard_target": True}):
+        with pytest.raises(ValueError, match="--" + next(iter(flags)).replace("_", "-")):
+            Counting(**flags)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"shares\.product"):
+        Shares(product=1.5)
+
+
+def test_hidden_states_for_a_standalone_draft_are_counted() -> None:
+    plan = plan_for("standalone", features="served")
+    top_k, exact = count_step(plan), count_step(replace(plan, exact=True))
+    assert exact.signal_bytes == plan.tokens * plan.target.hidden_size * 2  # bfloat16
+    assert top_k.signal_bytes == plan.tokens * plan.top_k * (8 + 4)
+    for flags in ({"family": "standalone"}, {"family": "eagle3", "features": "served"}):
+        with pytest.raises(ValueError, match="--exact"):
+            Counting(exact=True, **flags)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["eagle3", "standalone"])
+def test_activations_that_are_computed_again_are_no_model_flops(family: str) -> None:
+    plan = plan_for(family)
+    again = replace(plan, gradient_checkpointing=True)
+    if family != "standalone":
+        again = replace(again, head=replace(plan.head, recompute=True))
+    counted = count_step(again)
+    assert count_model_flops(again, counted) == count_flops(count_step(plan)) < count_flops(counted)
+    assert count_model_flops(plan, count_step(plan)) == count_flops(count_step(plan))
+
+
+def test_a_head_that_does_not_fit_is_told_to_compute_activations_again() -> None:
+    cfg = Counting(target="llama-3.1-8b", sequence_length=64, batch_size=1)
+    result = count(cfg)
+    assert "--gradient-checkpointing" in list(ways_to_fit(cfg, result, H100))
+    cfg = replace(cfg, family="medusa")
+    assert "--gradient-checkpointing" not in list(ways_to_fit(cfg, count(cfg), H100))
+
+
+def test_every_family_with_weights_can_be_counted() -> None:
+    assert set(get_args(FamilyName)) == {family.name for family in FAMILIES if not family.is_lookup}
+
+
+# ---------------------------------------------------------------------------------------------------------------- a GPU
+
+
+@pytest.mark.parametrize("family", ["standalone", "mtp", pytest.param("eagle3", marks=pytest.mark.slow)])
+def test_the_step_that_is_counted_is_the_one_that_is_run(family: str, tiny_target: str) -> None:
+    """On the CPU, because every line but the memory's is the same; the sheet is that of an H100."""
+    plan, sheet = plan_for(family), gpu.find_device("NVIDIA H100 80GB HBM3")
+    assert sheet is not None
+    result = gpu.measure_plan(Counting(target=tiny_target), plan, torch.device("cpu"), sheet, rounds=1)
+    assert result.tokens == 48
+    per_token = result.flops_per_s / result.tokens_per_s
+    assert per_token * result.tokens == pytest.approx(count_flops(count_step(plan)))
+    assert result.mfu == pytest.approx(result.flops_per_s / 989.4e12)
+    assert result.peak_gb is None
+    assert result.estimated_tokens_per_s
+    assert f"{family} " in gpu.describe(result)
+
+
+@pytest.mark.slow
+def test_a_step_runs_with_the_compiled_layers_that_it_is_counted_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    timed = bench_step.time_step(replace(plan_for("eagle3"), compiled=True), torch.device("cpu"), rounds=1, warm_up=1)
+    assert timed.seconds > 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
+    torch._dynamo.reset()
+
+
+def test_a_family_that_cannot_run_is_told_and_the_others_go_on(
+    tiny_target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, cpu = tmp_path / "gpu.json", torch.device("cpu")
+    time_step, written = gpu.time_step, []
+
+    def run(plan: Plan, device: torch.device, *, rounds: int) -> bench_step.Timed:
+        written.append(len(json.loads(out.read_text())["results"]) if out.exists() else 0)
+        if plan.family == "eagle1":
+            raise RuntimeError("no kernel image\nfor this device")
+        return time_step(plan, device, rounds=rounds)
+
+    monkeypatch.setattr(gpu, "time_step", run)
+    cfg = Counting(target=tiny_target, batch_size=1, sequence_length=32, documents=1)
+    gpu.measure_all(cfg, ("medusa", "mtp", "eagle1", "mlp_speculator"), cpu, "a CPU", rounds=1, output=out)
+    report = json.loads(out.read_text())
+    assert [result["family"] for result in report["results"]] == ["medusa", "mlp_speculator"]
+    assert written == [0, 1, 1], "the file is written after every family"
+    (mtp, eagle1) = report["left_out"]
+    assert (mtp["family"], mtp["target"]) == ("mtp", tiny_target)
+    assert mtp["reason"].startswith("model type llama has no MTP layout here")
+    assert eagle1["reason"] == "RuntimeError: no kernel image"
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 5
+    assert told[1].endswith(f"left out: {mtp['reason']}")
+    assert told[-1] == f"written to {out}"
+    with pytest.raises(ValueError, match=r"^no family ran: the reasons are above$"):
+        gpu.measure_all(cfg, ("mtp",), cpu, "a CPU", rounds=1, output=out)
+    assert json.loads(out.read_text())["results"] == []
+
+
+def test_on_a_gpu_mtp_gets_a_target_with_a_place_for_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Plan] = []
+    monkeypatch.setattr(gpu, "measure_plan", lambda cfg, plan, *_: plans.append(plan))
+    assert list(gpu.measure(Counting(), gpu.FAMILIES, torch.device("cpu"), None, 1)) == [None] * 5
+    assert {plan.family: plan.target.num_hidden_layers for plan in plans} == {
+        "standalone": 32,
+        "eagle3": 32,
+        "medusa": 32,
+        "mtp": 36,
+        "dflash": 32,
+    }
+    assert gpu.explain(torch.cuda.OutOfMemoryError("tried to allocate 2 GiB\nof 80")) == (
+        "it does not fit (tried to allocate 2 GiB)"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", gpu.FAMILIES)
+def test_every_step_that_is_measured_fits_an_h100(family: FamilyName) -> None:
+    cfg = gpu.choose_sizes(Counting(), family)
+    on = count(cfg).on["H100"]
+    assert on.fits, f"{on.memory_bytes / 1e9:.1f} GB"
+
+
+def test_a_flag_that_the_user_gives_goes_before_those_that_make_a_step_fit() -> None:
+    cfg = gpu.choose_sizes(Counting(batch_size=2), "standalone")
+    assert (cfg.family, cfg.batch_size, cfg.gradient_checkpointing) == ("standalone", 2, True)
+
+
+@pytest.mark.parametrize("family", ["eagle3", "dflash"])
+def test_a_draft_is_wholly_on_the_device_of_the_measurement(family: str) -> None:
+    target, draft = bench_step.make_models(plan_for(family, draft_vocab_size=64), torch.device("meta"))
+    for model in (target, draft):
+        assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"meta"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_measurement_ends_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_guarded(lambda: training.main(training.Config(gpu=True))) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "redraft: there is no GPU to measure on; `redraft plan` estimates the same steps without one"
+    )
