@@ -49,9 +49,10 @@ from redraft.distill.signal.parts import is_whole, last_layers, read_last_layers
 from redraft.distill.signal.sharded import leading
 from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, train
+from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.run import Run
-from redraft.distill.train.step import Distillation, Optim, require_whole_matrices
+from redraft.distill.train.step import Distillation, require_whole_matrices
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.eval.forecast.calibration import Calibration
 from redraft.eval.forecast.greedy import Forecast, SignalFunction

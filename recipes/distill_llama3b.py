@@ -36,9 +36,10 @@ from redraft.distill.loss.divergences import Divergence
 from redraft.distill.prove import Forecaster, Prove, leave_gpu, prove_in_engine, publish_draft, report
 from redraft.distill.signal.sharded import leading
 from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, train
+from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.run import Run
-from redraft.distill.train.step import Distillation, Optim, require_whole_matrices
+from redraft.distill.train.step import Distillation, require_whole_matrices
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.eval.forecast.greedy import Forecast
 from redraft.heads.families.standalone import Init, StandaloneDraft, make_draft

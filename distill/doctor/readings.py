@@ -28,8 +28,8 @@ from redraft.eval.intervals import CONFIDENCE, Estimate, estimate_gain
 from redraft.eval.prompts import Prompt
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.draft import Batch, TargetSignal
-from redraft.heads.families import dflash
 from redraft.heads.families.dflash import DFlash
+from redraft.heads.families.dflash_layouts import SECTION
 from redraft.heads.families.dspark import DSpark
 from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.families.peagle import PEagle
@@ -305,8 +305,8 @@ def _write_layers(pair: Pair, layers: Sequence[int]) -> str:
 def _place(pair: Pair, key: str) -> str:
     """The part of config.json in which the head of this family has the key."""
     # Engines look for the keys of a DSpark head in DFlash's section first, too.
-    is_inside = key in (pair.config.get(dflash.SECTION) or {})
-    return f"into {dflash.SECTION} of config.json" if is_inside else "at the top level of config.json"
+    is_inside = key in (pair.config.get(SECTION) or {})
+    return f"into {SECTION} of config.json" if is_inside else "at the top level of config.json"
 
 
 def _options(pair: Pair, head: Eagle3 | DFlash) -> Iterator[Reading]:
@@ -344,7 +344,7 @@ MASK_KEYS = ("mask_token_id", "pard_token")
 
 
 def _other_mask_tokens(pair: Pair, head: PEagle | DFlash) -> Iterator[Reading]:
-    section = pair.config.get(dflash.SECTION) or {}
+    section = pair.config.get(SECTION) or {}
     key = next((key for key in MASK_KEYS if key in section or key in pair.config), MASK_KEYS[0])
     now = head._mask_token_id
     for token in _list_mask_tokens(pair, len(head._embed_VD)):

@@ -116,7 +116,8 @@ def fused_linear_divergence(
 
     Args:
         drafts: One entry per draft step.
-        target: The other side of the comparison, for all steps.
+        target: The other side of the comparison, for all steps. A row that no step is compared with costs as much as
+            any other, so give each row to at least one step.
         divergence: D, with a temperature.
         normaliser: The global count of valid tokens.
         labels_N: The text's next token at each target row; only cross_entropy reads it.
@@ -294,17 +295,17 @@ def _in_matmul_dtype(target: ExactRows | TopKRows) -> ExactRows | TopKRows:
 #
 # An example: five target rows in two chunks (chunk_tokens = 3), and two draft steps.
 #
-#     step 0 is compared with target rows    2 3 5 8 9
-#     step 1 is compared with target rows    9 3 5
+#     step 0 is compared with target rows    0 1 2 3 4
+#     step 1 is compared with target rows    4 1 2
 #
-#     target rows needed by any step         2 3 5 8 9
-#     chunk of each                          0 0 0 1 1           two matmuls, of 3 rows and of 2 rows
-#     place in the chunk                     0 1 2 0 1
+#     target row                             0 1 2 3 4
+#     its chunk                              0 0 0 1 1           two matmuls, of 3 rows and of 2 rows
+#     its place in the chunk                 0 1 2 0 1
 #
 #     part of step 0 in chunk 0              draft rows 0 1 2    at places 0 1 2
 #     part of step 0 in chunk 1              draft rows 3 4      at places 0 1
-#     part of step 1 in chunk 0              draft rows 1 2      at places 1 2       (target rows 3 and 5)
-#     part of step 1 in chunk 1              draft row  0        at place  1         (target row 9)
+#     part of step 1 in chunk 0              draft rows 1 2      at places 1 2       (target rows 1 and 2)
+#     part of step 1 in chunk 1              draft row  0        at place  1         (target row 4)
 #
 # Each chunk runs its parts of both steps together. Within a part the draft rows are sorted by place. A block is a few
 # consecutive places, so the draft rows compared with it are consecutive too, and a slice selects them. With blocks of
@@ -313,13 +314,11 @@ def _in_matmul_dtype(target: ExactRows | TopKRows) -> ExactRows | TopKRows:
 
 def _run_chunks(request: _Request, target: ExactRows | TopKRows, steps: Sequence[_Step]) -> None:
     """Values of every step's rows into `values_3M`, and gradients into `d_hidden` and `d_head`."""
-    # Sorted, because `_split_into_parts` searches in it.
-    needed_N = torch.unique(torch.cat([step.target_row_M for step in steps]))
-    if not len(needed_N):  # `torch.split` would give one chunk without rows
-        return
+    num_rows = len(target.ids_NK if isinstance(target, TopKRows) else target.hidden_ND)
     # A list for each step, of lists for each chunk, of parts.
-    parts_by_chunk = _split_into_parts(steps, needed_N, request.chunk_tokens)
-    for index, rows_C in enumerate(torch.split(needed_N, request.chunk_tokens)):
+    parts_by_chunk = _split_into_parts(steps, num_rows, request.chunk_tokens)
+    for index, first in enumerate(range(0, num_rows, request.chunk_tokens)):
+        rows_C = slice(first, min(first + request.chunk_tokens, num_rows))
         chunk = _select_target(request, target, rows_C, steps[0].factors[0].left_MD)
         # One part of each step at a time. A step has several in a chunk only if many rows point at the same target row.
         for parts in zip_longest(*(step_parts[index] for step_parts in parts_by_chunk)):
@@ -345,24 +344,20 @@ class _Part:
         return [*torch.searchsorted(self.place_M, starts).tolist(), len(self.rows_M)]
 
 
-def _split_into_parts(steps: Sequence[_Step], needed_N: Tensor, chunk_tokens: int) -> list[list[list[_Part]]]:
-    """The parts of every step in each chunk of `needed_N`.
+def _split_into_parts(steps: Sequence[_Step], num_rows: int, chunk_tokens: int) -> list[list[list[_Part]]]:
+    """The parts of every step in each chunk of the target's `num_rows` rows.
 
-    Step 1 of the example above has target rows [9, 3, 5], at places [4, 1, 2] of `needed_N`. Sorted, the places are
-    [1, 2, 4] and the draft rows [1, 2, 0]. Chunks start at places 0 and 3 (and end at 6), so the bounds are [0, 2, 3].
+    Step 1 of the example above has target rows [4, 1, 2]. Sorted, they are [1, 2, 4] and the draft rows [1, 2, 0].
+    Chunks start at rows 0 and 3 (and end at 6), so the bounds are [0, 2, 3].
     """
-    ordered = [torch.searchsorted(needed_N, step.target_row_M).sort(stable=True) for step in steps]
-    starts = torch.arange(0, len(needed_N) + chunk_tokens, chunk_tokens, device=needed_N.device)
-    # Of each step the bounds, and whether its places are distinct.
-    found = [
-        torch.cat([torch.searchsorted(place_M, starts), (place_M.diff() > 0).all()[None]]) for place_M, _ in ordered
-    ]
+    ordered = [step.target_row_M.sort(stable=True) for step in steps]
+    starts = torch.arange(0, num_rows + chunk_tokens, chunk_tokens, device=ordered[0].values.device)
+    # For each step the bounds, and whether its target rows are distinct.
+    found = [torch.cat([torch.searchsorted(row_M, starts), (row_M.diff() > 0).all()[None]]) for row_M, _ in ordered]
     parts_by_chunk: list[list[list[_Part]]] = []
     # A GPU waits at `tolist`: once for all steps.
-    for step, (place_M, order_M), (*bounds, is_distinct) in zip(
-        steps, ordered, torch.stack(found).tolist(), strict=True
-    ):
-        place_M = place_M % chunk_tokens
+    for step, (row_M, order_M), (*bounds, is_distinct) in zip(steps, ordered, torch.stack(found).tolist(), strict=True):
+        place_M = row_M % chunk_tokens
         # If target rows repeat, a chunk may have more draft rows than target rows: cut, to limit the logits in memory.
         cut = [
             [slice(first, min(first + chunk_tokens, high)) for first in range(low, high, chunk_tokens)]
@@ -522,7 +517,7 @@ def _divergence(
 
 
 def _select_target(
-    request: _Request, target: ExactRows | TopKRows, rows_C: Tensor, like: Tensor
+    request: _Request, target: ExactRows | TopKRows, rows_C: slice, like: Tensor
 ) -> ExactBlock | TopKBlock | _KernelChunk:
     """The target on one chunk of rows. `like` has the dtype and device of the draft's logits."""
     runs = request.runs_kernels(like)
@@ -545,7 +540,7 @@ def _select_target(
 class _KernelChunk:
     """The target on a chunk, for the kernels of `distill.loss.rows`: its logits, or ids and log-probabilities."""
 
-    rows_C: Tensor
+    rows_C: slice
     logits_CV: Tensor | None = None
     top_k: tuple[Tensor, Tensor] | None = None
     _on_ids: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)

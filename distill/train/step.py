@@ -1,6 +1,6 @@
 """The training step of every draft: target signal -> draft steps -> divergence -> optimizer.
 
-B = batch, T = tokens, D = hidden, V = target vocabulary, M = labelled draft rows, N = target rows they point at.
+S = draft steps, N = micro-batches.
 """
 
 from __future__ import annotations
@@ -9,24 +9,23 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from redraft.distill.loss.divergences import Divergence
-from redraft.distill.loss.fused import DraftRows, ExactRows, TopKRows, fused_linear_divergence
 from redraft.distill.signal.ahead import OneAhead
 from redraft.distill.signal.sharded import is_sharded
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.compiled import compile_in_place, draft_layers
 from redraft.distill.train.muon import Muon, split
+from redraft.distill.train.objective import distill_loss
+from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import (
     describe_layout,
     fit_deepspeed,
@@ -36,60 +35,13 @@ from redraft.distill.train.ranks import (
 )
 from redraft.distill.train.unpickle import without_code
 from redraft.eval.forecast.greedy import QuickMetrics, metric_sums, quick_metrics
-from redraft.heads.draft import Batch, Draft, DraftStep, ExactTarget, TargetSignal, label_rows
+from redraft.heads.draft import Batch, Draft, TargetSignal, label_rows
 
 PROGRESS = "progress.json"
 """File of a checkpoint: the number of steps done, and the layout of the ranks."""
 
 MAX_SKIPPED_IN_A_ROW = 20
 """A run whose gradients stay non-finite this long will not recover, so it stops instead of running all night."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optim:
-    """The optimizer and its learning rate."""
-
-    name: Literal["adamw", "muon"] = "adamw"
-    """`muon` moves the matrices of the draft by Muon (kellerjordan.github.io/posts/muon), and embeddings, output heads
-    and norms by AdamW. It learns more from each label, for some more work in each step. Every process needs whole
-    matrices: one process or DDP."""
-    lr: float = 1e-4
-    """Peak learning rate, reached after the warm-up: about the change of a weight in a step."""
-    weight_decay: float = 0.0
-    """Weight decay: each step shrinks the weights by the learning rate times this."""
-    beta1: float = 0.9
-    """AdamW's decay rate for the running mean of the gradient."""
-    beta2: float = 0.95
-    """AdamW's decay rate for the running mean of the squared gradient."""
-    momentum: float = 0.9
-    """Muon's decay rate for the sum of the gradients. For runs of some dozens of steps 0.8 is better."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """Learning rate after the warm-up: down a cosine to `min_lr_fraction` of `lr`, or constant."""
-    warmup_fraction: float = 0.03
-    """Share of the steps in which the learning rate rises linearly from zero, e.g. 0.03 for 3%."""
-    min_lr_fraction: float = 0.1
-    """Learning rate at the end of the cosine, as a share of `lr`."""
-    max_grad_norm: float = 1.0
-    """Gradients with a larger norm are scaled down to this norm before the optimizer's step."""
-    accumulation: int = 1
-    """Micro-batches per optimizer step. Raise it to train with larger batches than memory holds."""
-
-    def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"the learning rate is {self.lr}: it must be above 0")
-        if self.accumulation < 1:
-            raise ValueError(f"accumulation is {self.accumulation}: a step takes at least 1 micro-batch")
-
-    def rate(self, step: int, num_steps: int) -> float:
-        """Learning rate at `step` as a share of `lr`."""
-        warmup = max(1, round(self.warmup_fraction * num_steps))
-        if step < warmup:
-            # Step 0 has 1 / warmup of the rate. With 0 it would change nothing.
-            return (step + 1) / warmup
-        if self.schedule == "constant":
-            return 1.0
-        progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-        return self.min_lr_fraction + (1 - self.min_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,91 +110,6 @@ class DistillStep(nn.Module):
             return (metric_sums(draft, batch, signal, num_speculative_tokens),)
         result = distill_loss(draft.draft_steps(batch, signal), batch, signal, self.divergence, scale)
         return result.loss, result.sums_S3
-
-
-@dataclass(frozen=True)
-class StepResult:
-    loss: Tensor
-    """Scalar with gradient: scale * sum over draft steps of weight * sum over labelled rows of the losses."""
-    sums_S3: Tensor
-    """For each draft step: sum of alpha, sum of alpha_greedy, labelled rows. Detached."""
-
-
-def distill_loss(
-    steps: Sequence[DraftStep], batch: Batch, signal: TargetSignal, divergence: Divergence, scale: float
-) -> StepResult:
-    """scale * sum_k weight_k * sum_rows (D(target, draft) + further losses of the draft step).
-
-    Never holds [rows, V] of both target and draft: `fused_linear_divergence` computes it in blocks.
-    """
-    rows = labelled_rows(steps)
-    target, labels_N, target_rows = gather_target(steps, rows, batch, signal)
-    drafts = [
-        DraftRows(
-            hidden_MD=step.hidden_BTD.flatten(0, 1)[row],
-            head_WD=step.head_WD,
-            target_row_M=target_row,
-            weight_M=scale * step.weights(row),
-            draft_ids_W=step.draft_ids_W,
-            bias=None if step.bias is None else (step.bias.code_BTR.flatten(0, 1)[row], step.bias.head_WR),
-        )
-        for step, row, target_row in zip(steps, rows, target_rows, strict=True)
-    ]
-    result = fused_linear_divergence(drafts, target, divergence, labels_N=labels_N, normaliser=1.0)
-    loss = result.loss
-    for step, row, alpha_M in zip(steps, rows, result.alpha_SM, strict=True):
-        if step.extra_loss_BT is not None:
-            loss = loss + scale * (step.weights(row) * step.extra_loss_BT.flatten()[row]).sum()
-        if step.confidence_BT is not None:
-            # alpha carries no gradient (`mark_non_differentiable`): the estimate learns from it, not the
-            # other way round. A sum of rounded minima may pass 1, hence the clamp.
-            confidence_M = step.confidence_BT.flatten()[row].to(alpha_M.dtype)
-            loss = loss + scale * binary_cross_entropy_with_logits(
-                confidence_M, alpha_M.clamp(0, 1), weight=step.weights(row), reduction="sum"
-            )
-    sums = torch.stack([result.alpha_S, result.alpha_greedy_S, result.count_S.to(result.alpha_S.dtype)], dim=1)
-    return StepResult(loss=loss, sums_S3=sums)
-
-
-def labelled_rows(steps: Sequence[DraftStep]) -> list[Tensor]:
-    """The labelled flat rows of each step. A GPU waits twice, for any number of steps."""
-    sizes = [step.mask_BT.numel() for step in steps]
-    ends = list(accumulate(sizes))
-    # The masks end to end: a step's rows begin behind those of the steps before.
-    found = torch.cat([step.mask_BT.flatten() for step in steps]).nonzero().squeeze(1)
-    bounds = torch.searchsorted(found, torch.tensor(ends[:-1], device=found.device)).tolist()
-    pieces = found.tensor_split(bounds)
-    return [piece - (end - size) for piece, end, size in zip(pieces, ends, sizes, strict=True)]
-
-
-def gather_target(
-    steps: Sequence[DraftStep], rows: Sequence[Tensor], batch: Batch, signal: TargetSignal
-) -> tuple[ExactRows | TopKRows, Tensor, list[Tensor]]:
-    """The target's rows that the steps need, the text's token of each, and by step the indices of its target rows.
-
-    `rows` are the labelled flat rows of each step.
-    """
-    # A flat row plus the shift stays in the document: for a row t of the mask, token t + 1 + shift is in it.
-    places = [row + step.shift for row, step in zip(rows, steps, strict=True)]
-    # Several draft steps compare with the same target rows. Each needed row is selected once: new_index maps a flat row
-    # to a place among the kept ones. E.g. rows 1 and 3 of 4: needed = 0101, kept = [1, 3], new_index = [-1, 0, 0, 1].
-    needed = torch.zeros(batch.input_ids_BT.numel(), dtype=torch.bool, device=batch.input_ids_BT.device)
-    for place in places:
-        needed[place] = True
-    kept, new_index = needed.nonzero().squeeze(1), needed.cumsum(0) - 1
-    # The target's row n is about token n + 1.
-    labels_N = batch.input_ids_BT.flatten()[(kept + 1).clamp(max=needed.numel() - 1)]
-    return select_rows(signal, kept), labels_N, [new_index[place] for place in places]
-
-
-def select_rows(signal: TargetSignal, kept_N: Tensor) -> ExactRows | TopKRows:
-    """The target's distribution on the given flat rows."""
-    distribution = signal.distribution
-    if isinstance(distribution, ExactTarget):
-        return ExactRows(hidden_ND=distribution.hidden_BTD.flatten(0, 1)[kept_N], head_VD=distribution.head_VD)
-    return TopKRows(
-        ids_NK=distribution.ids_BTK.flatten(0, 1)[kept_N], log_probs_NK=distribution.log_probs_BTK.flatten(0, 1)[kept_N]
-    )
 
 
 def fits(checkpoint: Path, accelerator: Accelerator, optimizer: str) -> bool:

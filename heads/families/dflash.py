@@ -13,10 +13,10 @@ B = batch, T = tokens, A = anchors of a row, S = slots of a block, L = aux layer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -35,22 +35,15 @@ from redraft.heads.draft import (
     require_prefix_rows,
     require_tokens,
 )
-from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
-from redraft.heads.files.tensors import load_into, read_tensors, write_head
+from redraft.heads.families.dflash_layouts import SECTION, TRAINING_OPTIONS, load_head, read_options
+from redraft.heads.files import speculators
+from redraft.heads.files.folder import TRAINED_WITH, read_config
+from redraft.heads.files.tensors import write_head
 from redraft.heads.nn.blocks import BlockMask, attend_blocks
-from redraft.heads.nn.layers import GatedMLP, LlamaShape, RMSNorm, Rotary, norm, read_layer_config, rotate
+from redraft.heads.nn.layers import GatedMLP, LlamaShape, RMSNorm, Rotary, norm, rotate
 from redraft.heads.nn.masks import check_mask_token, choose_rows
-from redraft.heads.nn.vocabulary import check_ids, over_target_vocabulary, read_ids, to_offsets
+from redraft.heads.nn.vocabulary import check_ids, id_maps, over_target_vocabulary
 from redraft.heads.target import Target, aux_layers, layer_weights
-
-SECTION = "dflash_config"
-"""The part of config.json with the keys of this family only."""
-
-SPECULATORS = "speculators_model_type"
-"""Key of config.json by which the layout of the package `speculators` is recognised."""
-
-TRAINING_OPTIONS = ("num_anchors", "gamma", "pace")
-"""Options that no engine reads. An export keeps them, to train on with."""
 
 ANCHORS_A_CHUNK = 64
 """Blocks that are in memory at once. Their attention mask has ANCHORS_A_CHUNK * S rows, whatever the batch's length."""
@@ -344,13 +337,13 @@ class DFlash(nn.Module):
         `like` has this layout, both are taken from there.
         """
         earlier = read_config(like) if like else {}
-        is_speculators = layout == "speculators" or SPECULATORS in earlier
+        is_speculators = layout == "speculators" or speculators.MARK in earlier
         tensors = dict(weights or self.state_dict())
         if self._draft_ids_W is not None:
-            ids_W = self._draft_ids_W.cpu()
-            tensors |= {"lm_head.weight": self._head_WD, "d2t": to_offsets(ids_W)}
-            if is_speculators:  # the package finds the target's rows by it, and vLLM does not read it
-                tensors["t2d"] = torch.zeros(self.shape.vocab_size, dtype=torch.bool).index_fill(0, ids_W, True)
+            maps = id_maps(self._draft_ids_W, self.shape.vocab_size)
+            if not is_speculators:  # the package finds the target's rows by it, and vLLM does not read it
+                del maps["t2d"]
+            tensors |= {"lm_head.weight": self._head_WD, **maps}
         served = {
             **(self._served_by_speculators() if is_speculators else self._served()),
             "block_size": self.config.block_size,
@@ -363,8 +356,15 @@ class DFlash(nn.Module):
             "layer_types": ["full_attention"] * self.config.num_layers,
         }
         if is_speculators:
-            method = earlier.get("speculators_config") or self._method(target_name, num_speculative_tokens)
-            frame = {**self._frame(), "transformer_layer_config": layer, "speculators_config": method}
+            frame = speculators.frame(
+                self.family,
+                self.speculators_architecture,
+                speculative_tokens=num_speculative_tokens or self.max_tokens,
+                target_name=target_name,
+                target_architectures=self._target_architectures,
+            )
+            method = earlier.get("speculators_config") or frame["speculators_config"]
+            frame = {**frame, "transformer_layer_config": layer, "speculators_config": method}
         else:
             frame = {**layer, "architectures": [self.architecture]}
         config = {**frame, "draft_vocab_size": len(self._head_WD), **served, "redraft": self._training(served)}
@@ -394,84 +394,29 @@ class DFlash(nn.Module):
             "sliding_window_non_causal": True,
         }
 
-    def _frame(self) -> dict[str, Any]:
-        """The keys by which `speculators` recognises its layout."""
-        return {
-            "architectures": [self.speculators_architecture],
-            SPECULATORS: self.family,
-            "speculators_version": "0.9.0",
-            # null means as wide as the head
-            "target_hidden_size": None,
-            "tie_word_embeddings": False,
-        }
-
-    def _method(self, target_name: str, num_speculative_tokens: int | None) -> dict[str, Any]:
-        """The section `speculators_config`."""
-        greedy = {"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens or self.max_tokens}
-        return {
-            "algorithm": self.family,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{**greedy, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
-            "verifier": {"name_or_path": target_name, "architectures": self._target_architectures},
-        }
-
-    @staticmethod
-    def load(folder: Path, target: Target) -> DFlash:
+    @classmethod
+    def load(cls, folder: Path, target: Target) -> Self:
         """A head from an exported folder of either layout, or from a checkpoint of another trainer with one of them.
 
         Raises:
             ValueError: a tensor is missing, unknown or of another shape, the embeddings or the head are not the
                 target's, or the head attends in a way that is not supported here.
         """
-        return load_head(DFlash, _read, folder, target)
+        return load_head(cls, cls._read, folder, target)
 
+    @staticmethod
+    def _read(config: Mapping[str, Any], folder: Path) -> Config:
+        """The options of a checkpoint.
 
-Head = TypeVar("Head", bound=DFlash)
-
-
-def load_head(
-    head_class: type[Head], read: Callable[[Mapping[str, Any], Path], Config], folder: Path, target: Target
-) -> Head:
-    """A head of `head_class` with the options that `read` finds in config.json. Raises: as `DFlash.load`."""
-    config = translate(read_config(folder), folder)
-    tensors = read_tensors(folder, tensor_files(folder))
-    draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
-    for name, theirs_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
-        rows = theirs_VD if draft_ids_W is None or name != "lm_head.weight" else theirs_VD[draft_ids_W]
-        held = tensors.pop(name, None)
-        # compare in the type of the copy: an export in bfloat16 rounds the rows of a float32 target
-        if held is not None and not torch.equal(held, rows.to(held)):
-            raise ValueError(f"{folder}: {name} is not the target's: a leftover, trained, or of another target")
-    # Read as a Llama: the norms of queries and keys are part of this file's `Attention`, not of the shape.
-    shape = LlamaShape.from_head_config({**config, "model_type": "llama"}, target.config)
-    head = head_class(read(config, folder), target, draft_ids_W, replace(shape, head_dim=config["head_dim"]))
-    load_into(head, tensors, folder)
-    return head
-
-
-def translate(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-    """config.json in the keys of vLLM: as it is, or from the layout of the package `speculators`.
-
-    Raises:
-        ValueError: it names no mask token or no target layers.
-    """
-    if SPECULATORS not in config:
-        return config
-    layers = config.get("aux_hidden_state_layer_ids")
-    if not layers or config.get("mask_token_id") is None:
-        absent = "mask_token_id" if layers else "aux_hidden_state_layer_ids"
-        raise ValueError(f"{folder}: config.json has no {absent}: write the one of training")
-    # the package takes Qwen3's defaults for absent keys
-    inner = read_layer_config({"model_type": "qwen3", **(config.get("transformer_layer_config") or {})}).to_dict()
-    # of rotary parameters for several kinds of layers, the package takes these for all
-    rope = inner["rope_parameters"].get("sliding_attention", inner["rope_parameters"])
-    # `sliding_window_non_causal` is about layers with a window, which are refused whatever it says.
-    section = {
-        "mask_token_id": config["mask_token_id"],
-        "target_layer_ids": [layer - 1 for layer in layers],
-        "causal": False,
-    }
-    return {**inner, "rope_parameters": rope, **config, SECTION: section}
+        Raises:
+            ValueError: its attention is causal, of a window, or rotates in another way, or the anchor proposes.
+        """
+        section = config.get(SECTION) or {}
+        if config.get("sample_from_anchor") or section.get("sample_from_anchor"):
+            raise ValueError(
+                f"{folder}: its anchor proposes (sample_from_anchor), which DFlash does neither here nor in vLLM"
+            )
+        return Config(**read_options(config, section, folder))
 
 
 def check_options(config: Config, num_embeddings: int) -> None:
@@ -545,36 +490,3 @@ def _label_probability(step: DraftStep, batch: Batch) -> Tensor:
         # `view` shares the storage, so this writes into `q_BT`; `flatten` might write into a copy.
         q_BT.view(-1)[rows_N[part]] = log_q_M.exp() * is_known_N[part]
     return q_BT
-
-
-def _read(config: Mapping[str, Any], folder: Path) -> Config:
-    """The options of a checkpoint.
-
-    Raises:
-        ValueError: its attention is causal, of a window, or rotates in another way, or the anchor proposes.
-    """
-    section = config.get(SECTION) or {}
-    if config.get("sample_from_anchor") or section.get("sample_from_anchor"):
-        raise ValueError(
-            f"{folder}: its anchor proposes (sample_from_anchor), which DFlash does neither here nor in vLLM"
-        )
-    return Config(**read_options(config, section, folder))
-
-
-def read_options(config: Mapping[str, Any], section: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The fields of a `Config` in config.json; layers and mask token are in `section`. Raises: as `_read`."""
-    of_dflash = config.get(SECTION) or {}
-    windows = "sliding_attention" in (config.get("layer_types") or ()) or of_dflash.get("use_swa")
-    if of_dflash.get("causal") or config.get("is_causal") or windows or config.get("is_neox_style") is False:
-        raise ValueError(f"{folder}: only full attention in both directions within a block is supported here")
-    if (act := config.get("hidden_act") or "silu") not in ("silu", "swish"):
-        raise ValueError(f"{folder}: hidden_act is {act}, only silu is supported here, as in vLLM")
-    # other trainers do not write how the head was trained
-    known = {name: value for name, value in config.get("redraft", {}).items() if name in TRAINING_OPTIONS}
-    return {
-        "aux_layer_ids": tuple(layer + 1 for layer in section["target_layer_ids"]),
-        "num_layers": config["num_hidden_layers"],
-        "block_size": config["block_size"],
-        "mask_token_id": section["mask_token_id"],
-        **known,
-    }

@@ -26,7 +26,9 @@ from torch import Tensor, nn
 
 from redraft.heads.draft import Batch, Bias, Drafted, DraftStep, draw
 from redraft.heads.families import dflash
-from redraft.heads.families.dflash import DFlash, load_head, read_options
+from redraft.heads.families.dflash import DFlash
+from redraft.heads.families.dflash_layouts import SECTION, read_options
+from redraft.heads.files import speculators
 from redraft.heads.files.folder import WEIGHTS
 from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.precision import autocast_kind
@@ -132,7 +134,7 @@ class DSpark(DFlash):
         return drafted
 
     def _served(self) -> dict[str, Any]:
-        of_dflash = cast(dict[str, Any], super()._served()[dflash.SECTION])
+        of_dflash = cast(dict[str, Any], super()._served()[SECTION])
         return {
             "mask_token_id": of_dflash["mask_token_id"],
             "target_layer_ids": of_dflash["target_layer_ids"],
@@ -164,38 +166,29 @@ class DSpark(DFlash):
         save_file(tensors, folder / WEIGHTS, {"format": "pt"})
 
     @staticmethod
-    def load(folder: Path, target: Target) -> DSpark:
-        """A head from an exported folder of either layout, or from a checkpoint of another trainer with one of them.
+    def _read(config: Mapping[str, Any], folder: Path) -> Config:
+        """The options of a checkpoint.
 
         Raises:
-            ValueError: as `DFlash.load`, or the Markov or confidence head is of another kind.
+            ValueError: the attention, the Markov head or the confidence head is of another kind, or
+                the kind of block is not written down.
         """
-        return load_head(DSpark, _read, folder, target)
-
-
-def _read(config: Mapping[str, Any], folder: Path) -> Config:
-    """The options of a checkpoint.
-
-    Raises:
-        ValueError: the attention, the Markov head or the confidence head is of another kind, or the kind of block is
-            not written down.
-    """
-    if (kind := config.get("markov_head_type") or "vanilla") != "vanilla":
-        raise ValueError(f"{folder}: a Markov head of type {kind} is not supported here, only vanilla")
-    has_confidence = bool(config.get("enable_confidence_head"))
-    # vLLM takes false if the key is absent, so an absent key is refused as well.
-    if has_confidence and not config.get("confidence_head_with_markov"):
-        raise ValueError(f"{folder}: a confidence head that does not read the Markov head is not supported here")
-    if dflash.SPECULATORS in config and "sample_from_anchor" not in config:
-        raise ValueError(
-            f"{folder}: config.json does not say whether the anchor proposes, and speculators takes true, vLLM false: "
-            'write the "sample_from_anchor" of training'
+        if (kind := config.get("markov_head_type") or "vanilla") != "vanilla":
+            raise ValueError(f"{folder}: a Markov head of type {kind} is not supported here, only vanilla")
+        has_confidence = bool(config.get("enable_confidence_head"))
+        # vLLM takes false if the key is absent, so an absent key is refused as well.
+        if has_confidence and not config.get("confidence_head_with_markov"):
+            raise ValueError(f"{folder}: a confidence head that does not read the Markov head is not supported here")
+        if speculators.MARK in config and "sample_from_anchor" not in config:
+            raise ValueError(
+                f"{folder}: config.json does not say whether the anchor proposes, and speculators "
+                'takes true, vLLM false: write the "sample_from_anchor" of training'
+            )
+        # an engine looks there first
+        section = {**config, **(config.get(SECTION) or {})}
+        return Config(
+            **read_options(config, section, folder),
+            sample_from_anchor=config.get("sample_from_anchor", True),
+            markov_rank=config["markov_rank"],
+            confidence_head=has_confidence,
         )
-    # an engine looks there first
-    section = {**config, **(config.get(dflash.SECTION) or {})}
-    return Config(
-        **read_options(config, section, folder),
-        sample_from_anchor=config.get("sample_from_anchor", True),
-        markov_rank=config["markov_rank"],
-        confidence_head=has_confidence,
-    )

@@ -12,19 +12,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, aux_streams
+from redraft.heads.files import speculators
 from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.nn.attention import Memory
 from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, RMSNorm, Rotary, norm
 from redraft.heads.nn.recurrent import propose, unroll
-from redraft.heads.nn.vocabulary import check_ids, over_target_vocabulary, read_ids, to_offsets
+from redraft.heads.nn.vocabulary import check_ids, id_maps, over_target_vocabulary, read_ids
 from redraft.heads.target import Target, aux_layers, layer_weights
 
 
@@ -79,6 +80,9 @@ class Layer(nn.Module):
 
 
 class Eagle3(nn.Module):
+    family = "eagle3"
+    speculators_architecture = "Eagle3Speculator"
+    """The name of the class in the package `speculators`."""
     is_autoregressive = False
     is_block = False
     max_tokens: int | None = None
@@ -232,7 +236,7 @@ class Eagle3(nn.Module):
         `num_speculative_tokens`.
         """
         tensors = self._tensors(weights or self.state_dict())
-        if layout == "speculators" or (like and "speculators_model_type" in read_config(like)):
+        if layout == "speculators" or (like and speculators.MARK in read_config(like)):
             config = self._speculators_config(target_name, num_speculative_tokens)
             tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
             # speculators 0.9 leaves absent ones as uninitialised memory; vLLM shares copies equal to the target's
@@ -245,11 +249,8 @@ class Eagle3(nn.Module):
         """The weights, with the maps of a reduced vocabulary and the matching rows of the head."""
         if self._draft_ids_W is None:
             return dict(weights)
-        ids_W = self._draft_ids_W.cpu()
-        kept_V = torch.zeros(self.shape.vocab_size, dtype=torch.bool)
-        kept_V[ids_W] = True
-        maps = {"d2t": to_offsets(ids_W), "t2d": kept_V}
         # the weights come last: if they hold a trained head, it replaces the target's rows
+        maps = id_maps(self._draft_ids_W, self.shape.vocab_size)
         return {"lm_head.weight": self.head, **weights, **maps}
 
     def _vllm_config(self) -> dict[str, Any]:
@@ -263,26 +264,16 @@ class Eagle3(nn.Module):
         }
 
     def _speculators_config(self, target_name: str, num_speculative_tokens: int) -> dict[str, Any]:
-        greedy = {"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens}
+        frame = speculators.frame(
+            self.family,
+            self.speculators_architecture,
+            speculative_tokens=num_speculative_tokens,
+            target_name=target_name,
+            target_architectures=["LlamaForCausalLM"],
+        )
         # vLLM builds its config from this inner section, so the count of layers must stand here
         layer = {**self.shape.hf_config(), "num_aux_hidden_states": len(self.aux_layer_ids)}
-        return {
-            **self._architecture(),
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
-            "speculators_version": "0.9.0",
-            # null means as wide as the head.
-            "target_hidden_size": None,
-            "tie_word_embeddings": False,
-            "transformer_layer_config": layer,
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{**greedy, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
-                "verifier": {"name_or_path": target_name, "architectures": ["LlamaForCausalLM"]},
-            },
-            "redraft": self._training(),
-        }
+        return {**self._architecture(), **frame, "transformer_layer_config": layer, "redraft": self._training()}
 
     def _architecture(self) -> dict[str, Any]:
         return {
@@ -294,10 +285,10 @@ class Eagle3(nn.Module):
     def _training(self) -> dict[str, Any]:
         kept = {"own_head", "num_steps", "step_decay"}
         training = {name: value for name, value in asdict(self.config).items() if name in kept}
-        return {"family": "eagle3", **training, TRAINED_WITH: {**self._architecture(), **self.shape.record()}}
+        return {"family": self.family, **training, TRAINED_WITH: {**self._architecture(), **self.shape.record()}}
 
-    @staticmethod
-    def load(folder: Path, target: Target) -> Eagle3:
+    @classmethod
+    def load(cls, folder: Path, target: Target) -> Self:
         """A head from an exported folder of either layout, or from a checkpoint of another trainer.
 
         Raises:
@@ -305,10 +296,30 @@ class Eagle3(nn.Module):
                 not the target's.
         """
         checkpoint = read_checkpoint(folder, target)
-        options = _read(checkpoint.config, own_head="lm_head.weight" in checkpoint.tensors)
-        head = Eagle3(options, target, checkpoint.draft_ids_W, checkpoint.shape)
+        options = cls._read(checkpoint.config, own_head="lm_head.weight" in checkpoint.tensors)
+        head = cls(options, target, checkpoint.draft_ids_W, checkpoint.shape)
         checkpoint.load_into(head, folder)
         return head
+
+    @staticmethod
+    def _read(config: Mapping[str, Any], *, own_head: bool) -> Any:
+        """The options of a checkpoint: the engine's keys for architecture, ours for training."""
+        known = {field.name for field in fields(Config)}
+        training = {name: value for name, value in config.get("redraft", {}).items() if name in known}
+        is_speculators = config.get(speculators.MARK) == "eagle3"
+        nested = config.get("eagle_config") or {}
+        ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+        return Config(
+            aux_layer_ids=tuple(ids or ()),
+            norm_before_fc=nested.get("norm_before_fc", config.get("norm_before_fc", False)),
+            # as vLLM reads them: an absent key means true in a config of speculators, and false in others
+            norm_before_residual=config.get("norm_before_residual", is_speculators),
+            fc_norm=config.get("fc_norm", False),
+            norm_output=config.get("norm_output", False),
+            # A reduced vocabulary puts a frozen head into the file as well. So our record decides,
+            # and the tensor only without one.
+            **{"own_head": own_head, **training},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,23 +351,3 @@ def read_checkpoint(folder: Path, target: Target) -> Checkpoint:
         raise ValueError(f"{folder} has embeddings that are not the target's: a leftover, or of another target")
     shape = LlamaShape.from_head_config(config.get("transformer_layer_config", config), target.config)
     return Checkpoint(config=config, tensors=tensors, draft_ids_W=draft_ids_W, shape=shape)
-
-
-def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:
-    """The options of a checkpoint: the architecture from the engine's keys, training options from ours if present."""
-    known = {field.name for field in fields(Config)}
-    training = {name: value for name, value in config.get("redraft", {}).items() if name in known}
-    is_speculators = config.get("speculators_model_type") == "eagle3"
-    nested = config.get("eagle_config") or {}
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
-    return Config(
-        aux_layer_ids=tuple(ids or ()),
-        norm_before_fc=nested.get("norm_before_fc", config.get("norm_before_fc", False)),
-        # as vLLM reads them: an absent key means true in a config of speculators, and false in others
-        norm_before_residual=config.get("norm_before_residual", is_speculators),
-        fc_norm=config.get("fc_norm", False),
-        norm_output=config.get("norm_output", False),
-        # A reduced vocabulary puts a frozen head into the file as well. So our record decides,
-        # and the tensor only without one.
-        **{"own_head": own_head, **training},
-    )

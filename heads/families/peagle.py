@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -31,7 +30,7 @@ from redraft.heads.draft import (
     require_tokens,
 )
 from redraft.heads.families import eagle3
-from redraft.heads.families.eagle3 import Eagle3, read_checkpoint
+from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.files.folder import TRAINED_WITH
 from redraft.heads.nn.attention import KeyCache, Memory, StepMemory, compute_again
 from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, norm
@@ -100,6 +99,9 @@ class Layer(nn.Module):
 
 
 class PEagle(Eagle3):
+    family = "peagle"
+    speculators_architecture = "PEagleSpeculator"
+
     def __init__(
         self, config: Config, target: Target, draft_ids_W: Tensor | None = None, shape: LlamaShape | None = None
     ) -> None:
@@ -257,11 +259,8 @@ class PEagle(Eagle3):
         inner = {"num_hidden_layers": self.options.num_layers, "fc_norm": self.options.fc_norm}
         return {
             **config,
-            "architectures": ["PEagleSpeculator"],
-            "speculators_model_type": "peagle",
             "mask_token_id": self._mask_token_id,
             "transformer_layer_config": {**config["transformer_layer_config"], **inner},
-            "speculators_config": {**config["speculators_config"], "algorithm": "peagle"},
         }
 
     def _training(self) -> dict[str, Any]:
@@ -269,38 +268,24 @@ class PEagle(Eagle3):
         training = {name: value for name, value in asdict(self.options).items() if name in kept}
         trained_with = super()._training()[TRAINED_WITH]
         return {
-            "family": "peagle",
+            "family": self.family,
             **training,
             TRAINED_WITH: {**trained_with, "mask_token_id": self._mask_token_id},
         }
 
     @staticmethod
-    def load(folder: Path, target: Target) -> PEagle:
-        """A head from an exported folder of either layout, or from a checkpoint of another trainer.
-
-        Raises:
-            ValueError: a tensor is missing, unknown or of another shape, d2t and t2d disagree, or the embeddings are
-                not the target's.
-        """
-        checkpoint = read_checkpoint(folder, target)
-        options = _read(checkpoint.config, own_head="lm_head.weight" in checkpoint.tensors)
-        head = PEagle(options, target, checkpoint.draft_ids_W, checkpoint.shape)
-        checkpoint.load_into(head, folder)
-        return head
-
-
-def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:
-    """The options of a checkpoint: the architecture from the engine's keys, training options from ours if present."""
-    known = asdict(Config())
-    training = {name: value for name, value in config.get("redraft", {}).items() if name in known}
-    layers = config.get("transformer_layer_config", config)
-    return Config(
-        aux_layer_ids=tuple(config.get("eagle_aux_hidden_state_layer_ids") or ()),
-        num_layers=layers["num_hidden_layers"],
-        mask_token_id=config.get("mask_token_id", config.get("pard_token")),
-        # False in both layouts, unlike EAGLE-3: vLLM reads speculators' P-EAGLE configs so.
-        norm_before_residual=config.get("norm_before_residual", False),
-        norm_before_fc=config.get("norm_before_fc", False),
-        fc_norm=config.get("fc_norm", False),
-        **{"own_head": own_head, **training},
-    )
+    def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:
+        """The options of a checkpoint: the engine's keys for architecture, ours for training."""
+        known = asdict(Config())
+        training = {name: value for name, value in config.get("redraft", {}).items() if name in known}
+        layers = config.get("transformer_layer_config", config)
+        return Config(
+            aux_layer_ids=tuple(config.get("eagle_aux_hidden_state_layer_ids") or ()),
+            num_layers=layers["num_hidden_layers"],
+            mask_token_id=config.get("mask_token_id", config.get("pard_token")),
+            # False in both layouts, unlike EAGLE-3: vLLM reads speculators' P-EAGLE configs so.
+            norm_before_residual=config.get("norm_before_residual", False),
+            norm_before_fc=config.get("norm_before_fc", False),
+            fc_norm=config.get("fc_norm", False),
+            **{"own_head": own_head, **training},
+        )

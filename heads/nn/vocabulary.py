@@ -31,9 +31,15 @@ def read_ids(offset_W: Tensor | None, kept_V: Tensor | None, source: Path) -> Te
     return ids_W
 
 
-def to_offsets(draft_ids_W: Tensor) -> Tensor:
-    """d2t of a checkpoint: the difference between target id and draft id, not the target id itself."""
-    return draft_ids_W - torch.arange(len(draft_ids_W))
+def id_maps(draft_ids_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """The tensors of a checkpoint for a reduced vocabulary.
+
+    d2t, int64 [W], is the difference between target id and draft id, not the target id itself. t2d, bool [V], is true
+    for the target ids that the head proposes.
+    """
+    ids_W = draft_ids_W.cpu()
+    kept_V = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids_W, True)
+    return {"d2t": ids_W - torch.arange(len(ids_W)), "t2d": kept_V}
 
 
 def over_target_vocabulary(logits_W: Tensor, draft_ids_W: Tensor | None, vocab_size: int) -> Tensor:

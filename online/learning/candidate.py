@@ -24,8 +24,9 @@ from torch import Tensor
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.loop import make_accelerator
+from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import leave
-from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation, Optim, StepStats, fits
+from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation, StepStats, fits
 from redraft.heads.catalog import Family, Reads, find_family, list_learning
 from redraft.heads.draft import Draft
 from redraft.heads.files.folder import read_config

@@ -26,7 +26,8 @@ from redraft.distill.data.samples import build_samples
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import make_accelerator
-from redraft.distill.train.step import Distillation, Optim
+from redraft.distill.train.optim import Optim
+from redraft.distill.train.step import Distillation
 from redraft.eval.engine.measure import Measurement
 from redraft.eval.engine.process import process_group
 from redraft.eval.engine.sampling import GREEDY, PENALTIES

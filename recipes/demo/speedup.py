@@ -32,8 +32,8 @@ from redraft.distill.head_run import HeadRun
 from redraft.distill.inputs import Data
 from redraft.distill.prove import Prove, leave_gpu, make_logits
 from redraft.distill.train.loop import Loop
+from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import leave
-from redraft.distill.train.step import Optim
 from redraft.eval.engine.lookup_first import HeadLimits, mix
 from redraft.eval.engine.lossless import compare_lossless
 from redraft.eval.engine.target_dtype import computes_bfloat16

@@ -18,7 +18,9 @@ from redraft.distill.loss.divergences import Divergence
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.muon import Muon
-from redraft.distill.train.step import Optim, compile_layers, distill_loss, make_optimizers
+from redraft.distill.train.objective import distill_loss
+from redraft.distill.train.optim import Optim
+from redraft.distill.train.step import compile_layers, make_optimizers
 from redraft.heads.catalog import find_family
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget
 from redraft.heads.families.standalone import StandaloneDraft

@@ -14,7 +14,7 @@ import torch
 
 from redraft.distill.head_run import DEMO, HeadConfig, HeadRun
 from redraft.distill.train.loop import Loop
-from redraft.distill.train.step import Optim
+from redraft.distill.train.optim import Optim
 from redraft.heads.families import eagle1
 from redraft.recipes.cli import run_recipe
 

@@ -19,7 +19,7 @@ from redraft.distill.data.vocabulary import frequent_ids, require_smaller
 from redraft.distill.head_run import DEMO, HeadConfig, HeadRun, target_config
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import Loop
-from redraft.distill.train.step import Optim
+from redraft.distill.train.optim import Optim
 from redraft.heads.families import eagle3
 from redraft.heads.families.eagle3_start import start_by_least_squares
 from redraft.heads.target import aux_layers

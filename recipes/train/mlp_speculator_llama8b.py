@@ -17,7 +17,7 @@ import torch
 from redraft.distill.head_run import DEMO, HeadConfig, HeadRun
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import Loop
-from redraft.distill.train.step import Optim
+from redraft.distill.train.optim import Optim
 from redraft.heads.families import mlp_speculator
 from redraft.recipes.cli import run_recipe
 

@@ -16,7 +16,7 @@ import torch
 
 from redraft.distill.head_run import DEMO, HeadConfig, HeadRun, target_config
 from redraft.distill.train.loop import Loop
-from redraft.distill.train.step import Optim
+from redraft.distill.train.optim import Optim
 from redraft.heads.families import mtp
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.families.mtp_layouts import detect_layout

@@ -19,7 +19,7 @@ from redraft.distill.fit import Room, standalone_config
 from redraft.distill.inputs import Signal
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import Loop
-from redraft.distill.train.step import Optim
+from redraft.distill.train.optim import Optim
 from redraft.heads.families.standalone import Init
 from redraft.heads.files.checkpoint import load_text_config
 from redraft.recipes import distill_llama3b

@@ -28,7 +28,8 @@ from redraft.distill.fit import (
     require_room,
 )
 from redraft.distill.inputs import Signal
-from redraft.distill.train.step import Optim, make_optimizers
+from redraft.distill.train.optim import Optim
+from redraft.distill.train.step import make_optimizers
 from redraft.heads.families import eagle3
 from redraft.heads.families.standalone import Init, prune_layers
 from redraft.recipes import distill_llama3b

@@ -36,7 +36,8 @@ from redraft.distill.loss.rows import has_triton
 from redraft.distill.signal.ahead import OneAhead
 from redraft.distill.signal.transfer import host_zeros, to_device
 from redraft.distill.train.muon import orthogonalise
-from redraft.distill.train.step import Distillation, Optim
+from redraft.distill.train.optim import Optim
+from redraft.distill.train.step import Distillation
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 from redraft.heads.families.mtp_folder import as_mimo
 from redraft.heads.nn.layers import RMSNorm

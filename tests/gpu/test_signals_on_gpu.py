@@ -19,7 +19,8 @@ from redraft.distill.signal.cache import CachedTarget, TopK
 from redraft.distill.signal.shards import write_cache
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.signal.transfer import to_device
-from redraft.distill.train.step import Distillation, Optim
+from redraft.distill.train.optim import Optim
+from redraft.distill.train.step import Distillation
 
 GPU = torch.device("cuda")
 LABELLED, UNLABELLED = range(6), range(6, 8)

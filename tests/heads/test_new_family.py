@@ -25,7 +25,8 @@ from tiny_family import ROW, Config, Tiny
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import make_accelerator
-from redraft.distill.train.step import Distillation, Optim
+from redraft.distill.train.optim import Optim
+from redraft.distill.train.step import Distillation
 from redraft.eval.forecast.drafts import LoadedTarget, load_drafts
 from redraft.eval.forecast.greedy import greedy_continuations
 from redraft.eval.forecast.ngram import Ngram

@@ -15,9 +15,10 @@ from train_on_ranks import make_standalone, micro_batches
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import make_accelerator
+from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.run import Run
-from redraft.distill.train.step import Distillation, Optim
+from redraft.distill.train.step import Distillation
 
 torch.set_num_threads(1)
 

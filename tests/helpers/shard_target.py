@@ -17,8 +17,9 @@ from redraft.distill.loss.divergences import Divergence
 from redraft.distill.signal.sharded import is_sharded, leading, load_sharded
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import make_accelerator
+from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import leave
-from redraft.distill.train.step import Distillation, Optim
+from redraft.distill.train.step import Distillation
 from redraft.eval.forecast.greedy import greedy_continuations
 from redraft.eval.prompts import Prompt
 from redraft.heads.families import eagle3

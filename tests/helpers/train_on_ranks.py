@@ -26,8 +26,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.muon import Muon
+from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import describe_layout, leave
-from redraft.distill.train.step import Distillation, Optim
+from redraft.distill.train.step import Distillation
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 from redraft.heads.families import dflash, dspark, eagle1, eagle3, medusa, mlp_speculator, mtp, peagle
 from redraft.heads.families.standalone import StandaloneDraft

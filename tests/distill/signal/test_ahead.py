@@ -20,8 +20,9 @@ from redraft.distill.data.samples import Sample, SampleStats
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.signal.ahead import OneAhead
 from redraft.distill.train.loop import LoadedData, Loop, train
+from redraft.distill.train.optim import Optim
 from redraft.distill.train.run import Run
-from redraft.distill.train.step import Distillation, Optim
+from redraft.distill.train.step import Distillation
 from redraft.heads.draft import Batch, TargetSignal
 
 CPU = torch.device("cpu")

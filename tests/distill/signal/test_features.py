@@ -42,7 +42,7 @@ from redraft.distill.signal.parts import read_stream_norms, stream_scales
 from redraft.distill.signal.shards import write_cache
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import LoadedData
-from redraft.distill.train.step import distill_loss
+from redraft.distill.train.objective import distill_loss
 from redraft.eval.engine.server import VllmServer, vllm_server
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families import eagle3, medusa

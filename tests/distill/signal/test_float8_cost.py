@@ -24,7 +24,7 @@ from redraft.distill.loss.divergences import Divergence
 from redraft.distill.signal.cache import CachedHiddenStates, HiddenDtype, HiddenStates
 from redraft.distill.signal.shards import write_cache
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.train.step import distill_loss
+from redraft.distill.train.objective import distill_loss
 from redraft.eval.forecast.greedy import Continuation, Forecast, forecast, greedy_continuations
 from redraft.eval.intervals import estimate_gain
 from redraft.eval.prompts import Prompt

@@ -16,8 +16,9 @@ from train_on_ranks import FAMILIES, micro_batches
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import make_accelerator
+from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import leave
-from redraft.distill.train.step import Distillation, Optim
+from redraft.distill.train.step import Distillation
 
 if __name__ == "__main__":
     output, target = Path(sys.argv[1]), make_target()

@@ -20,7 +20,8 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train import compiled
 from redraft.distill.train.compiled import draft_layers
 from redraft.distill.train.loop import Loop, make_accelerator
-from redraft.distill.train.step import Distillation, Optim
+from redraft.distill.train.optim import Optim
+from redraft.distill.train.step import Distillation
 from redraft.heads.families import eagle3
 from redraft.heads.target import Target
 

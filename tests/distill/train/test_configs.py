@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +12,7 @@ from redraft.distill.inputs import Data, Signal
 from redraft.distill.prove import Prove
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.train.loop import Loop
-from redraft.distill.train.step import Optim
+from redraft.distill.train.optim import Optim
 
 
 @pytest.mark.parametrize(
@@ -38,3 +40,8 @@ from redraft.distill.train.step import Optim
 def test_a_setting_that_makes_no_sense_is_refused(make: Callable[[], object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()
+
+
+def test_the_optimizers_settings_load_without_torch() -> None:
+    code = "import sys, redraft.distill.train.optim; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

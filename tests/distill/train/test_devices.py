@@ -11,7 +11,8 @@ from train_on_ranks import FAMILIES, make_family_target, micro_batches
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import make_accelerator
-from redraft.distill.train.step import Distillation, Optim
+from redraft.distill.train.optim import Optim
+from redraft.distill.train.step import Distillation
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"tied"}))

@@ -18,8 +18,9 @@ from redraft.distill.data.samples import Sample, SampleStats
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train import loop
 from redraft.distill.train.loop import LoadedData, Loop
+from redraft.distill.train.optim import Optim
 from redraft.distill.train.run import Run
-from redraft.distill.train.step import Distillation, Optim
+from redraft.distill.train.step import Distillation
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from train_on_ranks import FAMILIES, make_family_target, micro_batches
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train import step
 from redraft.distill.train.muon import Muon, orthogonalise, split
-from redraft.distill.train.step import Distillation, Optim, make_optimizers, require_whole_matrices
+from redraft.distill.train.optim import Optim
+from redraft.distill.train.step import Distillation, make_optimizers, require_whole_matrices
 
 
 @pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])

@@ -17,7 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.distill.data.on_policy import draft_written, is_on_policy
 from redraft.distill.loss.divergences import Divergence, exact_log_probs
-from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation, Optim, StepResult, distill_loss
+from redraft.distill.train.objective import StepResult, distill_loss, gather_target, labelled_rows
+from redraft.distill.train.optim import Optim
+from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families.standalone import StandaloneDraft
 
@@ -91,6 +93,19 @@ def test_the_loss_of_a_batch_equals_the_plain_divergence_over_its_labelled_rows(
         torch.autograd.grad(loss, draft.parameters(), retain_graph=True) for loss in (result.loss, plain)
     )
     torch.testing.assert_close(gradient, expected, rtol=1e-8, atol=1e-12)
+
+
+def test_each_target_row_of_a_step_is_compared_with_some_draft_row():
+    batch = make_batch([24, 13])
+    masks = [label_rows(batch, shift) for shift in (0, 1, 2)]
+    masks[0][:, ::3] = False
+    steps = [
+        DraftStep(hidden_BTD=torch.randn(1, 40, 16), head_WD=torch.randn(VOCABULARY, 16), shift=shift, mask_BT=mask_BT)
+        for shift, mask_BT in enumerate(masks)
+    ]
+    found = gather_target(steps, labelled_rows(steps), batch, make_signal(make_model(0), batch))
+    target, _, rows = found
+    assert torch.cat(rows).unique().tolist() == list(range(len(target.hidden_ND)))
 
 
 def test_a_step_of_shift_two_learns_from_the_targets_row_two_further_on():

@@ -18,7 +18,8 @@ from train_on_ranks import make_standalone, micro_batches
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.train.loop import make_accelerator
-from redraft.distill.train.step import Distillation, Optim
+from redraft.distill.train.optim import Optim
+from redraft.distill.train.step import Distillation
 from redraft.distill.train.unpickle import without_code
 
 

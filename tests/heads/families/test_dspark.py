@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from redraft.distill.loss.divergences import Divergence
-from redraft.distill.train.step import distill_loss
+from redraft.distill.train.objective import distill_loss
 from redraft.eval.forecast.greedy import collect_outcomes, forecast, greedy_continuations
 from redraft.eval.forecast.rows import compare_rows
 from redraft.eval.prompts import Prompt

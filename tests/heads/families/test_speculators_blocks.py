@@ -20,6 +20,7 @@ from torch import Tensor
 from redraft.heads.catalog import detect_family, detect_family_by_tensors
 from redraft.heads.draft import Batch, TargetSignal
 from redraft.heads.families import dflash, dspark
+from redraft.heads.families.dflash_layouts import translate
 from redraft.heads.target import Target
 
 MASK, RANK, SLOTS = VOCAB - 1, 6, 4
@@ -354,7 +355,7 @@ def test_the_defaults_of_the_package_stand_for_absent_keys(target: tuple[Any, Pa
         },
     }
     theirs = DFlashSpeculatorConfig(**config).transformer_layer_config
-    found = dflash.translate(config, tmp_path)
+    found = translate(config, tmp_path)
     assert found["rope_parameters"] == flatten_rope_parameters(theirs).rope_parameters
     for key in ("head_dim", "num_key_value_heads", "intermediate_size", "rms_norm_eps", "hidden_act", "layer_types"):
         assert found[key] == getattr(theirs, key), key

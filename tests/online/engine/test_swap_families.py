@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.train.step import distill_loss
+from redraft.distill.train.objective import distill_loss
 from redraft.heads.catalog import FAMILIES, find_family
 from redraft.heads.draft import Batch
 from redraft.heads.families import dflash, dspark, eagle1, eagle3, medusa, mtp, peagle

@@ -24,7 +24,8 @@ from redraft.distill.head_run import HeadRun
 from redraft.distill.inputs import Signal
 from redraft.distill.prove import Prove
 from redraft.distill.train.loop import Loop
-from redraft.distill.train.step import Distillation, Optim
+from redraft.distill.train.optim import Optim
+from redraft.distill.train.step import Distillation
 from redraft.eval.forecast.greedy import QuickMetrics
 from redraft.heads.catalog import detect_family, find_family
 from redraft.heads.families import eagle3

@@ -1,0 +1,35 @@
+"""The layout of the package `speculators` in config.json, as far as its families share it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+MARK = "speculators_model_type"
+"""The key by which a folder of this layout is recognised. Its value is the family."""
+
+
+def frame(
+    family: str,
+    architecture: str,
+    *,
+    speculative_tokens: int,
+    target_name: str,
+    target_architectures: Sequence[str],
+) -> dict[str, Any]:
+    """The keys around a head's own, with its architecture and the target that the package takes the rest from."""
+    greedy = {"proposal_type": "greedy", "speculative_tokens": speculative_tokens}
+    return {
+        "architectures": [architecture],
+        MARK: family,
+        "speculators_version": "0.9.0",
+        # null means as wide as the head
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": family,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**greedy, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": target_name, "architectures": list(target_architectures)},
+        },
+    }
