@@ -60,6 +60,9 @@ class FakeServer:
     not counted, as by a server of an earlier release."""
     bodies: list[dict[str, str]] = field(default_factory=list)
     """Bodies of all swap requests."""
+    asked: list[str] = field(default_factory=list)
+    """Paths of all requests, also of those not answered."""
+    _restarting: asyncio.Future[None] | None = None
 
     @property
     def url(self) -> str:
@@ -84,6 +87,11 @@ class FakeServer:
         await asyncio.sleep(self.down_s)
         await self.start()
 
+    async def until_back(self) -> None:
+        """Wait for the end of a restart that a failed swap began."""
+        if self._restarting:
+            await self._restarting
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections.add(writer)
         try:
@@ -93,6 +101,7 @@ class FakeServer:
                 )
                 body = await reader.readexactly(length)
                 path = head.split(" ", 2)[1]
+                self.asked.append(path)
                 trouble = self.trouble.get(path, "")
                 if trouble == "hang":
                     await asyncio.Event().wait()

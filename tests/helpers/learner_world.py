@@ -7,7 +7,7 @@ import random
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from fake_fleet import TOKEN, FakeServer, Traffic, running
 from real_server import NOISY, Server
 from transformers import LlamaForCausalLM
+from waiting import until
 
 from redraft.distill.data.samples import Sample
 from redraft.distill.signal.sources import InProcessTarget
@@ -199,18 +200,6 @@ class World:
                 await asyncio.wait([task])
             if not task.cancelled() and task.exception():
                 raise task.exception()
-
-
-async def until(condition: Callable[[], Any], task: asyncio.Task[None] | None = None, timeout_s: float = 300) -> Any:
-    """Wait until the condition is true, and return its value."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (found := condition()):
-        if task is not None and task.done():
-            task.result()
-            raise AssertionError("the learner ended")
-        assert time.monotonic() < deadline_s, f"not after {timeout_s} s"
-        await asyncio.sleep(0.05)
-    return found
 
 
 @contextmanager

@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 from fake_fleet import TOKEN
-from learner_world import World, make_draft, make_records, ship, until
+from learner_world import World, make_draft, make_records, ship
+from waiting import until
 
 from redraft.heads.files.artifact import fingerprint
 from redraft.online.daemon import alarm

@@ -17,7 +17,8 @@ from dataclasses import replace
 
 import pytest
 from fake_fleet import TOKEN
-from learner_world import World, make_draft, make_records, ship, until
+from learner_world import World, make_draft, make_records, ship
+from waiting import PATIENCE_S, until, wait_until
 
 from redraft.heads.files.artifact import fingerprint, publish, verify
 from redraft.heads.files.sealed import write_sealed
@@ -475,14 +476,10 @@ def test_a_learner_that_starts_on_a_full_disk_waits_for_space(new_world, place, 
 
         thread = threading.Thread(target=begin)
         thread.start()
-        deadline_s, told = time.monotonic() + 60, ""
-        while "waits, because a disk is full" not in told:
-            assert time.monotonic() < deadline_s
-            told += capsys.readouterr().err
-            time.sleep(0.05)
+        wait_until(lambda: "disk is full" in capsys.readouterr().err)
         assert not started.is_set()
         (disk / "ballast").unlink()
-        thread.join(60)
+        thread.join(PATIENCE_S)
         assert started.is_set()
         assert new_world.registry.current() == "v000001"
         assert replace(new_world.config()).folder.is_dir()

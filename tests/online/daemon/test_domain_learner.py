@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 from fake_fleet import TOKEN
-from learner_world import World, make_draft, make_records, ship, until
+from learner_world import World, make_draft, make_records, ship
 from run_stream import TARGET, VOCAB, make_record
+from waiting import until
 
 from redraft.online.daemon.config import load_config
 from redraft.online.fleet.discovery import FleetConfig

@@ -9,10 +9,11 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from learner_world import ANYTHING, streams, until
+from learner_world import ANYTHING, streams
 from real_server import FIRST
 from run_learner import start
 from test_learner_kills import assert_every_record_was_trained_once, ended
+from waiting import until
 
 from redraft.heads.files.artifact import verify
 from redraft.online.fleet.registry import Registry

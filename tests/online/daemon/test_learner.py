@@ -13,16 +13,18 @@ from pathlib import Path
 import msgspec
 import pytest
 from fake_fleet import TOKEN
-from learner_world import ANYTHING, World, make_draft, make_records, ship, until
+from learner_world import ANYTHING, World, make_draft, make_records, ship
 from safetensors.torch import load_file
+from waiting import PATIENCE_S, until
 
 from benchmarks.soak import poison
 from redraft.heads.files.artifact import fingerprint, verify
 from redraft.heads.files.lock import AlreadyOwnedError, own
 from redraft.online.daemon import control
+from redraft.online.daemon.inbox import Inbox
 from redraft.online.daemon.judging import choose_judging
 from redraft.online.daemon.learner import run
-from redraft.online.daemon.state import load
+from redraft.online.daemon.state import Event, load
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import Drafting
@@ -348,7 +350,8 @@ def test_a_target_changed_under_the_same_address_is_kept_aside_and_nothing_is_sw
         ship(world.spool, records[:300])
         await until(lambda: world.last("buffer", "records") + world.last("buffer", "held_out") == 300, task)
         world.fakes[1].version = "start"  # the halted learner does not reconcile either
-        await asyncio.sleep(0.5)
+        world.fakes[1].asked.clear()
+        await until(lambda: world.fakes[1].asked.count("/redraft/status") > 4, task)
         assert not world.entries("training")
         assert [list(fake.swaps) for fake in world.fakes] == swaps
         assert world.last("buffer", "dropped")["foreign"] == 20
@@ -437,24 +440,29 @@ def test_a_canary_can_be_recalled(world, records):
 
 
 def test_a_recall_that_comes_too_late_goes_back_behind_the_rollout_and_recalls_no_other(world, records, monkeypatch):
-    is_promoting, may_promote, promote = threading.Event(), threading.Event(), Registry.promote
+    is_promoting, may_promote = threading.Event(), threading.Event()
+    promote, post_to = Registry.promote, Inbox.post
 
     def promote_slowly(registry, version):  # as when a version of gigabytes is read once more
         if version == "v000002":
             is_promoting.set()
-            may_promote.wait(20)
+            assert may_promote.wait(PATIENCE_S)
         promote(registry, version)
 
+    def post(inbox, move):
+        posted = post_to(inbox, move)
+        if move.event is Event.RECALLED:
+            may_promote.set()
+        return posted
+
     monkeypatch.setattr(Registry, "promote", promote_slowly)
+    monkeypatch.setattr(Inbox, "post", post)
 
     async def script(task):
         learner = world.root / "learner"
         ship(world.spool, records[:300])
         await until(is_promoting.is_set, task)
-        asked = asyncio.create_task(control.ask(learner, do="rollback"))
-        await asyncio.sleep(0.2)
-        may_promote.set()
-        assert await asked == {"version": "v000001"}
+        assert await control.ask(learner, do="rollback") == {"version": "v000001"}
         assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
         reply = await control.ask(learner, do="swap", version="v000002")
         assert reply["passed"], reply

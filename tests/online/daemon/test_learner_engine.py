@@ -13,9 +13,10 @@ from pathlib import Path
 import model_runners
 import pytest
 from fake_fleet import TOKEN
-from learner_world import ANYTHING, ON_AN_ENGINE, World, make_draft, served_by, streams, until
+from learner_world import ANYTHING, ON_AN_ENGINE, World, make_draft, served_by, streams
 from real_server import FIRST, running_server
 from test_learner import with_other_tokenizer
+from waiting import until
 
 from redraft.eval.engine.process import free_port
 from redraft.heads.files.artifact import fingerprint

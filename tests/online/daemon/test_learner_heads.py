@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 import torch
 from fake_fleet import TOKEN
-from learner_world import QUICK, World, make_records, ship, until
+from learner_world import QUICK, World, make_records, ship
 from real_server import running_server
 from recorded_heads import LAYERS, OPTIONS, floats, make_head, states_of, text_of, with_states
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
+from waiting import until
 
 from redraft.distill.data.samples import Sample
 from redraft.distill.signal.sources import InProcessTarget

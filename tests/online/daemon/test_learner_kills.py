@@ -7,8 +7,9 @@ import json
 
 import pytest
 from fake_fleet import TOKEN
-from learner_world import ANYTHING, World, make_draft, make_records, ship, until
+from learner_world import ANYTHING, World, make_draft, make_records, ship
 from run_learner import start
+from waiting import until
 
 from redraft.heads.files.artifact import PROVENANCE, fingerprint, manifest, verify
 from redraft.online.learning.buffer import Buffer

@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 from fake_fleet import TOKEN
-from learner_world import World, make_draft, make_records, ship, until
+from learner_world import World, make_draft, make_records, ship
 from test_learner_kills import assert_every_record_is_there_and_was_trained_once
+from waiting import until
 
 from redraft.heads.files.artifact import verify
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 from fake_fleet import TOKEN
-from learner_world import World, make_draft, make_records, until
+from learner_world import World, make_draft, make_records
 from real_broker import running_broker
 from run_learner import start
 from test_learner_kills import assert_every_record_is_there_and_was_trained_once, ended
+from waiting import until
 
 from redraft.online.daemon.config import load_config
 from redraft.online.records.nats_config import Nats

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from fake_fleet import TOKEN
-from learner_world import ANYTHING, World, make_draft, make_records, ship, until
+from learner_world import ANYTHING, World, make_draft, make_records, ship
 from run_learner import start
+from waiting import until
 
 from benchmarks.soak import poison
 from redraft.heads.files.artifact import fingerprint

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from fake_fleet import TOKEN
-from learner_world import World, make_draft, make_records, ship, until
+from learner_world import World, make_draft, make_records, ship
+from waiting import until
 
 from redraft.online.daemon import control
 from redraft.online.learning.gate import Policy

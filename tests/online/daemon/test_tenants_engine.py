@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from learner_world import until
 from real_server import COPY, FIRST, RANDOM
+from waiting import until
 
 from redraft.heads.files.artifact import fingerprint
 from redraft.online.daemon import alarm

@@ -9,7 +9,8 @@ import socket
 
 import pytest
 from fake_fleet import TOKEN, FakeServer, running
-from learner_world import World, make_draft, until
+from learner_world import World, make_draft
+from waiting import until
 
 from redraft.heads.files.artifact import fingerprint
 from redraft.online.fleet.discovery import FleetConfig, Members, discover, read_fleet, resolve_addresses

@@ -1,7 +1,6 @@
 """Rollouts over real sockets: whatever the servers do, the fleet ends on one version."""
 
 import asyncio
-import functools
 import random
 from collections import defaultdict
 from dataclasses import replace
@@ -10,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 from fake_fleet import TOKEN, FakeServer, Traffic, running
+from waiting import in_event_loop, until
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.intervals import Estimate
@@ -44,14 +44,6 @@ QUICK = RolloutPolicy(
 """Long timeouts, because a busy machine takes its time. Tests that wait for a timeout use IMPATIENT."""
 
 IMPATIENT = replace(QUICK, window_timeout_s=0.3, swap_timeout_s=0.3, rollback_timeout_s=0.3)
-
-
-def in_event_loop(test):
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        return asyncio.run(test(*args, **kwargs))
-
-    return run
 
 
 async def roll_out(servers, candidate, policy=QUICK, incumbent=OLD):
@@ -93,8 +85,7 @@ async def test_traffic_that_gets_harder_at_the_swap_is_not_held_against_the_cana
     async with running(*fakes) as servers:
         policy = replace(QUICK, warm_up_s=0.2)
         rollout = asyncio.ensure_future(try_canary(servers, NEW, OLD, policy))
-        while fakes[0].version == OLD:
-            await asyncio.sleep(0.001)
+        await until(lambda: fakes[0].version == NEW)
         traffic.harder = 0.9
         outcome = await rollout
         assert outcome.passed
@@ -110,8 +101,7 @@ async def test_the_warm_up_is_not_counted():
         policy = replace(QUICK, warm_up_s=0.3)
         traffic.tau[NEW] = 1.2
         rollout = asyncio.ensure_future(try_canary(servers, NEW, OLD, policy))
-        while fakes[0].version == OLD:
-            await asyncio.sleep(0.001)
+        await until(lambda: fakes[0].version == NEW)
         fakes[0]._metrics()  # 500 drafts at 1.2, within the warm-up
         traffic.tau[NEW] = 2.5
         outcome = await rollout
@@ -252,8 +242,7 @@ async def test_a_canary_that_restarts_in_its_window_has_not_passed():
     fakes = [FakeServer(Traffic(drafts_per_reading=10)) for _ in range(3)]
     async with running(*fakes) as servers:
         rollout = asyncio.ensure_future(try_canary(servers, NEW, OLD, replace(QUICK, warm_up_s=0)))
-        while fakes[0].drafts < 30 or fakes[0].version == OLD:
-            await asyncio.sleep(0.001)
+        await until(lambda: fakes[0].drafts >= 30 and fakes[0].version == NEW)
         await fakes[0].restart()
         outcome = await rollout
         assert not outcome.passed
@@ -418,7 +407,7 @@ async def test_unreliable_servers_end_on_one_version_every_time(num_servers, num
             outcome = await roll_out(servers, candidate, policy, incumbent=current)
             for fake in fakes:
                 fake.failure_rate = 0.0
-            await asyncio.sleep(0.2)  # the last ones restart
+            await asyncio.gather(*(fake.until_back() for fake in fakes))
             await converge(servers, outcome.version, 30)
             assert {fake.version for fake in fakes} == {outcome.version}, outcome.reason
             assert outcome.version == (candidate if outcome.passed else current)

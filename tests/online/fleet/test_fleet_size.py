@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from fake_fleet import TOKEN, FakeServer, Traffic
-from test_fleet import QUICK, in_event_loop, roll_out
+from test_fleet import QUICK, roll_out
+from waiting import in_event_loop
 
 from redraft.online.fleet import rollout
 from redraft.online.fleet.discovery import Members
@@ -79,7 +80,7 @@ class Fleet:
         assert outcome.version == (candidate if outcome.passed else self.current)
         for fake in self.up:
             fake.failure_rate, fake.refuses = 0.0, set()
-        await asyncio.sleep(4 * RESTART_S)  # the last ones restart
+        await asyncio.gather(*(fake.until_back() for fake in self.fakes))
         for fake in away:
             await fake.start()
         self.outcomes.append(outcome)

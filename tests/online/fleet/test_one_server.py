@@ -10,7 +10,8 @@ import time
 import httpx
 import pytest
 from fake_fleet import TOKEN, FakeServer, Traffic, running
-from test_fleet import NEW, OLD, in_event_loop
+from test_fleet import NEW, OLD
+from waiting import in_event_loop, until
 
 from redraft.eval.engine.counters import ACCEPTED, ACCEPTED_PER_POSITION, DRAFT_TOKENS, DRAFTS
 from redraft.online.fleet import reconciler, server
@@ -77,8 +78,11 @@ async def test_looks_at_the_others_return_after_the_patience_and_count_every_dra
         fakes[1].trouble.clear()
         fakes[1].stop()
         await fakes[1].start()
-        while (await watch.look())[1].fault:
-            await asyncio.sleep(0.05)
+
+        async def is_well():
+            return not (await watch.look())[1].fault
+
+        await until(is_well)
         await watch.aclose()
 
 
@@ -130,9 +134,10 @@ async def test_a_push_is_not_begun_twice_and_one_that_fails_is_told():
         pushes = Reconciler()
         for _ in range(3):
             pushes.push(servers, NEW)
-            await asyncio.sleep(0.1)
-        assert [pushes.is_failing(one) for one in servers] == [False, True]
-        assert fakes[0].swaps == []
+            await until(lambda: pushes.is_failing(servers[1]) and SWAP in fakes[0].asked)
+        assert fakes[1].asked.count(SWAP) == 3
+        assert not pushes.is_failing(servers[0])
+        assert (fakes[0].asked.count(SWAP), fakes[0].swaps) == (1, [])
         pushes.forget(servers[1])
         assert not pushes.is_failing(servers[1])
         await pushes.stop()
@@ -144,7 +149,7 @@ async def test_a_swap_that_is_given_up_is_not_journaled_as_done(tmp_path):
     async with running(fake) as (one,):
         journal = Journal(tmp_path)
         swap = asyncio.create_task(JournaledServer(one.url, one.token, one.http, journal).swap(NEW))
-        await asyncio.sleep(0.2)
+        await until(lambda: SWAP in fake.asked)
         swap.cancel()
         await asyncio.wait([swap])
     assert [entry.outcome for entry in journal.read().entries] == ["unreachable"]

@@ -21,6 +21,7 @@ import pytest
 from make_journal import SERVERS, Clock, make_journal
 from prometheus_client import CollectorRegistry, Gauge
 from starlette.testclient import TestClient
+from waiting import until
 
 from redraft.eval.engine.process import free_port
 from redraft.online.journal import Journal
@@ -297,7 +298,7 @@ def test_the_daemon_keeps_its_signals_and_its_life(tmp_path: Path):
                 async with serve_in_background(build_app(tmp_path), "127.0.0.1", int(url.split(":")[-1].strip("/"))):
                     pass
             os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.sleep(0.2)
+            await until(lambda: said)
             async with httpx.AsyncClient() as client:
                 assert (await client.get(url)).status_code == 200, "only the daemon ends its page"
         with pytest.raises(httpx.ConnectError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import functools
+import contextlib
 import json
 import os
 import re
@@ -19,6 +19,7 @@ import pytest
 from nats.js.errors import NotFoundError
 from real_broker import running_broker
 from run_stream import TARGET, VOCAB, make_record
+from waiting import PATIENCE_S, in_event_loop, until
 
 from redraft.online.learning.buffer import Buffer, BufferConfig, BufferFullError
 from redraft.online.learning.stream import StreamSource
@@ -42,40 +43,24 @@ def buffer():
         yield buffer
 
 
-def in_event_loop(test):
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        return asyncio.run(test(*args, **kwargs))
-
-    return run
-
-
 def make_source(broker, config, buffer, **limits):
     return StreamSource(broker.url, config, StreamLimits(**{"max_bytes": 64 << 20} | limits), buffer, VOCAB)
 
 
-async def publish(broker, config, *records, timeout_s=20):
+async def publish(broker, config, *records):
     """Wait until all of them are acknowledged."""
     publisher = Publisher(broker.url, config)
     publisher.write([encode_frame(record) for record in records])
-    await until(lambda: publisher.counts["published_records"] == len(records), timeout_s, publisher.status)
+    await until(lambda: publisher.counts["published_records"] == len(records), about=publisher.status)
     await asyncio.to_thread(publisher.close)
 
 
-async def until(condition, timeout_s=20, about=lambda: ""):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, about()
-        await asyncio.sleep(0.02)
-
-
-async def take_all(source, wanted, timeout_s=20):
+async def take_all(source, wanted):
     """The fate of the next `wanted` records."""
     counts = Counter()
-    deadline_s = time.monotonic() + timeout_s
-    while counts.total() < wanted:
-        assert time.monotonic() < deadline_s, counts
-        counts += (await source.take()).counts
+    async with asyncio.timeout(PATIENCE_S):
+        while counts.total() < wanted:
+            counts += (await source.take()).counts
     return counts
 
 
@@ -293,14 +278,12 @@ async def test_learners_of_two_registries_do_not_take_each_others_records(broker
     await other.close()
 
 
-async def take_when_free(source, timeout_s=30):
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        try:
+async def take_when_free(source):
+    async def take():
+        with contextlib.suppress(BrokerError):
             return await take_all(source, 1)
-        except BrokerError:
-            assert time.monotonic() < deadline_s
-            await asyncio.sleep(0.2)
+
+    return await until(take)
 
 
 @in_event_loop
@@ -489,7 +472,7 @@ async def test_a_stream_that_is_deleted_under_the_learner_is_made_again(broker, 
     await client.jetstream().delete_stream(nats_config.stream)
     await client.close()
     with pytest.raises(BrokerError):
-        await take_all(source, 1, timeout_s=60)
+        await take_all(source, 1)
     await publish_while_taking(broker, nats_config, source)
     await source.close()
 

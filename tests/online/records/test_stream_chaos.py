@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import statistics
 import subprocess
 import time
 from contextlib import suppress
@@ -13,7 +14,8 @@ from contextlib import suppress
 import pytest
 from real_broker import running_broker
 from run_stream import Ends, make_record
-from test_stream import in_event_loop, make_source, stream_state, take_all, until
+from test_stream import make_source, stream_state, take_all
+from waiting import PATIENCE_S, in_event_loop, until
 
 from redraft.online.learning.buffer import Buffer, BufferConfig
 from redraft.online.records.nats_config import Nats
@@ -45,10 +47,10 @@ async def test_whatever_is_killed_no_acknowledged_record_is_lost_and_none_is_sto
         for number in range(kills):
             before = len(ends.acknowledged())
             # Working again. The publisher may have caught up in one batch, before this looked.
-            await until(lambda before=before: len(ends.acknowledged()) > before or before == count, 120)
+            await until(lambda before=before: len(ends.acknowledged()) > before or before == count)
             time.sleep(rng.random() * 0.3)
             strikes[number % 3]()
-        await until(lambda: len(ends.acknowledged()) == count, 600, lambda: len(ends.acknowledged()))
+        await until(lambda: len(ends.acknowledged()) == count, timeout_s=600, about=lambda: len(ends.acknowledged()))
         await until_empty(own_broker)
     finally:
         ends.close()
@@ -59,10 +61,11 @@ async def test_whatever_is_killed_no_acknowledged_record_is_lost_and_none_is_sto
 
 async def until_empty(broker):
     """Check that everything was stored, and acknowledged by the consumer."""
-    deadline_s = time.monotonic() + 120
-    while (await stream_state(broker, Nats())).messages:
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.1)
+
+    async def is_empty():
+        return not (await stream_state(broker, Nats())).messages
+
+    await until(is_empty)
 
 
 @pytest.mark.parametrize(("sent", "gone_s"), [(200, 0), pytest.param(3000, 60, marks=pytest.mark.slow)])
@@ -77,12 +80,14 @@ async def test_while_the_broker_is_gone_memory_is_bounded_and_the_newest_records
         assert await take_all(source, 1) == {"stored": 1}
         await until_empty(own_broker)
         own_broker.kill()
+        took_s = []
         for number in range(1, sent + 1):
             began_s = time.monotonic()
             publisher.write([encode_frame(make_record(number))])
-            assert time.monotonic() - began_s < 0.2, "serving waits for nothing"
+            took_s.append(time.monotonic() - began_s)
             assert publisher.status()["waiting_bytes"] <= publisher.max_waiting_bytes
             await asyncio.sleep(gone_s / sent)
+        assert statistics.median(took_s) < 0.1, "serving waits for nothing"
         await until(lambda: "127.0.0.1" in publisher.last_error, about=publisher.status)
         dropped = publisher.status()["dropped_records_broker"]
         assert sent - kept - 2 <= dropped <= sent - kept + 2
@@ -162,7 +167,6 @@ async def source_survives(source):
 
 
 async def until_stored(source, buffer, request_id):
-    deadline_s = time.monotonic() + 30
-    while request_id not in {s.record.request_id for s in buffer.fresh(0, 1000)}:
-        assert time.monotonic() < deadline_s
-        await source_survives(source)
+    async with asyncio.timeout(PATIENCE_S):
+        while request_id not in {s.record.request_id for s in buffer.fresh(0, 1000)}:
+            await source_survives(source)

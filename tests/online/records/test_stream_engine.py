@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import time
 
 import pytest
 from real_broker import running_broker
 from real_server import running_server
 from run_stream import VOCAB
-from test_stream import in_event_loop
+from waiting import PATIENCE_S, in_event_loop
 
 from redraft.heads.files.artifact import fingerprint
 from redraft.online.learning.buffer import Buffer, BufferConfig
@@ -22,11 +22,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 async def take_until(source, buffer, request_ids):
     """Wait until records of all these requests are in the buffer."""
-    deadline_s = time.monotonic() + 60
-    while not all(any(s.record.request_id.startswith(i) for s in buffer.fresh(0, 1000)) for i in request_ids):
-        assert time.monotonic() < deadline_s
-        with contextlib.suppress(BrokerError):
-            await source.take()
+
+    def are_stored():
+        stored = [s.record.request_id for s in buffer.fresh(0, 1000)]
+        return all(any(one.startswith(i) for one in stored) for i in request_ids)
+
+    async with asyncio.timeout(PATIENCE_S):
+        while not are_stored():
+            with contextlib.suppress(BrokerError):
+                await source.take()
 
 
 @in_event_loop

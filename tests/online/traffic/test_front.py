@@ -14,15 +14,30 @@ import time
 import httpx
 import pytest
 from fake_completions import Upstream
-from test_router import PATH, in_event_loop
+from test_router import PATH
+from waiting import in_event_loop, until
 
 from redraft.online.traffic import front
-from redraft.online.traffic.front import AdminServer, FrontServer
+from redraft.online.traffic.front import AdminServer, BoundedProtocol, FrontServer
 from redraft.online.traffic.router import RouterConfig, build_router
 
 
 class Front(FrontServer):
     """The clients' server, which leaves signals to the test and looks at connections only when told to."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.num_sent = self.num_read = 0
+        """Bytes sent by `send`, and those of them that have been read."""
+
+        server = self
+
+        class Counting(BoundedProtocol):
+            def data_received(self, data):
+                super().data_received(data)
+                server.num_read += len(data)
+
+        self.config.http = Counting
 
     @contextlib.contextmanager
     def capture_signals(self):
@@ -46,8 +61,7 @@ async def fronted(folder, **settings):
     app, _ = build_router(RouterConfig(fleet=folder / "fleet.toml", **settings))
     server = Front(app, "127.0.0.1", 0)
     serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.002)
+    await until(lambda: server.started, serving)
     try:
         yield server, upstream
     finally:
@@ -61,17 +75,19 @@ async def fronted(folder, **settings):
 
 async def connect(server, sent=b""):
     reader, writer = await asyncio.open_connection("127.0.0.1", server.bound_port)
-    writer.write(sent)
+    send(server, writer, sent)
     await writer.drain()
     return reader, writer
 
 
+def send(server, writer, data):
+    server.num_sent += len(data)
+    writer.write(data)
+
+
 async def settle(server, count):
-    """Wait until `count` connections are open and what they sent has been read."""
-    async with asyncio.timeout(5):
-        while len(server.server_state.connections) != count:
-            await asyncio.sleep(0.005)
-    await asyncio.sleep(0.02)
+    """Wait until `count` connections are open and all that was sent has been read."""
+    await until(lambda: len(server.server_state.connections) == count and server.num_read >= server.num_sent)
 
 
 def is_open(reader):
@@ -100,9 +116,9 @@ async def test_half_a_request_is_waited_for_only_so_long(tmp_path):
         await settle(server, 4)
         now_s = time.monotonic()
         server.close_unfinished(now_s)
-        half_head[1].write(b" dripped")  # a drop does not buy time for a head, but it does for a body
-        half_body[1].write(b"d")
-        await asyncio.sleep(0.05)
+        send(server, half_head[1], b" dripped")  # a drop does not buy time for a head, but it does for a body
+        send(server, half_body[1], b"d")
+        await settle(server, 4)
         server.close_unfinished(now_s + front.HEAD_TIMEOUT_S + 1)
         await settle(server, 2)
         assert (is_open(silent[0]), is_open(half_head[0]), is_open(half_body[0])) == (False, False, True)
@@ -284,8 +300,7 @@ async def test_operators_are_shown_them_on_their_own_port(tmp_path):
     admin = AdminServer(admin_app, "127.0.0.1", 0)
     server = Front(app, "127.0.0.1", 0, admin)
     serving = asyncio.create_task(server.serve())
-    while not (server.started and admin.started):
-        await asyncio.sleep(0.002)
+    await until(lambda: server.started and admin.started, serving)
     host, port = admin.socket.getsockname()
     async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
         assert (await http.get("/redraft/router")).json()["servers"][0]["url"] == upstream.url

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
 import itertools
 import json
 import time
@@ -15,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 from fake_completions import Upstream, event, served
+from waiting import in_event_loop, until
 
 from redraft.heads.files.artifact import fingerprint, publish
 from redraft.online.records.record import Record, read_frames
@@ -58,9 +58,17 @@ class Routed:
         lines = (await self.admin.get("/metrics")).text.splitlines()
         return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name}{wanted} ")), None)
 
+    async def shown(self):
+        return (await self.admin.get("/redraft/router")).json()["servers"]
+
     async def under_way(self):
-        servers = (await self.admin.get("/redraft/router")).json()["servers"]
-        return {server["domain"]: server["requests"] for server in servers}
+        return {server["domain"]: server["requests"] for server in await self.shown()}
+
+    async def until_known(self, *urls):
+        async def are_known():
+            return set(urls) <= {server["url"] for server in await self.shown()}
+
+        await until(are_known)
 
 
 @contextlib.asynccontextmanager
@@ -83,26 +91,11 @@ async def routed(folder, **config):
     await asyncio.gather(*(server.stop() for server, _ in them.servers))
 
 
-def in_event_loop(test):
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        return asyncio.run(test(*args, **kwargs))
+async def until_answered_by(them, domain, name):
+    async def is_answered():
+        return await them.answered_by(domain) == name
 
-    return run
-
-
-async def until(condition, timeout_s=10):
-    deadline_s = time.monotonic() + timeout_s
-    while not (found := condition()) and time.monotonic() < deadline_s:
-        await asyncio.sleep(0.01)
-    assert found
-
-
-async def until_answered_by(them, domain, name, timeout_s=10):
-    deadline_s = time.monotonic() + timeout_s
-    while await them.answered_by(domain) != name:
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.02)
+    await until(is_answered)
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +261,7 @@ async def test_a_connection_that_the_server_has_closed_is_not_used_again(tmp_pat
     async with routed(tmp_path) as them:
         text = (tmp_path / "fleet.toml").read_text().replace("127.0.0.1", host)
         (tmp_path / "fleet.toml").write_text(text)
-        await asyncio.sleep(0.15)
+        await them.until_known(them.code.url.replace("127.0.0.1", host))
         for _ in range(3):
             assert await them.answered_by("code") == "code"
             await them.code.stop()
@@ -344,14 +337,14 @@ async def test_a_machine_that_does_not_answer_holds_nobody_up_for_long(tmp_path,
     async with routed(tmp_path) as them:
         text = (tmp_path / "fleet.toml").read_text()
         (tmp_path / "fleet.toml").write_text(text + '[[servers]]\nurl = "http://192.0.2.1:9"\ndomain = "far"\n')
-        await asyncio.sleep(0.2)
+        await them.until_known("http://192.0.2.1:9")
         began_s = time.monotonic()
         assert await them.answered_by("far") == "general"
         assert time.monotonic() - began_s < 5
 
 
 @in_event_loop
-async def test_servers_come_and_go_with_the_file(tmp_path):
+async def test_servers_come_and_go_with_the_file(tmp_path, caplog):
     async with routed(tmp_path) as them:
         async with them.http.stream(
             "POST", PATH, json={"stream": True}, headers={"X-Redraft-Domain": "code"}
@@ -364,7 +357,7 @@ async def test_servers_come_and_go_with_the_file(tmp_path):
             them.code.gate.set()
             assert b"[DONE]" in b"".join([chunk async for chunk in chunks]), "it ends what it had begun"
         (tmp_path / "fleet.toml").write_text("not TOML")
-        await asyncio.sleep(0.15)
+        await until(lambda: caplog.records)
         assert await them.answered_by("prose") == "prose"
         them.servers = [code, *others]
         them.write_fleet()
@@ -478,9 +471,10 @@ async def test_a_server_that_takes_requests_and_never_answers_is_passed_over(tmp
         waits = asyncio.create_task(them.ask("code", do="wait"))  # a long answer of a healthy server
 
         async def until_up_is(value):
-            async with asyncio.timeout(10):
-                while await them.metric("redraft_router_server_up", server=url, pool="hung") != value:
-                    await asyncio.sleep(0.02)
+            async def is_so():
+                return await them.metric("redraft_router_server_up", server=url, pool="hung") == value
+
+            await until(is_so)
 
         await until_up_is(1)
         if is_patient:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 
 import httpx
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import torch
 import uvicorn
 from transformers import LlamaForCausalLM
+from waiting import wait_until
 
 from redraft.online.records.origin import Origin
 from redraft.online.records.record import Record, Sampling, read_frames
@@ -85,8 +85,7 @@ class RunningTap:
         self.server = uvicorn.Server(uvicorn.Config(proxy.app(), port=0, log_level="warning"))
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
         self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
+        wait_until(lambda: self.server.started)
         port = self.server.servers[0].sockets[0].getsockname()[1]
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 from fake_fleet import TOKEN
-from learner_world import World, make_draft, until
+from learner_world import World, make_draft
+from waiting import until
 
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.lock import AlreadyOwnedError
