@@ -10,16 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
+from redraft.distill.data.columns import Columns, RowReader
 from redraft.distill.data.corpus import function_questions, stdlib_conversations
-from redraft.distill.data.messages import (
-    TEXT_ROLE,
-    Message,
-    Tool,
-    conversation_hash,
-    read_messages,
-    read_text,
-    read_tools,
-)
+from redraft.distill.data.messages import TEXT_ROLE, Message, Tool, conversation_hash
 from redraft.distill.data.rows import (
     TABLES,
     TEXTS,
@@ -129,19 +122,27 @@ def _answers(conversation: Conversation) -> Iterator[str]:
 def load_conversations(
     source: str, *, split: str = "train", domain_column: str | None = None, strict: bool = False
 ) -> list[Conversation]:
+    """The conversations of `load_source`, whose counts are printed.
+
+    Raises: as `load_source`.
+    """
+    loaded = load_source(source, split=split, domain_column=domain_column, strict=strict)
+    for line in loaded.lines():
+        print(f"{source}: {line}")
+    return loaded.conversations
+
+
+def load_source(source: str, *, split: str = "train", domain_column: str | None = None, strict: bool = False) -> Loaded:
     """Every conversation of `source`, which is one of
 
     - `stdlib`: made from the Python standard library's sources; `stdlib-functions`: its functions with a docstring, to
       complete, without answers;
     - a `.jsonl`, `.json` (a list) or `.parquet` file, the former two also as `.gz` or `.zst`; a folder of such files;
-      or one `split` of a data set on the hub. The columns are `messages` (OpenAI: role, content), `conversations`
-      (ShareGPT: from, value), `prompt` with `completion` or `response`, `instruction` with `input` and `output`
-      (Alpaca), `prompt` alone, or `text`. The domain is read from `domain_column`, or from `domain` if a row has it;
-      otherwise it is the first folder under `source`;
+      or one `split` of a data set on the hub. The module `columns` lists the names read. The domain is read from
+      `domain_column`, or from `domain` if a row has it; otherwise it is the first folder under `source`;
     - a folder with `.txt` and `.md` files only: one document each.
 
-    Rows that cannot be used are skipped, and printed in one line with the number for each reason. So are texts beside
-    data files, and empty ones.
+    Rows that cannot be used are skipped and counted by reason. So are texts beside data files, and empty ones.
 
     Raises:
         FileNotFoundError: for a missing file.
@@ -149,14 +150,14 @@ def load_conversations(
     """
     path = Path(source)
     if source == "stdlib":
-        return [_stdlib_conversation(row) for row in stdlib_conversations()]
+        return Loaded(conversations=[_stdlib_conversation(row) for row in stdlib_conversations()])
     if source == "stdlib-functions":
-        return [_stdlib_conversation(row) for row in function_questions()]
+        return Loaded(conversations=[_stdlib_conversation(row) for row in function_questions()])
     if path.is_dir() and not find_files(path, TABLES):
         return _from_rows(_text_rows(path), source, domain_column, strict)
-    if path.is_dir() and (texts := find_files(path, TEXTS)):
-        print(f"{source}: {len(texts):,} text files beside the data files are not read")
-    return _from_rows(read_rows(source, split), source, domain_column, strict)
+    loaded = _from_rows(read_rows(source, split), source, domain_column, strict)
+    loaded.num_texts_beside = len(find_files(path, TEXTS)) if path.is_dir() else 0
+    return loaded
 
 
 def identify_conversations(source: str, split: str) -> list[Any]:
@@ -214,79 +215,74 @@ class Skipped:
         return sum(self.counts.values())
 
 
-def _from_rows(rows: Iterable[Row], source: str, domain_column: str | None, strict: bool) -> list[Conversation]:
-    conversations: list[Conversation] = []
-    skipped = Skipped()
+@dataclass(kw_only=True)
+class Loaded:
+    """The conversations of a source, and everything about it that is not in them."""
+
+    conversations: list[Conversation] = field(default_factory=list)
+    columns: Columns = field(default_factory=Columns)
+    skipped: Skipped = field(default_factory=Skipped)
+    num_texts_beside: int = 0
+    """Text files beside data files, which are not read."""
+
+    def lines(self) -> Iterator[str]:
+        """A line for each kind of thing not read, and one with the columns."""
+        if self.num_texts_beside:
+            yield f"{self.num_texts_beside:,} text files beside the data files are not read"
+        if self.columns.read:
+            yield str(self.columns)
+        if self.skipped.counts:
+            used, skipped = len(self.conversations), self.skipped.num_rows
+            yield f"{used + skipped:,} rows read, {used:,} used, {skipped:,} skipped: {self.skipped}"
+
+
+def _from_rows(rows: Iterable[Row], source: str, domain_column: str | None, strict: bool) -> Loaded:
+    loaded = Loaded()
     for row in rows:
         try:
             if isinstance(row.values, UnusableRowError):
                 raise row.values
-            conversations.append(read_conversation(row.values, row.domain, domain_column))
+            conversation = read_conversation(row.values, row.domain, domain_column, loaded.columns)
         except UnusableRowError as error:
             if strict:
                 raise ValueError(f"{source}, {row.place}: {error}; without --data.strict it is skipped") from None
-            skipped.add(row.place, error)
-    if not conversations and skipped.counts:
-        raise ValueError(f"{source} holds no conversation that can be used: {skipped}")
-    if not conversations:
+            loaded.skipped.add(row.place, error)
+        else:
+            loaded.conversations.append(conversation)
+    if not loaded.conversations and loaded.skipped.counts:
+        raise ValueError(f"{source} holds no conversation that can be used: {loaded.skipped}")
+    if not loaded.conversations:
         raise ValueError(f"{source} holds no conversation")
-    if skipped.counts:
-        num_rows = len(conversations) + skipped.num_rows
-        print(f"{source}: {num_rows:,} rows read, {len(conversations):,} used, {skipped.num_rows:,} skipped: {skipped}")
-    return conversations
+    return loaded
 
 
-def read_conversation(row: Mapping[str, Any], domain: str = "all", domain_column: str | None = None) -> Conversation:
-    """The conversation in a row of any of the known shapes.
+def read_conversation(
+    row: Mapping[str, Any], domain: str = "all", domain_column: str | None = None, columns: Columns | None = None
+) -> Conversation:
+    """The conversation in a row of any of the known shapes. What is read and what is not is counted in `columns`.
 
     Raises:
         UnusableRowError: if there is none.
     """
     if domain_column is not None and row.get(domain_column) is None:
-        columns = ", ".join(sorted(row))
+        names = ", ".join(sorted(row))
         raise UnusableRowError(
-            f"without a column {domain_column!r}", f"its columns are {columns}: name the one that holds the domain"
+            f"without a column {domain_column!r}", f"its columns are {names}: name the one that holds the domain"
         )
-    messages = _row_messages(row)
+    reader = RowReader(row)
+    messages, tools = reader.read()
     if not messages:
         raise UnusableRowError("without messages")
-    conversation: Conversation = {"messages": messages, "domain": str(row.get(domain_column or "domain") or domain)}
-    if row.get("cut"):
+    named = reader.take((domain_column or "domain",))
+    conversation: Conversation = {"messages": messages, "domain": str((named and named[1]) or domain)}
+    if (cut := reader.take(("cut",))) and cut[1]:
         conversation["cut"] = True
-    if tools := read_tools(row.get("tools")):
+    if tools:
         conversation["tools"] = tools
     try:
         json.dumps(conversation, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half of an emoji, cut by a tool that counts UTF-16 units
         raise UnusableRowError("with half a character", "an unpaired surrogate") from None
+    if columns is not None:
+        reader.count(columns)
     return conversation
-
-
-def _row_messages(row: Mapping[str, Any]) -> list[Message]:
-    """Messages from the first shape for which the row has all columns. A column of None counts as missing."""
-    has = {column for column, value in row.items() if value is not None}
-    # The whole conversation first: ultrachat_200k has `prompt` beside `messages`.
-    for column in ("messages", "conversations"):
-        if column in has:
-            return read_messages(row[column], "user")
-    for column in ("completion", "response"):
-        if {"prompt", column} <= has:
-            return read_messages(row["prompt"], "user") + read_messages(row[column], "assistant")
-    if "instruction" in has:
-        return _alpaca_messages(row)
-    for column, role in (("prompt", "user"), ("text", TEXT_ROLE)):
-        if column in has:
-            return read_messages(row[column], role)
-    raise UnusableRowError(
-        "without a conversation",
-        f"the columns {', '.join(sorted(row))}: expected `messages`, `conversations`, `prompt` (with `completion` or "
-        "`response`), `instruction` (with `input` and `output`) or `text`",
-    )
-
-
-def _alpaca_messages(row: Mapping[str, Any]) -> list[Message]:
-    question = [read_text(row[column]) for column in ("instruction", "input") if row.get(column)]
-    messages = [{"role": "user", "content": "\n\n".join(question)}]
-    if row.get("output") is not None:
-        messages.append({"role": "assistant", "content": read_text(row["output"])})
-    return messages

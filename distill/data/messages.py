@@ -22,6 +22,10 @@ TEXT_ROLE = "text"
 
 ROLES = {
     "human": "user",
+    "prompter": "user",
+    "ai": "assistant",
+    "developer": "system",
+    "ipython": "tool",
     "gpt": "assistant",
     "chatgpt": "assistant",
     "bing": "assistant",
@@ -32,15 +36,30 @@ ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Roles and ShareGPT's speakers with another name."""
+"""Roles and speakers with another name, in lower case."""
 
-CALL_ROLE = "function_call"
-"""ShareGPT's speaker of a tool call, written as JSON."""
+CALL_ROLES = ("function_call", "tool_call")
+"""ShareGPT's speakers of a tool call, written as JSON."""
+
+CALL_KEYS = ("tool_calls", "function_call")
+"""Keys of an assistant's message with the calls of tools."""
+
+TEXT_KEYS = ("content", "value", "text")
+"""Keys of a message with its text."""
+
+NAMES = ("name", "tool_call_id")
+"""Keys of a tool's result about its call."""
+
+TOOL_KEYS = ("tools", "functions")
+"""Keys of a system prompt with definitions of tools, in ChatGLM's data."""
 
 SPEAKERS = ("system", "user", "assistant", "tool")
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of a message's content parts with text, in the chat and the responses API."""
+
+PARAMETER_KEYS = ("parameters", "input_schema")
+"""Keys of a tool's definition with the schema of its arguments, in OpenAI's and in Anthropic's API."""
 
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
 """Fields into which a server moves the reasoning: vLLM today, vLLM before and other servers, and gpt-oss's template."""
@@ -57,54 +76,107 @@ def _identity(message: Message) -> list[Any]:
     return [message["role"], message["content"], *([rest] if rest else [])]
 
 
-def read_messages(value: Any, role: str) -> list[Message]:
-    """Messages from a list in any dialect, or one message of `role` from bare text.
+def parse_list(value: Any, name: str) -> Any:
+    """A list from its JSON, or as it is.
+
+    Raises:
+        UnusableRowError: for other text.
+    """
+    return _parse_json(value, f"a column {name}")
+
+
+def begins_with_question(value: Any) -> bool:
+    """Whether a value is a list of messages, or its JSON, that does not begin with the assistant."""
+    messages = _parse_messages(value)
+    first = messages[0] if isinstance(messages, list) and messages else None
+    return isinstance(first, dict) and ROLES.get(_speaker(first), _speaker(first)) in ("user", "system")
+
+
+def _parse_messages(value: Any) -> Any:
+    """Messages from a text that is their JSON; any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("[{"):
+        return value
+    try:
+        messages = json.loads(value)
+    except json.JSONDecodeError:
+        return value
+    return messages if all(isinstance(m, dict) and _speaker(m) for m in messages) else value
+
+
+def _speaker(raw: Mapping[str, Any]) -> str:
+    role = raw.get("role") or raw.get("from")
+    return role.lower() if isinstance(role, str) else ""
+
+
+def read_messages(value: Any, role: str, unread: set[str] | None = None) -> list[Message]:
+    """Messages from a list in any dialect or its JSON, or one message of `role` from bare text.
+
+    The names of keys that are not read are added to `unread`.
 
     Raises:
         UnusableRowError: if they are not messages of text.
     """
+    value = value if role == TEXT_ROLE else _parse_messages(value)
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
         raise UnusableRowError("with messages that are not a list", f"they are {type(value).__name__}")
-    return [read_message(raw) for raw in value]
+    return [read_message(raw, unread) for raw in value]
 
 
-def read_message(raw: Any) -> Message:
-    """A message of the chat API (role, content) or of ShareGPT (from, value).
+def read_message(raw: Any, unread: set[str] | None = None) -> Message:
+    """A message in the words of the chat API (role, content), of ShareGPT (from, value), or both.
+
+    The names of keys that are not read are added to `unread`.
 
     Raises:
         UnusableRowError: if it is not a message of text, or its tool calls are not JSON.
     """
-    role = (raw.get("role") or raw.get("from")) if isinstance(raw, dict) else None
-    if not isinstance(role, str) or not role:
+    role = _speaker(raw) if isinstance(raw, dict) else ""
+    if not role:
         raise UnusableRowError("with a message that has no role")
-    if raw.get("role"):
-        return _chat_message(ROLES.get(role, role), raw)
-    if role.lower() == CALL_ROLE:
-        return {"role": "assistant", "content": "", "tool_calls": read_calls(raw.get("value"))}
-    speaker = ROLES.get(role.lower(), role.lower())
+    if role in CALL_ROLES:
+        return {"role": "assistant", "content": "", "tool_calls": read_calls(_content(raw))}
+    speaker = ROLES.get(role, role)
     if speaker not in SPEAKERS:
         raise UnusableRowError("with an unknown speaker", repr(role))
-    return {"role": speaker, "content": read_text(raw.get("value"))}
-
-
-def _chat_message(role: str, raw: Mapping[str, Any]) -> Message:
-    content = raw.get("content")
-    message: Message = {"role": role, "content": read_text(content)}
+    content = _content(raw)
+    message: Message = {"role": speaker, "content": read_text(content)}
     if isinstance(content, list) and len(texts := _texts(content)) > 1:
         message["parts"] = texts
-    if role == "assistant":
-        thoughts = [raw[name] for name in REASONING_FIELDS if raw.get(name)][:1] or _thinking_parts(content)
-        calls = raw.get("tool_calls") or raw.get(CALL_ROLE)
-        if thoughts:
-            message["reasoning"] = read_text(thoughts)
-            message["content"] = message["content"].lstrip()
-        if calls:
-            message["tool_calls"] = read_calls(calls)
-    if role == "tool":
-        message |= {key: raw[key] for key in ("name", "tool_call_id") if isinstance(raw.get(key), str)}
+    known = {"role", "from", *TEXT_KEYS}
+    if speaker == "assistant":
+        known |= {*REASONING_FIELDS, *CALL_KEYS}
+        _add_reasoning_and_calls(message, raw, content)
+    if speaker == "tool":
+        known |= {*NAMES}
+        message |= {key: raw[key] for key in NAMES if isinstance(raw.get(key), str)}
+    if speaker == "system":
+        known |= {*TOOL_KEYS}
+        message |= {key: raw[key] for key in TOOL_KEYS if raw.get(key)}
+    if unread is not None:
+        unread |= {key for key, value in raw.items() if key not in known and value not in (None, "", [])}
     return message
+
+
+def _content(raw: Mapping[str, Any]) -> Any:
+    """The text of a message, or its parts; None for an empty one, and for calls or reasoning alone."""
+    found = next((raw[key] for key in TEXT_KEYS if raw.get(key) is not None), None)
+    has_place = any(key in raw for key in (*TEXT_KEYS, *CALL_KEYS, *REASONING_FIELDS))
+    texts = [key for key, value in raw.items() if isinstance(value, str) and key not in ("role", "from", *NAMES)]
+    if texts and not has_place:
+        raise UnusableRowError(f"with a message without {', '.join(TEXT_KEYS)}", f"but with {', '.join(texts)}")
+    return found
+
+
+def _add_reasoning_and_calls(message: Message, raw: Mapping[str, Any], content: Any) -> None:
+    thoughts = [raw[name] for name in REASONING_FIELDS if raw.get(name)][:1] or _thinking_parts(content)
+    calls = next((raw[key] for key in CALL_KEYS if raw.get(key)), None)
+    if thoughts:
+        message["reasoning"] = read_text(thoughts)
+        message["content"] = message["content"].lstrip()
+    if calls:
+        message["tool_calls"] = read_calls(calls)
 
 
 def read_text(content: Any) -> str:
@@ -192,8 +264,13 @@ def _read_tool(tool: Any) -> Tool:
     function = tool.get("function", tool) if isinstance(tool, dict) else {}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UnusableRowError("with a tool that is not a function's definition")
+    parameters = next((function[key] for key in PARAMETER_KEYS if function.get(key) is not None), None)
     # The fields and their order are those of vLLM's request, because templates write them with `tojson`.
-    fields = {"name": function["name"]} | {key: function.get(key) for key in ("description", "parameters")}
+    fields = {
+        "name": function["name"],
+        "description": function.get("description"),
+        "parameters": _parse_json(parameters, "a tool's parameters"),
+    }
     if function.get("strict") is not None:
         fields["strict"] = function["strict"]
     return {"type": "function", "function": fields}

@@ -172,7 +172,8 @@ class _Regeneration:
             # Two answers in a row become one. An answer before any question is left out.
             elif history and history[-1]["role"] != "assistant":
                 answer, cut = await self._ask(history, conversation.get("tools"))
-                if not answer["content"].strip() and "tool_calls" not in answer:
+                is_cut_thought = cut and "reasoning" in answer
+                if not answer["content"].strip() and "tool_calls" not in answer and not is_cut_thought:
                     break
                 history.append(answer)
                 if cut:

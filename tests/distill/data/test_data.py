@@ -230,7 +230,8 @@ def test_unusable_rows_are_skipped_and_counted_by_reason_in_one_line(
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n{"prompt"\n\xff\n{"prompt": 7}\n5\n{"prompt"\n{"text": "b"}\n')
     assert len(load_conversations(str(path))) == 2
-    (line,) = capsys.readouterr().out.splitlines()
+    columns, line = capsys.readouterr().out.splitlines()
+    assert "columns read: prompt, text; not read: none" in columns
     assert "a.jsonl: 7 rows read, 2 used, 5 skipped: 2 not JSON (first: line 2: " in line
     assert "1 not UTF-8 (first: line 3" in line
     assert "1 with messages that are not a list (first: line 4" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -178,6 +179,34 @@ def test_an_answer_cut_at_the_length_limit_ends_its_conversation(tmp_path: Path)
     (conversation,) = load_conversations(str(output))
     assert conversation["cut"]
     assert len(conversation["messages"]) == 2
+
+
+def test_an_answer_cut_in_its_thought_is_kept_with_the_thought(tmp_path: Path) -> None:
+    def cut(request: dict[str, Any]) -> Reply:
+        message = {"role": "assistant", "content": None, "reasoning": "First the number"}
+        return 200, {"choices": [{"message": message, "finish_reason": "length"}]}
+
+    output = tmp_path / "answers.jsonl"
+    with serving(cut) as (url, _):
+        stats = regenerate([make_conversation("a")], make_endpoint(url), output, Sampling())
+    assert (stats.done, stats.cut, stats.refused) == (1, 1, 0)
+    (conversation,) = load_conversations(str(output))
+    assert conversation["cut"]
+    assert conversation["messages"][1] == {"role": "assistant", "content": "", "reasoning": "First the number"}
+
+
+def test_questions_are_asked_with_their_context_and_system_prompt(tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    rows = [
+        {"instruction": "how tall?", "context": "It has 3 m.", "response": "old", "system": "Be a guide."},
+        {"messages": json.dumps([{"role": "User", "value": "why?"}, {"role": "ai", "value": "old"}])},
+    ]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with serving() as (url, requests):
+        endpoint = make_endpoint(url, concurrency=1)
+        regenerate(load_conversations(str(source)), endpoint, tmp_path / "answers.jsonl", Sampling())
+    asked = [[(m["role"], m["content"]) for m in request["messages"]] for request in requests]
+    assert asked == [[("system", "Be a guide."), ("user", "how tall?\n\nIt has 3 m.")], [("user", "why?")]]
 
 
 def test_an_empty_answer_ends_its_conversation(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_the_summary_counts_what_is_learned_and_what_is_not(source: Path, capsys
     assert dispatch(["data", str(source), "--target", TARGET, "--held-out", "0.3", "--sequence-length", "64"]) == 0
     out = capsys.readouterr().out
     assert "data.json: 45 rows read, 43 used, 2 skipped: 1 without messages (first: row 42), 1 without a" in out
-    first, contents, turns, tokens = out.splitlines()[1:5]
+    first, contents, turns, tokens = out.splitlines()[2:6]
     num_train, num_held_out = (int(first.split(": ")[1].split(", ")[i].split()[0]) for i in (0, 1))
     assert num_train + num_held_out == 43 - (out.count(" 1 repeated ones"))
     assert num_held_out > 2

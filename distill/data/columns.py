@@ -1,0 +1,147 @@
+"""The columns of a row, by the names under which conversations are published, and a count of those not read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from redraft.distill.data.messages import (
+    TEXT_ROLE,
+    TOOL_KEYS,
+    Message,
+    Tool,
+    begins_with_question,
+    parse_list,
+    read_messages,
+    read_text,
+    read_tools,
+)
+from redraft.distill.data.rows import UnusableRowError
+
+CONVERSATIONS = ("messages", "conversations", "conversation")
+QUESTIONS = ("instruction", "prompt", "question", "query")
+CONTEXTS = ("input", "context")
+ANSWERS = ("completion", "response", "output", "answer", "chosen")
+SYSTEMS = ("system", "system_prompt")
+HISTORY = "history"
+TOOLS = ("tools", "functions", "available_tools")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+
+OURS = ("key", "settings")
+"""Columns of `redraft regenerate` about its own run."""
+
+
+@dataclass(kw_only=True)
+class Columns:
+    """Numbers of rows by column, and by the keys of their messages, as `messages.weight`."""
+
+    read: Counter[str] = field(default_factory=Counter)
+    unread: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        read, unread = (", ".join(sorted(names)) or "none" for names in (self.read, self.unread))
+        return f"columns read: {read}; not read: {unread}"
+
+
+class RowReader:
+    """Reads one row, and keeps the names of what it read and did not."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self.row = {column: value for column, value in row.items() if value is not None}
+        self.used: set[str] = set()
+        self.unread_keys: set[str] = set()
+
+    def take(self, columns: Collection[str]) -> tuple[str, Any] | None:
+        """(name, value) of the first of these columns in the row."""
+        name = next((column for column in columns if column in self.row), None)
+        if name is None:
+            return None
+        self.used.add(name)
+        return name, self.row[name]
+
+    def count(self, columns: Columns) -> None:
+        """Count what was read, and what was not."""
+        columns.read.update(self.used - {*OURS})
+        columns.unread.update(self.row.keys() - self.used - {*OURS})
+        columns.unread.update(self.unread_keys)
+
+    def read(self) -> tuple[list[Message], list[Tool]]:
+        """(messages, tools) of the row.
+
+        Raises:
+            UnusableRowError: there is no conversation in it, or one that must not be learned.
+        """
+        self._refuse()
+        messages = self._messages()
+        # Tools in a message, as ChatGLM's data has them, or in a column.
+        tools = [tool for key in TOOL_KEYS for message in messages for tool in read_tools(message.pop(key, None))]
+        if found := self.take(TOOLS):
+            tools = read_tools(found[1]) or tools
+        return self._with_system(messages), tools
+
+    def _refuse(self) -> None:
+        if (found := self.take(("label",))) and found[1] is False:
+            raise UnusableRowError("with a label of false")
+        if found and found[1] is not True:  # a number or a name is no verdict
+            self.used.remove("label")
+        if media := next((name for name in MEDIA if self.row.get(name)), None):
+            raise UnusableRowError("with images or sound, which are not read", f"the column {media}")
+
+    def _messages(self) -> list[Message]:
+        """Messages from the first shape of which the row has the columns."""
+        # The whole conversation first: ultrachat_200k has `prompt` beside `messages`.
+        if found := self.take(CONVERSATIONS):
+            name, value = found
+            return self._read(name, parse_list(value, name), "user")
+        if begins_with_question(self.row.get("chosen")) and (found := self.take(("chosen",))):
+            return self._read(*found, "user")
+        if question := self.take(QUESTIONS):
+            return [*self._history(), *self._question(*question), *self._answer()]
+        if found := self.take(("text",)):
+            return read_messages(found[1], TEXT_ROLE)
+        raise UnusableRowError(
+            "without a conversation",
+            f"the columns {', '.join(sorted(self.row))}: expected `messages`, `conversations`, a question "
+            f"({', '.join(QUESTIONS)}) with an answer ({', '.join(ANSWERS)}), or `text`",
+        )
+
+    def _read(self, column: str, value: Any, role: str) -> list[Message]:
+        unread: set[str] = set()
+        messages = read_messages(value, role, unread)
+        self.unread_keys |= {f"{column}.{key}" for key in unread}
+        return messages
+
+    def _question(self, column: str, value: Any) -> list[Message]:
+        messages = self._read(column, value, "user")
+        contexts = [read_text(found[1]) for name in CONTEXTS if (found := self.take((name,))) and found[1]]
+        if contexts and messages:
+            last = messages[-1]
+            messages[-1] = {**last, "content": "\n\n".join([last["content"], *contexts])}
+        return messages
+
+    def _answer(self) -> list[Message]:
+        found = self.take(ANSWERS)
+        return self._read(*found, "assistant") if found else []
+
+    def _history(self) -> Iterator[Message]:
+        """Earlier turns: messages, or pairs of a question and an answer."""
+        found = self.take((HISTORY,))
+        for turn in parse_list(found[1], HISTORY) if found else []:
+            if isinstance(turn, list) and len(turn) == 2:
+                for role, text in zip(("user", "assistant"), turn, strict=True):
+                    yield {"role": role, "content": read_text(text)}
+            else:
+                yield from self._read(HISTORY, [turn], "user")
+
+    def _with_system(self, messages: list[Message]) -> list[Message]:
+        found = self.take(SYSTEMS)
+        text = read_text(found[1]) if found else ""
+        if not text.strip() or not messages or messages[0]["role"] == TEXT_ROLE:
+            return messages
+        if messages[0]["role"] == "system":
+            if messages[0]["content"].strip() == text.strip():
+                return messages
+            raise UnusableRowError("with two system prompts", "in a column and in the messages")
+        return [{"role": "system", "content": text}, *messages]

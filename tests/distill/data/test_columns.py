@@ -1,0 +1,111 @@
+"""Rows as people publish them: each column, role and key is read, listed as not read, or a reason to skip the row."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from redraft.distill.data.columns import Columns
+from redraft.distill.data.conversations import load_conversations, read_conversation
+from redraft.distill.data.rows import UnusableRowError
+
+QUESTION, ANSWER = {"role": "user", "content": "how tall?"}, {"role": "assistant", "content": "3 m"}
+SYSTEM = {"role": "system", "content": "Be a guide."}
+CHAT = [QUESTION, ANSWER]
+SHAREGPT = [{"from": "human", "value": "how tall?"}, {"from": "gpt", "value": "3 m"}]
+PARAMETERS = {"type": "object", "properties": {"thing": {"type": "string"}}}
+FUNCTION = {"name": "weigh", "description": "Weighs.", "parameters": PARAMETERS}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"system": "Be a guide.", "messages": CHAT}, [SYSTEM, *CHAT]),
+        ({"system_prompt": "Be a guide.", "conversations": SHAREGPT}, [SYSTEM, *CHAT]),
+        ({"system": "Be a guide.", "messages": [SYSTEM, *CHAT]}, [SYSTEM, *CHAT]),
+        ({"system": "", "messages": CHAT}, CHAT),
+        ({"system": "Be a guide.", "question": "how tall?", "response": "3 m"}, [SYSTEM, *CHAT]),
+        (
+            {"instruction": "how tall?", "context": "It has 3 m.", "response": "3 m", "category": "qa"},
+            [{"role": "user", "content": "how tall?\n\nIt has 3 m."}, ANSWER],
+        ),
+        ({"prompt": "how tall?", "answer": "3 m"}, CHAT),
+        ({"prompt": "how tall?", "chosen": "3 m", "rejected": "no"}, CHAT),
+        ({"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [ANSWER]}, CHAT),
+        ({"prompt": "how tall?", "chosen": CHAT, "rejected": CHAT}, CHAT),
+        ({"chosen": json.dumps(CHAT)}, CHAT),
+        ({"instruction": "and now?", "output": "4 m", "history": [["how tall?", "3 m"]]}, [*CHAT, "and now?", "4 m"]),
+        ({"instruction": "and now?", "output": "4 m", "history": CHAT}, [*CHAT, "and now?", "4 m"]),
+        ({"messages": json.dumps(CHAT)}, CHAT),
+        ({"prompt": json.dumps([QUESTION]), "completion": json.dumps([ANSWER])}, CHAT),
+        ({"conversation": [{"role": "user", "value": "how tall?"}, {"role": "assistant", "value": "3 m"}]}, CHAT),
+        ({"conversations": [{"from": "human", "content": "how tall?"}, {"from": "gpt", "content": "3 m"}]}, CHAT),
+        ({"messages": [{"role": "User", "text": "how tall?"}, {"role": "ai", "text": "3 m"}]}, CHAT),
+        ({"messages": [{"role": "Human", "content": "how tall?"}, {"role": "Assistant", "content": "3 m"}]}, CHAT),
+        ({"messages": [{"role": "developer", "content": "Be a guide."}, *CHAT]}, [SYSTEM, *CHAT]),
+        ({"prompt": "how tall?", "completion": "3 m", "label": True}, CHAT),
+    ],
+)
+def test_common_names_are_read(row: dict[str, Any], expected: list[Any]) -> None:
+    roles = ("user", "assistant")
+    plain = [m if isinstance(m, dict) else {"role": roles[i % 2], "content": m} for i, m in enumerate(expected)]
+    assert read_conversation(row)["messages"] == plain
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": CHAT, "tools": [{"type": "function", "function": FUNCTION}]},
+        {"messages": CHAT, "tools": json.dumps([FUNCTION])},
+        {"messages": CHAT, "functions": [FUNCTION]},
+        {"messages": CHAT, "tools": [{**FUNCTION, "parameters": json.dumps(PARAMETERS)}]},
+        {"messages": CHAT, "tools": [{"name": "weigh", "description": "Weighs.", "input_schema": PARAMETERS}]},
+        {"messages": [{"role": "system", "content": "", "tools": [{"type": "function", "function": FUNCTION}]}, *CHAT]},
+    ],
+)
+def test_tools_are_read_in_every_spelling(row: dict[str, Any]) -> None:
+    conversation = read_conversation(row)
+    assert conversation["tools"] == [{"type": "function", "function": FUNCTION}]
+    assert not any("tools" in message for message in conversation["messages"])
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "how tall?", "completion": "no", "label": False}, "with a label of false"),
+        ({"conversations": SHAREGPT, "image": "boat.jpg"}, "with images or sound, which are not read"),
+        ({"messages": CHAT, "images": [{"bytes": "x"}]}, "with images or sound, which are not read"),
+        ({"messages": [{"role": "alien", "content": "a"}]}, "with an unknown speaker"),
+        ({"messages": [{"role": "user", "body": "how tall?"}, ANSWER]}, "with a message without content, value, text"),
+        (
+            {"system": "Be a guide.", "messages": [{"role": "system", "content": "Sing."}, *CHAT]},
+            "with two system prompts",
+        ),
+        ({"messages": "how tall?"}, "with a column messages that is not JSON"),
+        ({"prompt": "a", "tools": [{"name": "weigh", "parameters": "{"}]}, "with a tool's parameters that is not JSON"),
+    ],
+)
+def test_rows_that_must_not_be_learned_are_left_out_with_a_reason(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnusableRowError) as error:
+        read_conversation(row)
+    assert error.value.reason == reason
+
+
+def test_an_empty_list_of_images_is_no_image() -> None:
+    assert read_conversation({"messages": CHAT, "images": []})["messages"] == CHAT
+
+
+def test_columns_and_keys_that_are_not_read_are_listed(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    columns = Columns()
+    row = {"messages": [{**QUESTION, "weight": 1}, ANSWER], "id": 7, "category": "qa", "label": 3, "empty": None}
+    read_conversation(row, columns=columns)
+    read_conversation({"prompt": "a", "id": 8}, columns=columns)
+    assert columns.read == {"messages": 1, "prompt": 1}
+    assert columns.unread == {"id": 2, "category": 1, "label": 1, "messages.weight": 1}
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row))
+    load_conversations(str(path))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("columns read: messages; not read: category, id, label, messages.weight")
