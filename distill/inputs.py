@@ -217,10 +217,20 @@ def _tokenise(data: Data, tokenizer: Any, max_length: int, day: datetime.date, e
         train=stream(train, stats=stats),
         held_out=_stream_held_out(stream(held_out, stats=held_out_stats, progress=False)),
         prompts=lambda: held_out_prompts(
-            held_out, tokenizer, num_prompts=data.num_prompts, max_length=data.max_prompt_tokens, day=day
+            held_out,
+            tokenizer,
+            num_prompts=data.num_prompts,
+            max_length=data.max_prompt_tokens,
+            template_options=stats.chosen_arguments(),
+            day=day,
         ),
         stats=stats,
-        say=lambda: [f"training: {stats}", f"held out: {held_out_stats}", f"duplicates: {overlap}"],
+        say=lambda: [
+            f"training: {stats}",
+            f"held out: {held_out_stats}",
+            f"duplicates: {overlap}",
+            *filter(None, [stats.describe_arguments()]),
+        ],
     )
 
 

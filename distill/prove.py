@@ -190,6 +190,7 @@ def publish_draft(
             "data_hash": data.hash,
             "data": str(data.stats),
             "date": data.date.isoformat(),
+            "template_arguments": data.stats.chosen_arguments(),
             "target": target,
             "target_fingerprint": fingerprint(model_folder(target)),
             "label_probe": label_probe(load_tokenizer(target), data.date),

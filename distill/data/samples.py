@@ -25,6 +25,7 @@ from redraft.distill.data.conversations import Conversation, is_plain_text
 from redraft.distill.data.messages import conversation_hash
 from redraft.distill.data.processes import map_in_processes
 from redraft.distill.data.rendering import PackedTurn, Renderer, TurnBatch, count_unprompted
+from redraft.distill.data.template import Arguments
 from redraft.eval.prompts import Prompt
 from redraft.heads.progress import Progress
 
@@ -100,6 +101,15 @@ class SampleStats:
     def add_refusal(self, error: jinja2.TemplateError) -> None:
         self.refused += 1
         self.refusal = self.refusal or str(error)
+
+    def chosen_arguments(self) -> Arguments:
+        """The template arguments of most answers, to serve with."""
+        return dict(json.loads(self.arguments.most_common(1)[0][0])) if self.arguments else {}
+
+    def describe_arguments(self) -> str:
+        """The template arguments by number of answers; empty if all are the default."""
+        named = [f"{key} for {count:,} answers" for key, count in self.arguments.most_common()]
+        return f"template arguments: {', '.join(named)}" if set(self.arguments) - {"{}"} else ""
 
     def losses(self) -> Iterator[str]:
         """A phrase for everything that is cut or left out, with its number."""

@@ -17,7 +17,7 @@ from redraft.distill.data.conversations import load_conversations, split_held_ou
 from redraft.distill.data.rendering import Renderer
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.doctor.readings import find_better_readings
-from redraft.distill.doctor.recorded import day_of_training, read_forecast, read_section
+from redraft.distill.doctor.recorded import arguments_of_training, day_of_training, read_forecast, read_section
 from redraft.distill.fit import require_target_room
 from redraft.distill.inputs import Data
 from redraft.distill.signal.sources import InProcessTarget
@@ -232,6 +232,7 @@ def _prompts(
         tokenizer,
         num_prompts=engine.num_prompts,
         max_length=min(room, data.max_prompt_tokens),
+        template_options=arguments_of_training(pair),
         day=day,
     )
     return [prompt.token_ids for prompt in prompts], True

@@ -24,6 +24,11 @@ def day_of_training(pair: Pair) -> datetime.date:
     return choose_day((pair.provenance or {}).get("date"), "the date in the draft's provenance")
 
 
+def arguments_of_training(pair: Pair) -> dict[str, Any]:
+    """The arguments of the chat template with which most answers of the training began; empty if not known."""
+    return dict((pair.provenance or {}).get("template_arguments") or {})
+
+
 def read_forecast(pair: Pair) -> StoredForecast | None:
     """The forecast published with the draft; None if there is none."""
     provenance = pair.provenance or {}

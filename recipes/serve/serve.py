@@ -25,6 +25,7 @@ from redraft.eval.engine.server import engine_dtype, engine_is_cpu, require_serv
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.catalog import FAMILIES, Family, Method, find_family, list_methods
 from redraft.heads.doctor.method import lacks_confidence
+from redraft.heads.doctor.pair import read_provenance
 from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval, is_retrieval
 from redraft.heads.files.folder import is_hub_name, tensor_files
 from redraft.heads.files.folder import read_config as read_model_config
@@ -114,8 +115,15 @@ def server_command(cfg: Config) -> list[str]:
         FileNotFoundError: if the registry has no current version.
     """
     draft = ["--speculative-config", json.dumps(vllm_keys(speculative_config(cfg)))]
+    arguments = [*draft, *template_arguments(Path(_draft(cfg)))]
     # Before the user's arguments, which win.
-    return vllm_command(cfg.target, ["--dtype", engine_dtype(cfg.target), *draft, *cfg.vllm_args])
+    return vllm_command(cfg.target, ["--dtype", engine_dtype(cfg.target), *arguments, *cfg.vllm_args])
+
+
+def template_arguments(draft: Path) -> list[str]:
+    """vLLM's arguments for the chat template of a draft's training, e.g. to answer without reasoning."""
+    found = (read_provenance(draft) or {}).get("template_arguments")
+    return ["--default-chat-template-kwargs", json.dumps(found)] if found else []
 
 
 def speculative_config(cfg: Config) -> dict[str, Any]:

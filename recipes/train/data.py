@@ -9,13 +9,15 @@ Only the target's tokenizer is loaded. The data is read, split, rendered and cut
 from __future__ import annotations
 
 import functools
+import json
 import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice, pairwise, zip_longest
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -23,16 +25,19 @@ import tyro
 
 from redraft.distill.data.conversations import (
     Conversation,
+    Loaded,
     Overlap,
     is_plain_text,
-    load_conversations,
+    load_source,
     remove_overlap,
     split_held_out,
 )
 from redraft.distill.data.day import choose_day
+from redraft.distill.data.messages import conversation_hash
 from redraft.distill.data.reasoning import split_reasoning
 from redraft.distill.data.samples import Sample, SampleStats, build_samples
 from redraft.distill.data.vocabulary import measure_coverage
+from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.checkpoint import end_ids, load_tokenizer
 from redraft.recipes.cli import run_recipe
 
@@ -58,7 +63,9 @@ class Config:
     date: str | None = None
     """Date, as YYYY-MM-DD, for chat templates that write today's. By default today."""
     num_samples: int = 3
-    """Number of samples to show, from every domain in turn."""
+    """Number of samples to show, from every domain in turn, and at least one with each kind of turn."""
+    json: Path | None = None
+    """File for everything counted, as JSON."""
     sample_tokens: int = 300
     """Number of tokens to show of each sample."""
     color: bool = True
@@ -80,7 +87,8 @@ def main(cfg: Config) -> None:
         ValueError: if the data or the tokenizer cannot be read, or if there is nothing to train on.
     """
     tokenizer, day = load_tokenizer(cfg.target), choose_day(cfg.date)
-    conversations = load_conversations(cfg.source, split=cfg.split, domain_column=cfg.domain_column, strict=cfg.strict)
+    loaded = load_source(cfg.source, split=cfg.split, domain_column=cfg.domain_column, strict=cfg.strict)
+    conversations = loaded.conversations
     train, held_out = split_held_out(conversations, cfg.held_out)
     train, overlap = remove_overlap(train, held_out)
     build = functools.partial(
@@ -88,18 +96,41 @@ def main(cfg: Config) -> None:
     )
     samples, stats = build(train)
     held_out_samples, held_out_stats = held_out_part(held_out, build)
+    if cfg.json is not None:
+        write_whole(cfg.json, json.dumps(summarise(loaded, stats, overlap, held_out_stats), indent=1) + "\n")
+    for line in loaded.lines():
+        print(f"{cfg.source}: {line}")
     print(f"{len(conversations):,} conversations: {len(train):,} to train on, {len(held_out):,} held out")
     print(describe_contents(conversations))
     print("\n".join(describe_training(samples, stats, train)))
+    print("\n".join(describe_template(stats, tokenizer)))
     print("\n".join(describe_held_out(held_out_stats)))
     print(f"duplicates: {overlap}" if overlap != Overlap() else "duplicates: none; no long answer is held out")
     print("\n".join(describe_domains(conversations)))
     print("\n".join(describe_vocabulary(samples, held_out_samples, len(tokenizer))))
     in_color = cfg.color and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print("\nlabels are green:" if in_color else "\nlabels stand between 「 and 」:")
-    for number, sample in enumerate(choose_samples(samples, cfg.num_samples), 1):
-        print(f"--- sample {number}, domain {sample.domain}, {len(sample.input_ids):,} tokens")
+    kinds = {conversation_hash(c["messages"]): kind_of(c) for c in train}
+    for number, sample in enumerate(choose_samples(samples, kinds, cfg.num_samples), 1):
+        kind = kinds[sample.conversation]
+        print(f"--- sample {number}, {kind}, domain {sample.domain}, {len(sample.input_ids):,} tokens")
         print(paint(sample, tokenizer, cfg.sample_tokens, in_color))
+
+
+def summarise(loaded: Loaded, stats: SampleStats, overlap: Overlap, held_out: SampleStats | str) -> dict[str, Any]:
+    """Everything counted, for a file."""
+    return {
+        "conversations": len(loaded.conversations),
+        "columns": {"read": dict(loaded.columns.read), "unread": dict(loaded.columns.unread)},
+        "skipped": {
+            reason: {"rows": count, "first": loaded.skipped.first[reason]}
+            for reason, count in loaded.skipped.counts.items()
+        },
+        "training": vars(stats),
+        "held_out": held_out if isinstance(held_out, str) else vars(held_out),
+        "overlap": asdict(overlap),
+        "template_arguments": stats.chosen_arguments(),
+    }
 
 
 def held_out_part(
@@ -143,8 +174,22 @@ def describe_training(samples: Sequence[Sample], stats: SampleStats, train: Sequ
     yield f"tokens: {stats.tokens:,} in {stats.samples:,} samples, {stats.labels / stats.tokens:.0%} of them labels"
     for loss in stats.losses():
         yield f"  {loss}"
+    for reason, question in stats.examples.items():
+        yield f"  refused {reason}, e.g. the answer to {printable(question)!r}"
     if num_cut := sum(bool(conversation.get("cut")) for conversation in train):
         yield f"  {num_cut:,} last answers cut at a length limit when they were written"
+
+
+def describe_template(stats: SampleStats, tokenizer: Any) -> Iterator[str]:
+    """Lines about the ends of turns, and the arguments with which a server starts them."""
+    if not stats.ends:
+        return
+    ends = [
+        f"{printable(end)} (id {tokenizer.convert_tokens_to_ids(end)}) {count:,}" if end else f"none, as cut {count:,}"
+        for end, count in stats.ends.most_common()
+    ]
+    yield f"ends of turns: {', '.join(ends)}"
+    yield stats.describe_arguments() or "template arguments: none"
 
 
 def measure_answers(sample: Sample) -> list[int]:
@@ -177,13 +222,31 @@ def describe_vocabulary(train: Sequence[Sample], held_out: Sequence[Sample], voc
         yield f"  {size:>6,}  {unseen[size]:6.2%} of held-out text, {learned[size]:6.2%} of training text"
 
 
-def choose_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """Up to `count` samples, from every domain in turn. They are in the order of their hashes, so this is a draw."""
-    by_domain: dict[str, list[Sample]] = {}
+def kind_of(conversation: Conversation) -> str:
+    """The rarest kind of turn in a conversation."""
+    messages = conversation["messages"]
+    if is_plain_text(conversation):
+        return "text"
+    if any("tool_calls" in message for message in messages):
+        return "tools"
+    if conversation.get("cut"):
+        return "cut"
+    return "reasoning" if any(split_reasoning(message) for message in messages) else "plain"
+
+
+def choose_samples(samples: Sequence[Sample], kinds: Mapping[str, str], count: int) -> list[Sample]:
+    """Up to `count` samples, from every kind and domain in turn, one of each kind at least.
+
+    They are in the order of their hashes, so this is a draw.
+    """
+    groups: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
-        by_domain.setdefault(sample.domain, []).append(sample)
-    in_turns = (s for round_ in zip_longest(*(by_domain[name] for name in sorted(by_domain))) for s in round_ if s)
-    return list(islice(in_turns, count))
+        groups.setdefault((kinds[sample.conversation], sample.domain), []).append(sample)
+    first = {kind: groups[kind, domain][0] for kind, domain in sorted(groups, reverse=True)}
+    in_turns = (s for round_ in zip_longest(*(groups[name] for name in sorted(groups))) for s in round_ if s)
+    shown = set(map(id, first.values()))
+    rest = (sample for sample in in_turns if id(sample) not in shown)
+    return [*first.values(), *islice(rest, max(0, count - len(first)))][: max(count, len(first)) if count else 0]
 
 
 def paint(sample: Sample, tokenizer: Any, max_tokens: int, in_color: bool) -> str:

@@ -71,6 +71,16 @@ def test_the_method_follows_from_the_drafts_configuration(tmp_path, config, meth
     assert json.loads(command[command.index("--speculative-config") + 1])["method"] == method
 
 
+def test_the_template_is_served_with_the_arguments_of_the_training(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "medusa"}))
+    command = server_command(parse("target", "--draft", str(tmp_path)))
+    assert "--default-chat-template-kwargs" not in command
+    arguments = {"enable_thinking": False}
+    (tmp_path / "provenance.json").write_text(json.dumps({"template_arguments": arguments}))
+    command = server_command(parse("target", "--draft", str(tmp_path)))
+    assert json.loads(command[command.index("--default-chat-template-kwargs") + 1]) == arguments
+
+
 def test_a_draft_that_vllm_has_no_proposer_for_is_told_before_it_starts(tmp_path):
     for config in ({"redraft": {"family": "mlp_speculator"}}, {"architectures": ["MLPSpeculatorPreTrainedModel"]}):
         (tmp_path / "config.json").write_text(json.dumps(config))

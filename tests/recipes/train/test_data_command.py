@@ -170,4 +170,36 @@ def test_coverage_is_judged_on_held_out_text() -> None:
 
 def test_samples_come_from_every_domain() -> None:
     samples = [make_sample([1, 2], domain=domain) for domain in ("a", "a", "a", "b")]
-    assert [sample.domain for sample in choose_samples(samples, 3)] == ["a", "b", "a"]
+    kinds = {sample.conversation: "plain" for sample in samples}
+    assert [sample.domain for sample in choose_samples(samples, kinds, 3)] == ["a", "b", "a"]
+
+
+def test_every_kind_of_turn_is_shown_and_all_counts_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    rows: list[dict[str, Any]] = [{"prompt": f"plain {i}", "completion": f"answer {i}", "id": i} for i in range(40)]
+    rows += [{"prompt": f"cut {i}", "completion": f"half {i}", "cut": True} for i in range(4)]
+    rows += [{"messages": [user(f"call {i}"), say("", tool_calls=[call]), user("b"), say(f"so {i}")]} for i in range(4)]
+    rows += [{"text": f"a document of words {i}"} for i in range(4)]
+    rows += [{"prompt": "a", "completion": "b", "label": False}, {"prompt": "a", "image": "x.jpg"}]
+    source, report = tmp_path / "data.json", tmp_path / "report.json"
+    source.write_text(json.dumps(rows))
+    arguments = ["--target", TARGET, "--held-out", "0.3", "--num-samples", "1", "--json", str(report)]
+    assert dispatch(["data", str(source), *arguments]) == 0
+    out = capsys.readouterr().out
+    for kind in ("plain", "cut", "tools", "text"):
+        assert re.search(rf"--- sample \d, {kind}, domain all", out), kind
+    assert "columns read: completion, cut, messages, prompt, text; not read: id" in out
+    assert re.search(r"ends of turns: <\|end\|> \(id 2\) \d+, none, as cut \d", out)
+    assert "template arguments: none" in out
+    assert "refused with tool calls that the chat template leaves out, e.g. the answer to 'call" in out
+    written = json.loads(report.read_text())
+    assert written["columns"]["unread"] == {"id": 40}
+    assert {reason: skipped["rows"] for reason, skipped in written["skipped"].items()} == {
+        "with a label of false": 1,
+        "with images or sound, which are not read": 1,
+    }
+    assert written["training"]["ends"].keys() == {"<|end|>", ""}
+    assert written["training"]["refused_answers"].keys() == {"with tool calls that the chat template leaves out"}
+    assert written["template_arguments"] == {}
