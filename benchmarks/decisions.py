@@ -38,8 +38,7 @@ from redraft.eval.intervals import estimate_gain, estimate_ratio
 from redraft.eval.report.regression import compare_reports
 from redraft.heads.files.artifact import write_whole
 from redraft.online.fleet.rollout import MIN_POLLS, Finding, RolloutPolicy, decide, estimate_loss_by_domain
-from redraft.online.learning.buffer import BufferConfig
-from redraft.online.learning.config import Judging, Training
+from redraft.online.learning.config import BufferConfig, Judging, Training
 from redraft.online.learning.gate import Decision, Policy, judge
 from redraft.online.learning.staleness import Row, SleepPolicy, compare
 from redraft.recipes.cli import run_recipe

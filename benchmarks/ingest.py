@@ -31,7 +31,8 @@ from typing import Any
 from benchmarks.broker import find_broker
 from redraft.eval.engine.process import free_port
 from redraft.eval.report.page import write_results
-from redraft.online.learning.buffer import Buffer, BufferConfig
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.config import BufferConfig
 from redraft.online.learning.intake import Spool
 from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.record import Frame, encode_frame

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.rollout import RolloutPolicy
-from redraft.online.learning.buffer import BufferConfig, Replay
-from redraft.online.learning.config import DraftConfig, Judging, Training
+from redraft.online.learning.config import BufferConfig, DraftConfig, Judging, Replay, Training
 from redraft.online.learning.gate import Policy
 from redraft.online.learning.staleness import SleepPolicy
 from redraft.online.page.config import Page

@@ -192,6 +192,10 @@ class BufferFile:
             self.connection.executemany("DELETE FROM frames WHERE seq = ?", values)
             return self.connection.executemany("DELETE FROM records WHERE seq = ?", values).rowcount
 
+    def delete_tenant(self, names: Sequence[str]) -> int:
+        """Delete the records of a tenant; returns their number."""
+        return self.delete([seq for seq, _, _ in self.find_tenant(names)])
+
     def find_tenant(self, names: Sequence[str]) -> list[tuple[int, float, bool]]:
         """Number, arrival and `held_out` of each record of a tenant, who may have several names."""
         marks = ",".join("?" * len(names))

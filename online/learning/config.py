@@ -1,8 +1,8 @@
-"""Settings of the draft, of training and of judging a candidate. Loads no torch: every command reads them."""
+"""Settings of the draft, the buffer, training and of judging a candidate. Loads no torch: every command reads them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -80,3 +80,51 @@ class Judging:
     """Domains to judge by themselves in any case, in addition to those in `fleet.file`. Clients can invent domains, so
     another one is judged by itself only if at least two tenants send it, or if there is just one tenant; the rest
     counts as one domain, `other`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferConfig:
+    folder: Path | None = field(default=None, metadata={"listed": False})
+    """Folder of the buffer's files. None: records stay in this process's memory and end with it."""
+    max_bytes: int = 8 << 30
+    """Total size of the buffer's files, in bytes. Beyond it the oldest records go."""
+    max_age_s: float = 7 * 86400
+    """Records are deleted at the latest this many seconds after they arrived at the learner."""
+    max_read_bytes: int = 192 << 20
+    """Size limit of the records that are in memory at once, in bytes: a step's new ones, and as much of replayed ones.
+    Only records with hidden states come near it. If they do, a step has fewer records than `training` asks for: raise
+    this to `training.replay_per_step` times the size of a record, at 2 bytes per number."""
+    held_out_fraction: float = 0.2
+    """Share of all prompts whose records judge candidates and are never trained. A secret key in the folder decides
+    which, so that no client can choose. With 0.2, the gate can give its first verdict within 200 requests; a fleet of
+    thousands of requests an hour can do with less."""
+    tenant_share: float = 0.2
+    """Largest share of one tenant (X-Redraft-Tenant) among the held-out requests that judge a candidate, and among
+    replayed records. All requests without a tenant are one tenant's. If there are fewer than 1 / tenant_share tenants,
+    each may have an equal part, so a single one has everything. Set this to 1 if you trust all your tenants."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tenant_share <= 1:
+            raise ValueError(f"tenant_share is {self.tenant_share}: it must be above 0 and at most 1")
+        if min(self.max_bytes, self.max_age_s, self.max_read_bytes) <= 0:
+            raise ValueError("max_bytes, max_age_s and max_read_bytes must be above 0")
+        if not 0 <= self.held_out_fraction < 1:
+            raise ValueError(f"held_out_fraction is {self.held_out_fraction}: it must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """The weight of a record in `Buffer.replay`: 2^(-age / half_life) * (1 + surprise * r).
+
+    r = (wrong + 1) / (drafted + 2) is the share of verified draft tokens the target refused, smoothed: a record
+    without any gets 1/2. Surprise is a weight rather than a filter, because training only on refused positions adapts
+    more slowly.
+    """
+
+    half_life_s: float = 3600
+    """A record is drawn half as often once it is this many seconds older."""
+    surprise: float = 4
+    """Preference for records the draft got wrong: one whose draft tokens were all rejected is drawn up to
+    (1 + this) times as often as one whose draft tokens were all accepted."""
+    anchor_share: float = 0.25
+    """Share of `anchors` records among the replayed ones, against forgetting."""

@@ -14,8 +14,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from redraft.online.learning.buffer_file import Index
+from redraft.online.learning.config import Replay
 
 OTHER = "other"
 """Name that stands for all domains that are not told apart. It has no verdict by itself."""
@@ -135,3 +137,41 @@ def take_fairly(tenants: Sequence[str], count: int, share: float, at_least: int)
 def _part(share: float, size: int) -> int:
     # a decimal share times a size may fall just below the whole number that it stands for
     return int(share * size + 1e-9)
+
+
+def choose_replayed(
+    index: Index,
+    count: int,
+    policy: Replay,
+    *,
+    now_s: float,
+    rng: np.random.Generator,
+    tenant_share: float,
+) -> NDArray[np.int64]:
+    """Sequence numbers of `count` distinct records of the index, in the order of a draw by `policy`.
+
+    No tenant has more than `tenant_share` of them while others have records left.
+    """
+    order = _draw(_log_weights(index, now_s, policy), rng)
+    # `at_least` is `count`: the share of a tenant yields before a step gets fewer records.
+    order = order[take_fairly(index["tenant"][order].tolist(), count, tenant_share, count)]
+    seqs: NDArray[np.int64] = index["seq"][order]
+    return seqs
+
+
+def _log_weights(index: Index, now_s: float, policy: Replay) -> NDArray[np.float64]:
+    """Logarithm of the weight described by `Replay`, for every record of the index; [records]."""
+    # In logarithms, because weights underflow: with a half-life of 5 minutes, 4 days give 2^-1152, and float64 ends
+    # at 2^-1074.
+    refused = (index["num_wrong"] + 1) / (index["num_drafted"] + 2)
+    half_lives = (now_s - index["time_s"]) / policy.half_life_s
+    log_weight: NDArray[np.float64] = np.log1p(policy.surprise * refused) - np.log(2) * half_lives
+    return log_weight
+
+
+def _draw(log_weight: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.int64]:
+    """All positions in the order of a draw by weight, without replacement.
+
+    This is Gumbel top-k (arXiv 1903.06059): sorting by log-weight plus Gumbel noise gives the same distribution.
+    """
+    return np.argsort(-(log_weight + rng.gumbel(size=len(log_weight))))

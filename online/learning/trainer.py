@@ -22,9 +22,9 @@ from typing import Any
 from redraft.distill.train.step import StepStats
 from redraft.heads.files.artifact import PROVENANCE, publish, verify
 from redraft.online.fleet.registry import Registry
-from redraft.online.learning.buffer import Buffer, Replay
+from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import DRAFT, Candidate, Ranks
-from redraft.online.learning.config import Training
+from redraft.online.learning.config import Replay, Training
 from redraft.online.learning.cursor import SERVED, Commit
 from redraft.online.records.record import Record
 

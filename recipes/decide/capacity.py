@@ -33,8 +33,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from redraft.heads.catalog import find_family
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.target import Target
-from redraft.online.learning.buffer import Buffer, BufferConfig
-from redraft.online.learning.config import Training
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.config import BufferConfig, Training
 from redraft.online.learning.replay import select_texts
 from redraft.online.records.record import Record, encode_record, read_frames
 from redraft.recipes.cli import run_recipe

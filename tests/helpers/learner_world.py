@@ -33,9 +33,8 @@ from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.rollout import RolloutPolicy
 from redraft.online.journal import Entry, Journal
 from redraft.online.learning.anchors import make_anchors
-from redraft.online.learning.buffer import BufferConfig
 from redraft.online.learning.candidate import Candidate
-from redraft.online.learning.config import DraftConfig, Training
+from redraft.online.learning.config import BufferConfig, DraftConfig, Training
 from redraft.online.learning.gate import Policy
 from redraft.online.page.config import Page
 from redraft.online.records.record import Record, Sampling, encode_record

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 from run_learner import FORKS
 
-from redraft.online.learning.buffer import Buffer, BufferConfig
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.config import BufferConfig
 from redraft.online.learning.stream import StreamSource
 from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.publisher import Publisher

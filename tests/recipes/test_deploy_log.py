@@ -19,7 +19,8 @@ import yaml
 from real_broker import Broker, running_broker
 from run_stream import TARGET, VOCAB, make_record
 
-from redraft.online.learning.buffer import Buffer, BufferConfig
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.config import BufferConfig
 from redraft.online.learning.stream import StreamSource
 from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.nats_link import BrokerError, connect, probe

@@ -14,7 +14,8 @@ from benchmarks.soak.judge import FaultSeen, LifeSeen, RecordsSeen, Seen, judge,
 from benchmarks.soak.poison import TARGET, make_record
 from benchmarks.soak.soak import read_stored_ids, sum_dropped
 from redraft.online.journal import Journal
-from redraft.online.learning.buffer import Buffer, BufferConfig
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.config import BufferConfig
 from redraft.online.records.record import encode_record, read_frames
 
 IDS = [f"boot/cmpl-{number}/0" for number in range(100)]

@@ -16,7 +16,8 @@ from waiting import until
 from redraft.online.daemon.config import load_config
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
-from redraft.online.learning.buffer import Buffer, BufferConfig, Replay
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.config import BufferConfig, Replay
 from redraft.online.learning.stream import StreamSource
 from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.publisher import Publisher

@@ -43,9 +43,9 @@ from redraft.online.engine.request_log import States, join_states
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.learning.anchors import write_anchors
-from redraft.online.learning.buffer import Buffer, BufferConfig
+from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import DRAFT, Candidate, choose_reads, read_hidden_shape
-from redraft.online.learning.config import DraftConfig, Training
+from redraft.online.learning.config import BufferConfig, DraftConfig, Training
 from redraft.online.learning.replay import make_batches
 from redraft.online.learning.scoring import collect_outcomes, score
 from redraft.online.records.record import Record, decode_record, encode_record, read_frames

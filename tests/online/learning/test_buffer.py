@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from redraft.heads.files.lock import AlreadyOwnedError
-from redraft.online.learning.buffer import CLOCK_SLACK_S, Buffer, BufferConfig, Replay
+from redraft.online.learning.buffer import CLOCK_SLACK_S, Buffer
 from redraft.online.learning.buffer_file import PAGE_BYTES, BufferFullError
+from redraft.online.learning.config import BufferConfig, Replay
 from redraft.online.records.record import Record, Sampling, encode_record, read_frames
 
 NOISE = random.Random(0).randbytes(1 << 20)
@@ -120,10 +121,10 @@ def test_what_a_file_knows_of_its_records_is_what_it_reads_after_a_restart(tmp_p
                 buffer.fresh(0, 99)
             if number == 40:
                 assert buffer.delete_tenant("tenant-3", -CLOCK_SLACK_S - 1) == 6
-        kept, oldest_s = buffer._index(), [file.oldest_s() for file in buffer._files]
+        kept, oldest_s = buffer._files.index(), [file.oldest_s() for file in buffer._files.files]
     with open_buffer(tmp_path, held_out_fraction=0.3) as buffer:
-        assert kept.tolist() == buffer._index().tolist()
-        assert oldest_s == [file.oldest_s() for file in buffer._files] == [41.0]
+        assert kept.tolist() == buffer._files.index().tolist()
+        assert oldest_s == [file.oldest_s() for file in buffer._files.files] == [41.0]
 
 
 def test_records_survive_a_restart(tmp_path):
@@ -345,7 +346,7 @@ def test_surprise_counts_verified_positions_not_those_behind_a_rejection(folder)
     record = make_record(0, wrong=4, row_branches=i32(0, 1, 2, 3))
     with open_buffer(folder) as buffer:
         buffer.append(frames_of(record), 0.0)
-        (file,) = buffer._files
+        (file,) = buffer._files.files
         assert file.index()[["num_drafted", "num_wrong"]].tolist() == [(1, 1)]
 
 

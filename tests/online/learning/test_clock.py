@@ -14,8 +14,9 @@ from test_buffer import fill, make_record
 from test_poison import FakeMessage
 
 from redraft.online.fleet.registry import Registry
-from redraft.online.learning.buffer import Buffer, BufferConfig
+from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.clock import BELIEVED_AFTER_S, SLACK_S, SteadyClock
+from redraft.online.learning.config import BufferConfig
 from redraft.online.learning.forget import Reach
 from redraft.online.learning.intake import Spool
 from redraft.online.learning.stream import StreamSource

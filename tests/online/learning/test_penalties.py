@@ -9,7 +9,8 @@ import torch
 from learner_world import make_records
 
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.online.learning.buffer import Buffer, BufferConfig
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.config import BufferConfig
 from redraft.online.learning.penalties import count_before, is_undecided, penalise
 from redraft.online.learning.scoring import score
 from redraft.online.records.record import Record, Sampling, encode_record

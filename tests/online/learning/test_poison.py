@@ -31,7 +31,8 @@ from redraft.eval.counts import AcceptanceCounts
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.online.journal import Journal
 from redraft.online.learning import quarantine as quarantine_module
-from redraft.online.learning.buffer import Buffer, BufferConfig, Replay
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.config import BufferConfig, Replay
 from redraft.online.learning.intake import BATCH_BYTES, Spool, store
 from redraft.online.learning.quarantine import Quarantine
 from redraft.online.learning.replay import make_batches, select_texts
@@ -430,7 +431,8 @@ def test_steps_and_the_gate_read_a_bounded_number_of_bytes_at_a_time(tmp_path):
 LARGEST = """
 import re, sys
 from pathlib import Path
-from redraft.online.learning.buffer import Buffer, BufferConfig, Replay
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.config import BufferConfig, Replay
 from redraft.online.learning.intake import Spool
 folder = Path(sys.argv[1])
 def print_peak():

@@ -13,7 +13,8 @@ import pytest
 from test_buffer import frames_of, i32, make_record
 
 from redraft.online.learning import prompt_key
-from redraft.online.learning.buffer import Buffer, BufferConfig, Replay
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.config import BufferConfig, Replay
 from redraft.online.learning.evidence import FULL_TENANT, MAX_DOMAINS, OTHER, take_fairly
 from redraft.online.learning.prompt_key import PromptKey
 from redraft.online.records.record import Record

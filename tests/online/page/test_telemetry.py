@@ -17,7 +17,8 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from redraft.online.journal import AcceptanceEntry, GateEntry, Journal, SwapEntry
-from redraft.online.learning.buffer import Buffer, BufferConfig
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.config import BufferConfig
 from redraft.online.page.telemetry import DROP_REASONS, MAX_VALUES, Telemetry, to_wandb
 from redraft.online.records.record import CorruptRecordError
 

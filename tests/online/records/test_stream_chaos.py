@@ -17,7 +17,8 @@ from run_stream import Ends, make_record
 from test_stream import make_source, stream_state, take_all
 from waiting import PATIENCE_S, in_event_loop, until
 
-from redraft.online.learning.buffer import Buffer, BufferConfig
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.config import BufferConfig
 from redraft.online.records.nats_config import Nats
 from redraft.online.records.nats_link import BrokerError, probe
 from redraft.online.records.publisher import Publisher

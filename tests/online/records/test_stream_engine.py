@@ -12,7 +12,8 @@ from run_stream import VOCAB
 from waiting import PATIENCE_S, in_event_loop
 
 from redraft.heads.files.artifact import fingerprint
-from redraft.online.learning.buffer import Buffer, BufferConfig
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.config import BufferConfig
 from redraft.online.learning.stream import StreamSource
 from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.nats_link import BrokerError

@@ -1,0 +1,251 @@
+"""The buffer's files: a rolling set, limited in bytes and age. A damaged file is dropped, and work continues.
+
+A file is dropped as a whole. The newest one takes records until it has one share of the bytes, or
+covers one share of the age.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from redraft.online.learning.buffer_file import (
+    INDEX_DTYPE,
+    LAYOUT,
+    MIN_FILE_BYTES,
+    BufferFile,
+    BufferFullError,
+    DamagedFileError,
+    Index,
+    LaterFileError,
+    Row,
+    estimate_bytes,
+    is_damaged,
+    named_disk_full,
+    unlink,
+)
+from redraft.online.learning.prompt_key import Hashes, PromptKey, open_key
+from redraft.online.learning.quarantine import overwrite
+from redraft.online.records.record import CorruptRecordError, Record, decode_record
+
+T = TypeVar("T")
+
+NUM_FILES = 16
+"""Number of files of a full buffer. Unlinking the oldest forgets about a sixteenth, in bytes or in age."""
+
+MAX_LATER_RECORDS = 1 << 24
+"""More records than a file holds: numbers after one of a later release, which this one cannot read, begin beyond."""
+
+REHASHED_DTYPE = np.dtype([("seq", "i8"), ("prompt", "i8"), ("request", "i8")])
+
+
+class RollingFiles:
+    """The files of a folder, or one in memory. Not thread-safe.
+
+    A file that proves damaged is deleted whole, because the rest of it cannot be trusted.
+    """
+
+    def __init__(
+        self, folder: Path | None, max_bytes: int, max_age_s: float, counts: Counter[str], damage: list[str]
+    ) -> None:
+        """Open the files of `folder`; `counts` gets the dropped records by reason, `damage` a sentence each."""
+        self.folder, self.max_bytes, self.max_age_s = folder, max_bytes, max_age_s
+        self.counts, self.damage = counts, damage
+        self.files: list[BufferFile] = []
+        """Oldest first."""
+        self.later: list[Path] = []
+        """Files of a later release: they wait for it, until they are `max_age_s` old."""
+        self._rehashed: NDArray[np.void] = np.empty(0, REHASHED_DTYPE)
+        """By ascending number, new hashes of records that another key had hashed."""
+        paths = sorted(folder.glob("records-*.db")) if folder else []
+        for path in paths:
+            self._open(path, is_newest=path is paths[-1])
+
+    def _open(self, path: Path, *, is_newest: bool) -> None:
+        try:
+            # SQLite takes a file without a whole page for a new one. A kill can leave only the newest empty.
+            num_bytes = path.stat().st_size
+            if num_bytes < MIN_FILE_BYTES and (num_bytes or not is_newest):
+                raise DamagedFileError(f"{num_bytes} bytes")
+            self.files.append(BufferFile(path))
+        except LaterFileError as error:  # it waits for that release
+            self.counts["later_layout_files"] += 1
+            self.later.append(path)
+            self.damage.append(f"{error}, so the file waits for a later one")
+        except sqlite3.DatabaseError as error:
+            if not is_damaged(error):
+                raise
+            self._note_damage(path, error)
+            unlink(path)
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes() for file in self.files)
+
+    def last_number(self) -> int:
+        """The highest sequence number in a file, or that one of a later release may have; 0 without any."""
+        later = [int(path.stem.removeprefix("records-")) + MAX_LATER_RECORDS for path in self.later]
+        return max([int(self.index()["seq"].max(initial=0)), *later])
+
+    def index(self) -> Index:
+        """INDEX_DTYPE [records], over all files, by ascending sequence number."""
+        index: Index = np.concatenate([np.empty(0, INDEX_DTYPE), *self.each(BufferFile.index)])
+        # `concatenate` has copied, so the assignments below leave the cached index of each file as it is.
+        if len(self._rehashed):
+            has_new = np.isin(index["seq"], self._rehashed["seq"])
+            new = self._rehashed[np.searchsorted(self._rehashed["seq"], index["seq"][has_new])]
+            index["prompt"][has_new], index["request"][has_new] = new["prompt"], new["request"]
+        return index
+
+    def each(self, operation: Callable[[BufferFile], T]) -> Iterator[T]:
+        """The result of `operation` on each file, oldest first, without those that prove damaged."""
+        for file in list(self.files):  # a copy: a damaged file is removed from the list
+            try:
+                result = operation(file)
+            except sqlite3.DatabaseError as error:
+                self._drop_damaged(file, error)
+            else:
+                yield result
+
+    def unless_damaged(self, file: BufferFile, operation: Callable[[BufferFile], T], otherwise: T) -> T:
+        """The result of `operation` on `file`. If the file proves damaged, it is dropped and `otherwise` returned."""
+        try:
+            return operation(file)
+        except sqlite3.DatabaseError as error:
+            self._drop_damaged(file, error)
+            return otherwise
+
+    def insert(self, rows: list[tuple[int, Row, bytes]], now_s: float) -> None:
+        """Store all (seq, row, frame); an exception means that none is stored."""
+        # Room first: it may drop the newest file as well, and then `_newest` begins another.
+        num_bytes = estimate_bytes(frame for _, _, frame in rows)
+        while self.files and self.num_bytes() + num_bytes > self.max_bytes:
+            self._drop(self.files[0], "evicted")
+        # A file that proves damaged is gone, so this ends with a new one.
+        while not self.unless_damaged(self._newest(rows[0][0], now_s), lambda file: file.insert(rows), False):
+            pass
+
+    def _newest(self, next_seq: int, now_s: float) -> BufferFile:
+        """The file to write to: the last one, until it has its share of the bytes or covers its share of the age."""
+        if self.files and self.files[-1].layout == LAYOUT:
+            newest = self.files[-1]
+            is_old = now_s - newest.oldest_s() >= self.max_age_s / NUM_FILES
+            if not is_old and newest.num_bytes() < self.max_bytes / NUM_FILES:
+                return newest
+        # Named after the first number in it, so that sorting the names sorts the records.
+        self.files.append(BufferFile(self.folder and self.folder / f"records-{next_seq:016d}.db"))
+        return self.files[-1]
+
+    def read(self, seq: int) -> Record | None:
+        """A record; None if it is not in the files any more. A corrupt one is counted and deleted."""
+        file = self._find(seq)
+        frame = None if file is None else self.unless_damaged(file, lambda file: file.read_frame(seq), None)
+        if file is None or frame is None:
+            return None
+        try:
+            return decode_record(frame)
+        except CorruptRecordError:
+            self.counts["corrupt_on_disk"] += 1
+            with suppress(BufferFullError), named_disk_full():  # a full disk must not stop reading
+                self.unless_damaged(file, lambda file: file.delete([seq]), 0)
+            return None
+
+    def _find(self, seq: int) -> BufferFile | None:
+        # `holds` looks into the cached index: no query to the files without this record.
+        found = self.each(lambda file: file if file.holds(seq) else None)
+        return next(filter(None, found), None)
+
+    def open_key(self, newest: int) -> PromptKey:
+        """The folder's key. Records that a lost one has hashed get hashes by the new one, and stay on the same side.
+
+        `newest` is the highest sequence number given so far.
+        """
+        if self.folder is None:
+            return PromptKey.make()
+        files = [file for file in self.files if not file.is_older]
+        # A key has hashed the records of later releases too, although this release cannot read them.
+        has_hashes = bool(self.later) or any(len(file.index()) for file in files)
+        opened = open_key(self.folder, newest=newest, has_hashes=has_hashes)
+        self.damage += opened.damage
+        rows = [
+            (seq, *hashes)
+            for file in files
+            for seq, hashes in self._hash_held_out(file, opened.key, opened.rehash_through).items()
+        ]
+        self._rehashed = np.array(rows, REHASHED_DTYPE)
+        return opened.key
+
+    def upgrade(self, key: PromptKey, newest: int) -> str:
+        """Hash the prompts of held-out records from an earlier release, which knew no key; a sentence for people.
+
+        Every record stays on its side: nothing held out is trained, and nothing trained judges.
+        """
+        older = [file for file in self.files if file.is_older]
+        for file in older:
+            file.set_hashes(self._hash_held_out(file, key, newest))
+        if not older:
+            return ""
+        num_records = sum(len(file.index()) for file in older if file in self.files)
+        return (
+            f"{num_records} records of an earlier release keep their side; a key decides which new prompts are held "
+            f"out. Keep it: {self.folder}/held-out.key"
+        )
+
+    def _hash_held_out(self, file: BufferFile, key: PromptKey, through: int) -> dict[int, Hashes]:
+        """The hashes of the file's held-out records up to `through`, by ascending number."""
+        index = self.unless_damaged(file, BufferFile.index, np.empty(0, INDEX_DTYPE))
+        seqs = index["seq"][index["held_out"] & (index["seq"] <= through)].tolist()
+        return {seq: key.hash(record) for seq in seqs if (record := self.read(seq)) is not None}
+
+    def expire(self, now_s: float) -> None:
+        """Delete the files past the maximal age."""
+        # A file goes as a whole when the oldest record is too old; it covers at most 1 / NUM_FILES of the age.
+        for file, oldest_s in self.each(lambda file: (file, file.oldest_s())):
+            if now_s - oldest_s >= self.max_age_s:
+                self._drop(file, "expired")
+        for path in list(self.later):
+            with suppress(OSError):
+                if now_s - path.stat().st_mtime >= self.max_age_s:
+                    self._remove_later(path)
+
+    def remove_later(self) -> None:
+        """Overwrite and delete the files of later releases."""
+        for path in list(self.later):
+            self._remove_later(path)
+
+    def _remove_later(self, path: Path) -> None:
+        overwrite(path)
+        unlink(path)
+        self.later.remove(path)
+
+    def _drop(self, file: BufferFile, reason: str) -> None:
+        self.counts[reason] += len(file.index())
+        self._remove(file)
+
+    def _drop_damaged(self, file: BufferFile, error: sqlite3.DatabaseError) -> None:
+        """Raises: the error, if it is about anything but the file."""
+        if not is_damaged(error):
+            raise error
+        self._note_damage(file.path, error)
+        self._remove(file)
+
+    def _remove(self, file: BufferFile) -> None:
+        self.files.remove(file)
+        file.remove()
+
+    def _note_damage(self, path: Path | None, error: sqlite3.Error) -> None:
+        self.counts["damaged_files"] += 1
+        self.damage.append(f"{path} is damaged ({error}): its records are gone")
