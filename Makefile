@@ -107,6 +107,7 @@ check: $(STAMP)  ## format, lint, types, layers, plain English
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	MYPYPATH=tests/helpers $(BIN)/mypy --explicit-package-bases --follow-imports=silent tests/gpu
 	$(BIN)/lint-imports
 	$(BIN)/python tests/prose.py
 

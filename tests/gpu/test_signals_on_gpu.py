@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from gpu_or_cpu import DEVICE as GPU
+from gpu_or_cpu import IS_GPU, ON_DEVICE, SHAPE
 from make_heads import make_ids, make_target
 from train_on_ranks import make_standalone
 
@@ -21,14 +23,11 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
+from redraft.heads.draft import TopKTarget
 
-GPU = torch.device("cuda")
 LABELLED, UNLABELLED = range(6), range(6, 8)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_DEVICE
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def cached(samples: list[Sample], tmp_path: Path) -> CachedTarget:
     """Their top 8 of a target on the CPU."""
     write_cache(
         samples,
-        InProcessTarget(make_target()),
+        InProcessTarget(make_target(**SHAPE)),
         tmp_path / "cache",
         TopK(8),
         target="the-target",
@@ -66,6 +65,8 @@ def test_a_cache_gives_a_batch_on_the_gpu_what_it_gives_one_on_the_cpu(
     for chosen in (LABELLED, UNLABELLED):
         batch = PackedDataset([samples[i] for i in chosen], sequence_length=64).batch(0, batch_size=1)
         here, there = cached(batch).distribution, cached(to_device(batch, GPU)).distribution
+        assert isinstance(here, TopKTarget)
+        assert isinstance(there, TopKTarget)
         assert there.ids_BTK.device.type == GPU.type
         assert torch.equal(there.ids_BTK.cpu(), here.ids_BTK)
         assert torch.equal(there.log_probs_BTK.cpu(), here.log_probs_BTK)
@@ -76,8 +77,8 @@ def test_a_standalone_draft_trains_on_a_cache_read_one_batch_ahead(cached: Cache
     """Results that are read after all steps are those that are read after each."""
     found = []
     for is_late in (False, True):
-        accelerator = Accelerator()
-        draft = make_standalone(make_target()).to(GPU)
+        accelerator = Accelerator(cpu=not IS_GPU)
+        draft = make_standalone(make_target(**SHAPE), **SHAPE).to(GPU)
         distillation = Distillation(
             draft, OneAhead(cached, GPU), Divergence(), Optim(lr=1e-2, warmup_fraction=0.0), 4, accelerator
         )

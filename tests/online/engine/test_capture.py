@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from model_runners import environment
 from transformers import LlamaForCausalLM
 
 from redraft.online.engine import capture as capture_module
@@ -350,50 +348,6 @@ def test_rows_that_the_hook_has_reduced_become_the_same_records(tmp_path):
     np.testing.assert_allclose(found.topk_log_probs, wanted.topk_log_probs, atol=1e-6)
     np.testing.assert_allclose(found.log_sum_exp, wanted.log_sum_exp, atol=1e-6)
     np.testing.assert_array_equal(found.positions, wanted.positions)
-
-
-SCAN = """
-import torch
-from redraft.online.engine import one_pass
-assert one_pass.find_kernels() is not None
-one_pass.CHUNK, one_pass.GROUP = 256, 8
-torch.manual_seed(0)
-for size, k, dtype in ((1000, 16, torch.float32), (4099, 32, torch.bfloat16), (513, 4, torch.float16)):
-    for kind in ("distinct", "full of ties", "masked", "all alike", "far below 0", "a view"):
-        logits = 5 * torch.randn(3, size) - 3
-        if kind == "full of ties": logits = logits.round()
-        if kind == "masked": logits[:, 100:] = -torch.inf
-        if kind == "all alike": logits[:] = -1.5
-        if kind == "far below 0": logits[:] -= 300; logits[:, :256] = -torch.inf
-        logits = logits.to(dtype)
-        if kind == "a view": logits = logits.repeat(1, 2)[:, :size]
-        found = one_pass.find_in_one_pass(logits, k)
-        exact = logits.double()
-        assert torch.equal(found.logits_RK.double(), exact.sort(descending=True).values[:, :k]), (size, kind)
-        assert torch.equal(exact.gather(1, found.ids_RK.long()), found.logits_RK.double()), (size, kind)
-        assert all(len(set(ids)) == k for ids in found.ids_RK.tolist()), (size, kind)
-        torch.testing.assert_close(found.log_sum_exp_R.double(), exact.logsumexp(-1), atol=1e-5, rtol=1e-6)
-for size in (97, 513, 1000):
-    stored = 5 * torch.randn(6, 4, size).to(torch.bfloat16)
-    stored[2] = torch.nan  # of a request that is not recorded
-    stored[3, 1, : size // 2] = -torch.inf
-    stored[3, 2] -= 300
-    slots, steps = torch.tensor([4, 0, 3, 3, 3, 5]), torch.tensor([0, 2, 1, 2, 0, 3])
-    ids, temperatures = torch.randint(size, (6,)), torch.tensor([0.0, 0.7, 1.3, 1.0, 2.0, 0.01])
-    warmth = temperatures.where(temperatures > 0, 1.0)[:, None]
-    exact = (stored[slots, steps].double() / warmth).softmax(-1).gather(1, ids[:, None])[:, 0]
-    found = one_pass.gather_probs(stored, slots, steps, ids, temperatures)
-    torch.testing.assert_close(found.double(), exact, atol=1e-7, rtol=1e-4)
-    assert len(one_pass.gather_probs(stored, slots[:0], steps[:0], ids[:0], temperatures[:0])) == 0
-print("SAME")
-"""
-
-
-@pytest.mark.slow
-def test_the_kernel_finds_what_a_sort_finds():
-    """In Triton's interpreter: no GPU has run it."""
-    done = subprocess.run([sys.executable, "-c", SCAN], capture_output=True, text=True, env=environment("v2"))
-    assert done.stdout.strip() == "SAME", done.stderr[-3000:]
 
 
 def test_a_step_of_a_fleet_leaves_little_in_the_queue():
