@@ -67,10 +67,8 @@ demo-domains: $(STAMP)  ## a draft per domain behind a router against one shared
 
 # Two workers: one for the tests with an engine, whose worker process computes on one core, and one for all others
 # (tests/conftest.py). OpenMP threads that wait for work spin, and take the neighbour's core: one thread each.
-# What fails runs once more, by itself: on a busy machine real servers may miss a deadline. Both runs are printed.
 test: $(STAMP) browser  ## the quick tests, with the real engine, a real browser and a real NATS server
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 || { [ $$? = 1 ] && \
-		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --last-failed --last-failed-no-failures none; }
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2
 
 test-all: $(STAMP) browser  ## these and the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
