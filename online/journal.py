@@ -31,7 +31,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -45,7 +45,8 @@ MAX_REASON_CHARS = 500
 
 Identifier = Annotated[str, msgspec.Meta(pattern=r"^\S+$", max_length=200)]
 """An address, a version, a code: no spaces."""
-Label = Annotated[str, msgspec.Meta(max_length=64)]
+MAX_LABEL_CHARS = 64
+Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]
 """A domain as named by the client; empty if it named none."""
 Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
 
@@ -55,8 +56,8 @@ SwapOutcome = Literal["swapped", "refused", "unreachable", "rolled_back"]
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
-    time_s: float
-    """Seconds since the epoch; the end of the window if the entry has one."""
+    time_s: float = 0.0
+    """Seconds since the epoch, set by `Journal.write`; the end of the window if the entry has one."""
 
 
 class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
@@ -210,7 +211,7 @@ Entry = (
     | FaultEntry
     | ServerEntry
 )
-Kind = Literal["acceptance", "buffer", "training", "gate", "swap", "state", "staleness", "fault", "server"]
+E = TypeVar("E", bound=Entry)
 Observer = Callable[[Entry], None]
 
 
@@ -239,23 +240,24 @@ class Journal:
         self._clock = clock
         self._lock = threading.Lock()
 
-    def write(self, kind: Kind, **fields: Any) -> Entry:
-        """Write an entry with the present time, and return it.
+    def write(self, entry: E) -> E:
+        """Write an entry with the present time, and return it as it was written.
 
         Non-finite numbers become None, and long reasons are cut. If the disk is full, the entry is lost and
-        counted, and learning goes on; observers get it all the same.
+        counted, and learning continues; observers get it all the same.
 
         Raises:
-            ValueError: if a field is missing, unknown, or neither a number nor an identifier; the message names it.
+            ValueError: if a field is neither a number nor an identifier; the message names it.
         """
+        fields = msgspec.to_builtins(entry, enc_hook=_to_python) | {"time_s": self._clock()}
         if "reason" in fields:
-            fields["reason"] = " ".join(str(fields["reason"]).split())[:MAX_REASON_CHARS]
+            fields["reason"] = " ".join(fields["reason"].split())[:MAX_REASON_CHARS]
         try:
             # A round trip, because msgspec checks types and patterns only when it decodes. It writes NaN and infinities
             # as null.
-            entry = _decoder.decode(_encoder.encode({"kind": kind, "time_s": self._clock(), **fields}))
+            entry = cast(E, _decoder.decode(_encoder.encode(fields)))
         except msgspec.ValidationError as error:
-            raise ValueError(f"this is not a {kind!r} entry of the journal: {error}") from error
+            raise ValueError(f"this is not a {fields['kind']!r} entry of the journal: {error}") from error
         with self._lock:
             try:
                 self._append(_seal(_encoder.encode(entry)))

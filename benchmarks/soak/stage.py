@@ -30,7 +30,7 @@ from redraft.heads.families.standalone import Init, StandaloneDraft, make_draft
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
 from redraft.online.daemon.config import LearnerConfig, load_config
-from redraft.online.daemon.learner import provide_first_version
+from redraft.online.daemon.opening import provide_first_version
 from redraft.online.fleet.registry import Registry
 from redraft.online.records.nats_config import Nats
 from redraft.online.tokens import read_token, write_token

@@ -14,16 +14,16 @@ import asyncio
 import time
 from collections import Counter
 
+from redraft.online.daemon.account import Account
 from redraft.online.daemon.cycle import Cycle
-from redraft.online.journal import Journal
 
 REST_S = 600.0
 """Seconds between two answers to the alarm: scoring two drafts takes the place of training."""
 
 
 class Alarm:
-    def __init__(self, cycle: Cycle, journal: Journal) -> None:
-        self.cycle, self.journal = cycle, journal
+    def __init__(self, cycle: Cycle, account: Account) -> None:
+        self.cycle, self.account = cycle, account
         self._reported = asyncio.Event()
         self._server = self._version = ""
         self._looks = Counter[str]()
@@ -61,8 +61,9 @@ class Alarm:
         try:
             is_worse, why = await cycle.in_thread(cycle.judge.find_loss, version, previous, self._looks[version])
             # The comparison took time: meanwhile a rollout may have begun or ended.
-            if is_worse and version == cycle.current and not cycle.is_rolling_out:
-                await cycle.go_back(f"{server} hardly accepts anything of {version}, and {why}", is_automatic=True)
+            if is_worse and version == cycle.current and not cycle.state.is_rolling_out:
+                reason = f"{server} hardly accepts anything of {version}, and {why}"
+                await cycle.rollouts.go_back(reason, is_automatic=True)
             elif not is_worse:
                 self._tell(f"stays on {version}, although {server} hardly accepts it: {why}")
         except (OSError, ValueError):  # the version before is gone or damaged
@@ -72,9 +73,9 @@ class Alarm:
         """Write down the answer, once."""
         if sentence != self._told:
             self._told = sentence
-            self.cycle.journal_state(sentence)
+            self.account.state(self.cycle.state, sentence)
 
     def _fault(self, name: str, detail: str) -> None:
         if name + detail != self._told:
             self._told = name + detail
-            self.journal.write("fault", what=name, detail=detail)
+            self.account.fault(name, detail=detail)

@@ -12,35 +12,32 @@
 
 The work of every phase can be repeated from the start, and is after a kill. While a disk cannot be written, the phase
 waits. A finding of the watch or the request of a person waits in the `inbox` until a phase can take it:
-`report_problem`, `request_swap`, `go_back`.
+`report_problem`, and `rollouts.request_swap` and `rollouts.go_back`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from redraft.distill.train.step import StepStats
-from redraft.heads.files.artifact import FileEntry, is_full, manifest, verify
-from redraft.heads.files.sealed import DamagedError, set_aside
+from redraft.heads.files.artifact import FileEntry, manifest, verify
+from redraft.online.daemon.account import Account
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.inbox import Inbox
 from redraft.online.daemon.judging import Judge
 from redraft.online.daemon.memory import release_memory
+from redraft.online.daemon.rollouts import Rollouts
 from redraft.online.daemon.sleep import load_sleep, save_sleep
-from redraft.online.daemon.state import LOOKS_AFTER_DAMAGE, Event, Move, Phase, State, advance, load, save
-from redraft.online.fleet.reconciler import Reconciler
-from redraft.online.fleet.registry import TRAINED_UNTIL, Registry
+from redraft.online.daemon.state import LOOKS_AFTER_DAMAGE, Event, Move, Phase, SavedState, State, advance, load
+from redraft.online.fleet.registry import TRAINED_UNTIL, Registry, copy_model
 from redraft.online.fleet.rollout import Outcome, roll_waves, try_canary
-from redraft.online.fleet.server import Convergence, FleetServer, ask_drafting
+from redraft.online.fleet.server import ask_drafting
 from redraft.online.fleet.watch import JournaledServer
-from redraft.online.journal import Journal
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import DRAFT, NotFiniteError
 from redraft.online.learning.cursor import SERVED
@@ -62,23 +59,25 @@ GOES_ON = "training goes on from"
 class Cycle:
     def __init__(
         self, cfg: LearnerConfig, target_fingerprint: str, registry: Registry, buffer: Buffer, trainer: Trainer,
-        servers: Sequence[JournaledServer], journal: Journal,
+        servers: Sequence[JournaledServer], account: Account,
     ) -> None:  # fmt: skip
         self.cfg, self.target_fingerprint = cfg, target_fingerprint
-        self.registry, self.buffer, self.trainer, self.servers, self.journal = (
-            registry, buffer, trainer, servers, journal,
-        )  # fmt: skip
+        self.registry, self.trainer, self.servers, self.account = registry, trainer, servers, account
         self.inbox = Inbox()
-        self.fleet = asyncio.Lock()
-        """Held by whoever swaps drafts, except for the reconciler, which begins nothing while it is held."""
-        self.reconciler = Reconciler()
         self.judge = Judge(cfg, registry, buffer, trainer.candidate)
-        self._state_path = cfg.folder / "state.json"
-        self.state = self._load_state()
+        state_path = cfg.folder / "state.json"
+        # Idle is always safe: the watch brings every server to the current version.
+        otherwise = State(num_looks=LOOKS_AFTER_DAMAGE, has_gone_back=True)
+        state = account.load_or_set_aside(load, state_path, otherwise, "the learner begins at idle")
+        self.saved = SavedState(path=state_path, state=state)
+        self.rollouts = Rollouts(cfg, registry, servers, self.saved, self.inbox, account)
         # torch gets a separate thread: ingest and watch continue during a training step.
         self._thread = ThreadPoolExecutor(1, "trainer")
         self._sleep_path = cfg.folder / "sleep.json"
-        self.sleep = self._load_sleep()
+        # Awake is always safe: training that is not worth it only costs time.
+        self.sleep = account.load_or_set_aside(
+            load_sleep, self._sleep_path, Sleep(), "the learner is awake and measures a new reference"
+        )
         self._new_rows: list[Row] = []
         """The served draft on the newest held-out requests, as last measured."""
         self._num_without_gain = 0
@@ -95,27 +94,25 @@ class Cycle:
         }
 
     @property
+    def state(self) -> State:
+        return self.saved.state
+
+    @property
     def current(self) -> str:
         """The version the fleet should serve."""
-        current = self.registry.current()
-        assert current is not None, "the learner begins with a version"
-        return current
+        return self.rollouts.current
 
     @property
     def num_steps_saved(self) -> int:
         """Optimizer steps not taken because the learner slept."""
         return self.sleep.num_saved // self.cfg.training.fresh_per_step
 
-    @property
-    def is_rolling_out(self) -> bool:
-        return self.state.phase in (Phase.CANARY, Phase.ROLLING)
-
     async def run(self) -> None:
         """Go round forever."""
         began_from = await self.in_thread(self.trainer.start)
         for problem in self.trainer.damage:
-            self._journal_fault("checkpoint_damaged", reason=problem)
-        self.journal_state(f"{GOES_ON} {self.current if began_from == SERVED else began_from}")
+            self.account.fault("checkpoint_damaged", problem)
+        self.account.state(self.state, f"{GOES_ON} {self.current if began_from == SERVED else began_from}")
         while True:
             # A halt is taken between phases only. Training looks for one before every step, and ends early.
             if halt := self.inbox.take(Event.HALT):
@@ -130,7 +127,7 @@ class Cycle:
 
     async def close(self) -> None:
         """Save the training since the last checkpoint, and let the other ranks go."""
-        await self.reconciler.stop()
+        await self.rollouts.reconciler.stop()
         try:
             # `_save_checkpoint` waits for the step under way: the thread does one thing at a time.
             if self.trainer.num_steps:
@@ -154,56 +151,6 @@ class Cycle:
         elif is_halted and not problem:
             self.inbox.post(Move(Event.RESUME))
 
-    async def request_swap(self, version: str) -> Outcome:
-        """Roll out a version that a person chose: past the gate, but never past the canary.
-
-        It starts when the learner is next idle, and returns when the rollout has ended.
-
-        Raises:
-            FileNotFoundError: if there is no such version.
-            ValueError: if another swap has been requested and has not ended.
-        """
-        self.registry.path(version)
-        if pending := self.inbox.find(Event.SWAP_REQUESTED):
-            raise ValueError(f"{pending.candidate} was asked for and is on its way: wait for it")
-        settled = self.inbox.post(Move(Event.SWAP_REQUESTED, version, "a person chose it"))
-        try:
-            # Without the shield, a cancel would end the future itself: it would be `done`, and the request would stay.
-            outcome: Outcome = await asyncio.shield(settled)
-            return outcome
-        finally:
-            if not settled.done():  # cancelled; once it is done, a waiting request is somebody else's
-                self.inbox.settle(Event.SWAP_REQUESTED)
-
-    def reconcile(self, servers: Sequence[FleetServer]) -> None:
-        """Begin to bring these servers to the current version, unless a rollout or a rollback is under way."""
-        if not self.fleet.locked():
-            self.reconciler.push(servers, self.current)
-
-    async def go_back(self, reason: str, to: str = "", *, is_automatic: bool = False) -> Convergence:
-        """Take back the candidate of the running rollout, or else the current version; returns the version served then.
-
-        With `to`, go back as far as this version, which may be the current one; training begins again from it. Servers
-        that hang are not waited for: they are brought along in the background.
-
-        Raises:
-            FileNotFoundError: if there is no version before the current one, or `to` was never current.
-        """
-        if self.is_rolling_out:
-            candidate = self._candidate()
-            # Shielded: two requests may wait for one recall, and one of them may be cancelled.
-            await asyncio.shield(self.inbox.post(Move(Event.RECALLED, reason=reason)))
-            if self.current != candidate and not to:
-                return Convergence(version=self.current)  # else the recall came after the promotion
-        async with self.fleet:
-            await self.reconciler.stop()
-            # First, because a restart on the way must end at the same version. It reads the whole version.
-            version = await self._roll_registry_back(to, is_automatic)
-            self.inbox.post(Move(Event.BEGIN_AGAIN))
-            back = await self.reconciler.bring_all(self.servers, version, self.cfg.rollout.rollback_timeout_s)
-        self.journal_state(f"went back to {version} ({back}): {reason}")
-        return back
-
     async def judge_draft(self, draft: Path) -> Verdict:
         """The gate's verdict on the draft in a folder, against the current version, drafting as the servers do."""
         drafting = self.judge.draft_as(await ask_drafting(self.servers))
@@ -214,12 +161,8 @@ class Cycle:
 
     async def _idle(self) -> Move | None:
         await self._begin_again_if_asked()
-        # The request stays in the inbox until the rollout has ended: after a halt it is taken up once more.
-        if swap := self.inbox.find(Event.SWAP_REQUESTED):
-            if swap.candidate != self.current:
-                return swap
-            already = Outcome(passed=True, version=self.current, reason="it is current already")
-            self.inbox.settle(Event.SWAP_REQUESTED, already)
+        if swap := self.rollouts.find_swap():
+            return swap
         newest, num_waiting = await self.in_thread(self.trainer.find_waiting)
         if self.sleep.is_asleep_at(self.current):
             if num_waiting >= self.cfg.training.records_per_candidate:
@@ -261,7 +204,9 @@ class Cycle:
                 await asyncio.sleep(POLL_S)
                 continue
             # From the end of one step to the end of the next, so tokens/s falls while new records are scarce.
-            began_s = self._journal_step(stats, began_s)
+            now_s = time.monotonic()
+            self.account.step(stats, trainer, now_s - began_s)
+            began_s = now_s
             if trainer.has_diverged:
                 return await self._discard("the loss was not finite")
             if time.monotonic() - saved_s > self.cfg.training.save_every_s:
@@ -279,14 +224,14 @@ class Cycle:
         return Move(Event.TRAINED, name, f"{self.trainer.progress.records} records")
 
     async def _judge(self) -> Move:
-        name = self._candidate()
+        name = self.saved.candidate
         try:
             verdict = await self.judge_draft(self.trainer.folder / name / DRAFT)
         except (OSError, ValueError) as error:
             return Move(Event.REJECTED, reason=f"{name} cannot be read: {error}")
-        self._journal_verdict(name, verdict)
+        self.account.verdict(verdict, name, self.current, self.trainer.read_calibration(name) or {})
         if verdict.overall is not None:  # saved with the event: after a kill before it, the same look is taken again
-            self.state = replace(self.state, num_looks=self.state.num_looks + 1)
+            self.saved.state = replace(self.state, num_looks=self.state.num_looks + 1)
         if verdict.decision is Decision.PROMOTE:
             self._num_without_gain = 0
             return Move(Event.PROMOTED, reason=verdict.reason)
@@ -303,30 +248,27 @@ class Cycle:
         try:
             version = await self._until_written(lambda: asyncio.to_thread(self._publish_candidate))
         except (FileNotFoundError, ValueError) as error:
-            return Move(Event.REJECTED, reason=f"{self._candidate()} cannot be published: {error}")
+            return Move(Event.REJECTED, reason=f"{self.saved.candidate} cannot be published: {error}")
         return Move(Event.PUBLISHED, version)
 
     async def _canary(self) -> Move:
-        event, outcome = await self._roll_out(try_canary)
+        event, outcome = await self.rollouts.run(try_canary)
         if event is not Event.PASSED:
             return self._end_rollout(event, outcome)
         return Move(Event.PASSED, reason=outcome.reason)
 
     async def _roll(self) -> Move:
-        version = self._candidate()
-        event, outcome = await self._roll_out(roll_waves)
+        version = self.saved.candidate
+        event, outcome = await self.rollouts.run(roll_waves)
         if event is not Event.PASSED:
             return self._end_rollout(event, outcome)
         try:
             # Promoted last: until here `current` names the version to return to after a failure.
             await self._until_written(lambda: asyncio.to_thread(self.registry.promote, version))
         except (FileNotFoundError, ValueError) as error:  # damaged since the servers have read it
-            return self._end_rollout(Event.ROLLED_BACK, await self._take_back(str(error)))
-        await self._prune()
-        swap = self.inbox.find(Event.SWAP_REQUESTED)
-        if swap is not None and swap.candidate == version:  # the draft in training does not descend from it
-            self.inbox.post(Move(Event.BEGIN_AGAIN))
-        self._answer_swap(outcome)
+            return self._end_rollout(Event.ROLLED_BACK, await self.rollouts.take_back(str(error)))
+        await self.rollouts.prune(self.trainer.candidate.version.name)
+        self.rollouts.answer_swap(outcome)
         return Move(Event.ROLLED_OUT, reason=outcome.reason)
 
     async def _wait_for_resume(self) -> Move | None:
@@ -335,17 +277,13 @@ class Cycle:
 
     # ----------------------------------------------------------------------------------------------- their helpers
 
-    def _candidate(self) -> str:
-        assert self.state.candidate is not None
-        return self.state.candidate
-
     async def _begin_again_if_asked(self) -> None:
         if self.inbox.take(Event.BEGIN_AGAIN):
             await self._until_written(lambda: self.in_thread(self.trainer.begin_again))
             await self._advance(Move(Event.BEGIN_AGAIN, reason=f"training begins again from {self.current}"))
 
     async def _discard(self, why: str) -> Move:
-        self._journal_fault("loss_not_finite")
+        self.account.fault("loss_not_finite")
         await self._until_written(lambda: self.in_thread(self.trainer.discard))
         return Move(Event.FAILED, reason=f"{why}: the candidate was thrown away")
 
@@ -356,9 +294,9 @@ class Cycle:
         try:
             await self.in_thread(self.trainer.checkpoint)
         except NotFiniteError:
-            self._journal_fault("loss_not_finite")
+            self.account.fault("loss_not_finite")
         except OSError as error:
-            self._journal_fault(name_disk_fault(error), error)
+            self.account.disk_fault(error)
 
     async def _until_written(self, work: Callable[[], Awaitable[T]]) -> T:
         """The result of `work`, which is repeated while a disk cannot be written.
@@ -375,19 +313,9 @@ class Cycle:
                 raise
             except OSError as error:
                 if not is_told:  # once per wait: the page would show nothing else
-                    self._journal_fault(name_disk_fault(error), error)
+                    self.account.disk_fault(error)
                 is_told = True
                 await asyncio.sleep(DISK_RETRY_S)
-
-    async def _prune(self) -> None:
-        """Remove old versions. They only take space, so a failure waits until the next rollout."""
-        in_use = {server.versions["seen"] for server in self.servers if server.versions}
-        # A checkpoint is written with the config and the layout of the version that training began from.
-        in_use.add(self.trainer.candidate.version.name)
-        try:
-            await asyncio.to_thread(self.registry.prune, self.cfg.keep_versions, in_use)
-        except OSError as error:
-            self._journal_fault(name_disk_fault(error), error)
 
     def _measure_staleness(self) -> Staleness | None:
         """The served draft on held-out requests since its reference. Without a reference, this measures one."""
@@ -408,19 +336,11 @@ class Cycle:
         try:
             save_sleep(sleep, self._sleep_path)
         except OSError as error:  # a restart then forgets this much of the sleep
-            self._journal_fault("disk_full", error)
-        numbers = {} if staleness is None else {
-            "tau_then": staleness.tau_then,
-            "tau_now": staleness.tau_now,
-            "loss": staleness.loss,
-            "low": staleness.low,
-            "high": staleness.high,
-            "requests": staleness.num_requests,
-        }  # fmt: skip
-        self.journal.write(
-            "staleness", version=self.current, is_asleep=sleep.is_asleep_at(self.current),
-            steps_saved=self.num_steps_saved, reason=reason or str(staleness or ""), **numbers,
-        )  # fmt: skip
+            self.account.disk_fault(error)
+        is_asleep = sleep.is_asleep_at(self.current)
+        self.account.staleness(
+            self.current, staleness, is_asleep=is_asleep, steps_saved=self.num_steps_saved, reason=reason
+        )
 
     def _count_without_gain(self) -> None:
         """Begin again from the served version if training leads nowhere, and sleep first if the settings say so."""
@@ -436,7 +356,7 @@ class Cycle:
 
     def _publish_candidate(self) -> str:
         """The version with the candidate's draft: published now, or before a kill."""
-        folder, prefix = self.trainer.folder / self._candidate(), f"{DRAFT}/"
+        folder, prefix = self.trainer.folder / self.saved.candidate, f"{DRAFT}/"
         # Every byte: the version's manifest would vouch for a flipped one.
         files = {name[len(prefix) :]: entry for name, entry in verify(folder).items() if name.startswith(prefix)}
         latest = self.registry.latest()
@@ -454,7 +374,7 @@ class Cycle:
                 "verdict": self.state.reason,
                 "judging": asdict(self.judge.judging),
                 "gate": asdict(self.cfg.gate),
-                "calibration": self.trainer.read_calibration(self._candidate()),
+                "calibration": self.trainer.read_calibration(self.saved.candidate),
             },
         )
 
@@ -466,163 +386,19 @@ class Cycle:
         except (OSError, ValueError):
             return False
 
-    async def _roll_out(self, rollout: Callable[..., Coroutine[Any, Any, Outcome]]) -> tuple[Event, Outcome]:
-        """Run a part of the rollout to its end, or to a recall; then every server is back on the current version."""
-        async with self.fleet:
-            await self.reconciler.stop()
-            # The pushes have ended: one under way would put the incumbent back on the canary.
-            outcome = await self._run_unless_recalled(
-                lambda: rollout(self.servers, self._candidate(), self.current, self.cfg.rollout)
-            )
-            if outcome is not None:
-                failed = Event.INCONCLUSIVE if outcome.is_inconclusive else Event.ROLLED_BACK
-                return Event.PASSED if outcome.passed else failed, outcome
-        # Outside of the block, because `_take_back` takes the lock again, and an asyncio.Lock is not re-entrant.
-        return Event.RECALLED, await self._take_back("recalled")
-
-    async def _take_back(self, why: str) -> Outcome:
-        """Bring every server to the current version."""
-        async with self.fleet:
-            back = await self.reconciler.bring_all(self.servers, self.current, self.cfg.rollout.rollback_timeout_s)
-            return Outcome(passed=False, version=self.current, reason=f"{why}: {back}")
-
-    async def _run_unless_recalled(self, start: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome | None:
-        """The outcome of the rollout, or None if a recall was there first."""
-        if Event.RECALLED in self.inbox:
-            return None
-        running = asyncio.ensure_future(start())
-        recall = asyncio.ensure_future(self.inbox.wait_for(Event.RECALLED))
-        try:
-            await asyncio.wait({running, recall}, return_when=asyncio.FIRST_COMPLETED)
-            # If both came at once, the outcome counts. The recall stays in the inbox, and ends the next part of the
-            # rollout, if there is one.
-            return running.result() if running.done() else None
-        finally:
-            running.cancel()
-            recall.cancel()
-            # The last request to a server must be over before another swap begins.
-            await asyncio.gather(running, recall, return_exceptions=True)
-
     def _end_rollout(self, event: Event, outcome: Outcome) -> Move:
         if event is not Event.INCONCLUSIVE:  # light traffic says nothing against the training
             self._count_without_gain()
-        self._answer_swap(outcome)
+        self.rollouts.answer_swap(outcome)
         return Move(event, reason=outcome.reason)
-
-    def _answer_swap(self, outcome: Outcome) -> None:
-        swap = self.inbox.find(Event.SWAP_REQUESTED)
-        if swap is not None and swap.candidate == self.state.candidate:
-            self.inbox.settle(Event.SWAP_REQUESTED, outcome)
-
-    def _load_state(self) -> State:
-        """The saved state. Idle is always safe: the watch brings every server to the current version."""
-        try:
-            return load(self._state_path)
-        except DamagedError as error:
-            aside = set_aside(self._state_path)
-            reason = f"{error}: it is now {aside.name}, and the learner begins at idle"
-            self._journal_fault("state_damaged", reason=reason)
-            return State(num_looks=LOOKS_AFTER_DAMAGE, has_gone_back=True)
-
-    def _load_sleep(self) -> Sleep:
-        """The saved sleep. Awake is always safe: training that is not worth it only costs time."""
-        try:
-            return load_sleep(self._sleep_path)
-        except DamagedError as error:
-            aside = set_aside(self._sleep_path)
-            reason = f"{error}: it is now {aside.name}, and the learner is awake and measures a new reference"
-            self._journal_fault("state_damaged", reason=reason)
-            return Sleep()
-
-    async def _roll_registry_back(self, to: str, is_automatic: bool) -> str:
-        """The version that is current now. A second automatic rollback needs a promotion in between."""
-        if is_automatic:  # noted first: after a kill, one rollback too few is better than a second one
-            self._note_rollback(True)
-        try:
-            return await asyncio.to_thread(self.registry.rollback, to)
-        except (OSError, ValueError):
-            if is_automatic:
-                self._note_rollback(False)
-            raise
-
-    def _note_rollback(self, has_gone_back: bool) -> None:
-        self.state = replace(self.state, has_gone_back=has_gone_back)
-        try:
-            save(self.state, self._state_path)
-        except OSError as error:  # a full disk must not stop a rollback
-            self._journal_fault(name_disk_fault(error), error)
 
     async def _advance(self, move: Move) -> None:
         state = advance(self.state, move.event, candidate=move.candidate, reason=move.reason)
 
         async def write() -> None:  # without a pause: who was told of the event finds the new state
-            save(state, self._state_path)
+            self.saved.write(state)
 
         await self._until_written(write)
-        self.state = state
-        self.journal_state(self.state.reason, resident_bytes=await self.in_thread(release_memory))
-        if not self.is_rolling_out:  # a late recall must not end the next rollout
+        self.account.state(state, state.reason, await self.in_thread(release_memory))
+        if not state.is_rolling_out:  # a late recall must not end the next rollout
             self.inbox.settle(Event.RECALLED)
-
-    # ----------------------------------------------------------------------------------------------- the journal
-
-    def journal_state(self, reason: str, **more: int) -> None:
-        """Write down the phase and a sentence for people."""
-        self.journal.write("state", phase=self.state.phase.value, candidate=self.state.candidate, reason=reason, **more)
-
-    def _journal_fault(self, name: str, error: OSError | None = None, reason: str = "") -> None:
-        detail = None if error is None else f"errno-{error.errno}"
-        self.journal.write("fault", what=name, detail=detail, reason=reason or str(error or ""))
-
-    def _journal_step(self, stats: StepStats, began_s: float) -> float:
-        now_s = time.monotonic()
-        self.journal.write(
-            "training",
-            step=self.trainer.candidate.distillation.step_index,
-            loss=None if stats.skipped else stats.loss,
-            alpha=stats.alpha[0],
-            alpha_greedy=stats.alpha_greedy[0],
-            grad_norm=None if stats.skipped else stats.grad_norm,
-            lr=stats.lr,
-            tokens_per_s=stats.tokens / (now_s - began_s),
-            records_seen=self.trainer.progress.records,
-            skipped=self.trainer.progress.skipped,
-        )
-        return now_s
-
-    def _journal_verdict(self, candidate: str, verdict: Verdict) -> None:
-        gain = verdict.overall
-        numbers = {} if gain is None else {
-            "gain": gain.tau_candidate - gain.tau_incumbent,
-            "low": gain.lower,
-            "high": gain.upper,
-            "tau_candidate": gain.tau_candidate,
-            "tau_incumbent": gain.tau_incumbent,
-            "requests": gain.num_requests,
-        }  # fmt: skip
-        domains = {
-            name[:64]: {  # as long as a label of the journal may be
-                "gain": gain.tau_candidate - gain.tau_incumbent,
-                "low": gain.lower,
-                "high": gain.upper,
-                "requests": gain.num_requests,
-            }
-            for name, gain in verdict.domains.items()
-        }
-        calibration = self.trainer.read_calibration(candidate) or {}
-        self.journal.write(
-            "gate", verdict=verdict.decision.value, candidate=candidate, incumbent=self.current, domains=domains,
-            reason=verdict.reason, calibration_error_before=calibration.get("error_before"),
-            calibration_error_after=calibration.get("error_after"), **numbers,
-        )  # fmt: skip
-
-
-def name_disk_fault(error: OSError) -> str:
-    return "disk_full" if is_full(error) else "disk_unwritable"
-
-
-def copy_model(source: Path, folder: Path) -> None:
-    """Copy the model's files, without those added by a publication."""
-    for path in source.iterdir():
-        if path.is_file() and path.name not in ("manifest.json", "provenance.json", "evaluation.json", "STABLE"):
-            shutil.copy(path, folder)

@@ -108,6 +108,10 @@ class State:
     has_gone_back: bool = False
     """Whether an alarm has taken back a version since one was last rolled out."""
 
+    @property
+    def is_rolling_out(self) -> bool:
+        return self.phase in (Phase.CANARY, Phase.ROLLING)
+
 
 NEEDS_CANDIDATE = (Phase.JUDGING, Phase.PUBLISHING, Phase.CANARY, Phase.ROLLING)
 
@@ -135,6 +139,25 @@ def advance(state: State, event: Event, *, candidate: str | None = None, reason:
 def save(state: State, path: Path) -> None:
     """Write the state atomically: whenever the machine stops, the file holds this state or the one before, whole."""
     write_sealed(path, {**asdict(state), "phase": state.phase.value})
+
+
+@dataclass(kw_only=True)
+class SavedState:
+    """The present state, and the file that it is saved in."""
+
+    path: Path
+    state: State
+
+    @property
+    def candidate(self) -> str:
+        """The candidate, in a phase that has one."""
+        assert self.state.candidate is not None
+        return self.state.candidate
+
+    def write(self, state: State) -> None:
+        """Save the state, which then is the present one."""
+        save(state, self.path)
+        self.state = state
 
 
 def load(path: Path) -> State:

@@ -413,3 +413,11 @@ def _read_registry(folder: Path) -> tuple[str, int]:
 
 def _number(version: str) -> int:
     return int(version.removeprefix("v"))
+
+
+def copy_model(source: Path, folder: Path) -> None:
+    """Copy the model's files, without those that a publication adds."""
+    added = (artifact.MANIFEST, artifact.PROVENANCE, EVALUATION, STABLE)
+    for path in source.iterdir():
+        if path.is_file() and path.name not in added:
+            shutil.copy(path, folder)

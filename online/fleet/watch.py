@@ -24,7 +24,7 @@ from redraft.online.fleet.server import (
     UnreachableError,
     is_alarming,
 )
-from redraft.online.journal import Journal
+from redraft.online.journal import Journal, SwapEntry, SwapOutcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,8 @@ class JournaledServer(FleetServer):
     async def swap(self, version: str) -> None:
         before = self.versions.get("seen")
         began_s = time.monotonic()
-        outcome, reason = "swapped", ""
+        outcome: SwapOutcome = "swapped"
+        reason = ""
         try:
             await super().swap(version)
             self.versions["seen"] = version
@@ -167,11 +168,12 @@ class JournaledServer(FleetServer):
             # Only versions of the registry sort; a swap from the draft of the command line is never a step back.
             is_back = outcome == "swapped" and before is not None and before.startswith("v") and before > version
             self.journal.write(
-                "swap",
-                server=self.url,
-                version=version,
-                from_version=before or None,  # a server without a draft has none
-                outcome="rolled_back" if is_back else outcome,
-                duration_ms=1e3 * (time.monotonic() - began_s),
-                reason=reason,
+                SwapEntry(
+                    server=self.url,
+                    version=version,
+                    from_version=before or None,  # a server without a draft has none
+                    outcome="rolled_back" if is_back else outcome,
+                    duration_ms=1e3 * (time.monotonic() - began_s),
+                    reason=reason,
+                )
             )

@@ -108,6 +108,15 @@ class Trainer:
         """The number of training records not trained yet."""
         return self.find_waiting()[1]
 
+    def oldest_untrained(self) -> Record | None:
+        """The next record to train as new."""
+        return next((stored.record for stored in self.buffer.fresh(self.progress.through, 1)), None)
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Drop the anchors of a tenant, who may have several names."""
+        # A new list, because a step on the trainer's thread may be reading the present one.
+        self.anchors = [record for record in self.anchors if record.tenant not in names]
+
     def find_waiting(self) -> tuple[int, int]:
         """(sequence number of the newest training record, number of those not trained yet)."""
         return self.buffer.bound_lag(self.progress.through, 0)

@@ -24,7 +24,7 @@ from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_causal_lm, load_text_config, load_tokenizer
 from redraft.heads.files.folder import check_model_folder
 from redraft.online.daemon.config import LearnerConfig, load_config
-from redraft.online.daemon.learner import provide_first_version
+from redraft.online.daemon.opening import provide_first_version
 from redraft.online.fleet.registry import Registry
 from redraft.online.learning.anchors import write_anchors
 from redraft.online.tokens import read_token, write_token

@@ -96,7 +96,7 @@ async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = Fals
     except control.NoLearnerError:
         pass
     from redraft.heads.files.artifact import fingerprint  # these load torch: a learner that runs answers without
-    from redraft.online.daemon.learner import open_stream, read_vocab_size
+    from redraft.online.daemon.opening import open_stream, read_vocab_size
     from redraft.online.fleet.registry import Registry
     from redraft.online.learning.buffer import Buffer
     from redraft.online.learning.intake import Spool

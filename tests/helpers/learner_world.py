@@ -27,7 +27,8 @@ from redraft.eval.prompts import Prompt
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.online.daemon.config import LearnerConfig
-from redraft.online.daemon.learner import _learn, opened
+from redraft.online.daemon.learner import _learn
+from redraft.online.daemon.opening import opened
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.rollout import RolloutPolicy

@@ -6,7 +6,17 @@ import math
 import random
 from pathlib import Path
 
-from redraft.online.journal import Journal
+from redraft.online.journal import (
+    AcceptanceEntry,
+    BufferEntry,
+    FaultEntry,
+    GateEntry,
+    Journal,
+    StalenessEntry,
+    StateEntry,
+    SwapEntry,
+    TrainingEntry,
+)
 
 SERVERS = ("http://10.0.0.11:8000", "http://10.0.0.12:8000")
 SECOND_DRAFTS = 400
@@ -54,12 +64,12 @@ def _write_acceptance(journal: Journal, rng: random.Random, at: float, versions:
     for server, version in zip(SERVERS, versions, strict=True):
         drafts = SECOND_DRAFTS * rng.uniform(0.8, 1.2)
         tau = sum(part * _tau(version, domain, at) for domain, part in share.items()) + rng.gauss(0, 0.04)
-        journal.write("acceptance", server=server, draft_version=version, **_counts(round(drafts), tau))
+        journal.write(AcceptanceEntry(server=server, draft_version=version, **_counts(round(drafts), tau)))
     for domain, part in share.items():
         drafts = round(0.1 * SECOND_DRAFTS * part * rng.uniform(0.7, 1.3)) + 1
         tau = _tau(versions[0], domain, at) + rng.gauss(0, 0.09)
         counts = _counts(drafts, tau)
-        journal.write("acceptance", server=None, draft_version=versions[0], domain=domain, **counts)
+        journal.write(AcceptanceEntry(server=None, draft_version=versions[0], domain=domain, **counts))
 
 
 def _counts(drafts: int, tau: float) -> dict[str, object]:
@@ -78,47 +88,47 @@ def _write_learning(journal: Journal, rng: random.Random, i: int, steps: int) ->
     stored, room = 40 * i, 24_000
     evicted = max(0, stored - room)
     journal.write(
-        "buffer",
+        BufferEntry(
         records=min(stored, room), bytes=min(stored, room) * 41_000, max_bytes=1 << 30,
         held_out=min(stored, room) // 20,
         dropped={"evicted": evicted, "corrupt": int(at > 0.4) + int(at > 0.62), "duplicate": int(at > 0.5) * 12},
         oldest_s=5.0 * min(i, 600), lag_s=2.5 + 4 * abs(math.sin(9 * at)),
         lag_records=round(30 + 25 * math.sin(9 * at)),
-    )  # fmt: skip
+    ))  # fmt: skip
     if at > 0.12:
         alpha = 0.74 - 0.12 * math.exp(-((at - 0.36) ** 2) / 0.012) + 0.05 * at + rng.gauss(0, 0.006)
         journal.write(
-            "training", step=4200 + i, loss=2.2 - 1.9 * alpha + rng.gauss(0, 0.01), alpha=alpha,
+            TrainingEntry(step=4200 + i, loss=2.2 - 1.9 * alpha + rng.gauss(0, 0.01), alpha=alpha,
             alpha_greedy=alpha - 0.13 + rng.gauss(0, 0.006), tokens_per_s=3590 + rng.gauss(0, 90), records_seen=38 * i,
-        )  # fmt: skip
+        ))  # fmt: skip
 
 
 def _write_events(journal: Journal, i: int, steps: int, swap: int, bad: int, back: int) -> None:
     def gate(verdict: str, candidate: str, incumbent: str, gain: float, half: float, code: float, reason: str) -> None:
         journal.write(
-            "gate", verdict=verdict, candidate=candidate, incumbent=incumbent, gain=gain, low=gain - half,
+            GateEntry(verdict=verdict, candidate=candidate, incumbent=incumbent, gain=gain, low=gain - half,
             high=gain + half, tau_incumbent=2.4, tau_candidate=2.4 + gain, requests=180, reason=reason,
             domains={
                 "code": {"gain": code, "low": code - 2 * half, "high": code + 2 * half, "requests": 60},
                 "prose": {"gain": 1.4 * gain, "low": gain - half, "high": 1.8 * gain + half, "requests": 90},
             },
-        )  # fmt: skip
+        ))  # fmt: skip
 
     def took(server: int, version: str, before: str, outcome: str, reason: str = "") -> None:
         journal.write(
-            "swap", server=SERVERS[server], version=version, from_version=before, outcome=outcome,
+            SwapEntry(server=SERVERS[server], version=version, from_version=before, outcome=outcome,
             duration_ms=None if outcome == "unreachable" else 81.0 + 7 * server + i % 9, reason=reason,
-        )  # fmt: skip
+        ))  # fmt: skip
 
     if i == round(0.7 * steps):
         journal.write(
-            "staleness", version="v000012", tau_then=2.82, tau_now=2.79, loss=0.03, low=-0.04, high=0.1, requests=140,
+            StalenessEntry(version="v000012", tau_then=2.82, tau_now=2.79, loss=0.03, low=-0.04, high=0.1, requests=140,
             is_asleep=False, steps_saved=320,
-        )  # fmt: skip
+        ))  # fmt: skip
     if i == 0:
-        journal.write("state", phase="idle")
+        journal.write(StateEntry(phase="idle"))
     elif i == round(0.12 * steps):
-        journal.write("state", phase="training")
+        journal.write(StateEntry(phase="training"))
     elif i == round(0.35 * steps):
         gate("inconclusive", "step-4452", "v000011", 0.04, 0.09, -0.03, "gain is not proven to be above 0.02: "
              "tau 2.400 -> 2.440, gain +0.040 [-0.050, +0.130] over 180 requests")  # fmt: skip
@@ -139,7 +149,7 @@ def _write_events(journal: Journal, i: int, steps: int, swap: int, bad: int, bac
         took(0, "v000013", "v000012", "swapped", "canary")
     elif i == back:
         took(0, "v000012", "v000013", "rolled_back", "canary is 0.52 below the control group over 4,100 drafts")
-        journal.write("state", phase="idle", reason="canary v000013 was rolled back")
+        journal.write(StateEntry(phase="idle", reason="canary v000013 was rolled back"))
     elif i == round(0.9 * steps):
-        journal.write("fault", what="server_unreachable", detail="10.0.0.12:8000")
-        journal.write("state", phase="training")
+        journal.write(FaultEntry(what="server_unreachable", detail="10.0.0.12:8000"))
+        journal.write(StateEntry(phase="training"))

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.soak.judge import FaultSeen, LifeSeen, RecordsSeen, Seen, judge, write_table
 from benchmarks.soak.poison import TARGET, make_record
 from benchmarks.soak.soak import read_stored_ids, sum_dropped
-from redraft.online.journal import Journal
+from redraft.online.journal import BufferEntry, Journal
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.config import BufferConfig
 from redraft.online.records.record import encode_record, read_frames
@@ -131,5 +131,5 @@ def test_a_learner_that_begins_to_train_has_not_grown_but_one_whose_idle_size_ri
 def test_the_counts_of_all_lives_of_a_learner_are_added(tmp_path):
     journal = Journal(tmp_path)
     for dropped in ({"corrupt": 1}, {"corrupt": 5, "expired": 2}, {"corrupt": 2}, {"corrupt": 2, "foreign": 1}):
-        journal.write("buffer", records=0, bytes=0, held_out=0, dropped=dropped)
+        journal.write(BufferEntry(records=0, bytes=0, held_out=0, dropped=dropped))
     assert sum_dropped(tmp_path) == Counter({"corrupt": 7, "expired": 2, "foreign": 1})

@@ -25,7 +25,7 @@ from redraft.heads.files.sealed import write_sealed
 from redraft.online.daemon import cycle
 from redraft.online.daemon import learner as learner_module
 from redraft.online.daemon.config import load_config
-from redraft.online.daemon.learner import opened
+from redraft.online.daemon.opening import opened
 from redraft.online.daemon.sleep import save_sleep
 from redraft.online.daemon.state import Phase, State, load, save
 from redraft.online.learning.anchors import read_anchors

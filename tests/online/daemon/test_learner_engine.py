@@ -20,7 +20,7 @@ from waiting import until
 
 from redraft.eval.engine.process import free_port
 from redraft.heads.files.artifact import fingerprint
-from redraft.online.daemon.learner import provide_first_version
+from redraft.online.daemon.opening import provide_first_version
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import connected

@@ -38,7 +38,7 @@ from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.nn.attention import KeyCache
 from redraft.heads.target import Target
 from redraft.online.daemon.judging import Judge
-from redraft.online.daemon.learner import provide_first_version
+from redraft.online.daemon.opening import provide_first_version
 from redraft.online.engine.request_log import States, join_states
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry

@@ -16,9 +16,8 @@ from waiting import until
 
 from redraft.heads.files.artifact import fingerprint
 from redraft.online.daemon import alarm
-from redraft.online.daemon.cycle import copy_model
-from redraft.online.daemon.learner import provide_first_version
-from redraft.online.fleet.registry import Registry
+from redraft.online.daemon.opening import provide_first_version
+from redraft.online.fleet.registry import Registry, copy_model
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.gate import Policy
 

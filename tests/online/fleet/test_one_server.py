@@ -27,7 +27,7 @@ from redraft.online.fleet.server import (
     converge,
 )
 from redraft.online.fleet.watch import JournaledServer, Watch
-from redraft.online.journal import Journal
+from redraft.online.journal import AcceptanceEntry, FaultEntry, Journal
 
 STATUS, SWAP, METRICS = "/redraft/status", "/redraft/swap", "/metrics"
 
@@ -232,7 +232,7 @@ async def test_nonsense_is_the_fault_of_its_server_alone(path, answer, tmp_path)
     async with running(*fakes) as servers:
         lying, other = await Watch(servers).look()
         assert (lying.fault, other.fault) == ("server_nonsense", "")
-        Journal(tmp_path).write("fault", what=lying.fault, detail=servers[0].url, reason=lying.reason)
+        Journal(tmp_path).write(FaultEntry(what=lying.fault, detail=servers[0].url, reason=lying.reason))
         if path == STATUS:
             assert lying.status is None
             assert list((await converge(servers, OLD, 0)).refused) == [servers[0].url]
@@ -264,7 +264,7 @@ async def test_fuzzed_answers_are_counts_or_a_fault(tmp_path):
                 continue
             found["counts"] += 1
             entry = {"drafts": total.num_drafts, "accepted": total.num_accepted, "tau": total.tau}
-            journal.write("acceptance", draft_version=OLD, accepted_at=total.accepted_per_position, **entry)
+            journal.write(AcceptanceEntry(draft_version=OLD, accepted_at=total.accepted_per_position, **entry))
     assert min(found.values()) > 100, found
 
 

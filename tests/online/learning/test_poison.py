@@ -29,7 +29,7 @@ from benchmarks.soak import poison
 from benchmarks.soak.poison import SHAPE, TARGET, VOCAB, frame_around, i32, make_later, make_record, pack
 from redraft.eval.counts import AcceptanceCounts
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.online.journal import Journal
+from redraft.online.journal import AcceptanceEntry, Journal
 from redraft.online.learning import quarantine as quarantine_module
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.config import BufferConfig, Replay
@@ -173,7 +173,7 @@ def test_every_record_that_decodes_can_be_journaled(tmp_path):
     for name in (*poison.STRINGS, *("".join(map(chr, rng.choices(range(1, 0x3000), k=5))) for _ in range(500))):
         record = make_record(draft_version=name, domain=name)
         if not find_reason(encode_record(record)):
-            journal.write("acceptance", draft_version=name or "none", domain=name, drafts=1, accepted=1, tau=2.0)
+            journal.write(AcceptanceEntry(draft_version=name or "none", domain=name, drafts=1, accepted=1, tau=2.0))
 
 
 # --- many bytes

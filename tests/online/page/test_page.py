@@ -24,7 +24,7 @@ from starlette.testclient import TestClient
 from waiting import until
 
 from redraft.eval.engine.process import free_port
-from redraft.online.journal import Journal
+from redraft.online.journal import AcceptanceEntry, BufferEntry, Journal, StateEntry, SwapEntry
 from redraft.online.page.app import build_app, serve_in_background
 from redraft.online.page.headline import Headline, format_duration, shorten_version
 from redraft.online.page.history import History
@@ -52,11 +52,11 @@ def make_empty(folder: Path, now_s: float = NOW_S) -> tuple[Journal, Clock]:
 def accept(journal: Journal, version: str, drafts: float, tau: float, server: str | None = SERVERS[0], **fields: Any):
     accepted = drafts * (tau - 1)
     counts = {"drafts": drafts, "accepted": accepted, "tau": tau if drafts else None}
-    journal.write("acceptance", server=server, draft_version=version, **counts, **fields)
+    journal.write(AcceptanceEntry(server=server, draft_version=version, **counts, **fields))
 
 
 def swap(journal: Journal, version: str, before: str, outcome: str = "swapped", server: str = SERVERS[0]):
-    journal.write("swap", server=server, version=version, from_version=before, outcome=outcome)
+    journal.write(SwapEntry(server=server, version=version, from_version=before, outcome=outcome))
 
 
 def sentence(headline: Headline) -> str:
@@ -68,7 +68,7 @@ def test_the_answer_comes_first(tmp_path: Path):
     accept(journal, "v000011", 100, 2.6)
     clock.now_s += 60
     swap(journal, "v000012", "v000011")
-    journal.write("state", phase="judging", candidate="step-7")
+    journal.write(StateEntry(phase="judging", candidate="step-7"))
     accept(journal, "v000012", 300, 2.8)
     accept(journal, "v000012", 100, 3.2)
     headline = look(journal, clock.now_s).headline
@@ -231,7 +231,7 @@ def test_positions_show_the_version_served_and_the_one_before(tmp_path: Path):
 def test_drops_are_differences_and_a_restart_is_no_drop(tmp_path: Path):
     journal, clock = make_empty(tmp_path)
     for counts in ({"evicted": 5}, {"evicted": 8, "corrupt": 1}, {"evicted": 8, "corrupt": 1}, {}, {"evicted": 2}):
-        journal.write("buffer", records=1, bytes=1, held_out=0, dropped=counts)
+        journal.write(BufferEntry(records=1, bytes=1, held_out=0, dropped=counts))
         clock.now_s += 5
     drops = [counts for _, counts in look(journal, clock.now_s).drops]
     assert drops == [{"evicted": 3, "corrupt": 1}, {"evicted": 2}]
@@ -444,7 +444,7 @@ def test_the_page_follows_the_journal_and_outlives_the_learner(tmp_path: Path, t
     tab.wait_for("document.getElementById('live').textContent.includes('no answer')")
     assert "2.50" in tab.value("document.getElementById('headline').textContent"), "what was shown stays"
     with serving(folder, port):
-        journal.write("state", phase="halted", reason="the disk is full")
+        journal.write(StateEntry(phase="halted", reason="the disk is full"))
         tab.wait_for("document.getElementById('live').textContent === 'live'")
         tab.wait_for("document.querySelector('.phases .now').textContent === 'halted'")
         assert tab.value("window.neverReloaded")

@@ -16,7 +16,18 @@ from make_journal import SERVERS, make_journal
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from redraft.online.journal import AcceptanceEntry, GateEntry, Journal, SwapEntry
+from redraft.online.journal import (
+    AcceptanceEntry,
+    BufferEntry,
+    FaultEntry,
+    GateEntry,
+    Journal,
+    ServerEntry,
+    StalenessEntry,
+    StateEntry,
+    SwapEntry,
+    TrainingEntry,
+)
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.config import BufferConfig
 from redraft.online.page.telemetry import DROP_REASONS, MAX_VALUES, Telemetry, to_wandb
@@ -98,12 +109,12 @@ def test_a_server_that_has_left_leaves_no_series_and_may_come_again(tmp_path: Pa
     journal, telemetry = make_observed(tmp_path)
     look = {"drafts": 10, "accepted": 12, "accepted_at": (8, 4), "tau": 2.2}
     for server in ("http://a:1", "http://b:1"):
-        journal.write("server", server=server, change="joined")
-        journal.write("acceptance", server=server, draft_version="v000003", **look)
-    journal.write("server", server="http://a:1", change="left")
-    journal.write("server", server="http://never-looked-at:1", change="left")
+        journal.write(ServerEntry(server=server, change="joined"))
+        journal.write(AcceptanceEntry(server=server, draft_version="v000003", **look))
+    journal.write(ServerEntry(server="http://a:1", change="left"))
+    journal.write(ServerEntry(server="http://never-looked-at:1", change="left"))
     assert {dict(labels)["server"] for _, labels in samples(telemetry) if "server" in dict(labels)} == {"http://b:1"}
-    journal.write("acceptance", server="http://a:1", draft_version="v000004", **look)
+    journal.write(AcceptanceEntry(server="http://a:1", draft_version="v000004", **look))
     assert value(telemetry, "redraft_server_draft_info", server="http://a:1", version="v000004") == 1
     assert value(telemetry, "redraft_server_draft_info", server="http://a:1", version="v000003") is None
 
@@ -113,21 +124,21 @@ def test_what_is_not_known_is_not_zero(tmp_path: Path):
     for name in ("redraft_train_loss_nats", "redraft_buffer_records", "redraft_lag_seconds"):
         number = value(telemetry, name)
         assert number != number, name
-    journal.write("training", step=1, loss=float("inf"), records_seen=1)
+    journal.write(TrainingEntry(step=1, loss=float("inf"), records_seen=1))
     loss = value(telemetry, "redraft_train_loss_nats")
     assert loss != loss
-    journal.write("buffer", records=5, bytes=1, held_out=0, lag_records=3)
+    journal.write(BufferEntry(records=5, bytes=1, held_out=0, lag_records=3))
     lag_s = value(telemetry, "redraft_lag_seconds")
     assert lag_s != lag_s
-    journal.write("buffer", records=5, bytes=1, held_out=0)
+    journal.write(BufferEntry(records=5, bytes=1, held_out=0))
     assert value(telemetry, "redraft_lag_seconds") == 0
 
 
 def test_totals_count_on_when_they_start_over(tmp_path: Path):
     journal, telemetry = make_observed(tmp_path)
     for total in (3, 5, 5, 2):
-        journal.write("buffer", records=1, bytes=1, held_out=0, dropped={"corrupt": total})
-        journal.write("training", step=1, loss=1.0, records_seen=10 * total, skipped=total)
+        journal.write(BufferEntry(records=1, bytes=1, held_out=0, dropped={"corrupt": total}))
+        journal.write(TrainingEntry(step=1, loss=1.0, records_seen=10 * total, skipped=total))
     assert value(telemetry, "redraft_dropped_records_total", reason="corrupt") == 7
     assert value(telemetry, "redraft_trained_records_total") == 70
     assert value(telemetry, "redraft_skipped_records_total") == 7
@@ -137,8 +148,8 @@ def test_clients_cannot_make_labels_without_end(tmp_path: Path):
     journal, telemetry = make_observed(tmp_path)
     for number in range(1000):
         fields = {"drafts": 1, "accepted": 1, "tau": 2.0}
-        journal.write("acceptance", draft_version="v000001", domain=f"d{number}", **fields)
-        journal.write("fault", what=f"f{number}")
+        journal.write(AcceptanceEntry(draft_version="v000001", domain=f"d{number}", **fields))
+        journal.write(FaultEntry(what=f"f{number}"))
     for name in ("redraft_domain_drafts_total", "redraft_faults_total"):
         found = {key: number for key, number in samples(telemetry).items() if key[0] == name}
         assert len(found) == MAX_VALUES + 1
@@ -315,9 +326,9 @@ def test_wandb_offline_gets_every_number_and_no_reason(tmp_path: Path, monkeypat
     for timeout in ("WANDB_INIT_TIMEOUT", "WANDB_X_SERVICE_WAIT"):
         monkeypatch.setenv(timeout, "300")  # a busy machine is slow, not wrong
     journal = Journal(tmp_path / "journal", [to_wandb("redraft", tmp_path / "wandb")])
-    journal.write("training", step=3, loss=0.5, alpha=0.625, records_seen=8)
-    journal.write("state", phase="halted", reason="the disk is full")
-    journal.write("acceptance", server="http://a:1", draft_version="v000001", drafts=4, accepted=6, tau=2.5)
+    journal.write(TrainingEntry(step=3, loss=0.5, alpha=0.625, records_seen=8))
+    journal.write(StateEntry(phase="halted", reason="the disk is full"))
+    journal.write(AcceptanceEntry(server="http://a:1", draft_version="v000001", drafts=4, accepted=6, tau=2.5))
     summary = dict(wandb.run.summary)
     wandb.finish()
     assert summary["training/alpha"] == 0.625
@@ -334,7 +345,7 @@ def test_a_sleeping_learner_tells_its_staleness_and_the_steps_it_saved(tmp_path:
     telemetry = Telemetry()
     journal = Journal(tmp_path, observers=[telemetry.observe])
     numbers = {"tau_then": 2.0, "tau_now": 1.9, "loss": 0.1, "low": -0.05, "high": 0.25, "requests": 60}
-    journal.write("staleness", version="v000002", is_asleep=True, steps_saved=48, **numbers)
+    journal.write(StalenessEntry(version="v000002", is_asleep=True, steps_saved=48, **numbers))
     text = generate_latest(telemetry.registry).decode()
     assert 'redraft_staleness_tokens{bound="mean"} 0.1' in text
     assert 'redraft_staleness_tokens{bound="low"} -0.05' in text

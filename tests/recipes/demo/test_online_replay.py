@@ -16,7 +16,7 @@ from redraft.eval.prompts import Prompt
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_causal_lm
 from redraft.online.daemon.config import LearnerConfig
-from redraft.online.daemon.learner import provide_first_version
+from redraft.online.daemon.opening import provide_first_version
 from redraft.online.learning.buffer import Buffer
 from redraft.online.records.record import encode_record
 from redraft.recipes.demo.online_config import SMALL, Config, describe_settings, forced_settings

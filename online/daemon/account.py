@@ -1,0 +1,150 @@
+"""The learner's account of itself: what it writes into the journal, as typed entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from redraft.distill.train.step import StepStats
+from redraft.eval.counts import AcceptanceCounts
+from redraft.heads.files.artifact import is_full
+from redraft.heads.files.sealed import DamagedError, set_aside
+from redraft.online.daemon.state import State
+from redraft.online.journal import (
+    MAX_LABEL_CHARS,
+    AcceptanceEntry,
+    DomainGain,
+    Entry,
+    FaultEntry,
+    GateEntry,
+    Journal,
+    StalenessEntry,
+    StateEntry,
+    TrainingEntry,
+)
+from redraft.online.learning.gate import Verdict
+from redraft.online.learning.staleness import Staleness
+from redraft.online.learning.trainer import Trainer
+
+T = TypeVar("T")
+
+
+class Account:
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self._faults: set[tuple[str, str]] = set()
+        """Name and detail of the faults that have begun and not ended."""
+
+    def write(self, entry: Entry) -> None:
+        self.journal.write(entry)
+
+    def state(self, state: State, reason: str, resident_bytes: int | None = None) -> None:
+        """The phase, and a sentence for people."""
+        self.journal.write(
+            StateEntry(phase=state.phase.value, candidate=state.candidate, reason=reason, resident_bytes=resident_bytes)
+        )
+
+    def fault(self, what: str, reason: str = "", detail: str | None = None) -> None:
+        self.journal.write(FaultEntry(what=what, detail=detail, reason=reason))
+
+    def disk_fault(self, error: OSError) -> None:
+        """A disk that is full or cannot be written."""
+        self.fault("disk_full" if is_full(error) else "disk_unwritable", str(error), f"errno-{error.errno}")
+
+    def begin_fault(self, what: str, detail: str, reason: str = "") -> None:
+        """A fault that lasts: written once, when it begins."""
+        if (what, detail) not in self._faults:
+            self._faults.add((what, detail))
+            self.fault(what, reason, detail)
+
+    def end_faults(self, *names: str, detail: str | None = None) -> None:
+        """Forget these faults, so that they are written when they begin again; only those of `detail` if given."""
+
+        def has_ended(what: str, its_detail: str) -> bool:
+            return what in names and detail in (None, its_detail)
+
+        self._faults = {fault for fault in self._faults if not has_ended(*fault)}
+
+    def load_or_set_aside(self, load: Callable[[Path], T], path: Path, otherwise: T, consequence: str) -> T:
+        """The value in the file; `otherwise`, and a fault with the consequence, if the file is damaged."""
+        try:
+            return load(path)
+        except DamagedError as error:
+            aside = set_aside(path)
+            self.fault("state_damaged", f"{error}: it is now {aside.name}, and {consequence}")
+            return otherwise
+
+    def step(self, stats: StepStats, trainer: Trainer, duration_s: float) -> None:
+        self.journal.write(
+            TrainingEntry(
+                step=trainer.candidate.distillation.step_index,
+                loss=None if stats.skipped else stats.loss,
+                alpha=stats.alpha[0],
+                alpha_greedy=stats.alpha_greedy[0],
+                grad_norm=None if stats.skipped else stats.grad_norm,
+                lr=stats.lr,
+                tokens_per_s=stats.tokens / duration_s,
+                records_seen=trainer.progress.records,
+                skipped=trainer.progress.skipped,
+            )
+        )
+
+    def verdict(self, verdict: Verdict, candidate: str, incumbent: str, calibration: Mapping[str, Any]) -> None:
+        """The gate's verdict; `calibration` is the one of the candidate's checkpoint, empty if it has none."""
+        gain = verdict.overall
+        domains = {
+            name[:MAX_LABEL_CHARS]: DomainGain(gain=one.value, low=one.lower, high=one.upper, requests=one.num_requests)
+            for name, one in verdict.domains.items()
+        }
+        self.journal.write(
+            GateEntry(
+                verdict=verdict.decision.value,
+                candidate=candidate,
+                incumbent=incumbent,
+                gain=gain.value if gain else None,
+                low=gain.lower if gain else None,
+                high=gain.upper if gain else None,
+                tau_candidate=gain.tau_candidate if gain else None,
+                tau_incumbent=gain.tau_incumbent if gain else None,
+                requests=gain.num_requests if gain else 0,
+                domains=domains,
+                calibration_error_before=calibration.get("error_before"),
+                calibration_error_after=calibration.get("error_after"),
+                reason=verdict.reason,
+            )
+        )
+
+    def staleness(
+        self, version: str, staleness: Staleness | None, *, is_asleep: bool, steps_saved: int, reason: str
+    ) -> None:
+        """The served draft against itself at its promotion; None if there is nothing to compare."""
+        self.journal.write(
+            StalenessEntry(
+                version=version,
+                tau_then=staleness.tau_then if staleness else None,
+                tau_now=staleness.tau_now if staleness else None,
+                loss=staleness.loss if staleness else None,
+                low=staleness.low if staleness else None,
+                high=staleness.high if staleness else None,
+                requests=staleness.num_requests if staleness else 0,
+                is_asleep=is_asleep,
+                steps_saved=steps_saved,
+                reason=reason or str(staleness or ""),
+            )
+        )
+
+    def acceptance(
+        self, accepted: AcceptanceCounts, version: str, *, server: str | None = None, domain: str | None = None
+    ) -> None:
+        self.journal.write(
+            AcceptanceEntry(
+                server=server,
+                draft_version=version or "none",
+                domain=domain and domain[:MAX_LABEL_CHARS],
+                drafts=accepted.num_drafts,
+                accepted=accepted.num_accepted,
+                accepted_at=tuple(accepted.accepted_per_position),
+                tau=accepted.tau if accepted.num_drafts else None,
+            )
+        )

@@ -1,0 +1,151 @@
+"""The learner's start: folders, registry, buffer and the first version, owned while it runs, and the checks before.
+
+Nothing is trained or served for a target that a draft does not fit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from redraft.heads.catalog import find_family, require_head
+from redraft.heads.doctor.shared import require_own_head
+from redraft.heads.files.artifact import PROVENANCE, fingerprint, is_full
+from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.files.folder import find_quantization, read_config
+from redraft.heads.files.lock import own
+from redraft.heads.files.tokenizers import check_same_tokenizer
+from redraft.online.daemon.config import LearnerConfig
+from redraft.online.fleet.registry import Registry, copy_model, read_id
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.candidate import read_hidden_shape
+
+if TYPE_CHECKING:
+    from redraft.online.learning.stream import StreamSource
+
+FULL_DISK_RETRY_S = 1.0
+
+
+@contextmanager
+def opened(cfg: LearnerConfig) -> Iterator[tuple[str, Registry, Buffer]]:
+    """The target's fingerprint, the registry and the buffer, owned while the block runs. Waits while a disk is full.
+
+    Raises:
+        ValueError, OSError, AlreadyOwnedError: as `run` does.
+    """
+    is_told = False
+    with ExitStack() as stack:
+        while True:
+            try:
+                found = _open(cfg, stack)
+                break
+            except OSError as error:
+                # Locks taken on the way are released. A closed ExitStack can be filled again.
+                stack.close()
+                if not is_full(error):
+                    raise
+                if not is_told:
+                    print(f"the learner waits, because a disk is full: {error}", file=sys.stderr, flush=True)
+                is_told = True
+                time.sleep(FULL_DISK_RETRY_S)
+        yield found
+
+
+def _open(cfg: LearnerConfig, stack: ExitStack) -> tuple[str, Registry, Buffer]:
+    cfg.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds users' text
+    registry = Registry(cfg.registry)
+    stack.enter_context(own(cfg.folder / "learner.lock", "a learner"))
+    stack.enter_context(registry.owned())
+    target = fingerprint(cfg.target)
+    provide_first_version(cfg, registry, target)
+    return target, registry, stack.enter_context(open_buffer(cfg, registry, target))
+
+
+def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str) -> Buffer:
+    """The learner's buffer, for records the current version can learn from.
+
+    Raises:
+        ValueError: if this family of drafts cannot learn online.
+        AlreadyOwnedError, BufferFullError: as `Buffer` does.
+    """
+    current = registry.current()
+    assert current is not None, "the learner begins with a version"
+    states = read_hidden_shape(cfg.draft.family, registry.path(current))
+    return Buffer(cfg.buffer_config, target_fingerprint, states, cfg.domain)
+
+
+def provide_first_version(cfg: LearnerConfig, registry: Registry, target_fingerprint: str) -> None:
+    """Make sure the registry has a current version. In an empty registry, the initial draft becomes the first.
+
+    Raises:
+        ValueError: if there is no initial draft either, no version that was current is intact, or a draft is for
+            another target or tokenizer.
+    """
+    if not registry.versions():
+        if cfg.draft.initial is None:
+            raise ValueError(f"{registry.folder} has no version yet: set draft.initial to the draft that is served now")
+        initial = cfg.draft.initial
+        if not _is_in_target(initial, cfg):
+            _require_fitting(initial, cfg)
+        registry.publish(
+            lambda partial: _copy_draft(initial, partial, cfg),
+            target_fingerprint=target_fingerprint,
+            provenance={"copied_from": initial},
+            evaluation={},
+        )
+    registry.repair()
+    current = registry.current()
+    assert current is not None
+    trained_for = json.loads((registry.path(current) / PROVENANCE).read_text())["target_fingerprint"]
+    if trained_for != target_fingerprint:
+        raise ValueError(
+            f"{current} of {registry.folder} was trained for target {trained_for[:12]}, {cfg.target} is "
+            f"{target_fingerprint[:12]}: give each target its own registry and learner folder"
+        )
+
+
+def _is_in_target(draft: Path, cfg: LearnerConfig) -> bool:
+    """Whether the draft is the part of the target's weights that the family trains."""
+    return find_family(cfg.draft.family).is_in_target and draft.resolve() == cfg.target.resolve()
+
+
+def _copy_draft(draft: Path, folder: Path, cfg: LearnerConfig) -> None:
+    if _is_in_target(draft, cfg):
+        find_family(cfg.draft.family).extract(draft, folder)
+    else:
+        copy_model(draft, folder)
+
+
+def _require_fitting(draft: Path, cfg: LearnerConfig) -> None:
+    family = find_family(cfg.draft.family)
+    # the layer in a quantised target may be plain: whether it is, its tensors tell when they are read
+    if not family.is_in_target and (method := find_quantization(read_config(draft))):
+        raise ValueError(
+            f"{draft} is quantised ({method}), and training needs the weights from before: set draft.initial to those, "
+            "and serve with --draft-quantization, so that vLLM quantises every version when it is loaded"
+        )
+    if family.is_head:
+        require_head(draft, family.name, cfg.target)
+    else:
+        check_same_tokenizer(load_tokenizer(cfg.target), load_tokenizer(draft))
+    if family.trains_lm_head:
+        require_own_head(draft, cfg.target)
+
+
+def open_stream(
+    cfg: LearnerConfig, buffer: Buffer, vocab_size: int, now_s: Callable[[], float] = time.time
+) -> StreamSource:
+    from redraft.online.learning.stream import StreamSource  # nats-py is an extra
+
+    return StreamSource(cfg.ingest, cfg.nats, cfg.stream, buffer, vocab_size, now_s, read_id(cfg.registry))
+
+
+def read_vocab_size(target: Path) -> int:
+    config = json.loads((target / "config.json").read_text())
+    # Multimodal targets keep the sizes of the language model in `text_config`.
+    return int(config.get("vocab_size") or config["text_config"]["vocab_size"])

@@ -1,0 +1,185 @@
+"""Rollouts of a version over the servers: by a candidate's promotion, by a person, and back again.
+
+One swap at a time: whoever swaps drafts has `fleet` locked, except for the reconciler, which begins nothing
+while it is locked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+from redraft.online.daemon.account import Account
+from redraft.online.daemon.config import LearnerConfig
+from redraft.online.daemon.inbox import Inbox
+from redraft.online.daemon.state import Event, Move, SavedState
+from redraft.online.fleet.reconciler import Reconciler
+from redraft.online.fleet.registry import Registry
+from redraft.online.fleet.rollout import Outcome
+from redraft.online.fleet.server import Convergence, FleetServer
+from redraft.online.fleet.watch import JournaledServer
+
+
+class Rollouts:
+    def __init__(
+        self,
+        cfg: LearnerConfig,
+        registry: Registry,
+        servers: Sequence[JournaledServer],
+        saved: SavedState,
+        inbox: Inbox,
+        account: Account,
+    ) -> None:
+        self.cfg, self.registry, self.servers = cfg, registry, servers
+        self.saved, self.inbox, self.account = saved, inbox, account
+        self.fleet = asyncio.Lock()
+        self.reconciler = Reconciler()
+
+    @property
+    def current(self) -> str:
+        """The version the fleet should serve."""
+        current = self.registry.current()
+        assert current is not None, "the learner begins with a version"
+        return current
+
+    def reconcile(self, servers: Sequence[FleetServer]) -> None:
+        """Begin to bring these servers to the current version, unless a rollout or a rollback is under way."""
+        if not self.fleet.locked():
+            self.reconciler.push(servers, self.current)
+
+    # ----------------------------------------------------------------------------------------------- a rollout
+
+    async def run(self, part: Callable[..., Coroutine[Any, Any, Outcome]]) -> tuple[Event, Outcome]:
+        """Run a part of the rollout to its end, or to a recall; then every server is back on the current version."""
+        async with self.fleet:
+            await self.reconciler.stop()
+            # The pushes have ended: one under way would put the incumbent back on the canary.
+            outcome = await self._run_unless_recalled(
+                lambda: part(self.servers, self.saved.candidate, self.current, self.cfg.rollout)
+            )
+            if outcome is not None:
+                failed = Event.INCONCLUSIVE if outcome.is_inconclusive else Event.ROLLED_BACK
+                return Event.PASSED if outcome.passed else failed, outcome
+        # Outside of the block, because `take_back` takes the lock again, and an asyncio.Lock is not re-entrant.
+        return Event.RECALLED, await self.take_back("recalled")
+
+    async def take_back(self, why: str) -> Outcome:
+        """Bring every server to the current version."""
+        async with self.fleet:
+            back = await self.reconciler.bring_all(self.servers, self.current, self.cfg.rollout.rollback_timeout_s)
+            return Outcome(passed=False, version=self.current, reason=f"{why}: {back}")
+
+    async def _run_unless_recalled(self, start: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome | None:
+        """The outcome of the rollout, or None if a recall was there first."""
+        if Event.RECALLED in self.inbox:
+            return None
+        running = asyncio.ensure_future(start())
+        recall = asyncio.ensure_future(self.inbox.wait_for(Event.RECALLED))
+        try:
+            await asyncio.wait({running, recall}, return_when=asyncio.FIRST_COMPLETED)
+            # If both came at once, the outcome counts. The recall stays in the inbox, and ends the next part of the
+            # rollout, if there is one.
+            return running.result() if running.done() else None
+        finally:
+            running.cancel()
+            recall.cancel()
+            # The last request to a server must be over before another swap begins.
+            await asyncio.gather(running, recall, return_exceptions=True)
+
+    async def prune(self, trained_from: str) -> None:
+        """Remove old versions. They only take space, so a failure waits until the next rollout."""
+        in_use = {server.versions["seen"] for server in self.servers if server.versions}
+        # A checkpoint is written with the config and the layout of the version that training began from.
+        in_use.add(trained_from)
+        try:
+            await asyncio.to_thread(self.registry.prune, self.cfg.keep_versions, in_use)
+        except OSError as error:
+            self.account.disk_fault(error)
+
+    # ----------------------------------------------------------------------------------------------- a person's swap
+
+    async def request_swap(self, version: str) -> Outcome:
+        """Roll out a version that a person chose: past the gate, but never past the canary.
+
+        It starts when the learner is next idle, and returns when the rollout has ended.
+
+        Raises:
+            FileNotFoundError: if there is no such version.
+            ValueError: if another swap has been requested and has not ended.
+        """
+        self.registry.path(version)
+        if pending := self.inbox.find(Event.SWAP_REQUESTED):
+            raise ValueError(f"{pending.candidate} was asked for and is on its way: wait for it")
+        settled = self.inbox.post(Move(Event.SWAP_REQUESTED, version, "a person chose it"))
+        try:
+            # Without the shield, a cancel would end the future itself: it would be `done`, and the request would stay.
+            outcome: Outcome = await asyncio.shield(settled)
+            return outcome
+        finally:
+            if not settled.done():  # cancelled; once it is done, a waiting request is somebody else's
+                self.inbox.settle(Event.SWAP_REQUESTED)
+
+    def find_swap(self) -> Move | None:
+        """The swap to begin now, if a person waits for one."""
+        # The request stays in the inbox until the rollout has ended: after a halt it is taken up once more.
+        swap = self.inbox.find(Event.SWAP_REQUESTED)
+        if swap is None or swap.candidate != self.current:
+            return swap
+        already = Outcome(passed=True, version=self.current, reason="it is current already")
+        self.inbox.settle(Event.SWAP_REQUESTED, already)
+        return None
+
+    def answer_swap(self, outcome: Outcome) -> None:
+        """The outcome, if the rollout was one that a person waits for."""
+        swap = self.inbox.find(Event.SWAP_REQUESTED)
+        if swap is None or swap.candidate != self.saved.state.candidate:
+            return
+        if outcome.passed:  # the draft in training does not descend from it
+            self.inbox.post(Move(Event.BEGIN_AGAIN))
+        self.inbox.settle(Event.SWAP_REQUESTED, outcome)
+
+    # ----------------------------------------------------------------------------------------------- back
+
+    async def go_back(self, reason: str, to: str = "", *, is_automatic: bool = False) -> Convergence:
+        """Take back the candidate of the running rollout, or else the current version; returns the version served then.
+
+        With `to`, go back as far as this version, which may be the current one; training begins again from it. Servers
+        that hang are not waited for: they are brought along in the background.
+
+        Raises:
+            FileNotFoundError: if there is no version before the current one, or `to` was never current.
+        """
+        if self.saved.state.is_rolling_out:
+            candidate = self.saved.candidate
+            # Shielded: two requests may wait for one recall, and one of them may be cancelled.
+            await asyncio.shield(self.inbox.post(Move(Event.RECALLED, reason=reason)))
+            if self.current != candidate and not to:
+                return Convergence(version=self.current)  # else the recall came after the promotion
+        async with self.fleet:
+            await self.reconciler.stop()
+            # First, because a restart on the way must end at the same version. It reads the whole version.
+            version = await self._roll_registry_back(to, is_automatic)
+            self.inbox.post(Move(Event.BEGIN_AGAIN))
+            back = await self.reconciler.bring_all(self.servers, version, self.cfg.rollout.rollback_timeout_s)
+        self.account.state(self.saved.state, f"went back to {version} ({back}): {reason}")
+        return back
+
+    async def _roll_registry_back(self, to: str, is_automatic: bool) -> str:
+        """The version that is current now. A second automatic rollback needs a promotion in between."""
+        if is_automatic:  # noted first: after a kill, one rollback too few is better than a second one
+            self._note_rollback(True)
+        try:
+            return await asyncio.to_thread(self.registry.rollback, to)
+        except (OSError, ValueError):
+            if is_automatic:
+                self._note_rollback(False)
+            raise
+
+    def _note_rollback(self, has_gone_back: bool) -> None:
+        self.saved.state = replace(self.saved.state, has_gone_back=has_gone_back)
+        try:
+            self.saved.write(self.saved.state)
+        except OSError as error:  # a full disk must not stop a rollback
+            self.account.disk_fault(error)
