@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from redraft.heads.families.retrieval import is_retrieval
@@ -77,6 +78,14 @@ class Mix:
             if head and (lookup in ("ngram", *lookups) or is_retrieval(lookup)):
                 return Mix(lookup=lookup, head=head[1], head_tokens=int(head[2]) if head[2] else None)
         return None
+
+
+def shorten_name(draft: str) -> str:
+    """A draft's name in tables: the last part of the path or hub name, or the one before it if the last is `draft`."""
+    if mixed := Mix.parse(draft):
+        return str(replace(mixed, lookup=shorten_name(mixed.lookup), head=shorten_name(mixed.head)))
+    path = Path(draft)
+    return path.parent.name if path.name == "draft" and path.parent.name else path.name or draft
 
 
 def propose_ngrams(

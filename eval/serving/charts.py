@@ -7,8 +7,8 @@ from typing import Any
 
 import altair as alt
 
+from redraft.eval.forecast.ngram import shorten_name
 from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, to_spec
-from redraft.eval.serving.report import shorten_name
 
 WITH, WITHOUT, IDEAL = "with the draft", "no draft", "every token accepted"
 

@@ -16,13 +16,12 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from redraft.eval.engine.sampling import GREEDY, Sampling
 from redraft.eval.engine.server import vllm_keys
-from redraft.eval.forecast.ngram import Mix
+from redraft.eval.forecast.ngram import shorten_name
 from redraft.eval.report.page import TEMPLATES, write_page
 from redraft.eval.serving.cost import advise
 from redraft.eval.serving.sweep import QUESTIONS, fit_step_costs, pool_acceptance
@@ -64,14 +63,6 @@ def _summarise_draft(name: str, config: Mapping[str, Any], tables: Mapping[str, 
         "advice": advice.to_json() if advice else None,
         "speculative_config": advice.speculative_config(vllm_keys(config)) if advice else None,
     }
-
-
-def shorten_name(draft: str) -> str:
-    """A draft's name in tables: the last part of the path or hub name, or the one before it if the last is `draft`."""
-    if mixed := Mix.parse(draft):
-        return str(replace(mixed, lookup=shorten_name(mixed.lookup), head=shorten_name(mixed.head)))
-    path = Path(draft)
-    return path.parent.name if path.name == "draft" and path.parent.name else path.name or draft
 
 
 def read_serving(path: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 from redraft.eval.counts import cumulative, tau
 from redraft.eval.engine.lookups import lookup_env, needs_plugin
 from redraft.eval.engine.server import vllm_keys
-from redraft.eval.forecast.ngram import Ngram
+from redraft.eval.forecast.ngram import Ngram, shorten_name
 from redraft.eval.serving.acceptance_source import Acceptance, read_acceptance, read_sample_method_advice
 from redraft.eval.serving.cost import Advice, StepCosts, advise, has_fixed_tokens
 from redraft.eval.serving.report import (
@@ -31,7 +31,6 @@ from redraft.eval.serving.report import (
     find_fastest,
     read_served_sampling,
     read_serving,
-    shorten_name,
 )
 from redraft.eval.serving.workload import Exchange, Lookup, look_up
 from redraft.heads.files.artifact import write_whole

@@ -30,10 +30,11 @@ from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalti
 from redraft.eval.engine.server import VllmServer, engine_is_cpu, forget_requests, require_servable, vllm_server
 from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.eval.forecast.drafts import SampleMethod
+from redraft.eval.forecast.ngram import shorten_name
 from redraft.eval.machine import engine_environment, environment
 from redraft.eval.serving.draft_config import cure, draft_config
 from redraft.eval.serving.load import LoadResult, run_load
-from redraft.eval.serving.report import build_serving_report, compose_answer, shorten_name, write_serving
+from redraft.eval.serving.report import build_serving_report, compose_answer, write_serving
 from redraft.eval.serving.sweep import (
     ALONE,
     Cell,

@@ -37,14 +37,13 @@ from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.eval.engine.server import engine_is_cpu, require_servable
 from redraft.eval.engine.target_dtype import computes_bfloat16
-from redraft.eval.forecast.ngram import Mix
+from redraft.eval.forecast.ngram import Mix, shorten_name
 from redraft.eval.machine import engine_environment, environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import TEMPLATES, write_page
 from redraft.eval.serving.draft_config import draft_config
 from redraft.eval.serving.drafts import Candidate, Choice, choose, predict
 from redraft.eval.serving.drafts_charts import build_charts
-from redraft.eval.serving.report import shorten_name
 from redraft.eval.serving.rounds import PLAIN, Plan, Results, compare, keep_rounds, run_rounds, start_servers
 from redraft.heads.families.retrieval import FOLDER
 from redraft.heads.files.artifact import fingerprint, write_whole
