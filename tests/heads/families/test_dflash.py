@@ -10,43 +10,27 @@ from typing import Any
 
 import pytest
 import torch
+from make_families import DRAFT_IDS, MASK, VARIANTS, make_variant
 from make_heads import (
     HIDDEN,
     VOCAB,
-    assert_every_parameter_learns,
-    assert_round_trip,
     make_batch,
     make_ids,
-    make_random,
     make_signal,
-    make_target,
-    q_of,
     signal_of_prefix,
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from redraft.heads.families import dflash
-from redraft.heads.families.dflash import Config, DFlash, choose_anchors
+from redraft.heads.families.dflash import DFlash, choose_anchors
 from redraft.heads.nn.layers import rotate
 from redraft.heads.nn.masks import choose_mask_token
 from redraft.heads.target import Target
 
-MASK = VOCAB - 1
-DRAFT_IDS = torch.arange(3, VOCAB, 4)
-VARIANTS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
-    "plain": ({}, None),
-    "reduced vocabulary": ({}, DRAFT_IDS),
-    "one layer": ({"aux_layer_ids": (5,), "num_layers": 1}, None),
-}
-
 
 def make_head(variant: str = "plain", **options: Any) -> tuple[DFlash, Any]:
-    chosen, draft_ids = VARIANTS[variant]
-    model = make_target()
-    torch.manual_seed(0)
-    sizes = {"aux_layer_ids": (1, 2, 4), "num_layers": 2, "block_size": 4, "mask_token_id": MASK}
-    return make_random(DFlash(Config(**{**sizes, **chosen, **options}), Target.from_model(model), draft_ids)), model
+    return make_variant("dflash", variant, **options)
 
 
 def rms(x: Tensor, norm: torch.nn.RMSNorm) -> Tensor:
@@ -87,7 +71,7 @@ def draft_by_hand(head: DFlash, context_TD: Tensor, anchor: int, first_position:
     return rms(x_SD, head.norm)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS["dflash"])
 def test_every_slot_is_that_of_a_loop_over_queries_and_keys(variant: str) -> None:
     head, model = make_head(variant)
     documents = [make_ids(7, seed=5), make_ids(6, seed=6)]
@@ -109,22 +93,6 @@ def test_every_slot_is_that_of_a_loop_over_queries_and_keys(variant: str) -> Non
         start += len(document)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("num_tokens", [1, 3])
-def test_training_sees_what_decoding_sees(variant: str, num_tokens: int) -> None:
-    head, model = make_head(variant)
-    for length in (2, 3, 9, 14):
-        prefix = make_ids(length)
-        drafted = head.propose(prefix, signal_of_prefix(head, model, prefix), num_tokens, temperature=1.0)
-        text = [*prefix, *(token for token, _ in drafted)]
-        batch = make_batch([[text]])
-        with torch.no_grad():
-            steps = head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids), num_tokens)
-        assert [step.shift for step in steps] == list(range(1, num_tokens + 1))
-        for step, (_, q_V) in zip(steps, drafted, strict=True):
-            torch.testing.assert_close(q_of(step, length - 2), q_V, atol=1e-5, rtol=1e-4)
-
-
 def test_a_shorter_block_proposes_something_else() -> None:
     # a mask slot reads the masks after it, so a forecast needs the block of the server
     head, model = make_head()
@@ -132,28 +100,6 @@ def test_a_shorter_block_proposes_something_else() -> None:
     signal = signal_of_prefix(head, model, prefix)
     one, three = (head.propose(prefix, signal, k, temperature=1.0)[0][1] for k in (1, 3))
     assert (one - three).abs().max() > 1e-3
-
-
-def test_packed_documents_do_not_see_each_other() -> None:
-    head, model = make_head()
-    documents = [make_ids(9, seed=5), make_ids(7, seed=6)]
-    packed = make_batch([documents, [make_ids(18, seed=7)]])
-    with torch.no_grad():
-        steps = head.draft_steps(packed, make_signal(model, packed, head.aux_layer_ids))
-    start = 0
-    for document in documents:
-        alone = make_batch([[document]])
-        with torch.no_grad():
-            alone_steps = head.draft_steps(alone, make_signal(model, alone, head.aux_layer_ids))
-        window = slice(start, start + len(document))
-        for step, alone_step in zip(steps, alone_steps, strict=True):
-            mask_T = step.mask_BT[0, window]
-            assert torch.equal(mask_T, alone_step.mask_BT[0])
-            assert mask_T.sum() == len(document) - 1 - step.shift
-            torch.testing.assert_close(
-                step.hidden_BTD[0, window][mask_T], alone_step.hidden_BTD[0][mask_T], atol=1e-5, rtol=1e-4
-            )
-        start += len(document)
 
 
 def test_chunks_of_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,16 +112,6 @@ def test_chunks_of_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         parts = head.draft_steps(batch, signal)
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one.hidden_BTD, other.hidden_BTD, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_parameter_learns(variant: str) -> None:
-    assert_every_parameter_learns(*make_head(variant))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_an_export_loads_equal(variant: str, tmp_path: Path) -> None:
-    assert_round_trip(*make_head(variant, num_anchors=5, gamma=3.0, pace=0.5), tmp_path)
 
 
 def test_training_takes_some_anchors_and_a_forecast_all() -> None:

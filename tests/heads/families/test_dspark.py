@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from make_families import DRAFT_IDS, MASK, VARIANTS, make_variant
 from make_heads import (
     HIDDEN,
     VOCAB,
-    assert_every_parameter_learns,
-    assert_round_trip,
     make_batch,
     make_ids,
     make_random,
@@ -35,30 +34,17 @@ from redraft.heads.families.dflash import DFlash
 from redraft.heads.families.dspark import INIT_STD, Config, DSpark
 from redraft.heads.target import Target
 
-MASK = VOCAB - 1
 RANK = 6
-DRAFT_IDS = torch.arange(3, VOCAB, 4)
-VARIANTS: dict[str, tuple[dict[str, Any], Tensor | None]] = {
-    "from the anchor": ({}, None),
-    "from the first mask": ({"sample_from_anchor": False, "block_size": 4}, None),
-    "reduced vocabulary": ({}, DRAFT_IDS),
-    "without confidence": ({"confidence_head": False, "num_layers": 1}, None),
-}
 NUM_TOKENS = 3
 
 
 def make_head(variant: str = "from the anchor", **options: Any) -> tuple[DSpark, Any]:
-    chosen, draft_ids = VARIANTS[variant]
-    model = make_target()
-    torch.manual_seed(0)
-    sizes = {"aux_layer_ids": (1, 2, 4), "num_layers": 2, "block_size": 3, "mask_token_id": MASK, "markov_rank": RANK}
-    head = DSpark(Config(**{**sizes, **chosen, **options}), Target.from_model(model), draft_ids)
-    return make_random(head), model
+    return make_variant("dspark", variant, **options)
 
 
 def make_wide(variant: str) -> tuple[DSpark, Any, Batch, TargetSignal]:
     """A head, its target, a batch of packed documents and the signal, in float64."""
-    chosen, draft_ids = VARIANTS[variant]
+    chosen, draft_ids = VARIANTS["dspark"][variant]
     model = make_target().double()
     sizes = {"aux_layer_ids": (1, 2, 4), "num_layers": 2, "block_size": 3, "mask_token_id": MASK, "markov_rank": RANK}
     torch.manual_seed(0)
@@ -71,7 +57,7 @@ def labelled(step: DraftStep) -> list[tuple[int, int]]:
     return [(int(b), int(t)) for b, t in step.mask_BT.nonzero()]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS["dspark"])
 def test_bias_and_confidence_are_those_by_hand(variant: str) -> None:
     head, _, batch, signal = make_wide(variant)
     with torch.no_grad():
@@ -100,22 +86,6 @@ def test_bias_and_confidence_are_those_by_hand(variant: str) -> None:
                     w * x for w, x in zip(weight, [*hidden_D.tolist(), *code_R], strict=True)
                 )
                 assert float(step.confidence_BT[b, t]) == pytest.approx(logit, abs=1e-12)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("num_tokens", [1, 2, 3])
-def test_teacher_forcing_equals_drafting_one_token_after_the_other(variant: str, num_tokens: int) -> None:
-    head, model = make_head(variant)
-    for length in (2, 3, 9, 14):
-        prefix = make_ids(length)
-        generator = torch.Generator().manual_seed(length)
-        drafted = head.propose(prefix, signal_of_prefix(head, model, prefix), num_tokens, 1.0, generator)
-        batch = make_batch([[[*prefix, *(token for token, _ in drafted)]]])
-        with torch.no_grad():
-            steps = head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids), num_tokens)
-        assert [step.shift for step in steps] == list(range(1, num_tokens + 1))
-        for step, (_, q_V) in zip(steps, drafted, strict=True):
-            torch.testing.assert_close(q_of(step, length - 2), q_V, atol=1e-5, rtol=1e-4)
 
 
 def test_the_token_before_changes_what_is_proposed() -> None:
@@ -172,7 +142,7 @@ def naive_loss(steps: list[DraftStep], signal: TargetSignal, scale: float) -> Te
     return total
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS["dspark"])
 def test_the_loss_is_the_divergence_and_the_cross_entropy_of_the_confidence(variant: str) -> None:
     head, _, batch, signal = make_wide(variant)
     result = distill_loss(head.draft_steps(batch, signal), batch, signal, Divergence(), 0.3)
@@ -214,11 +184,6 @@ def test_no_gradient_reaches_the_target() -> None:
     assert [name for name, p in model.named_parameters() if p.grad is not None] == []
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_parameter_learns(variant: str) -> None:
-    assert_every_parameter_learns(*make_head(variant))
-
-
 def test_metrics_take_the_bias_into_account() -> None:
     """With a bias that knows the text by heart, a proposal agrees exactly where the target would say what follows."""
     head, model = make_head(markov_rank=VOCAB)
@@ -237,11 +202,6 @@ def test_metrics_take_the_bias_into_account() -> None:
         wanted = [bool(target_T[t + step.shift] == text[t + 1 + step.shift]) for t in rows]
         assert compare_rows(step, signal.distribution).agree_BT[0, rows].tolist() == wanted
         assert [int(q_of(step, t).argmax()) for t in rows] == [ids[t + 1 + step.shift] for t in rows]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_an_export_loads_equal(variant: str, tmp_path: Path) -> None:
-    assert_round_trip(*make_head(variant, num_anchors=5, gamma=3.0), tmp_path)
 
 
 def test_a_correction_of_the_estimates_changes_an_export_in_nothing_else(tmp_path: Path) -> None:

@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from make_families import DRAFT_IDS, make_variant
 from make_heads import (
     HIDDEN,
     VOCAB,
-    assert_every_parameter_learns,
-    assert_packed_equals_unpacked,
-    assert_round_trip,
-    assert_training_equals_decoding,
     make_batch,
     make_ids,
-    make_random,
     make_signal,
     make_target,
     signal_of_prefix,
@@ -27,47 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.target import Target
 
-DRAFT_IDS = torch.arange(3, VOCAB, 4)
-VARIANTS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
-    "plain": ({}, None),
-    "reduced vocabulary": ({}, DRAFT_IDS),
-    "the target's head": ({"own_head": False}, None),
-    "the target's rows": ({"own_head": False}, DRAFT_IDS),
-    "norm before residual": ({"norm_before_residual": True}, None),
-    "3.1": ({"fc_norm": True, "norm_output": True}, DRAFT_IDS),
-    "one layer": ({"aux_layer_ids": (5,)}, None),
-    "four layers from the embeddings on": ({"aux_layer_ids": (0, 1, 3, 4)}, None),
-}
-
 
 def make_head(variant: str = "plain", **options: Any) -> tuple[Eagle3, Any]:
-    chosen, draft_ids = VARIANTS[variant]
-    model = make_target()
-    torch.manual_seed(0)
-    config = Config(**{"aux_layer_ids": (1, 2, 4), "num_steps": 3, **chosen, **options})
-    return make_random(Eagle3(config, Target.from_model(model), draft_ids)), model
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_training_sees_what_decoding_sees(variant: str) -> None:
-    head, model = make_head(variant, num_steps=5)
-    assert_training_equals_decoding(head, model, num_steps=5)
-
-
-@pytest.mark.parametrize("variant", ["plain", "3.1"])
-def test_packed_documents_do_not_see_each_other(variant: str) -> None:
-    assert_packed_equals_unpacked(*make_head(variant))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_parameter_learns(variant: str) -> None:
-    assert_every_parameter_learns(*make_head(variant))
-
-
-@pytest.mark.parametrize("layout", ["vllm", "speculators"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_an_export_loads_equal(variant: str, layout: str, tmp_path: Path) -> None:
-    assert_round_trip(*make_head(variant), tmp_path, layout=layout, target_name="target")
+    return make_variant("eagle3", variant, **options)
 
 
 def test_the_number_of_steps_can_be_chosen_for_evaluation() -> None:

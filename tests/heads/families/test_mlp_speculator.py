@@ -6,10 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from make_heads import (
-    assert_every_parameter_learns,
-    assert_packed_equals_unpacked,
     assert_round_trip,
-    assert_training_equals_decoding,
     make_batch,
     make_ids,
     make_random,
@@ -34,26 +31,6 @@ def make_head(**options: object) -> tuple[MLPSpeculator, object]:
     model = make_target()
     torch.manual_seed(0)
     return make_random(MLPSpeculator(Config(**options), Target.from_model(model))), model
-
-
-@pytest.mark.parametrize("options", VARIANTS)
-def test_training_sees_what_decoding_sees(options: dict[str, object]) -> None:
-    head, model = make_head(**options)
-    assert_training_equals_decoding(head, model, num_steps=3)
-
-
-def test_packed_documents_do_not_see_each_other() -> None:
-    assert_packed_equals_unpacked(*make_head())
-
-
-@pytest.mark.parametrize("options", VARIANTS)
-def test_every_parameter_learns(options: dict[str, object]) -> None:
-    assert_every_parameter_learns(*make_head(**options))
-
-
-@pytest.mark.parametrize("options", VARIANTS)
-def test_an_export_loads_equal(options: dict[str, object], tmp_path: Path) -> None:
-    assert_round_trip(*make_head(**options), tmp_path)
 
 
 def test_tied_stages_are_exported_once_each_and_stay_tied(tmp_path: Path) -> None:

@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from make_families import make_variant
 from make_heads import (
     HIDDEN,
-    assert_every_parameter_learns,
-    assert_packed_equals_unpacked,
-    assert_round_trip,
-    assert_training_equals_decoding,
     make_batch,
     make_ids,
     make_random,
@@ -37,33 +34,8 @@ from redraft.heads.target import Target
 LAYOUTS = ["mimo", "qwen3_next", "qwen3_5", "deepseek"]
 
 
-def make_head(layout: str, folder: Path, num_steps: int = 3) -> tuple[Mtp, Any]:
-    model = make_native_target(layout, folder)
-    return make_random(Mtp(Config(num_steps=num_steps), Target.from_model(model))), model
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_sees_what_decoding_sees(layout: str, tmp_path: Path) -> None:
-    assert_training_equals_decoding(*make_head(layout, tmp_path, num_steps=4), num_steps=4)
-
-
-def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
-    # the other layouts share everything that could: mask and positions
-    assert_packed_equals_unpacked(*make_head("mimo", tmp_path))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_parameter_learns(layout: str, tmp_path: Path) -> None:
-    head, model = make_head(layout, tmp_path)
-    if layout == "deepseek":  # its router sends no token to some experts here
-        head.block.mlp.gate.top_k = 4
-        head.block.mlp.gate.topk_group = 2
-    assert_every_parameter_learns(head, model)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_export_loads_equal(layout: str, tmp_path: Path) -> None:
-    assert_round_trip(*make_head(layout, tmp_path), tmp_path / "head")
+def make_head(layout: str, folder: Path, **options: Any) -> tuple[Mtp, Any]:
+    return make_variant("mtp", layout, folder, **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

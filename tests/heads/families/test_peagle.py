@@ -11,46 +11,28 @@ from typing import Any
 
 import pytest
 import torch
+from make_families import MASK, VARIANTS, make_variant
 from make_heads import (
     VOCAB,
-    assert_every_parameter_learns,
-    assert_round_trip,
     make_batch,
     make_ids,
-    make_random,
     make_signal,
-    make_target,
-    q_of,
     signal_of_prefix,
 )
 from safetensors.torch import load_file
 from torch import Tensor
 
 from redraft.heads.catalog import detect_family, detect_family_by_tensors
-from redraft.heads.families.peagle import Config, PEagle
+from redraft.heads.families.peagle import PEagle
 from redraft.heads.files.folder import tensor_files
 from redraft.heads.nn import prefix
 from redraft.heads.nn.layers import rotate
 from redraft.heads.nn.prefix import FLEX_BLOCK, Prefixes
 from redraft.heads.target import Target
 
-MASK = VOCAB - 1
-DRAFT_IDS = torch.arange(3, VOCAB, 4)
-VARIANTS: dict[str, tuple[dict[str, Any], Tensor | None]] = {
-    "plain": ({}, None),
-    "reduced vocabulary": ({}, DRAFT_IDS),
-    "one layer, target's head": ({"num_layers": 1, "own_head": False}, None),
-    "norms before fc and before the residual": ({"fc_norm": True, "norm_before_residual": True}, None),
-}
-
 
 def make_head(variant: str = "plain", **options: Any) -> tuple[PEagle, Any]:
-    chosen, draft_ids = VARIANTS[variant]
-    model = make_target()
-    torch.manual_seed(0)
-    sizes = {"aux_layer_ids": (1, 2, 4), "num_layers": 3, "num_steps": 4, "mask_token_id": MASK}
-    head = PEagle(Config(**{**sizes, **chosen, **options}), Target.from_model(model), draft_ids)
-    return make_random(head), model
+    return make_variant("peagle", variant, **options)
 
 
 Row = tuple[int, int]
@@ -95,7 +77,7 @@ def draft_by_mask(head: PEagle, ids: list[int], documents: list[int], positions:
     return dict(zip(rows, head.norm(x_ND), strict=True))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS["peagle"])
 def test_every_step_is_that_of_one_pass_under_the_mask(variant: str) -> None:
     head, model = make_head(variant, keep_ratio=0.6, min_share=0.1)
     batch = make_batch([[make_ids(9, seed=5), make_ids(8, seed=6)]])
@@ -177,31 +159,6 @@ def test_a_gpu_computes_few_keys_that_no_sampled_row_sees(monkeypatch: pytest.Mo
     head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids))
     assert len(seen) == 7
     assert sum(computed) < 1.5 * sum(seen)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("num_tokens", [1, 3])
-def test_training_sees_what_decoding_sees(variant: str, num_tokens: int) -> None:
-    head, model = make_head(variant)
-    for length in (2, 3, 9, 14):
-        prefix = make_ids(length)
-        drafted = head.propose(prefix, signal_of_prefix(head, model, prefix), num_tokens, temperature=1.0)
-        batch = make_batch([[[*prefix, *(token for token, _ in drafted)]]])
-        with torch.no_grad():
-            steps = head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids), num_tokens)
-        assert [step.shift for step in steps] == list(range(1, num_tokens + 1))
-        for step, (_, q_V) in zip(steps, drafted, strict=True):
-            torch.testing.assert_close(q_of(step, length - 2), q_V, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_parameter_learns(variant: str) -> None:
-    assert_every_parameter_learns(*make_head(variant))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_an_export_loads_equal(variant: str, tmp_path: Path) -> None:
-    assert_round_trip(*make_head(variant, keep_ratio=0.5, min_share=0.3), tmp_path)
 
 
 def test_a_row_without_labels_trains_nothing() -> None:
