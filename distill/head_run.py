@@ -62,6 +62,7 @@ from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.files.artifact import publish
 from redraft.heads.files.checkpoint import load_text_config
 from redraft.heads.files.folder import check_model_folder, model_folder
+from redraft.heads.files.served_target import require_aux
 from redraft.heads.nn.masks import choose_mask_token
 from redraft.heads.progress import Progress
 from redraft.heads.target import Target, aux_layers
@@ -167,6 +168,8 @@ class HeadRun:
         if cfg.start_from is not None:
             require_head(cfg.start_from, name, model_folder(cfg.target))
         self.cfg, self.family, self.started = cfg, find_family(name), time.perf_counter()
+        if self.family.layers_key and cfg.prove.engine:
+            require_aux(cfg.target, name)
         self.forecasts: dict[Path, Forecast] = {}
         self.calibrations: dict[Path, Calibration] = {}
         # 2. The ranks, the memory, the folder of the run.
@@ -283,7 +286,10 @@ class HeadRun:
         """The token for the slots to fill of a parallel drafter, unless it is given. Raises: as `choose_mask_token`."""
         if given is not None:
             return given
-        return choose_mask_token(len(self.target.embed_VD), len(self.tokenizer), self.tokenizer.pad_token_id)
+        pad_id = self.tokenizer.pad_token_id
+        # A padding token that ends answers is no free token.
+        free = None if pad_id in self.data.end_ids else pad_id
+        return choose_mask_token(len(self.target.embed_VD), len(self.tokenizer), free)
 
     @functools.cached_property
     def forecaster(self) -> Forecaster:

@@ -40,6 +40,7 @@ from redraft.eval.forecast.greedy import SignalFunction
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_text_config, load_tokenizer, refuse_quantised
 from redraft.heads.files.folder import model_folder
+from redraft.heads.files.served_target import require_served_alike
 
 DATE_FLAG = "--data.date"
 
@@ -147,6 +148,7 @@ def load_target(target: str, signal: Signal, device: torch.device, dtype: Target
     Raises: FileNotFoundError or ValueError, naming the missing or corrupt file.
     """
     tokenizer = load_tokenizer(target)
+    require_served_alike(target, tokenizer)
     if not signal.url:
         refuse_quantised(
             load_text_config(target), f"{target} in the training process", f"{SERVERS}, which serve it as it is"

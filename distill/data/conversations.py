@@ -20,6 +20,7 @@ from redraft.distill.data.rows import (
     UnusableRowError,
     find_files,
     identify_source,
+    is_saved,
     open_plain,
     read_rows,
 )
@@ -153,7 +154,7 @@ def load_source(source: str, *, split: str = "train", domain_column: str | None 
         return Loaded(conversations=[_stdlib_conversation(row) for row in stdlib_conversations()])
     if source == "stdlib-functions":
         return Loaded(conversations=[_stdlib_conversation(row) for row in function_questions()])
-    if path.is_dir() and not find_files(path, TABLES):
+    if path.is_dir() and not is_saved(path) and not find_files(path, TABLES):
         return _from_rows(_text_rows(path), source, domain_column, strict)
     loaded = _from_rows(read_rows(source, split), source, domain_column, strict)
     loaded.num_texts_beside = len(find_files(path, TEXTS)) if path.is_dir() else 0

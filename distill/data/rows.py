@@ -17,6 +17,9 @@ from typing import Any, BinaryIO, cast
 import datasets
 import zstandard
 
+SPLITS = "dataset_dict.json"
+"""File of `save_to_disk` with the names of splits."""
+
 COMPRESSIONS = (".gz", ".zst")
 TABLES = (".jsonl", ".json", ".parquet")
 TEXTS = (".txt", ".md")
@@ -50,7 +53,9 @@ def read_rows(source: str, split: str) -> Iterator[Row]:
         ValueError: if a file is corrupt, or there is no such data set.
     """
     path = Path(source)
-    if path.is_dir():
+    if is_saved(path):
+        yield from _numbered(map(_without_missing, _load_saved(path, split)))
+    elif path.is_dir():
         for file in find_files(path, TABLES):
             below = file.relative_to(path).parts
             for row in _file_rows(file):
@@ -69,6 +74,8 @@ def identify_source(source: str, split: str) -> list[Any]:
     Raises: as `read_rows`.
     """
     path = Path(source)
+    if is_saved(path):
+        return [split, _load_saved(path, split)._fingerprint]
     if path.is_dir():
         files = find_files(path, (*TABLES, *TEXTS))
         return [[file.relative_to(path).as_posix(), *_stamp(file)] for file in files]
@@ -77,6 +84,22 @@ def identify_source(source: str, split: str) -> list[Any]:
     if not path.exists():
         raise FileNotFoundError(f"{source}: no such file")
     return _stamp(path)
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether a folder was written by `save_to_disk` of the library datasets."""
+    return (folder / SPLITS).is_file() or (
+        (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+    )
+
+
+def _load_saved(folder: Path, split: str) -> datasets.Dataset:
+    saved = datasets.load_from_disk(str(folder))
+    if isinstance(saved, datasets.Dataset):
+        return saved
+    if split not in saved:
+        raise ValueError(f"{folder} has no split {split}, but {', '.join(saved)}: choose one with --data.split")
+    return saved[split]
 
 
 def _stamp(path: Path) -> list[Any]:
@@ -174,13 +197,19 @@ def _hub_rows(name: str, split: str) -> Iterable[dict[str, Any]]:
     return map(_without_missing, _load_hub(name, split))
 
 
-def _load_hub(name: str, split: str) -> datasets.Dataset:
+def _load_hub(source: str, split: str) -> datasets.Dataset:
+    """One split of a data set, named as `owner/name` or, with one of several configs, `owner/name:config`."""
+    name, _, config = source.partition(":")
     try:
-        return datasets.load_dataset(name, split=split)
+        return datasets.load_dataset(name, config or None, split=split)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        reason = _first_line(error)
+        if any(words in reason for words in ("Config name is missing", "BuilderConfig")):
+            # The names stand in a line below.
+            reason = f"{' '.join(str(error).split())}: give {name}:CONFIG"
         raise ValueError(
-            f"{name} is not a .jsonl, .json or .parquet file, not a folder, and cannot be loaded from the hub: "
-            f"{_first_line(error)}"
+            f"{source} is not a .jsonl, .json or .parquet file, not a folder, and cannot be loaded from the hub: "
+            f"{reason}"
         ) from error
 
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers.utils import cached_file
 
-from redraft.heads.files.folder import check_model_folder, find_quantization, is_hub_name, model_folder, refuse_gguf
+from redraft.heads.files.folder import (
+    check_model_folder,
+    find_quantization,
+    is_hub_name,
+    model_folder,
+    read_json,
+    refuse_gguf,
+)
+
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""File in which processors of text and images keep a chat template; vLLM reads it too."""
 
 
 class MiMoConfig(Qwen2Config):  # type: ignore[misc]
@@ -52,9 +62,10 @@ def load_causal_lm(name_or_path: str | Path, dtype: torch.dtype | None = None, *
             dtype=dtype or "auto",
             attn_implementation="sdpa",
             output_loading_info=True,
+            trust_remote_code=False,
         )
     except Exception as error:  # transformers raises a dozen types here, many of several lines
-        reason = first_line(error)
+        reason = _reason(error)
         if "scaled_dot_product_attention" in reason:  # it goes on with advice for transformers
             reason = "transformers has no SDPA attention for it"
         raise ValueError("; ".join(filter(None, [f"cannot load the model {name_or_path}: {reason}", cure]))) from error
@@ -70,8 +81,24 @@ def load_text_config(name_or_path: str | Path) -> Any:
     Raises:
         ValueError: the name is a GGUF file.
     """
+    return load_config(name_or_path).get_text_config()
+
+
+def load_config(name_or_path: str | Path) -> Any:
+    """The `transformers` config of a model, by folder or hub name.
+
+    Raises:
+        ValueError: config.json cannot be read, or the name is a GGUF file.
+    """
     refuse_gguf(name_or_path)
-    return AutoConfig.from_pretrained(str(name_or_path)).get_text_config()
+    try:
+        return AutoConfig.from_pretrained(str(name_or_path), trust_remote_code=False)
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
+        field = ""
+        # transformers looks for `torch.bfloat16` as a name in torch.
+        if "torch.torch" in str(error) or "no attribute 'torch." in str(error):
+            field = ': write "dtype": "bfloat16" in place of "torch.bfloat16"'
+        raise ValueError(f"cannot read the config.json of {name_or_path}: {_reason(error)}{field}") from error
 
 
 def refuse_quantised(config: Any, name: str, cure: str) -> None:
@@ -87,13 +114,27 @@ def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
 
     Without that file they are those of config.json, as vLLM reads them.
     """
-    folder = model_folder(name_or_path)
-    paths = (folder / name for name in ("generation_config.json", "config.json"))
-    path = next((path for path in paths if path.is_file()), None)
-    ends = json.loads(path.read_text()).get("eos_token_id") if path else None
+    paths = (_find_file(name_or_path, name) for name in ("generation_config.json", "config.json"))
+    path = next(filter(None, paths), None)
+    ends = read_json(path).get("eos_token_id") if path else None
     # A chat model has several, of which the tokenizer knows one: Llama 3.1 ends at 128001, 128008 and 128009.
     listed = ends if isinstance(ends, list) else [ends]
     return tuple(sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None}))
+
+
+def _find_file(name_or_path: str | Path, file: str) -> Path | None:
+    """A small file of a model; of a hub name from the hub or its cache."""
+    if not is_hub_name(name_or_path):
+        path = model_folder(name_or_path) / file
+        return path if path.is_file() else None
+    found = cached_file(
+        str(name_or_path),
+        file,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    return Path(found) if found else None
 
 
 def load_tokenizer(name_or_path: str | Path) -> Any:
@@ -110,9 +151,22 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
     if folder.is_dir() and not any(folder.glob("*token*")) and not (folder / "vocab.json").exists():
         raise FileNotFoundError(f"{folder} holds no tokenizer (tokenizer.json): it is not a model folder")
     try:
-        return AutoTokenizer.from_pretrained(str(name_or_path))
+        tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
     except Exception as error:
-        raise ValueError(f"cannot load the tokenizer of {name_or_path}: {first_line(error)}") from error
+        raise ValueError(f"cannot load the tokenizer of {name_or_path}: {_reason(error)}") from error
+    if tokenizer.chat_template is None and (folder / PROCESSOR_TEMPLATE).is_file():
+        tokenizer.chat_template = read_json(folder / PROCESSOR_TEMPLATE).get("chat_template")
+    return tokenizer
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error of transformers, in our words if it asks for code of a model."""
+    if "trust_remote_code" in str(error):
+        return (
+            "it needs Python code from its own folder (auto_map), which redraft does not run: save the tokenizer as a "
+            "tokenizer.json, or choose a model of a type that transformers has"
+        )
+    return first_line(error)
 
 
 def first_line(error: Exception) -> str:

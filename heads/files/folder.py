@@ -17,6 +17,7 @@ from redraft.heads.files.artifact import MANIFEST, safetensors_header, verify
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 """Files of a hub repository to download. Subfolders hold the model in formats of others."""
 OLD_WEIGHTS = "pytorch_model*.bin"
@@ -46,8 +47,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def find_quantization(config: Mapping[str, Any]) -> str | None:
     """The quantization of the weights beside this config.json, as its tool calls it; None if they are plain."""
-    # The second key is an old one of compressed-tensors. ModelOpt names the method `quant_algo`.
-    section = config.get("quantization_config") or config.get("compression_config")
+    # The second key is an old one of compressed-tensors. ModelOpt names the method `quant_algo`. A wrapper of text and
+    # images may have the section below its text model.
+    inner = config.get("text_config")
+    places = [config, inner if isinstance(inner, Mapping) else {}]
+    keys = ("quantization_config", "compression_config")
+    section = next((place[key] for place in places for key in keys if place.get(key)), None)
     return None if not section else section.get("quant_method") or section.get("quant_algo") or "packed"
 
 
@@ -58,12 +63,43 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         FileNotFoundError: the folder has no weights.
         ValueError: a file is truncated; the message names it.
     """
-    # The index first, as in vLLM: a file missing from it is not read.
     if (folder / INDEX).is_file():
-        return {name: folder / file for name, file in json.loads((folder / INDEX).read_text())["weight_map"].items()}
+        _refuse_two(folder)
+        return {name: folder / file for name, file in _read_index(folder / INDEX).items()}
+    if not (folder / WEIGHTS).is_file() and (old := sorted(folder.glob(OLD_WEIGHTS))):
+        raise FileNotFoundError(
+            f"{folder} has its weights in {old[0].name}: convert them to {WEIGHTS}, with torch.load and "
+            "safetensors.torch.save_file"
+        )
     if not (folder / WEIGHTS).is_file():
         raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {INDEX}: it is not a model folder")
     return dict.fromkeys(safetensors_header(folder / WEIGHTS), folder / WEIGHTS)
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file. Raises ValueError, with the file's name, if it is corrupt."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is corrupt ({error}): fetch it again") from error
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The file name of each tensor in an index of shards."""
+    index = read_json(path)
+    files: dict[str, str] | None = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict):
+        raise ValueError(f"{path} is corrupt (it has no weight_map): fetch it again")
+    return files
+
+
+def _refuse_two(folder: Path) -> None:
+    """Raise ValueError if a folder has two sets of weights: transformers reads the whole file, vLLM the index."""
+    if (folder / WEIGHTS).is_file() and WEIGHTS not in _read_index(folder / INDEX).values():
+        raise ValueError(
+            f"{folder} has both {WEIGHTS} and {INDEX}, which transformers and vLLM do not choose alike: remove the one "
+            "that is left over"
+        )
 
 
 def count_parameters(folder: Path) -> int:
@@ -162,6 +198,12 @@ def check_model_folder(name_or_path: str | Path) -> None:
     folder = Path(name_or_path)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no model folder {folder}, and it is not a hub name (owner/name) either")
+    if not (folder / CONFIG).is_file() and (folder / ADAPTER).is_file():
+        base = read_json(folder / ADAPTER).get("base_model_name_or_path")
+        raise FileNotFoundError(
+            f"{folder} is an adapter of {base}: merge it first (peft's merge_and_unload, then save_pretrained), and "
+            "give the merged model"
+        )
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} holds no {CONFIG}: it is not a model folder")
     if (folder / MANIFEST).is_file():
@@ -173,7 +215,9 @@ def _check_weights(folder: Path) -> None:
     """Raise ValueError, naming the first, if a safetensors file is cut short or a shard of an index is missing."""
     for path in sorted(folder.glob("*.safetensors")):
         safetensors_header(path)
+    if (folder / INDEX).is_file():
+        _refuse_two(folder)
     for path in folder.glob("*.safetensors.index.json"):
-        shards = set(json.loads(path.read_text())["weight_map"].values())
+        shards = set(_read_index(path).values())
         if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
             raise ValueError(f"{folder / missing[0]} is missing: {path.name} names it; fetch it again")

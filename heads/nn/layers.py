@@ -117,6 +117,9 @@ def drop_partial_rope(rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
     engine would rotate part of each head, but transformers' Llama, which trains, all of it.
     """
     chosen = rope_parameters.get("full_attention", rope_parameters)
+    if chosen.get("rope_type") == "longrope" and chosen.get("partial_rotary_factor", 1.0) != 1.0:
+        # Phi-4-mini's lists have a factor for each rotated pair, fewer than the head has.
+        return {"rope_type": "default", "rope_theta": chosen["rope_theta"]}
     return {key: value for key, value in chosen.items() if key not in PARTIAL}
 
 

@@ -38,7 +38,9 @@ from redraft.distill.data.reasoning import split_reasoning
 from redraft.distill.data.samples import Sample, SampleStats, build_samples
 from redraft.distill.data.vocabulary import measure_coverage
 from redraft.heads.files.artifact import write_whole
-from redraft.heads.files.checkpoint import end_ids, load_tokenizer
+from redraft.heads.files.checkpoint import end_ids, load_text_config, load_tokenizer
+from redraft.heads.files.folder import CONFIG, is_hub_name
+from redraft.heads.files.served_target import require_rows
 from redraft.recipes.cli import run_recipe
 
 VOCABULARY_SIZES = (4096, 8192, 16384, 32768, 65536)
@@ -87,6 +89,8 @@ def main(cfg: Config) -> None:
         ValueError: if the data or the tokenizer cannot be read, or if there is nothing to train on.
     """
     tokenizer, day = load_tokenizer(cfg.target), choose_day(cfg.date)
+    if is_hub_name(cfg.target) or (Path(cfg.target) / CONFIG).is_file():
+        require_rows(load_text_config(cfg.target), tokenizer, cfg.target)
     loaded = load_source(cfg.source, split=cfg.split, domain_column=cfg.domain_column, strict=cfg.strict)
     conversations = loaded.conversations
     train, held_out = split_held_out(conversations, cfg.held_out)

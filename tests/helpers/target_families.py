@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.heads.draft import Batch
 from redraft.heads.families import eagle3
+from redraft.heads.files.served_target import WITHOUT_AUX
 from redraft.heads.target import Target, aux_layers
 
 PAGE = Path(__file__).parents[2] / "docs/training.md"
@@ -123,7 +124,8 @@ def verdicts(model_type: str, settings: dict[str, Any]) -> tuple[str, str]:
         _draft_on(model)
     except ValueError as error:
         return "yes", f"no: {_reason(error)}"
-    return "yes", "yes"
+    without_aux = type(model).__name__ in WITHOUT_AUX
+    return "yes", "EAGLE-1 and Medusa: vLLM has no EAGLE-3 interface for it" if without_aux else "yes"
 
 
 def _draft_on(model: Any) -> None:

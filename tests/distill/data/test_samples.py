@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.studies.tiny_target import CHAT_TEMPLATE
@@ -422,3 +423,17 @@ def peak_of_tokenising(num_turns: int) -> int:
 def test_memory_grows_with_the_text_and_not_with_the_square_of_the_turns() -> None:
     peak_of_tokenising(2)  # what is imported and cached once
     assert peak_of_tokenising(80) < 2.2 * peak_of_tokenising(40)
+
+
+def test_a_rendered_text_has_one_first_token_and_is_counted() -> None:
+    tokenizer = make_tokenizer(CHAT_TEMPLATE)
+    template = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = template
+    texts = ["<|bos|>once <|end|>", "plain words"]
+    conversations = [{"messages": [{"role": "text", "content": text}], "domain": "all"} for text in texts]
+    samples, stats = build_samples(conversations, tokenizer, max_length=64, progress=False)
+    for sample in samples:
+        assert sample.input_ids.tolist().count(tokenizer.bos_token_id) == 1
+        assert sample.input_ids[0] == tokenizer.bos_token_id
+    assert stats.marked_texts == 1
+    assert "1 plain texts with special tokens" in str(stats)

@@ -1,0 +1,101 @@
+"""Whether vLLM serves a target as it teaches a draft. If not, a training is refused before it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from redraft.heads.files.checkpoint import load_config
+from redraft.heads.files.folder import is_hub_name, tensor_files
+
+# fmt: off
+WITHOUT_AUX = frozenset({
+    "AXK1ForCausalLM", "BloomForCausalLM", "Cohere2ForCausalLM", "CohereForCausalLM", "DbrxForCausalLM",
+    "Ernie4_5_MoeForCausalLM", "Exaone4ForCausalLM", "ExaoneMoeForCausalLM", "FalconForCausalLM", "FalconH1ForCausalLM",
+    "FalconMambaForCausalLM", "GPT2LMHeadModel", "GPTJForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
+    "Gemma3nForCausalLM", "GemmaForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM",
+    "GraniteMoeForCausalLM", "GraniteMoeHybridForCausalLM", "GraniteMoeSharedForCausalLM", "JambaForCausalLM",
+    "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "LongcatFlashForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM",
+    "MixtralForCausalLM", "NemotronForCausalLM", "OPTForCausalLM", "OlmoHybridForCausalLM", "OlmoeForCausalLM",
+    "PhiMoEForCausalLM", "PhimoeForCausalLM", "Qwen2MoeForCausalLM", "StableLmForCausalLM", "Zamba2ForCausalLM",
+})
+# fmt: on
+"""Architectures of which vLLM 0.32 passes no hidden states of inner layers to a head (`supports_eagle3`)."""
+
+NUM_ROWS = 64
+"""Rows compared of two tables that should be equal."""
+
+
+def require_aux(name_or_path: str | Path, family: str) -> None:
+    """Raise ValueError if vLLM cannot serve a head of a family that reads inner layers of this target."""
+    architecture = next(iter(load_config(name_or_path).architectures or []), "")
+    if architecture in WITHOUT_AUX:
+        raise ValueError(
+            f"vLLM has no EAGLE-3 interface for {architecture}, so it cannot serve a head of the family {family} on "
+            f"{name_or_path}: train one of eagle1, medusa or mtp, or a standalone draft; or for another engine with "
+            "--prove.no-engine"
+        )
+
+
+def require_served_alike(name_or_path: str | Path, tokenizer: Any) -> None:
+    """Check that the target in training is the one that vLLM will serve.
+
+    Raises:
+        ValueError: its positions, ids or head would differ.
+    """
+    config = load_config(name_or_path).get_text_config()
+    _require_one_rope(config, name_or_path)
+    require_rows(config, tokenizer, name_or_path)
+    if not is_hub_name(name_or_path) and getattr(config, "tie_word_embeddings", False):
+        _require_tied(Path(name_or_path))
+
+
+def _require_one_rope(config: Any, name: str | Path) -> None:
+    """Up to the original length transformers takes the short factors of longrope, and vLLM the long ones if it serves
+    any longer text."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return
+    original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    if config.max_position_embeddings > original:
+        raise ValueError(
+            f"{name} has longrope, of which vLLM takes other factors than training if it serves more than {original} "
+            f"tokens: set max_position_embeddings to {original} in the config.json of a copy, and train for and serve "
+            "the copy"
+        )
+
+
+def require_rows(config: Any, tokenizer: Any, name: str | Path) -> None:
+    """Raise ValueError if a tokenizer has ids without a row in the target's embeddings."""
+    num_ids = 1 + max(tokenizer.get_vocab().values())
+    if num_ids > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {num_ids:,} ids, and {name} {config.vocab_size:,} embeddings: take the tokens added "
+            "later out of the tokenizer, or give the target rows for them (resize_token_embeddings)"
+        )
+
+
+def _require_tied(folder: Path) -> None:
+    """Two tables in the files of a model with one: transformers and vLLM each ignore one, not always the same."""
+    try:
+        files = tensor_files(folder)
+    except FileNotFoundError:  # weights in another format, which has no table of contents to read
+        return
+    embeddings = next((name for name in files if name.endswith("embed_tokens.weight")), None)
+    if embeddings is None or "lm_head.weight" not in files:
+        return
+    tables = [_some_rows(files[name], name) for name in (embeddings, "lm_head.weight")]
+    if tables[0].shape != tables[1].shape or not tables[0].equal(tables[1]):
+        raise ValueError(
+            f"{folder} has tie_word_embeddings, but lm_head.weight differs from {embeddings}: set tie_word_embeddings "
+            "to false in config.json if the head was trained, or remove lm_head.weight"
+        )
+
+
+def _some_rows(path: Path, name: str) -> Any:
+    with safe_open(path, "pt") as file:
+        rows = file.get_slice(name)
+        step = max(1, rows.get_shape()[0] // NUM_ROWS)
+        return rows[::step]

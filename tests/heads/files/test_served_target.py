@@ -1,0 +1,212 @@
+"""Targets that vLLM would serve otherwise than they teach, each with a way out that works."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from redraft.distill.data.conversations import load_conversations
+from redraft.distill.data.rows import read_rows
+from redraft.heads.files.checkpoint import end_ids, load_config, load_tokenizer
+from redraft.heads.files.folder import INDEX, WEIGHTS, check_model_folder, find_quantization, tensor_files
+from redraft.heads.files.served_target import WITHOUT_AUX, require_aux, require_served_alike
+from redraft.recipes.train import data as data_command
+
+TINY = Path("tests/assets/tiny-target")
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(TINY, tmp_path / "target"))
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file; None removes one."""
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+def check(target: Path) -> None:
+    check_model_folder(target)
+    require_served_alike(target, load_tokenizer(target))
+
+
+def complaint(target: Path, error: type[Exception] = ValueError) -> str:
+    with pytest.raises(error) as raised:
+        check(target)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_a_usual_target_passes(target: Path) -> None:
+    check(target)
+    require_aux(target, "eagle3")
+
+
+def test_longrope_is_refused_beyond_the_original_length(target: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+    path = target / "config.json"
+    head_dim = json.loads(path.read_text())["head_dim"]
+    rope |= {"short_factor": [1.0] * (head_dim // 2), "long_factor": [4.0] * (head_dim // 2)}
+    shape = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 512}
+    edit(path, **shape, max_position_embeddings=4096, rope_parameters=rope, rope_scaling=None)
+    assert "set max_position_embeddings to 512" in complaint(target)
+    edit(path, max_position_embeddings=512)
+    check(target)
+
+
+def test_ids_beyond_the_embeddings_are_refused(target: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.add_tokens(["<|late|>", "<|later|>"])
+    tokenizer.save_pretrained(target)
+    assert "4,098 ids" in complaint(target)
+    assert "4,096 embeddings" in complaint(target)
+    data = target / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "why?", "completion": "so"}) + "\n")
+    with pytest.raises(ValueError, match="4,098 ids"):
+        data_command.main(data_command.Config(source=str(data), target=str(target)))
+    edit(target / "config.json", vocab_size=4098)
+    check(target)
+
+
+def test_a_head_left_beside_tied_embeddings_is_refused(target: Path) -> None:
+    weights = load_file(target / WEIGHTS)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] * 2
+    save_file(weights, target / WEIGHTS, {"format": "pt"})
+    edit(target / "config.json", tie_word_embeddings=True)
+    (target / "manifest.json").unlink(missing_ok=True)
+    assert "lm_head.weight differs from model.embed_tokens.weight" in complaint(target)
+    edit(target / "config.json", tie_word_embeddings=False)
+    check(target)
+    edit(target / "config.json", tie_word_embeddings=True)
+    del weights["lm_head.weight"]
+    save_file(weights, target / WEIGHTS, {"format": "pt"})
+    check(target)
+
+
+def test_a_head_for_a_target_without_vllms_interface_is_refused(target: Path) -> None:
+    edit(target / "config.json", architectures=["MixtralForCausalLM"])
+    with pytest.raises(ValueError, match=r"MixtralForCausalLM.*eagle3.*--prove\.no-engine"):
+        require_aux(target, "eagle3")
+
+
+@pytest.mark.vllm
+def test_the_interface_is_known_for_the_installed_vllm() -> None:
+    from vllm.model_executor.models.interfaces import supports_eagle3
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    supported = ModelRegistry.get_supported_archs()
+    wrong = []
+    for architecture in sorted(WITHOUT_AUX & set(supported)):
+        model = ModelRegistry._try_load_model_cls(architecture)
+        if model is not None and supports_eagle3(model):
+            wrong.append(architecture)
+    assert not wrong
+
+
+def test_two_sets_of_weights_are_refused_with_both_names(target: Path) -> None:
+    names = list(load_file(target / WEIGHTS))
+    shutil.copy(target / WEIGHTS, target / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (target / INDEX).write_text(json.dumps(index))
+    message = complaint(target)
+    assert WEIGHTS in message
+    assert INDEX in message
+    with pytest.raises(ValueError, match=INDEX):
+        tensor_files(target)
+    (target / WEIGHTS).unlink()
+    check(target)
+
+
+@pytest.mark.parametrize("file", [INDEX, "generation_config.json"])
+def test_a_corrupt_file_is_named(target: Path, file: str) -> None:
+    (target / file).write_text('{"weight_map": {')
+    read = check_model_folder if file == INDEX else lambda folder: end_ids(folder, load_tokenizer(folder))
+    with pytest.raises(ValueError, match=file):
+        read(target)
+
+
+def test_an_adapter_names_its_base_and_what_to_do(target: Path) -> None:
+    (target / "config.json").unlink()
+    (target / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "our/base"}))
+    with pytest.raises(FileNotFoundError, match="adapter of our/base: merge it"):
+        check_model_folder(target)
+
+
+def test_a_tokenizer_with_code_of_its_own_is_not_run(target: Path) -> None:
+    whole = (target / "tokenizer.json").read_text()
+    (target / "tokenizer.json").unlink()
+    (target / "tokenization_ours.py").write_text("raise SystemExit('this code must not run')")
+    auto_map = {"AutoTokenizer": ["tokenization_ours.OurTokenizer", None]}
+    edit(target / "tokenizer_config.json", tokenizer_class="OurTokenizer", auto_map=auto_map)
+    with pytest.raises(ValueError, match=r"auto_map.*tokenizer\.json"):
+        load_tokenizer(target)
+    (target / "tokenizer.json").write_text(whole)
+    edit(target / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", auto_map=None)
+    check(target)
+
+
+def test_a_type_with_torch_before_it_is_named(target: Path) -> None:
+    edit(target / "config.json", dtype=None, torch_dtype="torch.bfloat16")
+    with pytest.raises(ValueError, match=r'config\.json.*"dtype": "bfloat16"'):
+        load_config(target)
+    edit(target / "config.json", dtype="bfloat16", torch_dtype=None)
+    assert load_config(target).dtype is not None
+
+
+def test_a_template_of_a_processor_is_read(target: Path) -> None:
+    template = load_tokenizer(target).chat_template
+    (target / "chat_template.jinja").unlink()
+    assert load_tokenizer(target).chat_template is None
+    (target / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert load_tokenizer(target).chat_template == template
+
+
+def test_end_ids_of_config_json_count_without_a_generation_config(target: Path) -> None:
+    edit(target / "config.json", eos_token_id=[2, 7, 9])
+    assert end_ids(target, load_tokenizer(target)) == (2,)
+    (target / "generation_config.json").unlink()
+    assert end_ids(target, load_tokenizer(target)) == (2, 7, 9)
+
+
+def test_weights_in_a_bin_file_are_named_with_the_conversion(target: Path) -> None:
+    (target / WEIGHTS).rename(target / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"pytorch_model\.bin.*save_file"):
+        tensor_files(target)
+
+
+def test_a_quantisation_below_the_text_model_is_found() -> None:
+    assert find_quantization({"text_config": {"quantization_config": {"quant_method": "fp8"}}}) == "fp8"
+
+
+def test_a_folder_of_save_to_disk_is_read_by_split(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"prompt": "why?", "completion": "so"}] * 3
+    splits = {"train": datasets.Dataset.from_list(rows), "test": datasets.Dataset.from_list(rows[:1])}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    assert len(load_conversations(str(tmp_path / "saved"))) == 3
+    assert len(load_conversations(str(tmp_path / "saved"), split="test")) == 1
+    with pytest.raises(ValueError, match="train, test"):
+        load_conversations(str(tmp_path / "saved"), split="dev")
+    splits["test"].save_to_disk(tmp_path / "one")
+    assert len(load_conversations(str(tmp_path / "one"), split="any")) == 1
+
+
+def test_a_data_set_with_several_configs_names_them_and_takes_one(tmp_path: Path) -> None:
+    for name in ("easy", "hard"):
+        (tmp_path / f"{name}.csv").write_text(f"prompt\n{name}\n")
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.csv\n" for name in ("easy", "hard"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    from redraft.distill.data.rows import _load_hub
+
+    with pytest.raises(ValueError, match=r"'easy', 'hard'.*:CONFIG"):
+        _load_hub(str(tmp_path), "train")
+    (row,) = read_rows(f"{tmp_path}:hard", "train")
+    assert row.values == {"prompt": "hard"}
