@@ -103,6 +103,11 @@ class FusedResult:
     """alpha of every row, [M] for each step."""
 
 
+def default_chunk_tokens(device: torch.device) -> int:
+    """Target rows per chunk: a GPU needs more of them to be busy."""
+    return CHUNK_TOKENS_CPU if device.type == "cpu" else CHUNK_TOKENS_GPU
+
+
 def fused_linear_divergence(
     drafts: Sequence[DraftRows],
     target: ExactRows | TopKRows,
@@ -131,7 +136,7 @@ def fused_linear_divergence(
     factors = [pair for draft in drafts for pair in draft.factors]
     heads = list({id(head): head for _, head in factors}.values())
     if chunk_tokens is None:
-        chunk_tokens = CHUNK_TOKENS_CPU if heads[0].device.type == "cpu" else CHUNK_TOKENS_GPU
+        chunk_tokens = default_chunk_tokens(heads[0].device)
     request = _Request(drafts, target, divergence, normaliser, labels_N, chunk_tokens, torch.is_grad_enabled())
     lefts = (left for left, _ in factors)
     loss, *values = _FusedLinearDivergence.apply(request, *lefts, *heads)  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from redraft.distill.loss import blocks, fused, products
+from redraft.distill.loss import blocks, products
 from redraft.distill.loss.divergences import (
     DIVERGENCES,
     Divergence,
@@ -20,7 +20,14 @@ from redraft.distill.loss.divergences import (
     log_probs,
     top_k_log_probs,
 )
-from redraft.distill.loss.fused import DraftRows, ExactRows, FusedResult, TopKRows, fused_linear_divergence
+from redraft.distill.loss.fused import (
+    DraftRows,
+    ExactRows,
+    FusedResult,
+    TopKRows,
+    default_chunk_tokens,
+    fused_linear_divergence,
+)
 from redraft.eval.acceptance import alpha, alpha_greedy
 
 V, K, N = 23, 6, 17
@@ -399,24 +406,9 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("device", "rows"), [("cpu", fused.CHUNK_TOKENS_CPU), ("meta", fused.CHUNK_TOKENS_GPU)])
-def test_a_chunk_has_more_rows_where_the_tensors_are_not_on_the_cpu(
-    device: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the device `meta` there are no values to choose rows by, so the chunks are only asked for."""
-    asked: list[int] = []
-    monkeypatch.setattr(fused, "_run_chunks", lambda request, *_: asked.append(request.chunk_tokens))
-    with torch.device(device):
-        head = torch.empty(V, 4, requires_grad=True)
-        draft = DraftRows(
-            hidden_MD=torch.empty(3, 4),
-            head_WD=head,
-            target_row_M=torch.zeros(3, dtype=torch.long),
-            weight_M=torch.ones(3),
-        )
-        target = ExactRows(hidden_ND=torch.empty(N, 5), head_VD=torch.empty(V, 5))
-        fused_linear_divergence([draft], target, Divergence(), normaliser=1)
-    assert asked == [rows]
+def test_a_chunk_has_more_rows_on_a_gpu() -> None:
+    rows = [default_chunk_tokens(torch.device(name)) for name in ("cpu", "meta", "cuda")]
+    assert rows == [256, 2048, 2048]
 
 
 @pytest.mark.parametrize("top_k", [False, True])

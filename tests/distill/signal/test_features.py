@@ -11,9 +11,7 @@ import itertools
 import json
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +25,7 @@ from safetensors.torch import save_file
 from teachers import Teacher, teaching
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Llama4Config
+from waiting import wait_until
 
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, SampleStats, data_hash
@@ -699,45 +698,42 @@ def test_a_medusa_head_reads_the_last_hidden_state_of_a_cache(random_target: Pat
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("states_format", ["exact", "float8"])
-def test_a_server_writes_states_in_the_format_that_it_was_started_with(
-    states_format: StatesFormat, tmp_path: Path
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_writes_states_in_the_format_that_the_server_was_started_with(
+    states_format: StatesFormat, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without an engine: the connector with the configuration of `server_args`."""
+    """Without an engine: vLLM's calls of a worker's connector, with the configuration of `server_args`."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as vllm_connector
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
     from redraft.distill.signal.features_connector import Connector
 
     arguments = server_args((0, 2), num_layers=2, storage=str(tmp_path), states_format=states_format)
-    extra = json.loads(arguments[3])["kv_connector_extra_config"]
     hf_config = SimpleNamespace(eagle_aux_hidden_state_layer_ids=[0, 2])
-    draft = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=hf_config))
-    connector = Connector.__new__(Connector)
-    connector._kv_transfer_config = SimpleNamespace(get_from_extra_config=extra.get)
-    connector._vllm_config = SimpleNamespace(speculative_config=draft)
-    copied = SimpleNamespace(synchronize=lambda: None)
-    connector._write_tensors({"hidden_states": torch.randn(3, 2, 64).bfloat16()}, copied, "./cmpl-1.safetensors", None)
-    description = json.loads((tmp_path / "cmpl-1.json").read_text())
-    assert description["dtype"] == ("bfloat16" if states_format == "exact" else "float8")
-    assert (tmp_path / "cmpl-1.bin").stat().st_size == 3 * 2 * (128 if states_format == "exact" else 68)
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("is_first", [True, False])
-def test_one_of_the_ranks_of_a_server_writes_the_states(is_first: bool) -> None:
-    """Without an engine: the connector as vLLM leaves it on a CPU."""
-    from redraft.distill.signal.features_connector import Connector
-
-    submitted: list[tuple[Any, ...]] = []
-
-    def submit(*task: Any) -> Future[None]:
-        submitted.append(task)
-        return Future()
-
-    connector = Connector.__new__(Connector)
-    connector._is_tp_rank_zero, connector._written = is_first, deque()
-    connector._kv_transfer_config = SimpleNamespace(get_from_extra_config=lambda *_: "/storage")
-    connector._executor = SimpleNamespace(submit=submit)
-    connector._kv_cache, connector._block_size = torch.zeros(2, 3, 4, 8), 4
-    connector._req_copy_events, connector._req_futures = {}, {}
-    connector._submit_async_write(
-        SimpleNamespace(req_id="1", filename="./cmpl-1.safetensors", block_ids=[1], token_ids=torch.arange(3))
+    config: Any = SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(**json.loads(arguments[3])),
+        speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=hf_config)),
+        cache_config=SimpleNamespace(block_size=4),
     )
-    assert [task[1]["hidden_states"].shape[0] for task in submitted] == ([3] if is_first else [])
+    monkeypatch.setattr(vllm_connector, "get_tensor_model_parallel_rank", lambda: rank)
+    monkeypatch.setattr(vllm_connector, "get_layers_from_vllm_config", lambda *_: {"states": None})
+    connector = Connector(config, KVConnectorRole.WORKER, None)
+    blocks = torch.randn(3, 2, 4, 64).bfloat16()  # blocks, layers, slots, hidden
+    connector.register_kv_caches({"states": blocks})
+    step = vllm_connector.ExampleHiddenStatesConnectorMetadata()
+    step.pending_saves = [vllm_connector.PendingSave("1", "./cmpl-1.safetensors", torch.arange(3), [1])]
+    connector.bind_connector_metadata(step)
+    assert connector.get_finished({"1"})[0] == (None if rank else {"1"})
+    if rank:
+        assert not list(tmp_path.iterdir())
+        return
+    described = tmp_path / "cmpl-1.json"
+    wait_until(lambda: described.exists() and described.stat().st_size)  # a thread writes it, last of all
+    description = json.loads(described.read_text())
+    assert description["dtype"] == ("bfloat16" if states_format == "exact" else "float8")
+    written = (tmp_path / "cmpl-1.bin").read_bytes()
+    assert len(written) == 3 * 2 * (128 if states_format == "exact" else 68)
+    if states_format == "exact":
+        states_TLD = torch.frombuffer(bytearray(written), dtype=torch.bfloat16).view(3, 2, 64)
+        assert torch.equal(states_TLD, blocks[1].transpose(0, 1)[:3])

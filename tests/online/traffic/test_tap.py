@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from types import MappingProxyType
 
 import httpx
 import numpy as np
@@ -10,11 +11,12 @@ import pytest
 import torch
 import uvicorn
 from transformers import LlamaForCausalLM
-from waiting import wait_until
+from waiting import in_event_loop, until, wait_until
 
 from redraft.online.records.origin import Origin
 from redraft.online.records.record import Record, Sampling, read_frames
 from redraft.online.records.spool import spool_files
+from redraft.online.traffic import tap as tap_module
 from redraft.online.traffic.pools import Pools
 from redraft.online.traffic.proxy import Proxy
 from redraft.online.traffic.tap import Tap, TapConfig
@@ -226,6 +228,36 @@ def make_answer(**changes):
     return Answer(request_id="cmpl-trace", prompt_ids=[1, 2], output_ids=[9], top=[{9: -0.5, 3: -1.5}], **changes)
 
 
+def make_message(**changes):
+    """A server's answer of one token, as JSON."""
+    top = {"token_id:9": -0.5, "token_id:3": -1.5}
+    choice = {"index": 0, "text": "x", "token_ids": [9], "logprobs": {"top_logprobs": [top]}}
+    return json.dumps({"id": "cmpl-trace", "prompt_token_ids": [1, 2], "choices": [choice]} | changes).encode()
+
+
+class Arrived:
+    """A server's answer, as far as the tap reads it."""
+
+    def __init__(self, message):
+        self.message = message
+
+    async def read(self):
+        return self.message
+
+
+async def relay(tap, message, given=MappingProxyType({})):
+    """What the client gets."""
+    return await tap.relay_answer(Arrived(message), dict(given), Origin())
+
+
+@in_event_loop
+async def relay_all(tap, *requests):
+    """Answer these requests and ship the records."""
+    async with tap.shipping():
+        for given in requests:
+            await relay(tap, make_message(), given)
+
+
 def spooled(folder):
     return [record for path in spool_files(folder) for _, record in read_frames(path.read_bytes())]
 
@@ -248,9 +280,8 @@ def test_sampling_is_stored_as_vllm_takes_it(given, stored):
 def test_a_request_that_sets_no_sampling_is_recorded_with_the_servers_defaults(tmp_path):
     defaults = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
     tap = Tap(TapConfig(spool=tmp_path, top_k=2), "target", defaults)
-    for given in ({}, {"top_p": 1, "top_k": None}):
-        tap._keep(make_answer(), given, Origin())
-    assert [record.sampling for record in tap._waiting] == [
+    relay_all(tap, {}, {"top_p": 1, "top_k": None})
+    assert [record.sampling for record in spooled(tmp_path)] == [
         Sampling(temperature=0.7, top_p=0.8, top_k=20),
         Sampling(temperature=0.7, top_p=1.0, top_k=20),
     ]
@@ -268,7 +299,7 @@ def test_sampling_that_vllm_refuses_is_not_recorded(tmp_path, given):
     with pytest.raises(AnswerError):
         read_sampling(given)
     tap = make_tap(tmp_path)
-    tap._keep(make_answer(), given, Origin())
+    relay_all(tap, given)
     assert tap.status()["errors_sampling"] == 1
     assert spooled(tmp_path) == []
 
@@ -286,23 +317,24 @@ def test_what_vllm_refuses_is_what_we_refuse():
     assert (greedy.top_p, greedy.top_k, greedy.min_p) == (1.0, 0, 0.0)
 
 
-def test_shipping_survives_a_record_that_cannot_be_encoded_and_an_outlet_that_fails(tmp_path, monkeypatch):
-    tap = make_tap(tmp_path)
-    broken = make_answer()
-    broken.request_id = "\ud800"
-    for answer in (broken, make_answer()):
-        tap._keep(answer, {}, Origin())
-    tap._ship(tap._take_waiting())
-    assert len(spooled(tmp_path)) == 1
-    assert tap.status()["errors_UnicodeEncodeError"] == 1
-    tap._keep(make_answer(), {}, Origin())
-    with monkeypatch.context() as failing:
-        failing.setattr(tap._outlet, "write", lambda frames: 1 / 0)
-        tap._ship(tap._take_waiting())
-    assert tap.status()["dropped_records_spool"] == 1
-    tap._keep(make_answer(), {}, Origin())
-    tap._ship(tap._take_waiting())
-    assert tap.status()["shipped_records"] == len(spooled(tmp_path)) == 2
+@in_event_loop
+async def test_shipping_survives_a_record_that_cannot_be_encoded_and_a_spool_that_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(tap_module, "SHIP_INTERVAL_S", 0.01)
+    spool = tmp_path / "spool"
+    tap = make_tap(spool)
+    async with tap.shipping():
+        for message in (make_message(id="\ud800"), make_message()):
+            await relay(tap, message)
+        await until(lambda: tap.counts["shipped_records"] == 1)
+        assert tap.status()["errors_UnicodeEncodeError"] == 1
+        spool.rename(tmp_path / "away")
+        spool.write_text("in the way")
+        await relay(tap, make_message())
+        await until(lambda: tap.counts["dropped_records_spool"] == 1)
+        spool.unlink()
+        (tmp_path / "away").rename(spool)
+        await relay(tap, make_message())
+    assert tap.status()["shipped_records"] == len(spooled(spool)) == 2
 
 
 def test_answers_of_one_trace_are_records_of_their_own():
@@ -313,16 +345,15 @@ def test_answers_of_one_trace_are_records_of_their_own():
     assert len(long_id.request_id) < 200
 
 
-def test_words_of_a_user_are_neither_logged_nor_left_in_the_answer(tmp_path, caplog):
-    tap, answer = make_tap(tmp_path), Answer()
+@in_event_loop
+async def test_words_of_a_user_are_neither_logged_nor_left_in_the_answer(tmp_path, caplog):
+    tap = make_tap(tmp_path)
     top = {" hunter2": -0.1, " swordfish": -2.5}
     choice = {"index": 0, "text": " hunter2", "token_ids": [7], "logprobs": {"top_logprobs": [top]}}
-    message = json.dumps({"id": "cmpl-1", "prompt_token_ids": [1], "choices": [choice]}).encode()
-    got = json.loads(tap._clean(message, answer))
+    got = json.loads(await relay(tap, make_message(id="cmpl-1", choices=[choice])))
     assert got["choices"] == [{"index": 0, "text": " hunter2", "token_ids": None, "logprobs": None}]
     assert got["prompt_token_ids"] is None
-    tap._keep(answer, {}, Origin())
-    tap._keep(Answer(failure=ValueError("invalid literal: hunter2")), {}, Origin())
+    await relay(tap, make_message(prompt_token_ids=["hunter2"]))
     counts = tap.status()
     assert (counts["errors_unnamed_tokens"], counts["errors_ValueError"]) == (1, 1)
     assert "return_tokens_as_token_ids" in caplog.text
@@ -330,6 +361,7 @@ def test_words_of_a_user_are_neither_logged_nor_left_in_the_answer(tmp_path, cap
 
 
 @pytest.mark.parametrize("odd", ["5", "[1]", '"text"', "null", '{"choices": 5}', '{"choices": [5, null]}', "{"])
-def test_an_answer_of_any_form_reaches_the_client(tmp_path, odd):
-    got = make_tap(tmp_path)._clean(odd.encode(), Answer())
+@in_event_loop
+async def test_an_answer_of_any_form_reaches_the_client(tmp_path, odd):
+    got = await relay(make_tap(tmp_path), odd.encode())
     assert got == odd.encode() or json.loads(got) == json.loads(odd)
