@@ -68,12 +68,18 @@ def _require_one_rope(config: Any, name: str | Path) -> None:
 
 
 def require_rows(config: Any, tokenizer: Any, name: str | Path) -> None:
-    """Raise ValueError if a tokenizer has ids without a row in the target's embeddings."""
-    num_ids = 1 + max(tokenizer.get_vocab().values())
-    if num_ids > config.vocab_size:
+    """Raise ValueError if a tokenizer has ids without a row in the target's embeddings.
+
+    A special token missing from the chat template, such as one for padding, needs no row: no text has it.
+    """
+    late = sorted(token for token, token_id in tokenizer.get_vocab().items() if token_id >= config.vocab_size)
+    special, template = set(tokenizer.all_special_tokens), str(tokenizer.chat_template)
+    if written := [token for token in late if token not in special or token in template]:
+        num_ids = 1 + max(tokenizer.get_vocab().values())
         raise ValueError(
-            f"the tokenizer has {num_ids:,} ids, and {name} {config.vocab_size:,} embeddings: take the tokens added "
-            "later out of the tokenizer, or give the target rows for them (resize_token_embeddings)"
+            f"the tokenizer has {num_ids:,} ids, {written[0]!r} among them, and {name} {config.vocab_size:,} "
+            "embeddings: take the tokens added later out of the tokenizer, or give the target rows for them "
+            "(resize_token_embeddings)"
         )
 
 

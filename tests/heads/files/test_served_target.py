@@ -75,6 +75,16 @@ def test_ids_beyond_the_embeddings_are_refused(target: Path) -> None:
     check(target)
 
 
+def test_a_padding_token_needs_no_row(target: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.add_special_tokens({"pad_token": "<|filler|>"})
+    tokenizer.save_pretrained(target)
+    check(target)
+    tokenizer.chat_template = "<|filler|>" + tokenizer.chat_template
+    tokenizer.save_pretrained(target)
+    assert "'<|filler|>'" in complaint(target)
+
+
 def test_a_head_left_beside_tied_embeddings_is_refused(target: Path) -> None:
     weights = load_file(target / WEIGHTS)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] * 2
