@@ -157,7 +157,7 @@ def set_stage(folder: Path, target: Path, day: datetime.date, opened: ExitStack)
 
     `day` is the date in the clients' prompts, if the chat template writes today's.
     """
-    draft, prompts = _make_draft(target, folder, day)
+    draft, prompts = make_draft_and_prompts(target, folder, day)
     names = ("broker", "learner", "spool-learner")
     disks = {
         name: opened.enter_context(mounted(folder / f"{name}.img", folder / f"{name}-disk", DISK_BYTES))
@@ -183,7 +183,7 @@ def set_stage(folder: Path, target: Path, day: datetime.date, opened: ExitStack)
 
 
 @torch.no_grad()
-def _make_draft(target: Path, folder: Path, day: datetime.date) -> tuple[Path, list[Prompt]]:
+def make_draft_and_prompts(target: Path, folder: Path, day: datetime.date) -> tuple[Path, list[Prompt]]:
     """The folder of a draft that leaves something to learn, and the prompts of the clients."""
     model, tokenizer = load_causal_lm(target, torch.float32).eval(), load_tokenizer(target)
     draft: StandaloneDraft = make_draft(Init(layers=tuple(range(model.config.num_hidden_layers))), model, tokenizer)

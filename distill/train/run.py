@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from redraft.distill.data.day import choose_day
 from redraft.heads.files.artifact import publish, verify, write_whole
 
 KEPT_CHECKPOINTS = 2
@@ -64,7 +65,7 @@ class Run:
     def __init__(self, folder: Path, accelerator: Accelerator) -> None:
         self.folder, self.accelerator = folder, accelerator
         self.config: dict[str, Any] = {}
-        self.date = datetime.date.today()
+        self.date = choose_day()
         """Date of the run's first start, also after a resume: chat templates that write today's date write this one."""
         self.metrics: list[dict[str, Any]] = []
 

@@ -90,14 +90,15 @@ def run(cfg: LearnerConfig) -> None:
 async def _until_signalled(
     cfg: LearnerConfig, target: str, registry: Registry, buffer: Buffer, candidate: Candidate
 ) -> None:
-    learning = asyncio.ensure_future(_learn(cfg, target, registry, buffer, candidate))
+    learning = asyncio.ensure_future(learn(cfg, target, registry, buffer, candidate))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, learning.cancel)
     with suppress(asyncio.CancelledError):
         await learning
 
 
-async def _learn(cfg: LearnerConfig, target: str, registry: Registry, buffer: Buffer, candidate: Candidate) -> None:
+async def learn(cfg: LearnerConfig, target: str, registry: Registry, buffer: Buffer, candidate: Candidate) -> None:
+    """Run a learner until it is cancelled."""
     telemetry = Telemetry()
     observers = [to_stderr, telemetry.observe, *([to_wandb(cfg.wandb, cfg.folder)] if cfg.wandb else [])]
     journal = Journal(cfg.folder / "journal", observers=observers)

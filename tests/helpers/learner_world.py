@@ -27,7 +27,7 @@ from redraft.eval.prompts import Prompt
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.online.daemon.config import LearnerConfig
-from redraft.online.daemon.learner import _learn
+from redraft.online.daemon.learner import learn
 from redraft.online.daemon.opening import opened
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
@@ -192,7 +192,7 @@ class World:
         cfg = self.config(**changes)
         with opened(cfg) as (target, registry, buffer):
             candidate = Candidate(cfg.training, cfg.draft.family, cfg.target)
-            task = asyncio.ensure_future(_learn(cfg, target, registry, buffer, candidate))
+            task = asyncio.ensure_future(learn(cfg, target, registry, buffer, candidate))
             try:
                 yield task
             finally:

@@ -19,14 +19,13 @@ from make_serving import make_serving_report
 from transformers import LlamaForCausalLM
 from transformers.utils import chat_template_utils
 
-from benchmarks.soak.stage import _make_draft
+from benchmarks.soak.stage import make_draft_and_prompts
 from redraft.distill.data import day as template_day
 from redraft.distill.data.rendering import Renderer
 from redraft.distill.doctor.in_engine import ask_fallback
 from redraft.distill.inputs import Data, Signal, load_data, target_signal
 from redraft.distill.prove import Prove, publish_draft
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.train import run as run_module
 from redraft.distill.train.loop import LoadedData, Loop
 from redraft.distill.train.run import Run
 from redraft.eval.forecast.greedy import Forecast, forecast, greedy_continuations
@@ -38,14 +37,14 @@ from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.target import Target
 from redraft.online.learning.anchors import read_anchors
 from redraft.recipes.cli import dispatch
-from redraft.recipes.decide import advise, evaluate
+from redraft.recipes.decide import advise
 from redraft.recipes.demo import fleet, online
 
 FIRST, SECOND = datetime.date(2024, 2, 29), datetime.date(2024, 3, 1)
 
 
 def set_day(monkeypatch: pytest.MonkeyPatch, day: datetime.date) -> None:
-    """Let every reader of the date see `day`, the global of transformers' templates too."""
+    """Let redraft's one reader of the date see `day`, and the global of transformers' templates."""
 
     class Date(datetime.date):
         @classmethod
@@ -58,8 +57,7 @@ def set_day(monkeypatch: pytest.MonkeyPatch, day: datetime.date) -> None:
             return cls(day.year, day.month, day.day, tzinfo=tz)
 
     clock = types.SimpleNamespace(**{**vars(datetime), "date": Date, "datetime": Now})
-    for module in (run_module, template_day, evaluate):
-        monkeypatch.setattr(module, "datetime", clock)
+    monkeypatch.setattr(template_day, "datetime", clock)
     monkeypatch.setattr(chat_template_utils, "datetime", Now)
 
 
@@ -222,7 +220,7 @@ def test_the_prompts_of_a_soak_and_the_data_of_a_demo_are_of_one_day(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_day(monkeypatch, SECOND)
-    _, prompts = _make_draft(target, tmp_path, FIRST)
+    _, prompts = make_draft_and_prompts(target, tmp_path, FIRST)
     tokenizer = load_tokenizer(str(target))
     assert all("Today is 29 Feb 2024." in tokenizer.decode(prompt.token_ids) for prompt in prompts[:8])
 
