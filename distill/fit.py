@@ -11,9 +11,8 @@ Activations come on top. If the rest takes most of the memory, the run says so, 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +21,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from redraft.distill.inputs import Signal, choose_dtype
-from redraft.distill.signal.sharded import TargetSizes, device_bytes, processes_here, size_weights
-from redraft.distill.train.muon import split
+from redraft.distill.plan.held import DraftSize, Sharing
+from redraft.distill.signal.sharded import device_bytes, processes_here, size_weights
 from redraft.eval.engine.target_dtype import TargetDtype
-from redraft.heads.catalog import find_family
-from redraft.heads.families.standalone import Init, from_config
-from redraft.heads.files.checkpoint import load_text_config, register_models
-from redraft.heads.target import Target
-
-WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 4, 4, 8
-"""By weight of the draft: trained in float32 with AdamW, which keeps two means."""
-
-MOMENTUM_BYTES = 4
-"""Muon's state, by weight in a matrix."""
+from redraft.heads.files.checkpoint import load_config
 
 TIGHT = 0.7
 """Share of the memory from which on a run says that activations come on top."""
@@ -85,13 +74,14 @@ def require_room(
     (`choose_dtype`), and `optimizer` the name of the draft's.
 
     Raises:
-        ValueError: the target or the draft does not fit. The message has the bytes and the ways out.
+        ValueError: the target or the draft does not fit, with the bytes and the ways out; or a
+            config cannot be read.
     """
-    try:
-        config, sizes = _size_target(target, choose_dtype(target, dtype, accelerator.device))
-        draft = count_draft(config)
-    except Exception:  # transformers raises a dozen types for a config; the loading that follows reports each in a line
+    config = load_config(target)
+    if _is_quantised(config):  # the loading that follows says what to do with it
         return
+    sizes = size_weights(config, choose_dtype(target, dtype, accelerator.device) or _stored(config))
+    draft = count_draft(config.get_text_config())
     room = read_room(accelerator)
     is_shared = signal.shard and accelerator.num_processes > 1
     target_bytes = sizes.whole
@@ -100,7 +90,7 @@ def require_room(
     elif is_shared:
         ranks = sizes.choose_ranks(accelerator.num_processes, room.processes, room.device_bytes)
         target_bytes = sizes.share(ranks)
-    draft_bytes = round(draft.weights * bytes_by_weight(accelerator, draft.state_bytes(optimizer) / draft.weights))
+    draft_bytes = round(sum(sharing_of(accelerator).share_out(draft.hold(optimizer)).values()))
     need = Need(target=target_bytes, draft=draft_bytes, host=sizes.whole if is_shared else None)
     try:
         check(target, need, room, has_servers=bool(signal.url))
@@ -128,10 +118,10 @@ def require_target_room(name: str, device: torch.device, dtype: torch.dtype | No
     Raises:
         ValueError: device or host memory is too small. The message has the bytes and `way_out`.
     """
-    try:
-        _, sizes = _size_target(name, dtype)
-    except Exception:  # as in `require_room`
+    config = load_config(name)
+    if _is_quantised(config):
         return
+    sizes = size_weights(config, dtype or _stored(config))
     for place, num_bytes in ((str(device), device_bytes(device)), ("this machine's memory", _host_bytes())):
         if num_bytes is not None and sizes.whole > num_bytes:
             raise ValueError(
@@ -185,84 +175,29 @@ def _gb(num_bytes: float) -> str:
 # -------------------------------------------------------------------------------------------------------------- sizes
 
 
-def _size_target(name: str, dtype: torch.dtype | None) -> tuple[Any, TargetSizes]:
-    """(text config, bytes).
-
-    Raises:
-        ValueError: the weights are stored in fewer bits than the config's type.
-    """
-    register_models()
-    config = AutoConfig.from_pretrained(name)
-    if getattr(config, "quantization_config", None):
-        raise ValueError(f"{name} is quantised")
-    return config.get_text_config(), size_weights(config, dtype or config.dtype or torch.float32)
+def _is_quantised(config: Any) -> bool:
+    """Whether weights are stored in fewer bits than the config's type."""
+    return bool(getattr(config, "quantization_config", None))
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftSize:
-    """Weights of a draft."""
-
-    weights: int
-    matrices: int
-    """Those in matrices that Muon moves (`distill.train.muon.split`)."""
-
-    @staticmethod
-    def of(module: torch.nn.Module) -> DraftSize:
-        matrices, rest = split(module)
-        in_matrices = sum(weight.numel() for weight in matrices)
-        return DraftSize(weights=in_matrices + sum(weight.numel() for weight in rest), matrices=in_matrices)
-
-    def state_bytes(self, optimizer: str) -> int:
-        """Bytes that the optimizer keeps for them, apart from a count of steps for each tensor of AdamW's."""
-        matrices = self.matrices if optimizer == "muon" else 0
-        return MOMENTUM_BYTES * matrices + STATE_BYTES * (self.weights - matrices)
+def _stored(config: Any) -> torch.dtype:
+    return config.dtype or torch.float32
 
 
-def count_head(family: str, options: Any, draft_vocab_size: int, target_config: Any) -> DraftSize:
-    """The size of an untrained head of a family."""
-    with torch.device("meta"):
-        weight_VD = torch.empty(target_config.vocab_size, target_config.hidden_size)
-        target = Target(config=target_config, embed_VD=weight_VD, head_VD=weight_VD)
-        # On the CPU, with values: a head checks the ids when it is made (`check_ids`).
-        kept = (torch.arange(draft_vocab_size, device="cpu"),) if draft_vocab_size else ()
-        return DraftSize.of(find_family(family).draft_class()(options, target, *kept))
-
-
-def count_standalone(init: Init, target_config: Any) -> DraftSize:
-    """The size of a standalone draft."""
-    with torch.device("meta"):
-        return DraftSize.of(AutoModelForCausalLM.from_config(standalone_config(init, target_config)))
-
-
-def standalone_config(init: Init, target_config: Any) -> Any:
-    """The text config of a standalone draft."""
-    if init.num_layers:
-        with torch.device("meta"):
-            return from_config(target_config, num_layers=init.num_layers, hidden_size=init.hidden_size).model.config
-    if not init.layers:
-        assert init.checkpoint is not None
-        return load_text_config(init.checkpoint)
-    config = copy.deepcopy(target_config)
-    config.num_hidden_layers = len(init.layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[layer] for layer in init.layers]
-    return config
-
-
-def bytes_by_weight(accelerator: Accelerator, state_bytes: float = STATE_BYTES) -> float:
-    """Bytes on a device for each weight of the draft, as the launch shares them out. `state_bytes` is the mean of the
-    optimizer's."""
+def sharing_of(accelerator: Accelerator) -> Sharing:
+    """How the launch shares a draft out."""
     ranks: int = accelerator.num_processes
     if accelerator.distributed_type == DistributedType.FSDP:
-        offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
-        # Offloaded, weights and states stay in host memory: the device holds a layer at a time.
-        return 0 if offloads else (WEIGHT_BYTES + GRADIENT_BYTES + state_bytes) / ranks
+        if isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+            # Weights and states stay in host memory: the device holds a layer at a time.
+            return Sharing(weights=0, gradients=0, state=0)
+        return Sharing.of("fsdp2", ranks)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         plugin = accelerator.deepspeed_plugin
-        weights: float = WEIGHT_BYTES / ranks if plugin.zero_stage == 3 else WEIGHT_BYTES
+        sharing = Sharing.of("fsdp2" if plugin.zero_stage == 3 else "zero2", ranks)
         offloads = plugin.offload_optimizer_device not in (None, "none")
-        return weights + GRADIENT_BYTES / ranks + (0 if offloads else state_bytes / ranks)
-    return WEIGHT_BYTES + GRADIENT_BYTES + state_bytes
+        return replace(sharing, state=0) if offloads else sharing
+    return Sharing()
 
 
 def read_room(accelerator: Accelerator) -> Room:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from redraft.distill.count_command import count_command
 from redraft.distill.data.vocabulary import require_smaller
-from redraft.distill.fit import count_head, require_room
+from redraft.distill.fit import require_room
 from redraft.distill.inputs import (
     Data,
     Signal,
@@ -34,6 +34,7 @@ from redraft.distill.inputs import (
     target_signal,
 )
 from redraft.distill.loss.divergences import Divergence
+from redraft.distill.plan.held import count_head
 from redraft.distill.prove import (
     EngineProof,
     Forecaster,

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from redraft.distill.count_command import count_command
-from redraft.distill.fit import count_standalone, require_room
+from redraft.distill.fit import require_room
 from redraft.distill.inputs import (
     Data,
     Signal,
@@ -33,6 +33,7 @@ from redraft.distill.inputs import (
     target_signal,
 )
 from redraft.distill.loss.divergences import Divergence
+from redraft.distill.plan.held import count_standalone
 from redraft.distill.prove import Forecaster, Prove, leave_gpu, prove_in_engine, publish_draft, report
 from redraft.distill.signal.sharded import leading
 from redraft.distill.train.loop import Loop, TrainingCost, make_accelerator, train

@@ -54,11 +54,10 @@ from redraft.eval.engine.target_dtype import computes_bfloat16
 from redraft.eval.machine import environment
 from redraft.heads.files.artifact import write_whole
 from redraft.recipes.cli import run_recipe
-from redraft.recipes.plan.count import Config as Counting
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Counting):
+class Config(gpu.Config):
     output: Path | None = None
     """File that receives the results; by default outputs/bench/report.json, and with --gpu outputs/bench/gpu.json."""
     rounds: int = 5

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
+from redraft.distill.plan.roofs import DEVICES, Device
+from redraft.distill.plan.step import Plan, count_model_flops, count_step, time_step
 from redraft.eval.machine import environment
 from redraft.heads.files.artifact import write_whole
 from redraft.recipes.plan.count import Config as Counting
 from redraft.recipes.plan.count import FamilyName, make_plan, on_device
-from redraft.recipes.plan.roofs import DEVICES, Device
-from redraft.recipes.plan.step import Plan, count_model_flops, count_step, time_step
 
 FAMILIES: tuple[FamilyName, ...] = ("standalone", "eagle3", "medusa", "mtp", "dflash")
 
@@ -31,6 +31,14 @@ TO_FIT: dict[FamilyName, dict[str, Any]] = {
     "dflash": {"gradient_checkpointing": True},
 }
 """Flags with which the default step fits 80 GB. Those that the user gives go before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Counting):
+    """A step to count and run."""
+
+    compile: bool = False
+    """With --gpu, run the step with compiled layers (--loop.compile). The count is of separate operations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +69,7 @@ class LeftOut:
     reason: str
 
 
-def main(cfg: Counting, *, rounds: int, output: Path) -> None:
+def main(cfg: Config, *, rounds: int, output: Path) -> None:
     """Measure every family, print and write.
 
     Raises:
@@ -75,7 +83,7 @@ def main(cfg: Counting, *, rounds: int, output: Path) -> None:
 
 
 def measure_all(
-    cfg: Counting, families: Sequence[FamilyName], device: torch.device, name: str, *, rounds: int, output: Path
+    cfg: Config, families: Sequence[FamilyName], device: torch.device, name: str, *, rounds: int, output: Path
 ) -> None:
     """Measure the families on the device that its driver calls `name`; print and write each as it is done.
 
@@ -108,7 +116,7 @@ def find_device(name: str) -> Device | None:
 
 
 def measure(
-    cfg: Counting, families: Sequence[FamilyName], device: torch.device, sheet: Device | None, rounds: int
+    cfg: Config, families: Sequence[FamilyName], device: torch.device, sheet: Device | None, rounds: int
 ) -> Iterator[GpuResult | LeftOut]:
     """The result of each family, or the reason why it did not run: the others go on."""
     for family in families:
@@ -122,7 +130,7 @@ def measure(
         gc.collect()
 
 
-def choose_sizes(cfg: Counting, family: FamilyName) -> Counting:
+def choose_sizes(cfg: Config, family: FamilyName) -> Config:
     """The flags of a family's step. Its defaults are for more memory than one GPU has."""
     missing = {name: value for name, value in TO_FIT.get(family, {}).items() if not getattr(cfg, name)}
     return replace(cfg, family=family, **missing)
@@ -137,11 +145,11 @@ def explain(error: Exception) -> str:
     return first if isinstance(error, ValueError) else f"{type(error).__name__}: {first}"
 
 
-def measure_plan(cfg: Counting, plan: Plan, device: torch.device, sheet: Device | None, rounds: int) -> GpuResult:
+def measure_plan(cfg: Config, plan: Plan, device: torch.device, sheet: Device | None, rounds: int) -> GpuResult:
     """Count, estimate and run one step."""
     counted = count_step(plan)
     flops = count_model_flops(plan, counted)
-    timed = time_step(plan, device, rounds=rounds)
+    timed = time_step(plan, device, rounds=rounds, compiles=cfg.compile)
     estimate = on_device(cfg, plan, counted, None, flops, sheet) if sheet else None
     return GpuResult(
         family=plan.family,

@@ -62,7 +62,8 @@ class TargetSizes:
 
 
 def size_weights(config: Any, dtype: torch.dtype) -> TargetSizes:
-    """The bytes of a model with this config."""
+    """The bytes of a model with this config. Raises ValueError if it has no causal LM."""
+    register_models()
     with torch.device("meta"):
         return _size_model(AutoModelForCausalLM.from_config(config, dtype=dtype))
 

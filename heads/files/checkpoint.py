@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 from transformers.utils import cached_file
 
@@ -17,6 +18,7 @@ from redraft.heads.files.folder import (
     model_folder,
     read_json,
     refuse_gguf,
+    require_config,
 )
 
 PROCESSOR_TEMPLATE = "chat_template.json"
@@ -75,30 +77,34 @@ def load_causal_lm(name_or_path: str | Path, dtype: torch.dtype | None = None, *
     return model
 
 
-def load_text_config(name_or_path: str | Path) -> Any:
-    """The `transformers` config of a text model, by folder or hub name.
-
-    Raises:
-        ValueError: the name is a GGUF file.
-    """
-    return load_config(name_or_path).get_text_config()
+CONFIG_ERRORS = (
+    OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError,
+)  # fmt: skip
+"""Raised by transformers for a config.json that it cannot read: text that is not JSON, an unknown model
+type or dtype, a missing key, zero heads, a value of the wrong type; OSError if there is no file."""
 
 
 def load_config(name_or_path: str | Path) -> Any:
     """The `transformers` config of a model, by folder or hub name.
 
     Raises:
-        ValueError: config.json cannot be read, or the name is a GGUF file.
+        FileNotFoundError: the folder or its config is missing.
+        ValueError: the name is a GGUF file, or the config cannot be read.
     """
-    refuse_gguf(name_or_path)
+    require_config(name_or_path)
     try:
         return AutoConfig.from_pretrained(str(name_or_path), trust_remote_code=False)
-    except (ValueError, AttributeError, TypeError, KeyError) as error:
+    except CONFIG_ERRORS as error:
         field = ""
         # transformers looks for `torch.bfloat16` as a name in torch.
         if "torch.torch" in str(error) or "no attribute 'torch." in str(error):
             field = ': write "dtype": "bfloat16" in place of "torch.bfloat16"'
         raise ValueError(f"cannot read the config.json of {name_or_path}: {_reason(error)}{field}") from error
+
+
+def load_text_config(name_or_path: str | Path) -> Any:
+    """The config of the text model in a model. Raises: as `load_config`."""
+    return load_config(name_or_path).get_text_config()
 
 
 def refuse_quantised(config: Any, name: str, cure: str) -> None:

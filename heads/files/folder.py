@@ -192,6 +192,22 @@ def check_model_folder(name_or_path: str | Path) -> None:
         FileNotFoundError: the folder is missing, or is not a model folder.
         ValueError: a file is corrupt or missing, or the name is a GGUF file; the message names it.
     """
+    require_config(name_or_path)
+    if is_hub_name(name_or_path):
+        return
+    folder = Path(name_or_path)
+    if (folder / MANIFEST).is_file():
+        verify(folder)
+    _check_weights(folder)
+
+
+def require_config(name_or_path: str | Path) -> None:
+    """Check that a local model folder has a config. A hub name is left to the hub's checks.
+
+    Raises:
+        FileNotFoundError: the folder is missing, or is not a model folder.
+        ValueError: the name is a GGUF file.
+    """
     refuse_gguf(name_or_path)
     if is_hub_name(name_or_path):
         return
@@ -206,9 +222,6 @@ def check_model_folder(name_or_path: str | Path) -> None:
         )
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} holds no {CONFIG}: it is not a model folder")
-    if (folder / MANIFEST).is_file():
-        verify(folder)
-    _check_weights(folder)
 
 
 def _check_weights(folder: Path) -> None:

@@ -17,7 +17,7 @@ import importlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -25,14 +25,8 @@ from typing import Any, Literal
 import torch
 
 from redraft.distill.count_command import NUM_STEPS
-from redraft.distill.fit import standalone_config
-from redraft.distill.signal.sharded import size_weights
-from redraft.eval.engine.target_dtype import TargetDtype
-from redraft.heads.catalog import find_family
-from redraft.heads.families.standalone import Init
-from redraft.recipes.cli import COMMANDS, run_recipe
-from redraft.recipes.plan.counted import ACTIVATIONS, Operation
-from redraft.recipes.plan.roofs import (
+from redraft.distill.plan.held import SIGNAL, TARGET_WEIGHTS, ShardingKind, Sharing, standalone_config
+from redraft.distill.plan.roofs import (
     DEVICES,
     HOST_BYTES_PER_S,
     KINDS,
@@ -44,14 +38,9 @@ from redraft.recipes.plan.roofs import (
     all_reduce_s,
     parts_of,
 )
-from redraft.recipes.plan.sizes import find_sizes
-from redraft.recipes.plan.step import (
-    DRAFT_WEIGHTS,
-    GRADIENTS,
+from redraft.distill.plan.sizes import find_sizes
+from redraft.distill.plan.step import (
     LOSS,
-    SIGNAL,
-    STATE,
-    TARGET_WEIGHTS,
     Counted,
     Features,
     Plan,
@@ -59,6 +48,12 @@ from redraft.recipes.plan.step import (
     count_step,
     count_target,
 )
+from redraft.distill.plan.weightless import ACTIVATIONS, Operation
+from redraft.distill.signal.sharded import size_weights
+from redraft.eval.engine.target_dtype import TargetDtype
+from redraft.heads.catalog import find_family
+from redraft.heads.families.standalone import Init
+from redraft.recipes.cli import COMMANDS, run_recipe
 
 SERVED_SHARE = 0.8
 """Share of a server's memory for the target's weights; the rest holds keys, values and activations."""
@@ -108,12 +103,9 @@ class Config:
     gradient_checkpointing: bool = False
     """Recompute the activations: of a standalone draft, P-EAGLE, DFlash and DSpark layer by layer, of EAGLE and MTP
     draft step by draft step (--head.recompute)."""
-    compile: bool = False
-    """Count the step with compiled layers (--loop.compile): a run of operations on the same elements moves only its
-    inputs and outputs. Less is merged than a compiler merges. Memory is counted as without. With --gpu, run it so."""
     devices: int = 1
     """GPUs of the whole training."""
-    sharding: Literal["none", "zero2", "fsdp2"] = "none"
+    sharding: ShardingKind = "none"
     """Shared out over the devices: zero2 the optimizer's state and the gradients, fsdp2 the weights too."""
     shard_target: bool = False
     """Share the layers of a target in this process out too (--signal.shard). Each step then gathers all of them."""
@@ -172,7 +164,6 @@ def make_plan(cfg: Config) -> Plan:
         keeps_gradients=cfg.devices > 1,
         gradient_checkpointing=cfg.gradient_checkpointing,
         exact=cfg.exact,
-        compiled=cfg.compile,
     )
 
 
@@ -265,13 +256,6 @@ def count(cfg: Config) -> Result:
     )
 
 
-def share_out(memory: Mapping[str, int], sharding: str, num_devices: int) -> dict[str, float]:
-    """Bytes by holder on one of several devices that train. Of sharded weights, the copy gathered for a step is among
-    the activations already: it is autocast's."""
-    shared = {"none": (), "zero2": (STATE, GRADIENTS), "fsdp2": (STATE, GRADIENTS, DRAFT_WEIGHTS)}[sharding]
-    return {holder: b / num_devices if holder in shared else b for holder, b in memory.items()}
-
-
 def on_device(
     cfg: Config, plan: Plan, step: Counted, served: Counted | None, model_flops: int, device: Device
 ) -> OnDevice:
@@ -287,7 +271,8 @@ def on_device(
         memory = Counter({**memory, TARGET_WEIGHTS: memory[TARGET_WEIGHTS] - elsewhere})
     run = plan_run(cfg, plan, served, plan.tokens / step_s, device)
     # Sharded over the trainers: the devices of the target hold no draft.
-    memory_bytes = sum(share_out(memory, cfg.sharding, run.trainers if run else cfg.devices).values())
+    sharing = Sharing.of(cfg.sharding, run.trainers if run else cfg.devices)
+    memory_bytes = sum(sharing.share_out(memory).values())
     fits = memory_bytes <= device.memory_bytes
     return OnDevice(
         step_s=step_s,

@@ -19,6 +19,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from redraft.distill.plan.roofs import DEVICES, Shares, add_up
+from redraft.distill.plan.weightless import Count, Operation, size_bytes
 from redraft.online.engine import one_pass
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig
@@ -26,8 +28,6 @@ from redraft.online.engine.feed import Batch, Feed
 from redraft.online.engine.request_log import RequestInfo
 from redraft.online.engine.steps import EngineStep
 from redraft.online.records.record import Sampling
-from redraft.recipes.plan.counted import Count, Operation, size_bytes
-from redraft.recipes.plan.roofs import DEVICES, Shares, add_up
 
 STATES = {"standalone": 0, "eagle1, mtp": 1, "eagle3, peagle": 3, "dflash, dspark": 5}
 """Hidden states of each token that the hook copies, by families. Block drafters usually read five layers."""

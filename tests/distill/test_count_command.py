@@ -15,9 +15,11 @@ from accelerate.utils import DistributedType
 
 from redraft.distill import fit
 from redraft.distill.count_command import count_command
-from redraft.distill.fit import Room, standalone_config
+from redraft.distill.fit import Room
 from redraft.distill.inputs import Signal
 from redraft.distill.loss.divergences import Divergence
+from redraft.distill.plan.held import STATE, standalone_config
+from redraft.distill.plan.step import Plan
 from redraft.distill.train.loop import Loop
 from redraft.distill.train.optim import Optim
 from redraft.heads.families.standalone import Init
@@ -26,7 +28,6 @@ from redraft.recipes import distill_llama3b
 from redraft.recipes.cli.run import parse
 from redraft.recipes.plan.count import Config as Counting
 from redraft.recipes.plan.count import as_text, count, find_recipe, make_plan
-from redraft.recipes.plan.step import STATE, Plan
 from redraft.recipes.train import eagle3_llama8b
 
 HEADS = ("eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mlp_speculator")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,21 +19,13 @@ from train_on_ranks import FAMILIES, make_family_target
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from redraft.distill import fit
-from redraft.distill.fit import (
-    DraftSize,
-    Need,
-    Room,
-    bytes_by_weight,
-    check,
-    count_head,
-    count_standalone,
-    require_room,
-)
+from redraft.distill.fit import Need, Room, check, require_room, sharing_of
 from redraft.distill.inputs import Signal
+from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, STATE, DraftSize, count_head, count_standalone
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import make_optimizers
 from redraft.heads.families import eagle3
-from redraft.heads.families.standalone import Init, prune_layers
+from redraft.heads.families.standalone import Init, from_config, prune_layers
 from redraft.recipes import distill_llama3b
 from redraft.recipes.train import eagle3_llama8b
 
@@ -132,6 +126,9 @@ def test_the_way_out_is_the_one_that_helps() -> None:
 
 
 def test_sharding_divides_the_bytes_of_a_weight() -> None:
+    def bytes_by_weight(accelerator: Any) -> float:
+        return sum(sharing_of(accelerator).share_out({DRAFT_WEIGHTS: 4, GRADIENTS: 4, STATE: 8}).values())
+
     assert bytes_by_weight(accelerator_of(DistributedType.MULTI_GPU)) == 16
     for stage, offload, expected in ((2, "none", 4 + 12 / 8), (3, "none", 2), (2, "cpu", 4 + 4 / 8)):
         plugin = SimpleNamespace(zero_stage=stage, offload_optimizer_device=offload)
@@ -147,7 +144,7 @@ def test_the_weights_of_a_draft_are_counted_as_they_are_made(random_target: Path
     drafts = {Init(layers=(0, 1)): prune_layers(model, (0, 1)).model, Init(checkpoint=str(random_target)): model}
     for init, draft in drafts.items():
         assert count_standalone(init, config).weights == sum(p.numel() for p in draft.parameters())
-    made = fit.from_config(config, num_layers=1, hidden_size=64)
+    made = from_config(config, num_layers=1, hidden_size=64)
     new = Init(num_layers=1, hidden_size=64)
     assert count_standalone(new, config).weights == sum(p.numel() for p in made.parameters())
 
@@ -164,7 +161,7 @@ def test_the_state_is_counted_as_the_optimizers_keep_it(family: str, optimizer: 
         each.step()
     kept = [x for each in optimizers for state in each.state.values() for x in state.values()]
     steps = [x for x in kept if not x.ndim]
-    assert size.state_bytes(optimizer) == sum(x.numel() * x.element_size() for x in kept) - 4 * len(steps)
+    assert size.hold(optimizer)[STATE] == sum(x.numel() * x.element_size() for x in kept) - 4 * len(steps)
     assert size.weights == sum(parameter.numel() for parameter in draft.parameters())
 
 
@@ -233,9 +230,47 @@ def test_the_room_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert fit.read_room(Accelerator(cpu=True)).host_bytes > 10**9
 
 
-def test_a_draft_or_target_that_cannot_be_sized_is_left_to_loading(tmp_path: Path) -> None:
-    accelerator = accelerator_of(DistributedType.MULTI_GPU)
-    require_room(str(tmp_path / "nowhere"), Signal(), accelerator, lambda _: 10**15)
+SMALL = DraftSize(weights=1, matrices=0)
+BROKEN = {
+    "no JSON": "{",
+    "no model type": "{}",
+    "text for a number": '{"model_type": "llama", "hidden_size": "x"}',
+    "no heads": '{"model_type": "llama", "num_attention_heads": 0}',
+    "an unknown type": '{"model_type": "llama", "dtype": "float99"}',
+    "a missing key": '{"model_type": "llama", "rope_scaling": {"rope_type": "yarn"}}',
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=list(BROKEN))
+def test_a_config_that_cannot_be_read_is_refused_in_a_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))) as error:
+        require_room(
+            str(tmp_path), Signal(), accelerator_of(DistributedType.NO), lambda _: DraftSize(weights=1, matrices=0)
+        )
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_target_or_draft_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    accelerator, nowhere = accelerator_of(DistributedType.MULTI_GPU), str(tmp_path / "nowhere")
+    missing = functools.partial(count_standalone, Init(checkpoint=nowhere))
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        require_room(nowhere, Signal(), accelerator, missing)
     LLAMA_70B.save_pretrained(tmp_path)
-    missing = functools.partial(count_standalone, Init(checkpoint=str(tmp_path / "nowhere")))
-    require_room(str(tmp_path), Signal(), accelerator, missing)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        require_room(str(tmp_path), Signal(), accelerator, missing)
+
+
+def test_a_fault_of_ours_is_not_swallowed(tmp_path: Path) -> None:
+    LLAMA_70B.save_pretrained(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        require_room(str(tmp_path), Signal(), accelerator_of(DistributedType.NO), lambda _: 1 // 0)
+
+
+def test_the_check_of_a_70b_target_takes_at_most_two_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LLAMA_70B.save_pretrained(tmp_path)
+    monkeypatch.setattr(fit, "read_room", lambda _: replace(H100, device_bytes=10**12, host_bytes=10**14))
+    head = functools.partial(count_head, "eagle3", eagle3.Config(), 32000)
+    began = time.process_time()
+    require_room(str(tmp_path), Signal(), accelerator_of(DistributedType.MULTI_GPU), head)
+    assert time.process_time() - began < 2

@@ -6,9 +6,9 @@ import functools
 import gc
 import json
 import re
+import shlex
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +16,6 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from benchmarks.training import bench as training
@@ -24,12 +23,29 @@ from benchmarks.training import gpu
 from benchmarks.training import heads as bench_heads
 from benchmarks.training.measure import OURS, _in_fresh_process, _resident_peak_bytes
 from redraft.distill.loss.divergences import Divergence
-from redraft.distill.train.compiled import running_compiled
+from redraft.distill.plan import step as bench_step
+from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, STATE, TARGET_WEIGHTS, DraftSize, Sharing
+from redraft.distill.plan.roofs import DEVICES, HOST_BYTES_PER_S, LAUNCH_S, Shares, add_up, all_reduce_s
+from redraft.distill.plan.sizes import find_sizes
+from redraft.distill.plan.step import (
+    Counted,
+    Plan,
+    count_flops,
+    count_model_flops,
+    count_step,
+    count_target,
+)
+from redraft.distill.plan.weightless import (
+    ACTIVATIONS,
+    META,
+    Count,
+    Operation,
+    Weightless,
+    attention_flops,
+)
 from redraft.heads.catalog import FAMILIES, find_family
 from redraft.heads.families import dflash, dspark, eagle3, medusa
-from redraft.heads.nn import prefix
-from redraft.recipes.cli.run import run_guarded
-from redraft.recipes.plan import step as bench_step
+from redraft.recipes.cli.run import parse, run_guarded
 from redraft.recipes.plan.count import (
     Config as Counting,
 )
@@ -40,33 +56,9 @@ from redraft.recipes.plan.count import (
     make_plan,
     on_device,
     plan_run,
-    share_out,
     ways_to_fit,
 )
 from redraft.recipes.plan.count import main as print_count
-from redraft.recipes.plan.counted import (
-    ACTIVATIONS,
-    META,
-    Count,
-    Operation,
-    Weightless,
-    attention_flops,
-    merging,
-)
-from redraft.recipes.plan.roofs import DEVICES, HOST_BYTES_PER_S, LAUNCH_S, Shares, all_reduce_s
-from redraft.recipes.plan.sizes import find_sizes
-from redraft.recipes.plan.step import (
-    DRAFT_WEIGHTS,
-    GRADIENTS,
-    STATE,
-    TARGET_WEIGHTS,
-    Counted,
-    Plan,
-    count_flops,
-    count_model_flops,
-    count_step,
-    count_target,
-)
 
 ROOT = Path(__file__).parents[3]
 
@@ -293,173 +285,6 @@ def test_bytes_are_what_a_kernel_reads_and_writes() -> None:
     assert sorted(moved) == sorted([2 * gathered + 3 * 8, 512, 2 * 512, 512 + 256 + 128, 512 + 256 + 2 * 128])
 
 
-class Block(nn.Module):
-    """A layer without attention: what `merging` takes for one has a child of that name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.self_attn = nn.Identity()
-
-    def forward(self, x: torch.Tensor, between: Any = None) -> torch.Tensor:
-        hidden = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1.0)
-        if between is not None:
-            hidden = between(hidden)
-        out: torch.Tensor = hidden * 2 + x
-        return out
-
-
-@pytest.mark.parametrize("weightless", [True, False])
-def test_a_run_of_operations_in_a_layer_moves_what_goes_in_and_what_comes_out(weightless: bool) -> None:
-    def count_block(between: Any = None, *, grad: bool = False) -> dict[str, list[int]]:
-        with merging(layers=True, kernels=False), Count(weightless=weightless) as counting:
-            block, x = Block(), torch.randn(6, 100, requires_grad=grad)
-            w = torch.randn(100, 100)
-            counting.begin("layer")
-            out = block(x, between and functools.partial(between, w))
-            counting.begin("outside")
-            loss = (out + 1).sum()
-            if grad:
-                counting.begin("backward")
-                loss.backward()
-            counting.begin("")
-        return {
-            part: sorted(
-                work.num_bytes for work in counting.operations.elements() if work.part == part and work.num_bytes
-            )
-            for part in ("layer", "outside", "backward")
-        }
-
-    size = 6 * 100 * 4
-    # x is read and the result written, though the layer has seven operations
-    assert count_block() == {"layer": [2 * size], "outside": [size + 4, 2 * size], "backward": []}
-    # a product ends the run: the norm writes its input, and what follows reads its output, and x again
-    product = size + 100 * 100 * 4 + size
-    merged = count_block(lambda w, hidden: hidden @ w)
-    assert merged["layer"] == sorted([2 * size, product, 3 * size])
-    # an activation waits for the product that its gate needs: each is read once, and neither is written
-    gate = torch.randn(100, 100)
-    gated = count_block(lambda w, hidden: torch.nn.functional.silu(hidden @ w) * (hidden @ gate))
-    assert gated["layer"] == sorted([2 * size, product, product, 4 * size])
-    # eager autograd keeps some results of a run for the backward pass, and these are written
-    with_gradient = count_block(grad=True)
-    assert 2 * size < with_gradient["layer"][0] < 5 * size
-    assert len(with_gradient["layer"]) == 1
-    assert with_gradient["backward"]
-
-
-@pytest.mark.parametrize("dims", [(), None])
-def test_a_sum_of_everything_is_a_kernel_by_itself(dims: Any) -> None:
-    with merging(layers=True, kernels=False), Count(weightless=True) as counting:
-        block, x = Block(), torch.randn(6, 100)
-        counting.begin("layer")
-        out = block(x, lambda hidden: hidden * torch.sum(hidden, dim=dims))
-        counting.begin("")
-    assert out.shape == x.shape
-    size = 6 * 100 * 4
-    # the run up to the sum, the sum, and the run behind it
-    assert sorted(work.num_bytes for work in counting.operations.elements() if work.num_bytes) == sorted(
-        [2 * size, size + 4, 3 * size + 4]
-    )
-
-
-def test_merged_runs_are_the_same_with_weights_and_change_no_product_and_no_loss() -> None:
-    apart = count_step(PLAN, shown_on=torch.device("cpu"))
-    compiled = replace(PLAN, compiled=True)
-    weightless, real = count_step(compiled, shown_on=torch.device("cpu")), count_step(compiled, weightless=False)
-    assert weightless.operations == real.operations
-    assert weightless.memory == apart.memory
-    assert count_step(PLAN, shown_on=torch.device("cpu")).operations == apart.operations, "nothing of it stays"
-    moved = {}
-    for name, operations in (("apart", apart.operations), ("merged", weightless.operations)):
-        kept = [
-            work for work in operations.elements() if work.kind != "other" or work.part in ("divergence", "optimizer")
-        ]
-        moved[name] = Counter(kept)
-    assert moved["merged"] == moved["apart"]
-    for part in ("target", "draft", "backward"):
-        before, after = (
-            sum(work.num_bytes for work in operations.elements() if work.part == part)
-            for operations in (apart.operations, weightless.operations)
-        )
-        assert after < before
-
-
-def plan_of_compiler(run: Callable[[], object]) -> int:
-    """Bytes that PyTorch's compiler plans to move in its own kernels for float32."""
-    from torch._inductor import config, metrics
-    from torch._inductor.scheduler import ExternKernelSchedulerNode
-
-    torch._dynamo.reset()
-    torch._logging.set_logs(inductor_metrics=True)
-    metrics.reset()
-    with config.patch(force_disable_caches=True):
-        run()
-    torch._logging.set_logs()
-    torch._dynamo.reset()
-    return 4 * sum(n for node, n in metrics.nodes_num_elem if not isinstance(node, ExternKernelSchedulerNode))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trains", [False, True])
-def test_no_more_is_merged_than_a_compiler_merges(trains: bool) -> None:
-    """Against the plan of PyTorch's compiler for a Llama layer, in which a product moves no element by itself."""
-    from transformers import LlamaForCausalLM
-
-    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "head_dim": 64}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, num_key_value_heads=2, **sizes)).eval()
-    x_BTD, layers = torch.randn(2, 256, 512, requires_grad=trains), model.model.layers
-    cos_sin = model.model.rotary_emb(x_BTD.detach(), torch.arange(256).expand(2, -1))
-
-    def run() -> None:
-        out = layers[0](x_BTD, position_embeddings=cos_sin, attention_mask=None)
-        if trains:
-            torch.autograd.grad(out, [x_BTD, *layers.parameters()], torch.ones_like(out))
-
-    def moved() -> int:
-        with Count(weightless=False) as counting:
-            counting.begin("layer")
-            run()
-            counting.begin("")
-        return sum(work.num_bytes for work in counting.operations.elements() if work.kind == "other")
-
-    with torch.set_grad_enabled(trains):
-        apart = moved()
-        with merging(layers=True, kernels=False):
-            merged = moved()
-        with running_compiled(layers):
-            planned = plan_of_compiler(run)
-    print(f"{apart / 1e6:.1f} MB apart, {merged / 1e6:.1f} MB merged, {planned / 1e6:.1f} MB planned by the compiler")
-    assert 0.5 * merged < planned < merged < apart
-
-
-@pytest.mark.slow
-def test_no_more_of_the_own_keys_is_merged_than_a_compiler_merges() -> None:
-    q, out, grad, grad_q = (torch.randn(2, 8, 256, 64) for _ in range(4))
-    total_BHN = torch.randn(2, 8, 256)
-    keys, values = ([torch.randn(2, 2, 256, 64) for _ in range(3)] for _ in range(2))
-    calls = {
-        "add_own": (q, out, total_BHN, keys, values, 0.1, 1),
-        "add_own_gradients": (grad, q, out, total_BHN, grad_q, keys, values, 0.1, 1),
-    }
-    for name, args in calls.items():
-
-        def moved(name: str = name, args: Any = args) -> int:
-            with Count(weightless=False) as counting:
-                counting.begin("merge")
-                kept = getattr(prefix, name)(*args)
-                counting.begin("")
-                assert kept, "results are written only if they are alive"
-            return sum(work.num_bytes for work in counting.operations.elements())
-
-        apart = moved()
-        with merging(layers=False, kernels=True):
-            merged = moved()
-        compiled = torch.compile(getattr(prefix, name), fullgraph=True)
-        planned = plan_of_compiler(lambda compiled=compiled, args=args: compiled(*args))
-        print(f"{name}: {apart / 1e6:.1f} MB apart, {merged / 1e6:.1f} MB merged, {planned / 1e6:.1f} MB planned")
-        assert planned < merged < apart
-
-
 def test_a_view_keeps_the_memory_of_the_whole() -> None:
     with Count(weightless=True) as counting:
         whole = torch.randn(100, 10)
@@ -567,9 +392,9 @@ def test_a_cache_is_written_first_and_trained_from_then() -> None:
 
 def test_sharding_divides_what_it_shares_out() -> None:
     memory = {STATE: 80, GRADIENTS: 40, DRAFT_WEIGHTS: 40, ACTIVATIONS: 5}
-    assert sum(share_out(memory, "none", 8).values()) == 165
-    assert sum(share_out(memory, "zero2", 8).values()) == 10 + 5 + 40 + 5
-    assert sum(share_out(memory, "fsdp2", 8).values()) == 10 + 5 + 5 + 5
+    assert sum(Sharing.of("none", 8).share_out(memory).values()) == 165
+    assert sum(Sharing.of("zero2", 8).share_out(memory).values()) == 10 + 5 + 40 + 5
+    assert sum(Sharing.of("fsdp2", 8).share_out(memory).values()) == 10 + 5 + 5 + 5
 
 
 def test_only_the_devices_that_train_share_out(tiny_target: str) -> None:
@@ -577,7 +402,7 @@ def test_only_the_devices_that_train_share_out(tiny_target: str) -> None:
     result = count(replace(cfg, sharding="fsdp2"))
     for on in result.on.values():
         assert on.run is not None
-        assert on.memory_bytes == sum(share_out(result.step.memory, "fsdp2", on.run.trainers).values())
+        assert on.memory_bytes == sum(Sharing.of("fsdp2", on.run.trainers).share_out(result.step.memory).values())
 
 
 def test_a_target_in_shards_is_gathered_layer_by_layer(tiny_target: str) -> None:
@@ -602,10 +427,46 @@ def test_the_memory_of_a_70b_target_in_the_docs_is_the_one_that_is_counted(colum
     result = count(replace(cfg, gradient_checkpointing=True, **target))
     on = result.on["H100"]
     assert on.run is not None
-    parts = share_out(result.step.memory, "zero2", on.run.trainers)
+    parts = Sharing.of("zero2", on.run.trainers).share_out(result.step.memory)
     draft = [parts[DRAFT_WEIGHTS], parts[STATE] + parts[GRADIENTS], parts[ACTIVATIONS]]
     counted = [*draft, on.memory_bytes - sum(draft), on.memory_bytes]
     assert told == [f"{num_bytes / 1e9:.1f}" for num_bytes in counted]
+
+
+PERFORMANCE = (ROOT / "docs/performance.md").read_text()
+
+
+def read_rows(first_cell: str) -> list[list[str]]:
+    """The cells of the rows under a table's head in docs/performance.md."""
+    rows = []
+    for line in PERFORMANCE.partition(f"| {first_cell} |")[2].splitlines()[2:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip(" `") for cell in line.strip("|").split("|")])
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", read_rows("draft for target"), ids=lambda row: row[0])
+def test_the_steps_in_the_docs_are_the_ones_that_are_counted(row: list[str]) -> None:
+    _, flags, gflop, megabytes, memory, rates = row
+    cfg = parse(Counting, None, {}, shlex.split(flags), prog="redraft plan")
+    result = count(cfg)
+    total = add_up(result.step.operations, cfg.shares, result.step.operations)
+    assert gflop == f"{total.flops / result.plan.tokens / 1e9:.1f}"
+    assert megabytes == f"{total.num_bytes / result.plan.tokens / 1e6:.0f}"
+    assert memory == f"{result.step.memory.total() / 1e9:.1f} GB"
+    on = [result.on[device.name] for device in DEVICES]
+    assert rates == ", ".join(f"{x.tokens_per_s:,.0f}" if x.fits else "does not fit" for x in on)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", read_rows("draft steps"), ids=lambda row: row[0])
+def test_the_activations_in_the_docs_are_the_ones_that_are_counted(row: list[str]) -> None:
+    steps, _, flag = row[0].replace("`", "").partition(", with ")
+    asked = ["--features", "served", "--batch-size", "1", "--sequence-length", "32768", "--documents", "1"]
+    cfg = parse(Counting, None, {}, [*asked, "--num-steps", steps, *flag.split()], prog="redraft plan")
+    assert row[1] == f"{count_step(make_plan(cfg)).memory[ACTIVATIONS] / 1e9:.1f} GB"
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
@@ -712,6 +573,17 @@ def test_numbers_that_make_no_training_are_refused() -> None:
         Shares(product=1.5)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("family", [name for name in get_args(FamilyName) if name != "peagle"])
+def test_the_closed_form_is_what_a_step_keeps(family: str, optimizer: Any) -> None:
+    """Beside ids of a reduced vocabulary and AdamW's counts of steps."""
+    plan = plan_for(family, features="served", optimizer=optimizer, keeps_gradients=True)
+    counted = count_step(plan).memory
+    draft = bench_step.make_models(plan, torch.device("meta"))[1]
+    for holder, num_bytes in DraftSize.of(draft).hold(optimizer).items():
+        assert counted[holder] == pytest.approx(num_bytes, rel=0.02), holder
+
+
 def test_hidden_states_for_a_standalone_draft_are_counted() -> None:
     plan = plan_for("standalone", features="served")
     top_k, exact = count_step(plan), count_step(replace(plan, exact=True))
@@ -753,7 +625,7 @@ def test_the_step_that_is_counted_is_the_one_that_is_run(family: str, tiny_targe
     """On the CPU, because every line but the memory's is the same; the sheet is that of an H100."""
     plan, sheet = plan_for(family), gpu.find_device("NVIDIA H100 80GB HBM3")
     assert sheet is not None
-    result = gpu.measure_plan(Counting(target=tiny_target), plan, torch.device("cpu"), sheet, rounds=1)
+    result = gpu.measure_plan(gpu.Config(target=tiny_target), plan, torch.device("cpu"), sheet, rounds=1)
     assert result.tokens == 48
     per_token = result.flops_per_s / result.tokens_per_s
     assert per_token * result.tokens == pytest.approx(count_flops(count_step(plan)))
@@ -764,11 +636,11 @@ def test_the_step_that_is_counted_is_the_one_that_is_run(family: str, tiny_targe
 
 
 @pytest.mark.slow
-def test_a_step_runs_with_the_compiled_layers_that_it_is_counted_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_runs_with_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    timed = bench_step.time_step(replace(plan_for("eagle3"), compiled=True), torch.device("cpu"), rounds=1, warm_up=1)
+    timed = bench_step.time_step(plan_for("eagle3"), torch.device("cpu"), rounds=1, warm_up=1, compiles=True)
     assert timed.seconds > 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
     torch._dynamo.reset()
@@ -780,14 +652,14 @@ def test_a_family_that_cannot_run_is_told_and_the_others_go_on(
     out, cpu = tmp_path / "gpu.json", torch.device("cpu")
     time_step, written = gpu.time_step, []
 
-    def run(plan: Plan, device: torch.device, *, rounds: int) -> bench_step.Timed:
+    def run(plan: Plan, device: torch.device, *, rounds: int, compiles: bool) -> bench_step.Timed:
         written.append(len(json.loads(out.read_text())["results"]) if out.exists() else 0)
         if plan.family == "eagle1":
             raise RuntimeError("no kernel image\nfor this device")
-        return time_step(plan, device, rounds=rounds)
+        return time_step(plan, device, rounds=rounds, compiles=compiles)
 
     monkeypatch.setattr(gpu, "time_step", run)
-    cfg = Counting(target=tiny_target, batch_size=1, sequence_length=32, documents=1)
+    cfg = gpu.Config(target=tiny_target, batch_size=1, sequence_length=32, documents=1)
     gpu.measure_all(cfg, ("medusa", "mtp", "eagle1", "mlp_speculator"), cpu, "a CPU", rounds=1, output=out)
     report = json.loads(out.read_text())
     assert [result["family"] for result in report["results"]] == ["medusa", "mlp_speculator"]
@@ -808,7 +680,7 @@ def test_a_family_that_cannot_run_is_told_and_the_others_go_on(
 def test_on_a_gpu_mtp_gets_a_target_with_a_place_for_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[Plan] = []
     monkeypatch.setattr(gpu, "measure_plan", lambda cfg, plan, *_: plans.append(plan))
-    assert list(gpu.measure(Counting(), gpu.FAMILIES, torch.device("cpu"), None, 1)) == [None] * 5
+    assert list(gpu.measure(gpu.Config(), gpu.FAMILIES, torch.device("cpu"), None, 1)) == [None] * 5
     assert {plan.family: plan.target.num_hidden_layers for plan in plans} == {
         "standalone": 32,
         "eagle3": 32,
@@ -824,13 +696,13 @@ def test_on_a_gpu_mtp_gets_a_target_with_a_place_for_its_layer(monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.parametrize("family", gpu.FAMILIES)
 def test_every_step_that_is_measured_fits_an_h100(family: FamilyName) -> None:
-    cfg = gpu.choose_sizes(Counting(), family)
+    cfg = gpu.choose_sizes(gpu.Config(), family)
     on = count(cfg).on["H100"]
     assert on.fits, f"{on.memory_bytes / 1e9:.1f} GB"
 
 
 def test_a_flag_that_the_user_gives_goes_before_those_that_make_a_step_fit() -> None:
-    cfg = gpu.choose_sizes(Counting(batch_size=2), "standalone")
+    cfg = gpu.choose_sizes(gpu.Config(batch_size=2), "standalone")
     assert (cfg.family, cfg.batch_size, cfg.gradient_checkpointing) == ("standalone", 2, True)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from redraft.distill.plan.step import Counted, count_step
+from redraft.distill.plan.weightless import ACTIVATIONS
 from redraft.recipes.plan.count import Config as Counting
 from redraft.recipes.plan.count import make_plan
-from redraft.recipes.plan.counted import ACTIVATIONS
-from redraft.recipes.plan.step import Counted, count_step
 
 
 def count(family: str, *, recomputed: bool) -> Counted:

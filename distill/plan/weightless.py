@@ -12,26 +12,20 @@ tensors of integers keep values, so that code may branch on the ids, masks and d
 
 from __future__ import annotations
 
-import bisect
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch._C._autograd import _get_sequence_nr
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from redraft.distill.train.compiled import EAGER
-from redraft.heads.nn import prefix
-from redraft.heads.nn.layers import RMSNorm
+import redraft.heads.nn.prefix  # noqa: F401  registers the operations of ATTENTION
 
 Kind = Literal["product", "attention", "other"]
 """product: matrix products. other: bytes are moved, and little is computed."""
@@ -151,64 +145,39 @@ class Operation:
 class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs and counts every operation within it."""
 
-    graphs: Graphs | None = None
-    """The places where `merging` counts runs of operations as one."""
-
     def __init__(self, *, weightless: bool) -> None:
         """Without `weightless` the operations run on tensors with memory, and are counted alike."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._weightless, self.part = weightless, ""
         self.operations: Counter[Operation] = Counter()
         self.memory = Memory()
-        self._open: list[Run] = []
 
     def begin(self, part: str) -> None:
         """Count from now on under this name; not at all for an empty one."""
-        self._end(self._open)
         self.part = part
+
+    def whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, counted as one kernel: it reads its arguments once and writes its results once."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            part, self.part = self.part, ""
+            made = function(*args, **kwargs)
+            self.part = part
+            if part:
+                num_bytes = sum(map(size_bytes, _tensors((args, kwargs, made))))
+                self.operations[Operation(part, "other", 0, num_bytes)] += 1
+            return made
+
+        return run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        run = summed = None
-        if not func.is_view:
-            run, summed = self._find_run(func, args, kwargs)
-            # Before the results, which may belong to another run.
-            others = [other for other in self._open if other not in (run, summed)]
-            self._end(other for other in others if other.must_end_before(func, args, kwargs))
         without_values = self._weightless and _needs_no_values(func, args, kwargs)
         made = run_weightless(func, args, kwargs) if without_values else func(*args, **kwargs)
         self.memory.see(x for x in tree_leaves(made) if isinstance(x, Tensor))
-        if run is not None:
-            run.add(args, kwargs, made, summed)
-        elif self.part:
+        if self.part:
             self.operations[describe(self.part, func, args, kwargs, made)] += 1
         return made
-
-    def _find_run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Run | None, Run | None]:
-        """(the run that an operation joins or begins, the run whose results it sums); None if there is none."""
-        graph = self.graphs.current() if self.graphs and self.part else None
-        if graph is None:
-            return None, None
-        # A compiler knows a graph as a whole, and no kernel is in two.
-        self._end([run for run in self._open if run.graph != graph])
-        sources = self._open if _is_short_sum(func, args) else ()
-        summed = next((run for run in sources if run.made(args[0])), None)
-        if summed:
-            extent = _without(args[0].shape, args[1])
-        elif _fuses(func, args, kwargs):
-            extent = _extent(args, kwargs)
-        else:
-            return None, None
-        for run in reversed(self._open):
-            if run.takes(extent):
-                return run, summed
-        self._open.append(Run(graph))
-        return self._open[-1], summed
-
-    def _end(self, runs: Iterable[Run]) -> None:
-        for run in list(runs):
-            self.operations[Operation(self.part, "other", 0, run.count_bytes())] += 1
-            self._open.remove(run)
 
 
 def describe(part: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Operation:
@@ -222,197 +191,6 @@ def describe(part: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
         flops = flop_registry[packet](*args, **kwargs, out_val=made)
         return Operation(part, "product", flops, num_bytes)
     return Operation(part, "other", 0, num_bytes)
-
-
-# ------------------------------------------------------------------------------------------------------ compiled layers
-
-
-def _fuses(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a compiler puts an operation into one kernel with its neighbours: one of elements, or of each row."""
-    if torch.Tag.pointwise in func.tags or func._overloadpacket is aten._to_copy:
-        return True
-    dims = args[1] if len(args) > 1 else kwargs.get("dim")
-    return func._overloadpacket in (aten.mean, aten.sum) and dims in ([-1], [args[0].ndim - 1])
-
-
-UNROLLED = 8
-"""Terms of a sum that PyTorch's compiler writes out as additions, so that the sum is one of elements."""
-
-
-def _is_short_sum(func: Any, args: Sequence[Any]) -> bool:
-    if func._overloadpacket is not aten.sum or len(args) < 2 or not args[1]:  # without dimensions, it sums all
-        return False
-    return bool(math.prod(args[0].shape[d] for d in args[1]) <= UNROLLED)
-
-
-def _without(extent: torch.Size, dims: Sequence[int]) -> torch.Size:
-    """The shape without these dimensions."""
-    return torch.Size(n for d, n in enumerate(extent) if d not in {dim % len(extent) for dim in dims})
-
-
-class Run:
-    """Operations of one graph over the same elements, which a compiler makes one kernel.
-
-    A run is open until another operation reads one of its results. So an activation waits for the matrix product that
-    makes its gate.
-    """
-
-    def __init__(self, graph: int) -> None:
-        self.graph, self._size, self._rows = graph, 0, 0
-        self._read: dict[Any, Held] = {}
-        """By the place of what is read, and by storage for what is changed."""
-        self._made: dict[int, Held] = {}
-
-    def takes(self, extent: torch.Size) -> bool:
-        """Whether an operation belongs here: it goes over as many elements, or over a number for each row."""
-        return extent.numel() in (self._size, self._rows)
-
-    def made(self, x: Tensor) -> bool:
-        """Whether this is one of its results."""
-        held = self._made.get(_storage(x)._cdata)
-        return held is not None and held.storage() is not None
-
-    def must_end_before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether an operation that is not of this run reads one of its results, or changes anything in place."""
-        return func._schema.is_mutable or any(map(self.made, _tensors((args, kwargs))))
-
-    def add(self, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any, summed: Run | None) -> None:
-        """Take an operation. If it sums results of another run, the kernel computes these again from what it reads."""
-        given = _tensors((args, kwargs))
-        extent = _without(args[0].shape, args[1]) if summed else _extent(args, kwargs)
-        if extent.numel() > self._size:
-            self._size, self._rows = extent.numel(), math.prod(extent[:-1])
-        if summed:
-            self._read |= summed._read
-        else:
-            for x in given:
-                if not self.made(x):
-                    _hold(self._read, (_storage(x)._cdata, x.storage_offset(), x.shape, x.stride()), x)
-        known = {_storage(x)._cdata for x in given}
-        for x in _tensors([made]):
-            if _storage(x)._cdata not in known:
-                _hold(self._made, _storage(x)._cdata, x)
-            elif not self.made(x):
-                _hold(self._read, _storage(x)._cdata, x)
-
-    def count_bytes(self) -> int:
-        """Bytes read of others, and those of the results that are alive now, at the end of the run."""
-        written = sum(held.num_bytes for held in self._made.values() if held.storage() is not None)
-        return sum(held.num_bytes for held in self._read.values()) + written
-
-
-class Held(NamedTuple):
-    """A storage that a run reads or makes."""
-
-    storage: weakref.ref[Any]
-    num_bytes: int
-
-
-def _hold(table: dict[Any, Held], key: Any, x: Tensor) -> None:
-    before = table.get(key)
-    if before is not None and before.storage() is None:
-        table[object()] = before  # the address belongs to another storage now
-    table[key] = Held(weakref.ref(_storage(x)), size_bytes(x))
-
-
-def _extent(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Size:
-    """The shape of the elements that an operation of elements or of rows goes over."""
-    # [8, 1] times [1, 64] goes over [8, 64].
-    return torch.Size(torch.broadcast_shapes(*(x.shape for x in _tensors((args, kwargs)))))  # type: ignore[no-untyped-call]
-
-
-class Graphs:
-    """The graphs of `--loop.compile`: a layer up to attention, and from there to its end, forward and backward.
-
-    Operations of the backward pass are known by the numbers that autograd gave their nodes in the forward pass.
-    """
-
-    def __init__(self) -> None:
-        self._firsts: list[int] = []
-        """The first number of each graph."""
-        self._lasts: list[int] = []
-        self._is_open = False
-
-    def enter(self) -> None:
-        self._firsts.append(_get_sequence_nr())
-        self._is_open = True
-
-    def leave(self) -> None:
-        self._lasts.append(_get_sequence_nr())
-        self._is_open = False
-
-    def current(self) -> int | None:
-        """The graph of the operation that runs now."""
-        node = torch._C._current_autograd_node()
-        if self._is_open or node is None:
-            return len(self._firsts) - 1 if self._is_open else None
-        graph = bisect.bisect_right(self._firsts, node._sequence_nr()) - 1
-        return graph if graph >= 0 and node._sequence_nr() < self._lasts[graph] else None
-
-    def within(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, as one graph, unless it is within one."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self._is_open:
-                return function(*args, **kwargs)
-            self.enter()
-            out = function(*args, **kwargs)
-            self.leave()
-            return out
-
-        return run
-
-    def apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, outside of any graph."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            was_open = self._is_open
-            if was_open:
-                self.leave()
-            out = function(*args, **kwargs)
-            if was_open:
-                self.enter()
-            return out
-
-        return run
-
-
-@contextmanager
-def merging(*, layers: bool, kernels: bool) -> Iterator[None]:
-    """Count steps as with compiled code: a run of operations moves what it reads of others and leaves to others.
-
-    Less is merged than a compiler merges: operations join only if they go over the same elements, and what eager
-    autograd keeps for the backward pass is written, though a compiler may compute it again.
-
-    Args:
-        layers: The layers of target and draft are compiled.
-        kernels: So are parts of attention, as always on a GPU, which also has a kernel for RMS norms.
-    """
-    graphs = Graphs()
-
-    def is_layer(module: nn.Module) -> bool:
-        return layers and any("attn" in name for name, _ in module.named_children())
-
-    hooks = (
-        register_module_forward_pre_hook(lambda module, _: graphs.enter() if is_layer(module) else None),
-        register_module_forward_hook(lambda module, *_: graphs.leave() if is_layer(module) else None, always_call=True),
-    )
-    changed = [(owner, name, graphs.apart) for owner, name in EAGER]
-    if kernels:
-        changed += [(prefix, "add_own", graphs.within), (prefix, "add_own_gradients", graphs.within)]
-        changed += [(RMSNorm, "forward", graphs.within)]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changed]
-    for owner, name, wrapped in changed:
-        setattr(owner, name, wrapped(getattr(owner, name)))
-    Count.graphs = graphs
-    try:
-        yield
-    finally:
-        Count.graphs = None
-        for owner, name, function in before:
-            setattr(owner, name, function)
-        for hook in hooks:
-            hook.remove()
 
 
 # ---------------------------------------------------------------------------------------------------------------- FLOPs

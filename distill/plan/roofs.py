@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from redraft.recipes.plan.counted import Kind, Operation
+from redraft.distill.plan.weightless import Kind, Operation
 
 LAUNCH_S = 5e-6
 """Least time of an operation: in eager PyTorch the host launches about 200,000 kernels a second."""

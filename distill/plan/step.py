@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from redraft.distill.loss.divergences import Divergence
+from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, SIGNAL, STATE, TARGET_WEIGHTS
+from redraft.distill.plan.weightless import META, Count, Operation, Weightless
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.muon import Muon
@@ -24,22 +26,13 @@ from redraft.distill.train.step import compile_layers, make_optimizers
 from redraft.heads.catalog import find_family
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget
 from redraft.heads.families.standalone import StandaloneDraft
+from redraft.heads.nn import prefix
 from redraft.heads.target import Target
-from redraft.recipes.plan.counted import META, Count, Operation, Weightless, merging
 
 Features = Literal["in-process", "served", "cached"]
 
 TARGET, DRAFT, LOSS, BACKWARD, OPTIMIZER = "target", "draft", "divergence", "backward", "optimizer"
 """The parts of a step."""
-
-TARGET_WEIGHTS, DRAFT_WEIGHTS, STATE, GRADIENTS, SIGNAL = (
-    "target's weights",
-    "draft's weights",
-    "optimizer state",
-    "gradients",
-    "target's hidden states",
-)
-"""The holders of memory besides activations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +65,6 @@ class Plan:
     gradient_checkpointing: bool = False
     exact: bool = False
     """A standalone draft gets hidden states from servers or a cache, as heads do, instead of the top k."""
-    compiled: bool = False
-    """The layers of draft and target are compiled (--loop.compile)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.documents <= self.sequence_length // 2:
@@ -103,8 +94,7 @@ def count_step(plan: Plan, *, weightless: bool = True, shown_on: torch.device = 
     an accelerator's."""
     torch.manual_seed(0)
     on_gpu = weightless and shown_on.type != "cpu"
-    merged = merging(layers=plan.compiled, kernels=on_gpu)
-    with _shown_on(shown_on), merged, Count(weightless=weightless) as count:
+    with _shown_on(shown_on), Count(weightless=weightless) as count, _merging(count, on_gpu):
         with _making(weightless):
             model = _make_target(plan)
             draft = _make_draft(plan, model)
@@ -166,8 +156,8 @@ class Timed:
     """Most memory of the device in use, weights included; None on a CPU."""
 
 
-def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2) -> Timed:
-    """Run the step of `count_step` on a device, with random weights."""
+def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2, compiles: bool = False) -> Timed:
+    """Run the step of `count_step` on a device, with random weights. `compiles` compiles layers."""
     torch.manual_seed(0)
     on_gpu = device.type == "cuda"
     model, draft = make_models(plan, device)
@@ -177,7 +167,7 @@ def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2
         source = _source(plan, model, draft, batch, has_weights=False)
         signal = None if plan.features == "in-process" else source(batch)
     optimizers = _make_optimizers(plan, draft)
-    if plan.compiled:
+    if compiles:
         compile_layers(draft, source)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
@@ -284,6 +274,18 @@ def _shown_on(device: torch.device) -> Iterator[None]:
         yield
     finally:
         Weightless.shown_on = before
+
+
+@contextmanager
+def _merging(count: Count, on_gpu: bool) -> Iterator[None]:
+    """Count the functions that are always compiled on a GPU as one kernel each."""
+    before = prefix.as_kernel
+    if on_gpu:
+        prefix.as_kernel = lambda function, _: count.whole(function)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        prefix.as_kernel = before
 
 
 def _making(weightless: bool) -> Any:

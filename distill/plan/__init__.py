@@ -1,0 +1,1 @@
+"""The cost of a training step on GPUs, counted at real sizes without a GPU and without weights."""

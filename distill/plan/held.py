@@ -1,0 +1,124 @@
+"""The memory that a training keeps on a device all the time, by a closed form: bytes by holder.
+
+    target's weights     whole, or shared out layer by layer, or embeddings and head alone (`signal.sharded`)
+    draft's weights      4 bytes a weight: it trains in float32
+    gradients            4 bytes a weight
+    optimizer state      8 bytes a weight; under Muon 4 for a weight in a matrix
+
+It takes milliseconds. `step.count_step` runs a step and counts the same holders and the activations on top.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from redraft.distill.train.muon import split
+from redraft.heads.catalog import find_family
+from redraft.heads.families.standalone import Init, from_config
+from redraft.heads.files.checkpoint import load_text_config
+from redraft.heads.target import Target
+
+TARGET_WEIGHTS, DRAFT_WEIGHTS, STATE, GRADIENTS, SIGNAL = (
+    "target's weights",
+    "draft's weights",
+    "optimizer state",
+    "gradients",
+    "target's hidden states",
+)
+"""The holders of memory besides activations."""
+
+WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 4, 4, 8
+"""By weight of the draft: trained in float32 with AdamW, which keeps two means."""
+
+MOMENTUM_BYTES = 4
+"""Muon's state, by weight in a matrix."""
+
+ShardingKind = Literal["none", "zero2", "fsdp2"]
+"""Shared out over the devices: zero2 the optimizer's state and the gradients, fsdp2 the weights too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """The share of each holder that one device keeps."""
+
+    weights: float = 1.0
+    gradients: float = 1.0
+    state: float = 1.0
+
+    @staticmethod
+    def of(kind: ShardingKind, ranks: int) -> Sharing:
+        """The shares of a draft over `ranks` devices."""
+        if kind == "none":
+            return Sharing()
+        weights = 1 / ranks if kind == "fsdp2" else 1.0
+        return Sharing(weights=weights, gradients=1 / ranks, state=1 / ranks)
+
+    def share_out(self, memory: Mapping[str, float]) -> dict[str, float]:
+        """Bytes by holder on one of the devices.
+
+        The copy of sharded weights that a step gathers is among the activations: it is autocast's.
+        """
+        kept = {DRAFT_WEIGHTS: self.weights, GRADIENTS: self.gradients, STATE: self.state}
+        return {holder: num_bytes * kept.get(holder, 1.0) for holder, num_bytes in memory.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSize:
+    """Weights of a draft."""
+
+    weights: int
+    matrices: int
+    """Those in matrices that Muon moves (`distill.train.muon.split`)."""
+
+    @staticmethod
+    def of(module: torch.nn.Module) -> DraftSize:
+        matrices, rest = split(module)
+        in_matrices = sum(weight.numel() for weight in matrices)
+        return DraftSize(weights=in_matrices + sum(weight.numel() for weight in rest), matrices=in_matrices)
+
+    def hold(self, optimizer: str) -> dict[str, int]:
+        """Bytes by holder, apart from AdamW's count of steps for each tensor."""
+        matrices = self.matrices if optimizer == "muon" else 0
+        return {
+            DRAFT_WEIGHTS: WEIGHT_BYTES * self.weights,
+            GRADIENTS: GRADIENT_BYTES * self.weights,
+            STATE: MOMENTUM_BYTES * matrices + STATE_BYTES * (self.weights - matrices),
+        }
+
+
+def count_head(family: str, options: Any, draft_vocab_size: int, target_config: Any) -> DraftSize:
+    """The size of an untrained head of a family."""
+    with torch.device("meta"):
+        weight_VD = torch.empty(target_config.vocab_size, target_config.hidden_size)
+        target = Target(config=target_config, embed_VD=weight_VD, head_VD=weight_VD)
+        # On the CPU, with values: a head checks the ids when it is made (`check_ids`).
+        kept = (torch.arange(draft_vocab_size, device="cpu"),) if draft_vocab_size else ()
+        return DraftSize.of(find_family(family).draft_class()(options, target, *kept))
+
+
+def count_standalone(init: Init, target_config: Any) -> DraftSize:
+    """The size of a standalone draft."""
+    with torch.device("meta"):
+        return DraftSize.of(AutoModelForCausalLM.from_config(standalone_config(init, target_config)))
+
+
+def standalone_config(init: Init, target_config: Any) -> Any:
+    """The text config of a standalone draft."""
+    if init.num_layers:
+        with torch.device("meta"):
+            made = from_config(target_config, num_layers=init.num_layers, hidden_size=init.hidden_size)
+        return made.model.config
+    if not init.layers:
+        assert init.checkpoint is not None
+        return load_text_config(init.checkpoint)
+    config = copy.deepcopy(target_config)
+    config.num_hidden_layers = len(init.layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[layer] for layer in init.layers]
+    return config
