@@ -127,7 +127,7 @@ async def find_problem(world: World, target: str) -> str:
             if target == "broker":
                 await probe(stage.ingest, NATS)
             elif target in stage.learners:
-                await control.ask(stage.learners[target].folder, do="status")
+                await control.ask(stage.learners[target].folder, control.Standing, do="status")
             else:
                 async with httpx.AsyncClient() as http:
                     answer = await http.get(f"{stage.url(target)}/health")

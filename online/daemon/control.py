@@ -10,12 +10,47 @@ import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
+
+from redraft.online.learning.gate import Decision
 
 SOCKET = "control.sock"
 
-Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+Answer = Callable[[dict[str, Any]], Awaitable[object]]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """The answer to `status`."""
+
+    phase: str
+    candidate: str | None
+    current: str
+    is_asleep: bool
+    steps_saved: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WentBack:
+    """The answer to `rollback`."""
+
+    version: str
+    behind: str = ""
+    """The servers that are not there yet, for people; empty if all are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """The answer to `judge`."""
+
+    decision: Decision
+    reason: str
 
 
 class NoLearnerError(ConnectionError):
@@ -29,11 +64,12 @@ async def serve(folder: Path, answer: Answer) -> AsyncIterator[None]:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             request = json.loads(await reader.readline())
+            reply: object
             try:
                 reply = await answer(request)
             except (ValueError, OSError, KeyError) as error:
                 reply = {"error": str(error)}
-            writer.write(json.dumps(reply).encode() + b"\n")
+            writer.write(msgspec.json.encode(reply) + b"\n")
             await writer.drain()
         except (ValueError, ConnectionError):
             pass  # the line was not a request, or nobody waits for the answer any more
@@ -52,8 +88,8 @@ async def serve(folder: Path, answer: Answer) -> AsyncIterator[None]:
         (folder / SOCKET).unlink(missing_ok=True)
 
 
-async def ask(folder: Path, **request: Any) -> dict[str, Any]:
-    """Ask the running learner and return the answer.
+async def ask(folder: Path, answer: type[T], **request: Any) -> T:
+    """Ask the running learner and return the answer, which is of type `answer`.
 
     Raises:
         NoLearnerError: if no learner runs on this folder, or it ends before it answers.
@@ -71,10 +107,10 @@ async def ask(folder: Path, **request: Any) -> dict[str, Any]:
         writer.close()
     if not line:
         raise NoLearnerError(f"the learner on {folder} ended before it answered")
-    reply: dict[str, Any] = json.loads(line)
+    reply = json.loads(line)
     if "error" in reply:
         raise ValueError(reply["error"])
-    return reply
+    return msgspec.convert(reply, answer)
 
 
 @contextmanager

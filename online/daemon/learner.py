@@ -27,7 +27,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -323,7 +322,7 @@ class Learner:
 
     # ----------------------------------------------------------------------------------------------- control
 
-    async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def answer(self, request: Mapping[str, Any]) -> object:
         """Answer a person's request: status, swap, rollback, judge or forget.
 
         Raises:
@@ -331,25 +330,23 @@ class Learner:
         """
         match request.get("do"):
             case "status":
-                state = self.cycle.state
-                return {
-                    "phase": state.phase.value,
-                    "candidate": state.candidate,
-                    "current": self.cycle.current,
-                    "is_asleep": self.cycle.sleep.is_asleep_at(self.cycle.current),
-                    "steps_saved": self.cycle.num_steps_saved,
-                }
+                return control.Standing(
+                    phase=self.cycle.state.phase.value,
+                    candidate=self.cycle.state.candidate,
+                    current=self.cycle.current,
+                    is_asleep=self.cycle.sleep.is_asleep_at(self.cycle.current),
+                    steps_saved=self.cycle.num_steps_saved,
+                )
             case "swap":
-                outcome = await self.rollouts.request_swap(str(request["version"]))
-                return {"passed": outcome.passed, "version": outcome.version, "reason": outcome.reason}
+                return await self.rollouts.request_swap(str(request["version"]))
             case "rollback":
                 back = await self.rollouts.go_back("a person asked for it", str(request.get("to", "")))
-                return {"version": back.version, **({} if back.is_complete else {"behind": str(back)})}
+                return control.WentBack(version=back.version, behind="" if back.is_complete else str(back))
             case "judge":
                 verdict = await self.cycle.judge_draft(Path(request["draft"]))
-                return {"decision": verdict.decision.value, "reason": verdict.reason}
+                return control.Judged(decision=verdict.decision, reason=verdict.reason)
             case "forget":
-                return asdict(await self._forget(str(request["tenant"]), is_dry=bool(request.get("dry_run"))))
+                return await self._forget(str(request["tenant"]), is_dry=bool(request.get("dry_run")))
             case other:
                 raise ValueError(f"the learner does not know the request {other!r}")
 

@@ -43,8 +43,10 @@ from redraft.heads.progress import Progress
 from redraft.online.daemon import control
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry
+from redraft.online.fleet.rollout import Outcome
 from redraft.online.fleet.server import connected
 from redraft.online.journal import Journal, SwapEntry, TrainingEntry
+from redraft.online.learning.gate import Decision
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.demo.fleet import (
     Answer,
@@ -225,8 +227,8 @@ async def offer_poison(cfg: LearnerConfig, stage: Stage) -> dict[str, Any]:
     folder = stage.folder / "poisoned"
     served = stage.registry.path(stage.registry.current() or "")
     await asyncio.to_thread(add_noise, served, folder, noise=0.3)
-    verdict = await control.ask(cfg.folder, do="judge", draft=str(folder))
-    return {"rejected_by_gate": verdict["decision"] == "reject", "reason": verdict["reason"]}
+    verdict = await control.ask(cfg.folder, control.Judged, do="judge", draft=str(folder))
+    return {"rejected_by_gate": verdict.decision is Decision.REJECT, "reason": verdict.reason}
 
 
 async def force_useless(cfg: LearnerConfig, stage: Stage) -> dict[str, Any]:
@@ -240,14 +242,14 @@ async def force_useless(cfg: LearnerConfig, stage: Stage) -> dict[str, Any]:
         provenance={"origin": "noise"},
         evaluation={},
     )
-    outcome = await control.ask(cfg.folder, do="swap", version=version)
+    outcome = await control.ask(cfg.folder, Outcome, do="swap", version=version)
     swaps = [e for e in Journal(cfg.folder / "journal").read().entries if isinstance(e, SwapEntry)]
     there = next(s for s in swaps if s.version == version)
     back = [s for s in swaps if s.from_version == version and s.outcome == "rolled_back"]
     return {
-        "rolled_back": not outcome["passed"] and registry.current() == current and bool(back),
+        "rolled_back": not outcome.passed and registry.current() == current and bool(back),
         "rollback_s": back[-1].time_s - there.time_s if back else None,
-        "reason": outcome["reason"],
+        "reason": outcome.reason,
         "version": version,
     }
 

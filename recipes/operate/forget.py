@@ -90,9 +90,7 @@ async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = Fals
     from redraft.online.learning.forget import Forgotten, Reach
 
     try:
-        answer = await control.ask(cfg.folder, do="forget", tenant=tenant, dry_run=is_dry)
-        # The answer came as JSON, in which a tuple is a list.
-        return Forgotten(**{**answer, "learned": tuple(answer["learned"])})
+        return await control.ask(cfg.folder, Forgotten, do="forget", tenant=tenant, dry_run=is_dry)
     except control.NoLearnerError:
         pass
     from redraft.heads.files.artifact import fingerprint  # these load torch: a learner that runs answers without

@@ -48,10 +48,10 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
     registry = Registry(cfg.registry)
     previous = registry.previous()
     try:
-        reply = await control.ask(cfg.folder, do="rollback", to=to)
-        if "behind" in reply:
-            print(f"some servers are not there yet, and the learner keeps asking them: {reply['behind']}")
-        return str(reply["version"])
+        back = await control.ask(cfg.folder, control.WentBack, do="rollback", to=to)
+        if back.behind:
+            print(f"some servers are not there yet, and the learner keeps asking them: {back.behind}")
+        return back.version
     except control.NoLearnerError:
         pass
     # A learner or a swap started meanwhile is refused: two of them would push different versions.
@@ -69,9 +69,9 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
             save(advance(state, Event.RECALLED, reason="rolled back without a learner"), cfg.folder / "state.json")
         begin_training_again(cfg.buffer_config.folder)
         async with connected(await discover(cfg.fleet, cfg.domain), registry) as servers:
-            back = await converge(servers, version, cfg.rollout.rollback_timeout_s)
-    if not back.is_complete:
-        raise ConnectionError(f"{version} is current, but: {back}")
+            result = await converge(servers, version, cfg.rollout.rollback_timeout_s)
+    if not result.is_complete:
+        raise ConnectionError(f"{version} is current, but: {result}")
     return version
 
 

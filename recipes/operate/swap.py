@@ -54,7 +54,7 @@ async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
         AlreadyOwnedError: if a learner that does not answer owns the registry.
     """
     try:
-        return Outcome(**await control.ask(cfg.folder, do="swap", version=version))
+        return await control.ask(cfg.folder, Outcome, do="swap", version=version)
     except control.NoLearnerError:
         pass
     registry = Registry(cfg.registry)

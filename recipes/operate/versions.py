@@ -59,10 +59,10 @@ def version_lines(registry: Registry) -> list[str]:
 async def live_lines(cfg: LearnerConfig) -> list[str]:
     """A line with the state of the learner, then one per server with the served version."""
     try:
-        status = await control.ask(cfg.folder, do="status")
-        about = f" {status['candidate']}" if status["candidate"] else ""
-        asleep = ", asleep: training is not worth it until acceptance falls" if status.get("is_asleep") else ""
-        lines = [f"learner: {status['phase']}{about}{asleep}"]
+        status = await control.ask(cfg.folder, control.Standing, do="status")
+        about = f" {status.candidate}" if status.candidate else ""
+        asleep = ", asleep: training is not worth it until acceptance falls" if status.is_asleep else ""
+        lines = [f"learner: {status.phase}{about}{asleep}"]
     except control.NoLearnerError as error:
         lines = [str(error)]
     async with connected(await discover(cfg.fleet, cfg.domain)) as servers:

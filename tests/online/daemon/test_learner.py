@@ -27,8 +27,11 @@ from redraft.online.daemon.learner import run
 from redraft.online.daemon.state import Event, load
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
+from redraft.online.fleet.rollout import Outcome
 from redraft.online.fleet.server import Drafting
 from redraft.online.learning.config import Judging
+from redraft.online.learning.forget import Forgotten
+from redraft.online.learning.gate import Decision
 from redraft.online.records.record import MAGIC, Sampling, encode_record
 from redraft.online.records.spool import is_in_memory
 
@@ -397,12 +400,12 @@ def test_a_bad_version_that_a_person_forces_is_taken_back_by_the_canary(world, r
             lambda folder: (folder / "weights").touch(), target_fingerprint="", provenance={}, evaluation={}
         )
         world.traffic.tau[bad] = 1.0
-        reply = await control.ask(world.root / "learner", do="swap", version=bad)
-        assert not reply["passed"]
-        assert "hardly accepted" in reply["reason"]
+        reply = await control.ask(world.root / "learner", Outcome, do="swap", version=bad)
+        assert not reply.passed
+        assert "hardly accepted" in reply.reason
         assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
         with pytest.raises(ValueError, match="has no version v000099"):
-            await control.ask(world.root / "learner", do="swap", version="v000099")
+            await control.ask(world.root / "learner", Outcome, do="swap", version="v000099")
 
     play(world, script)
 
@@ -412,15 +415,15 @@ def test_a_person_swaps_rolls_back_and_is_told_where_there_is_nothing_before(wor
         learner = world.root / "learner"
         await until(lambda: world.entries("state"), task)
         with pytest.raises(ValueError, match="no version before"):
-            await control.ask(learner, do="rollback")
+            await control.ask(learner, control.WentBack, do="rollback")
         good = world.registry.publish(
             lambda folder: shutil.copytree(world.draft, folder, dirs_exist_ok=True),
             target_fingerprint=fingerprint(world.target), provenance={}, evaluation={},
         )  # fmt: skip
-        reply = await control.ask(learner, do="swap", version=good)
-        assert reply["passed"], reply
+        reply = await control.ask(learner, Outcome, do="swap", version=good)
+        assert reply.passed, reply
         assert [fake.version for fake in world.fakes] == [good, good]
-        assert await control.ask(learner, do="rollback") == {"version": "v000001"}
+        assert await control.ask(learner, control.WentBack, do="rollback") == control.WentBack(version="v000001")
         assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
 
     play(world, script)
@@ -433,7 +436,9 @@ def test_a_canary_can_be_recalled(world, records):
         ship(world.spool, records[:300])
         await until(lambda: world.last("state", "phase") == "canary", task)
         await until(lambda: world.fakes[0].version == "v000002", task)
-        assert await control.ask(world.root / "learner", do="rollback") == {"version": "v000001"}
+        assert await control.ask(world.root / "learner", control.WentBack, do="rollback") == control.WentBack(
+            version="v000001"
+        )
         assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
 
     play(world, script, rollout=rollout)
@@ -462,10 +467,10 @@ def test_a_recall_that_comes_too_late_goes_back_behind_the_rollout_and_recalls_n
         learner = world.root / "learner"
         ship(world.spool, records[:300])
         await until(is_promoting.is_set, task)
-        assert await control.ask(learner, do="rollback") == {"version": "v000001"}
+        assert await control.ask(learner, control.WentBack, do="rollback") == control.WentBack(version="v000001")
         assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
-        reply = await control.ask(learner, do="swap", version="v000002")
-        assert reply["passed"], reply
+        reply = await control.ask(learner, Outcome, do="swap", version="v000002")
+        assert reply.passed, reply
 
     play(world, script)
 
@@ -476,10 +481,10 @@ def test_the_gate_judges_a_draft_that_is_offered(world, records, random_target, 
 
     async def script(task):
         await until(lambda: world.last("buffer", "held_out") > 20, task)
-        verdict = await control.ask(world.root / "learner", do="judge", draft=str(worse))
-        assert verdict["decision"] == "reject"
-        better = await control.ask(world.root / "learner", do="judge", draft=str(random_target))
-        assert better["decision"] == "promote"
+        verdict = await control.ask(world.root / "learner", control.Judged, do="judge", draft=str(worse))
+        assert verdict.decision is Decision.REJECT
+        better = await control.ask(world.root / "learner", control.Judged, do="judge", draft=str(random_target))
+        assert better.decision is Decision.PROMOTE
 
     play(world, script, training=type(world.config().training)(records_per_candidate=10_000))
 
@@ -490,8 +495,8 @@ def test_a_tenant_is_forgotten_also_where_its_records_are_still_on_their_way(wor
     async def script(task):
         await until(lambda: not list(world.spool.glob("*.records")), task)
         ship(world.spool, make_records(random_target, 8, seed=4, tenant="acme"))
-        told = await control.ask(world.root / "learner", do="forget", tenant="acme")
-        assert told["buffer"] + told["arriving"] == 16
+        told = await control.ask(world.root / "learner", Forgotten, do="forget", tenant="acme")
+        assert told.buffer + told.arriving == 16
 
     play(world, script)
 

@@ -17,6 +17,7 @@ from waiting import until
 from redraft.heads.files.artifact import fingerprint
 from redraft.online.daemon import control
 from redraft.online.fleet.discovery import FleetConfig
+from redraft.online.fleet.rollout import Outcome
 from redraft.online.fleet.server import STATUS_TIMEOUT_S, SWAP_TIMEOUT_S
 
 FIRST, SECOND = "v000001", "v000002"
@@ -69,12 +70,12 @@ def test_one_server_that_hangs_neither_blinds_the_learner_nor_blocks_a_rollback(
             await until(lambda: world.entries("state"), task)
             await until(lambda: len(looks(world, well[0])) >= 3, task)
             began_s = time.monotonic()
-            rollback = asyncio.create_task(control.ask(world.root / "learner", do="rollback"))
+            rollback = asyncio.create_task(control.ask(world.root / "learner", control.WentBack, do="rollback"))
             await until(lambda: all(fake.version == FIRST for fake in well), task)
             assert time.monotonic() - began_s < SWAP_TIMEOUT_S / 10
             reply = await rollback
             assert time.monotonic() - began_s < SWAP_TIMEOUT_S / 10
-            assert reply["version"] == FIRST
+            assert reply.version == FIRST
             assert world.registry.current() == FIRST
             seen = len(looks(world, well[0]))
             await until(lambda: len(looks(world, well[0])) >= seen + 2, task)
@@ -103,14 +104,14 @@ def test_a_rollback_in_the_middle_of_a_rollout_does_not_wait_for_a_server_that_h
             await until(lambda: world.entries("state"), task)
             world.fakes[number].trouble = {SWAP: "hang"}
             world.fakes[number].asked.clear()
-            swap = asyncio.create_task(control.ask(world.root / "learner", do="swap", version=third))
+            swap = asyncio.create_task(control.ask(world.root / "learner", Outcome, do="swap", version=third))
             await until(lambda: SWAP in world.fakes[number].asked, task)
             assert phase() in ("canary", "rolling")
             began_s = time.monotonic()
-            reply = await control.ask(world.root / "learner", do="rollback")
+            reply = await control.ask(world.root / "learner", control.WentBack, do="rollback")
             await until(lambda: all(fake.version == SECOND for fake in well) and swap.done(), task)
             assert time.monotonic() - began_s < SWAP_TIMEOUT_S / 10
-            assert reply["version"] == SECOND, "a rollout ends with the version before it"
+            assert reply.version == SECOND, "a rollout ends with the version before it"
             world.fakes[number].trouble = {}
             await until(lambda: world.fakes[number].version == SECOND, task)
             assert world.registry.current() == SECOND

@@ -49,8 +49,8 @@ def test_a_perfect_draft_puts_the_learner_to_sleep_and_a_new_domain_wakes_it(wor
                 ship(world.spool, code[:80])
                 await until(is_asleep, task)
                 assert world.last("staleness", "steps_saved") == 0
-                status = await control.ask(world.config().folder, do="status")
-                assert status["is_asleep"]
+                status = await control.ask(world.config().folder, control.Standing, do="status")
+                assert status.is_asleep
                 assert "asleep" in (await live_lines(world.config()))[0]
                 steps = len(world.entries("training"))
                 ship(world.spool, code[80:110])  # a candidate's worth of training records, of the same traffic
@@ -60,7 +60,7 @@ def test_a_perfect_draft_puts_the_learner_to_sleep_and_a_new_domain_wakes_it(wor
             saved = world.last("staleness", "steps_saved")
             async with world.learner(**settings(world)) as task:  # a restart does not wake it
                 await until(lambda: world.entries("state")[-1].reason.startswith("training goes on"), task)
-                assert (await control.ask(world.config().folder, do="status"))["is_asleep"]
+                assert (await control.ask(world.config().folder, control.Standing, do="status")).is_asleep
                 ship(world.spool, prose)
                 await until(lambda: len(world.entries("training")) > steps, task)
                 woken = next(entry for entry in world.entries("staleness") if "begins again" in entry.reason)

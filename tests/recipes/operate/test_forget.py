@@ -158,11 +158,11 @@ def test_through_a_learner_the_same_is_reached_and_anchors_are_not_mixed_in_any_
             ship(world.spool, of("acme", some[3:6]) + of("other", some[6:8]))
             await until(lambda: not list(world.spool.glob("*.records")), task)
             ship(world.spool, of("acme", some[8:10]))
-            dry = await control.ask(learner, do="forget", tenant="acme", dry_run=True)
-            assert dry["buffer"] + dry["arriving"] == 5
-            told = Forgotten(**await control.ask(learner, do="forget", tenant="acme"))
+            dry = await control.ask(learner, Forgotten, do="forget", tenant="acme", dry_run=True)
+            assert dry.buffer + dry.arriving == 5
+            told = await control.ask(learner, Forgotten, do="forget", tenant="acme")
             assert (told.buffer + told.arriving, told.anchors, told.num_records) == (5, 2, 7)
-            again = Forgotten(**await control.ask(learner, do="forget", tenant="acme"))
+            again = await control.ask(learner, Forgotten, do="forget", tenant="acme")
             assert again.num_records == 0
 
     asyncio.run(main())
@@ -201,9 +201,9 @@ def test_the_printed_command_serves_the_version_before_and_trains_on_from_it(wor
             await until(lambda: world.entries("state"), task)
             ship(world.spool, of("acme", make_records(world.target, 40, seed=3)))
             await until(lambda: world.last("training", "records_seen") >= 8, task)
-            told = Forgotten(**await control.ask(learner, do="forget", tenant="acme"))
+            told = await control.ask(learner, Forgotten, do="forget", tenant="acme")
             assert (told.is_in_training, list(told.learned), told.clean) == (True, [], "v000001")
-            await control.ask(learner, do="rollback", to=told.clean)
+            await control.ask(learner, control.WentBack, do="rollback", to=told.clean)
             await until(lambda: "training begins again from v000001" in str(world.entries("state")), task)
 
     asyncio.run(main())

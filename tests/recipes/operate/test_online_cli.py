@@ -109,7 +109,7 @@ def test_without_a_learner_the_command_itself_goes_by_way_of_the_canary(world):
 
 @pytest.mark.parametrize("has_gone_back", [True, False])
 def test_a_learner_killed_during_a_rollback_leaves_the_fleet_one_version_back(has_gone_back, world, monkeypatch):
-    async def die(folder, **request):
+    async def die(folder, answer, **request):
         if has_gone_back:
             world.registry.rollback(request["to"])
         raise control.NoLearnerError
