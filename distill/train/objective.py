@@ -22,13 +22,18 @@ from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal
 @dataclass(frozen=True)
 class StepResult:
     loss: Tensor
-    """Scalar with gradient: scale * sum over draft steps of weight * sum over labelled rows of the losses."""
+    """Scalar with gradient: scale * sum over draft steps of weight * sum over labelled rows of the
+    losses."""
     sums_S3: Tensor
     """For each draft step: sum of alpha, sum of alpha_greedy, labelled rows. Detached."""
 
 
 def distill_loss(
-    steps: Sequence[DraftStep], batch: Batch, signal: TargetSignal, divergence: Divergence, scale: float
+    steps: Sequence[DraftStep],
+    batch: Batch,
+    signal: TargetSignal,
+    divergence: Divergence,
+    scale: float,
 ) -> StepResult:
     """scale * sum_k weight_k * sum_rows (D(target, draft) + further losses of the draft step).
 
@@ -53,8 +58,8 @@ def distill_loss(
         if step.extra_loss_BT is not None:
             loss = loss + scale * (step.weights(row) * step.extra_loss_BT.flatten()[row]).sum()
         if step.confidence_BT is not None:
-            # alpha carries no gradient (`mark_non_differentiable`): the estimate learns from it, not the
-            # other way round. A sum of rounded minima may pass 1, hence the clamp.
+            # alpha carries no gradient (`mark_non_differentiable`): the estimate learns from it,
+            # not the other way round. A sum of rounded minima may pass 1, hence the clamp.
             confidence_M = step.confidence_BT.flatten()[row].to(alpha_M.dtype)
             loss = loss + scale * binary_cross_entropy_with_logits(
                 confidence_M, alpha_M.clamp(0, 1), weight=step.weights(row), reduction="sum"
@@ -77,14 +82,18 @@ def labelled_rows(steps: Sequence[DraftStep]) -> list[Tensor]:
 def gather_target(
     steps: Sequence[DraftStep], rows: Sequence[Tensor], batch: Batch, signal: TargetSignal
 ) -> tuple[ExactRows | TopKRows, Tensor, list[Tensor]]:
-    """The target's rows that the steps need, the text's token of each, and by step the indices of its target rows.
+    """The target's rows that the steps need, the text's token of each, and by step the indices of
+    its target rows.
 
-    `rows` are the labelled flat rows of each step. Target rows are dense: at least one step points at each.
+    `rows` are the labelled flat rows of each step. Target rows are dense: at least one step points
+    at each.
     """
-    # A flat row plus the shift stays in the document: for a row t of the mask, token t + 1 + shift is in it.
+    # A flat row plus the shift stays in the document: for a row t of the mask, token t + 1 + shift
+    # is in it.
     places = [row + step.shift for row, step in zip(rows, steps, strict=True)]
-    # Several draft steps compare with the same target rows. Each needed row is selected once: new_index maps a flat row
-    # to a place among the kept ones. E.g. rows 1 and 3 of 4: needed = 0101, kept = [1, 3], new_index = [-1, 0, 0, 1].
+    # Several draft steps compare with the same target rows. Each needed row is selected once:
+    # new_index maps a flat row to a place among the kept ones. E.g. rows 1 and 3 of 4: needed =
+    # 0101, kept = [1, 3], new_index = [-1, 0, 0, 1].
     needed = torch.zeros(batch.input_ids_BT.numel(), dtype=torch.bool, device=batch.input_ids_BT.device)
     for place in places:
         needed[place] = True
@@ -100,5 +109,6 @@ def select_rows(signal: TargetSignal, kept_N: Tensor) -> ExactRows | TopKRows:
     if isinstance(distribution, ExactTarget):
         return ExactRows(hidden_ND=distribution.hidden_BTD.flatten(0, 1)[kept_N], head_VD=distribution.head_VD)
     return TopKRows(
-        ids_NK=distribution.ids_BTK.flatten(0, 1)[kept_N], log_probs_NK=distribution.log_probs_BTK.flatten(0, 1)[kept_N]
+        ids_NK=distribution.ids_BTK.flatten(0, 1)[kept_N],
+        log_probs_NK=distribution.log_probs_BTK.flatten(0, 1)[kept_N],
     )

@@ -13,8 +13,8 @@ class Optim:
 
     name: Literal["adamw", "muon"] = "adamw"
     """`muon` moves the matrices of the draft by Muon (kellerjordan.github.io/posts/muon), and embeddings, output heads
-    and norms by AdamW. It learns more from each label, for some more work in each step. Every process needs whole
-    matrices: one process or DDP."""
+    and norms by AdamW. It learns more from each label, for some more work in each step. Every
+    process needs whole matrices: one process or DDP."""
     lr: float = 1e-4
     """Peak learning rate, reached after the warm-up: about the change of a weight in a step."""
     weight_decay: float = 0.0

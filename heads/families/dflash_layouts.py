@@ -35,17 +35,23 @@ def load_head(
     folder: Path,
     target: Target,
 ) -> Head:
-    """The head that `make` builds with the options that `read` finds in config.json. Raises: as `DFlash.load`."""
+    """The head that `make` builds with the options that `read` finds in config.json. Raises: as
+    `DFlash.load`.
+    """
     config = translate(read_config(folder), folder)
     tensors = read_tensors(folder, tensor_files(folder))
     draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
-    for name, theirs_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
+    for name, theirs_VD in (
+        ("embed_tokens.weight", target.embed_VD),
+        ("lm_head.weight", target.head_VD),
+    ):
         rows = theirs_VD if draft_ids_W is None or name != "lm_head.weight" else theirs_VD[draft_ids_W]
         held = tensors.pop(name, None)
         # compare in the type of the copy: an export in bfloat16 rounds the rows of a float32 target
         if held is not None and not torch.equal(held, rows.to(held)):
             raise ValueError(f"{folder}: {name} is not the target's: a leftover, trained, or of another target")
-    # Read as a Llama: the norms of queries and keys are part of DFlash's `Attention`, not of the shape.
+    # Read as a Llama: the norms of queries and keys are part of DFlash's `Attention`, not of the
+    # shape.
     shape = LlamaShape.from_head_config({**config, "model_type": "llama"}, target.config)
     head = make(read(config, folder), target, draft_ids_W, replace(shape, head_dim=config["head_dim"]))
     load_into(head, tensors, folder)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from redraft.heads.files.artifact import write_whole
+
+T = TypeVar("T")
 
 LAYOUT, CRC = "layout", "crc32"
 
@@ -51,6 +53,23 @@ def read_sealed(path: Path, layout: int = 1) -> Any:
     if written > layout:
         raise ValueError(f"{path} was written by a later release of redraft (layout {written}): upgrade this one")
     return content
+
+
+def read_sealed_as(path: Path, make: Callable[[Any], T], otherwise: T) -> T:
+    """The value that `make` builds from the fields; `otherwise` if there is no file yet.
+
+    Raises:
+        DamagedError: if the file does not hold such a thing.
+        ValueError: if a later release wrote it.
+    """
+    if not path.exists():
+        return otherwise
+    content = read_sealed(path)
+    try:
+        return make(content)
+    except (ValueError, KeyError, TypeError) as error:
+        kind = type(otherwise).__name__.lower()
+        raise DamagedError(f"{path} does not hold a {kind} ({error})") from error
 
 
 def set_aside(path: Path) -> Path:

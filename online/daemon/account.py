@@ -42,7 +42,12 @@ class Account:
     def state(self, state: State, reason: str, resident_bytes: int | None = None) -> None:
         """The phase, and a sentence for people."""
         self.journal.write(
-            StateEntry(phase=state.phase.value, candidate=state.candidate, reason=reason, resident_bytes=resident_bytes)
+            StateEntry(
+                phase=state.phase.value,
+                candidate=state.candidate,
+                reason=reason,
+                resident_bytes=resident_bytes,
+            )
         )
 
     def fault(self, what: str, reason: str = "", detail: str | None = None) -> None:
@@ -59,7 +64,9 @@ class Account:
             self.fault(what, reason, detail)
 
     def end_faults(self, *names: str, detail: str | None = None) -> None:
-        """Forget these faults, so that they are written when they begin again; only those of `detail` if given."""
+        """Forget these faults, so that they are written when they begin again; only those of
+        `detail` if given.
+        """
 
         def has_ended(what: str, its_detail: str) -> bool:
             return what in names and detail in (None, its_detail)
@@ -67,7 +74,9 @@ class Account:
         self._faults = {fault for fault in self._faults if not has_ended(*fault)}
 
     def load_or_set_aside(self, load: Callable[[Path], T], path: Path, otherwise: T, consequence: str) -> T:
-        """The value in the file; `otherwise`, and a fault with the consequence, if the file is damaged."""
+        """The value in the file; `otherwise`, and a fault with the consequence, if the file is
+        damaged.
+        """
         try:
             return load(path)
         except DamagedError as error:
@@ -91,7 +100,9 @@ class Account:
         )
 
     def verdict(self, verdict: Verdict, candidate: str, incumbent: str, calibration: Mapping[str, Any]) -> None:
-        """The gate's verdict; `calibration` is the one of the candidate's checkpoint, empty if it has none."""
+        """The gate's verdict; `calibration` is the one of the candidate's checkpoint, empty if it
+        has none.
+        """
         gain = verdict.overall
         domains = {
             name[:MAX_LABEL_CHARS]: DomainGain(gain=one.value, low=one.lower, high=one.upper, requests=one.num_requests)
@@ -116,7 +127,13 @@ class Account:
         )
 
     def staleness(
-        self, version: str, staleness: Staleness | None, *, is_asleep: bool, steps_saved: int, reason: str
+        self,
+        version: str,
+        staleness: Staleness | None,
+        *,
+        is_asleep: bool,
+        steps_saved: int,
+        reason: str,
     ) -> None:
         """The served draft against itself at its promotion; None if there is nothing to compare."""
         self.journal.write(
@@ -135,7 +152,12 @@ class Account:
         )
 
     def acceptance(
-        self, accepted: AcceptanceCounts, version: str, *, server: str | None = None, domain: str | None = None
+        self,
+        accepted: AcceptanceCounts,
+        version: str,
+        *,
+        server: str | None = None,
+        domain: str | None = None,
     ) -> None:
         self.journal.write(
             AcceptanceEntry(

@@ -32,7 +32,7 @@ from redraft.online.daemon.inbox import Inbox
 from redraft.online.daemon.judging import Judge
 from redraft.online.daemon.memory import release_memory
 from redraft.online.daemon.rollouts import Rollouts
-from redraft.online.daemon.sleep import load_sleep, save_sleep
+from redraft.online.daemon.sleep import Sleeper
 from redraft.online.daemon.state import LOOKS_AFTER_DAMAGE, Event, Move, Phase, SavedState, State, advance, load
 from redraft.online.fleet.registry import TRAINED_UNTIL, Registry, copy_model
 from redraft.online.fleet.rollout import Outcome, roll_waves, try_canary
@@ -42,7 +42,6 @@ from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import DRAFT, NotFiniteError
 from redraft.online.learning.cursor import SERVED
 from redraft.online.learning.gate import Decision, Verdict
-from redraft.online.learning.staleness import Row, Sleep, Staleness, compare
 from redraft.online.learning.trainer import Trainer
 
 T = TypeVar("T")
@@ -73,13 +72,7 @@ class Cycle:
         self.rollouts = Rollouts(cfg, registry, servers, self.saved, self.inbox, account)
         # torch gets a separate thread: ingest and watch continue during a training step.
         self._thread = ThreadPoolExecutor(1, "trainer")
-        self._sleep_path = cfg.folder / "sleep.json"
-        # Awake is always safe: training that is not worth it only costs time.
-        self.sleep = account.load_or_set_aside(
-            load_sleep, self._sleep_path, Sleep(), "the learner is awake and measures a new reference"
-        )
-        self._new_rows: list[Row] = []
-        """The served draft on the newest held-out requests, as last measured."""
+        self.sleeper = Sleeper(cfg, self.judge, account)
         self._num_without_gain = 0
         """Candidates without a gain since the last promotion or sleep. A count, not a state: at `patience` it posts
         BEGIN_AGAIN."""
@@ -101,11 +94,6 @@ class Cycle:
     def current(self) -> str:
         """The version the fleet should serve."""
         return self.rollouts.current
-
-    @property
-    def num_steps_saved(self) -> int:
-        """Optimizer steps not taken because the learner slept."""
-        return self.sleep.num_saved // self.cfg.training.fresh_per_step
 
     async def run(self) -> None:
         """Go round forever."""
@@ -164,7 +152,7 @@ class Cycle:
         if swap := self.rollouts.find_swap():
             return swap
         newest, num_waiting = await self.in_thread(self.trainer.find_waiting)
-        if self.sleep.is_asleep_at(self.current):
+        if self.sleeper.sleep.is_asleep_at(self.current):
             if num_waiting >= self.cfg.training.records_per_candidate:
                 return await self._look_around(newest, num_waiting)
         elif num_waiting >= self.cfg.training.fresh_per_step:
@@ -177,15 +165,13 @@ class Cycle:
 
         Those that arrive during the look wait for the next one.
         """
-        staleness = await self.in_thread(self._measure_staleness)
-        reason = self.sleep.find_reason_to_wake(
-            staleness, num_waiting, self.cfg.sleep, self.cfg.training.records_per_candidate
-        )
-        if reason:
-            self._save_sleep(self.sleep.wake(), staleness, f"training begins again: {reason}")
+        sleeper, current = self.sleeper, self.current
+        staleness = await self.in_thread(sleeper.measure, current)
+        if reason := sleeper.find_reason_to_wake(staleness, num_waiting):
+            sleeper.save(sleeper.sleep.wake(), current, staleness, f"training begins again: {reason}")
             return Move(Event.BEGIN, reason=reason)
         await self._until_written(lambda: self.in_thread(self.trainer.pass_over, newest))
-        self._save_sleep(self.sleep.pass_over(num_waiting), staleness, "training is not worth it")
+        sleeper.save(sleeper.sleep.pass_over(num_waiting), current, staleness, "training is not worth it")
         return None
 
     async def _train(self) -> Move | None:
@@ -236,8 +222,8 @@ class Cycle:
             self._num_without_gain = 0
             return Move(Event.PROMOTED, reason=verdict.reason)
         if verdict.overall is not None:
-            staleness = await self.in_thread(self._measure_staleness)  # may set the reference in `self.sleep`
-            self._save_sleep(self.sleep, staleness, "")
+            staleness = await self.in_thread(self.sleeper.measure, self.current)  # may set the reference
+            self.sleeper.save(self.sleeper.sleep, self.current, staleness, "")
         is_rejected = verdict.decision is Decision.REJECT
         # Whether a small gain is proven or not: a candidate that does not even seem to gain shows no promise.
         if is_rejected or (verdict.overall is not None and verdict.overall.value <= self.cfg.gate.min_gain):
@@ -317,31 +303,6 @@ class Cycle:
                 is_told = True
                 await asyncio.sleep(DISK_RETRY_S)
 
-    def _measure_staleness(self) -> Staleness | None:
-        """The served draft on held-out requests since its reference. Without a reference, this measures one."""
-        gate, version = self.cfg.gate, self.current
-        has_reference = self.sleep.version == version
-        newest, rows = self.judge.score_since(version, self.sleep.through if has_reference else 0)
-        if len(rows) < gate.min_requests:
-            return None
-        self._new_rows = rows
-        if has_reference:
-            return compare(self.sleep.then, rows, self.cfg.sleep, gate)
-        # On the trainer's thread. The cycle waits for it meanwhile, and nothing else writes `sleep`.
-        self.sleep = self.sleep.refer(version, newest, rows)
-        return None
-
-    def _save_sleep(self, sleep: Sleep, staleness: Staleness | None, reason: str) -> None:
-        self.sleep = sleep
-        try:
-            save_sleep(sleep, self._sleep_path)
-        except OSError as error:  # a restart then forgets this much of the sleep
-            self.account.disk_fault(error)
-        is_asleep = sleep.is_asleep_at(self.current)
-        self.account.staleness(
-            self.current, staleness, is_asleep=is_asleep, steps_saved=self.num_steps_saved, reason=reason
-        )
-
     def _count_without_gain(self) -> None:
         """Begin again from the served version if training leads nowhere, and sleep first if the settings say so."""
         self._num_without_gain += 1
@@ -349,10 +310,7 @@ class Cycle:
             return
         self._num_without_gain = 0
         self.inbox.post(Move(Event.BEGIN_AGAIN))
-        # Without a reference for this version, a fall of acceptance could not be noticed.
-        if self.cfg.sleep.enabled and self.sleep.version == self.current:
-            reason = f"{self.cfg.training.patience} candidates without a gain: the served draft is enough"
-            self._save_sleep(self.sleep.fall_asleep(self._new_rows), None, reason)
+        self.sleeper.fall_asleep(self.current)
 
     def _publish_candidate(self) -> str:
         """The version with the candidate's draft: published now, or before a kill."""

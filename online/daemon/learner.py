@@ -334,8 +334,8 @@ class Learner:
                     phase=self.cycle.state.phase.value,
                     candidate=self.cycle.state.candidate,
                     current=self.cycle.current,
-                    is_asleep=self.cycle.sleep.is_asleep_at(self.cycle.current),
-                    steps_saved=self.cycle.num_steps_saved,
+                    is_asleep=self.cycle.sleeper.sleep.is_asleep_at(self.cycle.current),
+                    steps_saved=self.cycle.sleeper.num_steps_saved,
                 )
             case "swap":
                 return await self.rollouts.request_swap(str(request["version"]))

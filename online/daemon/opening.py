@@ -1,4 +1,5 @@
-"""The learner's start: folders, registry, buffer and the first version, owned while it runs, and the checks before.
+"""The learner's start: folders, registry, buffer and the first version, owned while it runs, and
+the checks before.
 
 Nothing is trained or served for a target that a draft does not fit.
 """
@@ -33,7 +34,8 @@ FULL_DISK_RETRY_S = 1.0
 
 @contextmanager
 def opened(cfg: LearnerConfig) -> Iterator[tuple[str, Registry, Buffer]]:
-    """The target's fingerprint, the registry and the buffer, owned while the block runs. Waits while a disk is full.
+    """The target's fingerprint, the registry and the buffer, owned while the block runs. Waits
+    while a disk is full.
 
     Raises:
         ValueError, OSError, AlreadyOwnedError: as `run` does.
@@ -50,7 +52,11 @@ def opened(cfg: LearnerConfig) -> Iterator[tuple[str, Registry, Buffer]]:
                 if not is_full(error):
                     raise
                 if not is_told:
-                    print(f"the learner waits, because a disk is full: {error}", file=sys.stderr, flush=True)
+                    print(
+                        f"the learner waits, because a disk is full: {error}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 is_told = True
                 time.sleep(FULL_DISK_RETRY_S)
         yield found
@@ -80,7 +86,8 @@ def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str)
 
 
 def provide_first_version(cfg: LearnerConfig, registry: Registry, target_fingerprint: str) -> None:
-    """Make sure the registry has a current version. In an empty registry, the initial draft becomes the first.
+    """Make sure the registry has a current version. In an empty registry, the initial draft becomes
+    the first.
 
     Raises:
         ValueError: if there is no initial draft either, no version that was current is intact, or a draft is for
@@ -123,7 +130,8 @@ def _copy_draft(draft: Path, folder: Path, cfg: LearnerConfig) -> None:
 
 def _require_fitting(draft: Path, cfg: LearnerConfig) -> None:
     family = find_family(cfg.draft.family)
-    # the layer in a quantised target may be plain: whether it is, its tensors tell when they are read
+    # the layer in a quantised target may be plain: whether it is, its tensors tell when they are
+    # read
     if not family.is_in_target and (method := find_quantization(read_config(draft))):
         raise ValueError(
             f"{draft} is quantised ({method}), and training needs the weights from before: set draft.initial to those, "

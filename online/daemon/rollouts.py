@@ -1,7 +1,7 @@
 """Rollouts of a version over the servers: by a candidate's promotion, by a person, and back again.
 
-One swap at a time: whoever swaps drafts has `fleet` locked, except for the reconciler, which begins nothing
-while it is locked.
+One swap at a time: whoever swaps drafts has `fleet` locked, except for the reconciler, which begins
+nothing while it is locked.
 """
 
 from __future__ import annotations
@@ -45,14 +45,18 @@ class Rollouts:
         return current
 
     def reconcile(self, servers: Sequence[FleetServer]) -> None:
-        """Begin to bring these servers to the current version, unless a rollout or a rollback is under way."""
+        """Begin to bring these servers to the current version, unless a rollout or a rollback is
+        under way.
+        """
         if not self.fleet.locked():
             self.reconciler.push(servers, self.current)
 
-    # ----------------------------------------------------------------------------------------------- a rollout
+    # ------------------------------------------------------------------------------------ a rollout
 
     async def run(self, part: Callable[..., Coroutine[Any, Any, Outcome]]) -> tuple[Event, Outcome]:
-        """Run a part of the rollout to its end, or to a recall; then every server is back on the current version."""
+        """Run a part of the rollout to its end, or to a recall; then every server is back on the
+        current version.
+        """
         async with self.fleet:
             await self.reconciler.stop()
             # The pushes have ended: one under way would put the incumbent back on the canary.
@@ -62,7 +66,8 @@ class Rollouts:
             if outcome is not None:
                 failed = Event.INCONCLUSIVE if outcome.is_inconclusive else Event.ROLLED_BACK
                 return Event.PASSED if outcome.passed else failed, outcome
-        # Outside of the block, because `take_back` takes the lock again, and an asyncio.Lock is not re-entrant.
+        # Outside of the block, because `take_back` takes the lock again, and an asyncio.Lock is not
+        # re-entrant.
         return Event.RECALLED, await self.take_back("recalled")
 
     async def take_back(self, why: str) -> Outcome:
@@ -79,8 +84,8 @@ class Rollouts:
         recall = asyncio.ensure_future(self.inbox.wait_for(Event.RECALLED))
         try:
             await asyncio.wait({running, recall}, return_when=asyncio.FIRST_COMPLETED)
-            # If both came at once, the outcome counts. The recall stays in the inbox, and ends the next part of the
-            # rollout, if there is one.
+            # If both came at once, the outcome counts. The recall stays in the inbox, and ends the
+            # next part of the rollout, if there is one.
             return running.result() if running.done() else None
         finally:
             running.cancel()
@@ -91,14 +96,15 @@ class Rollouts:
     async def prune(self, trained_from: str) -> None:
         """Remove old versions. They only take space, so a failure waits until the next rollout."""
         in_use = {server.versions["seen"] for server in self.servers if server.versions}
-        # A checkpoint is written with the config and the layout of the version that training began from.
+        # A checkpoint is written with the config and the layout of the version that training began
+        # from.
         in_use.add(trained_from)
         try:
             await asyncio.to_thread(self.registry.prune, self.cfg.keep_versions, in_use)
         except OSError as error:
             self.account.disk_fault(error)
 
-    # ----------------------------------------------------------------------------------------------- a person's swap
+    # ------------------------------------------------------------------------------ a person's swap
 
     async def request_swap(self, version: str) -> Outcome:
         """Roll out a version that a person chose: past the gate, but never past the canary.
@@ -114,7 +120,8 @@ class Rollouts:
             raise ValueError(f"{pending.candidate} was asked for and is on its way: wait for it")
         settled = self.inbox.post(Move(Event.SWAP_REQUESTED, version, "a person chose it"))
         try:
-            # Without the shield, a cancel would end the future itself: it would be `done`, and the request would stay.
+            # Without the shield, a cancel would end the future itself: it would be `done`, and the
+            # request would stay.
             outcome: Outcome = await asyncio.shield(settled)
             return outcome
         finally:
@@ -123,7 +130,8 @@ class Rollouts:
 
     def find_swap(self) -> Move | None:
         """The swap to begin now, if a person waits for one."""
-        # The request stays in the inbox until the rollout has ended: after a halt it is taken up once more.
+        # The request stays in the inbox until the rollout has ended: after a halt it is taken up
+        # once more.
         swap = self.inbox.find(Event.SWAP_REQUESTED)
         if swap is None or swap.candidate != self.current:
             return swap
@@ -140,13 +148,15 @@ class Rollouts:
             self.inbox.post(Move(Event.BEGIN_AGAIN))
         self.inbox.settle(Event.SWAP_REQUESTED, outcome)
 
-    # ----------------------------------------------------------------------------------------------- back
+    # ----------------------------------------------------------------------------------------- back
 
     async def go_back(self, reason: str, to: str = "", *, is_automatic: bool = False) -> Convergence:
-        """Take back the candidate of the running rollout, or else the current version; returns the version served then.
+        """Take back the candidate of the running rollout, or else the current version; returns the
+        version served then.
 
-        With `to`, go back as far as this version, which may be the current one; training begins again from it. Servers
-        that hang are not waited for: they are brought along in the background.
+        With `to`, go back as far as this version, which may be the current one; training begins
+        again from it. Servers that hang are not waited for: they are brought along in the
+        background.
 
         Raises:
             FileNotFoundError: if there is no version before the current one, or `to` was never current.
@@ -159,7 +169,8 @@ class Rollouts:
                 return Convergence(version=self.current)  # else the recall came after the promotion
         async with self.fleet:
             await self.reconciler.stop()
-            # First, because a restart on the way must end at the same version. It reads the whole version.
+            # First, because a restart on the way must end at the same version. It reads the whole
+            # version.
             version = await self._roll_registry_back(to, is_automatic)
             self.inbox.post(Move(Event.BEGIN_AGAIN))
             back = await self.reconciler.bring_all(self.servers, version, self.cfg.rollout.rollback_timeout_s)
@@ -167,7 +178,9 @@ class Rollouts:
         return back
 
     async def _roll_registry_back(self, to: str, is_automatic: bool) -> str:
-        """The version that is current now. A second automatic rollback needs a promotion in between."""
+        """The version that is current now. A second automatic rollback needs a promotion in
+        between.
+        """
         if is_automatic:  # noted first: after a kill, one rollback too few is better than a second one
             self._note_rollback(True)
         try:

@@ -1,12 +1,83 @@
-"""The learner's sleep on disk: a kill must not wake it, nor forget what the served draft was worth when promoted."""
+"""When the learner sleeps: the served draft against itself at its promotion, measured here and
+saved over kills.
+
+A kill must not wake the learner, nor forget what the served draft was worth when promoted.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from redraft.heads.files.sealed import DamagedError, read_sealed, write_sealed
-from redraft.online.learning.staleness import Sleep
+from redraft.heads.files.sealed import read_sealed_as, write_sealed
+from redraft.online.daemon.account import Account
+from redraft.online.daemon.config import LearnerConfig
+from redraft.online.daemon.judging import Judge
+from redraft.online.learning.staleness import Row, Sleep, Staleness, compare
+
+
+class Sleeper:
+    def __init__(self, cfg: LearnerConfig, judge: Judge, account: Account) -> None:
+        self.cfg, self.judge, self.account = cfg, judge, account
+        self._path = cfg.folder / "sleep.json"
+        # Awake is always safe: training that is not worth it only costs time.
+        self.sleep = account.load_or_set_aside(
+            load_sleep, self._path, Sleep(), "the learner is awake and measures a new reference"
+        )
+        self._new_rows: list[Row] = []
+        """The served draft on the newest held-out requests, as last measured."""
+
+    @property
+    def num_steps_saved(self) -> int:
+        """Optimizer steps not taken because the learner slept."""
+        return self.sleep.num_saved // self.cfg.training.fresh_per_step
+
+    def measure(self, version: str) -> Staleness | None:
+        """The served version on held-out requests since its reference. Without a reference, this
+        measures one.
+        """
+        has_reference = self.sleep.version == version
+        newest, rows = self.judge.score_since(version, self.sleep.through if has_reference else 0)
+        if len(rows) < self.cfg.gate.min_requests:
+            return None
+        self._new_rows = rows
+        if has_reference:
+            return compare(self.sleep.then, rows, self.cfg.sleep, self.cfg.gate)
+        # On the trainer's thread. The cycle waits for it meanwhile, and nothing else writes
+        # `sleep`.
+        self.sleep = self.sleep.refer(version, newest, rows)
+        return None
+
+    def find_reason_to_wake(self, staleness: Staleness | None, num_waiting: int) -> str:
+        """The reason to train again, with `num_waiting` records not trained yet; empty if there is
+        none.
+        """
+        return self.sleep.find_reason_to_wake(
+            staleness, num_waiting, self.cfg.sleep, self.cfg.training.records_per_candidate
+        )
+
+    def fall_asleep(self, version: str) -> None:
+        """Sleep after candidates without a gain, if the settings say so."""
+        # Without a reference for this version, a fall of acceptance could not be noticed.
+        if self.cfg.sleep.enabled and self.sleep.version == version:
+            reason = f"{self.cfg.training.patience} candidates without a gain: the served draft is enough"
+            self.save(self.sleep.fall_asleep(self._new_rows), version, None, reason)
+
+    def save(self, sleep: Sleep, version: str, staleness: Staleness | None, reason: str) -> None:
+        """Save the sleep, and write it down with the numbers it follows from."""
+        self.sleep = sleep
+        try:
+            save_sleep(sleep, self._path)
+        except OSError as error:  # a restart then forgets this much of the sleep
+            self.account.disk_fault(error)
+        self.account.staleness(
+            version,
+            staleness,
+            is_asleep=sleep.is_asleep_at(version),
+            steps_saved=self.num_steps_saved,
+            reason=reason,
+        )
 
 
 def save_sleep(sleep: Sleep, path: Path) -> None:
@@ -15,18 +86,12 @@ def save_sleep(sleep: Sleep, path: Path) -> None:
 
 
 def load_sleep(path: Path) -> Sleep:
-    """The sleep saved last; awake without a reference if there is none yet.
-
-    Raises:
-        DamagedError: if the file does not hold a sleep.
-        ValueError: if a later release wrote it.
+    """The sleep saved last; awake without a reference if there is none yet. Raises: as
+    `read_sealed_as`.
     """
-    if not path.exists():
-        return Sleep()
-    content = read_sealed(path)
-    try:
-        fields = dict(content)
-        then = tuple((str(domain), float(drafts), float(accepted)) for domain, drafts, accepted in fields.pop("then"))
-        return Sleep(**fields, then=then)
-    except (ValueError, TypeError, KeyError) as error:
-        raise DamagedError(f"{path} does not hold a sleep ({error})") from error
+    return read_sealed_as(path, _make_sleep, Sleep())
+
+
+def _make_sleep(content: dict[str, Any]) -> Sleep:
+    then = [(str(domain), float(drafts), float(accepted)) for domain, drafts, accepted in content["then"]]
+    return Sleep(**{**content, "then": tuple(then)})

@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from redraft.heads.files.sealed import DamagedError, read_sealed, write_sealed
+from redraft.heads.files.sealed import read_sealed_as, write_sealed
 
 
 class Phase(Enum):
@@ -161,20 +161,13 @@ class SavedState:
 
 
 def load(path: Path) -> State:
-    """The state saved last; idle if there is none yet.
+    """The state saved last; idle if there is none yet. Raises: as `read_sealed_as`."""
+    return read_sealed_as(path, _make_state, State())
 
-    Raises:
-        DamagedError: if the file does not hold a state.
-        ValueError: if a later release wrote it.
-    """
-    if not path.exists():
-        return State()
-    content = read_sealed(path)
-    try:
-        # A file of an earlier release may lack the last fields.
-        state = State(**{**content, "phase": Phase(content["phase"])})
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"{path} does not hold a state ({error})") from error
+
+def _make_state(content: dict[str, Any]) -> State:
+    # A file of an earlier release may lack the last fields.
+    state = State(**{**content, "phase": Phase(content["phase"])})
     if state.candidate is None and state.phase in NEEDS_CANDIDATE:
-        raise DamagedError(f"{path} does not hold a state ({state.phase.value} without a candidate)")
+        raise ValueError(f"{state.phase.value} without a candidate")
     return state

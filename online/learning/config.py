@@ -11,7 +11,8 @@ from typing import Literal
 class DraftConfig:
     family: str = "standalone"
     """Family of the draft: standalone, eagle1, eagle3, peagle, mtp, dflash or dspark. A head learns from the target's
-    hidden states, so for all but a standalone draft the servers must run with --capture.hidden-states."""
+    hidden states, so for all but a standalone draft the servers must run with
+    --capture.hidden-states."""
     initial: Path | None = None
     """Folder of the draft to start from. It becomes version v000001, and is needed only while the registry is
     empty. For an MTP layer in the target's weights, the target's folder."""
@@ -54,14 +55,21 @@ class Training:
     """A candidate is thrown away if more than this share of the steps had a non-finite loss or gradient."""
     patience: int = 3
     """After this many candidates that were rejected, or did not seem to gain `gate.min_gain`, training begins again
-    from the served version, after a sleep if `sleep.enabled`. A promotion starts the count afresh."""
+    from the served version, after a sleep if `sleep.enabled`. A promotion starts the count
+    afresh."""
     save_every_s: float = 600
     """Seconds between checkpoints while a candidate is in training. The end always makes one."""
     seed: int = 0
     """Seed of the replay's draws and of packing."""
 
     def __post_init__(self) -> None:
-        for name in ("fresh_per_step", "records_per_candidate", "accumulation", "patience", "warmup_steps"):
+        for name in (
+            "fresh_per_step",
+            "records_per_candidate",
+            "accumulation",
+            "patience",
+            "warmup_steps",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name} is {getattr(self, name)}: it must be at least 1")
 
@@ -78,8 +86,8 @@ class Judging:
     often it was sent."""
     domains: tuple[str, ...] = ()
     """Domains to judge by themselves in any case, in addition to those in `fleet.file`. Clients can invent domains, so
-    another one is judged by itself only if at least two tenants send it, or if there is just one tenant; the rest
-    counts as one domain, `other`."""
+    another one is judged by itself only if at least two tenants send it, or if there is just one
+    tenant; the rest counts as one domain, `other`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +100,18 @@ class BufferConfig:
     """Records are deleted at the latest this many seconds after they arrived at the learner."""
     max_read_bytes: int = 192 << 20
     """Size limit of the records that are in memory at once, in bytes: a step's new ones, and as much of replayed ones.
-    Only records with hidden states come near it. If they do, a step has fewer records than `training` asks for: raise
-    this to `training.replay_per_step` times the size of a record, at 2 bytes per number."""
+    Only records with hidden states come near it. If they do, a step has fewer records than
+    `training` asks for: raise this to `training.replay_per_step` times the size of a record, at 2
+    bytes per number."""
     held_out_fraction: float = 0.2
     """Share of all prompts whose records judge candidates and are never trained. A secret key in the folder decides
-    which, so that no client can choose. With 0.2, the gate can give its first verdict within 200 requests; a fleet of
-    thousands of requests an hour can do with less."""
+    which, so that no client can choose. With 0.2, the gate can give its first verdict within 200
+    requests; a fleet of thousands of requests an hour can do with less."""
     tenant_share: float = 0.2
     """Largest share of one tenant (X-Redraft-Tenant) among the held-out requests that judge a candidate, and among
-    replayed records. All requests without a tenant are one tenant's. If there are fewer than 1 / tenant_share tenants,
-    each may have an equal part, so a single one has everything. Set this to 1 if you trust all your tenants."""
+    replayed records. All requests without a tenant are one tenant's. If there are fewer than 1 /
+    tenant_share tenants, each may have an equal part, so a single one has everything. Set this to 1
+    if you trust all your tenants."""
 
     def __post_init__(self) -> None:
         if not 0 < self.tenant_share <= 1:
@@ -116,9 +126,9 @@ class BufferConfig:
 class Replay:
     """The weight of a record in `Buffer.replay`: 2^(-age / half_life) * (1 + surprise * r).
 
-    r = (wrong + 1) / (drafted + 2) is the share of verified draft tokens the target refused, smoothed: a record
-    without any gets 1/2. Surprise is a weight rather than a filter, because training only on refused positions adapts
-    more slowly.
+    r = (wrong + 1) / (drafted + 2) is the share of verified draft tokens the target refused,
+    smoothed: a record without any gets 1/2. Surprise is a weight rather than a filter, because
+    training only on refused positions adapts more slowly.
     """
 
     half_life_s: float = 3600

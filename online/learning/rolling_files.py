@@ -1,4 +1,5 @@
-"""The buffer's files: a rolling set, limited in bytes and age. A damaged file is dropped, and work continues.
+"""The buffer's files: a rolling set, limited in bytes and age. A damaged file is dropped, and work
+continues.
 
 A file is dropped as a whole. The newest one takes records until it has one share of the bytes, or
 covers one share of the age.
@@ -38,10 +39,12 @@ from redraft.online.records.record import CorruptRecordError, Record, decode_rec
 T = TypeVar("T")
 
 NUM_FILES = 16
-"""Number of files of a full buffer. Unlinking the oldest forgets about a sixteenth, in bytes or in age."""
+"""Number of files of a full buffer. Unlinking the oldest forgets about a sixteenth, in bytes or in
+age."""
 
 MAX_LATER_RECORDS = 1 << 24
-"""More records than a file holds: numbers after one of a later release, which this one cannot read, begin beyond."""
+"""More records than a file holds: numbers after one of a later release, which this one cannot read,
+begin beyond."""
 
 REHASHED_DTYPE = np.dtype([("seq", "i8"), ("prompt", "i8"), ("request", "i8")])
 
@@ -53,9 +56,16 @@ class RollingFiles:
     """
 
     def __init__(
-        self, folder: Path | None, max_bytes: int, max_age_s: float, counts: Counter[str], damage: list[str]
+        self,
+        folder: Path | None,
+        max_bytes: int,
+        max_age_s: float,
+        counts: Counter[str],
+        damage: list[str],
     ) -> None:
-        """Open the files of `folder`; `counts` gets the dropped records by reason, `damage` a sentence each."""
+        """Open the files of `folder`; `counts` gets the dropped records by reason, `damage` a
+        sentence each.
+        """
         self.folder, self.max_bytes, self.max_age_s = folder, max_bytes, max_age_s
         self.counts, self.damage = counts, damage
         self.files: list[BufferFile] = []
@@ -70,7 +80,8 @@ class RollingFiles:
 
     def _open(self, path: Path, *, is_newest: bool) -> None:
         try:
-            # SQLite takes a file without a whole page for a new one. A kill can leave only the newest empty.
+            # SQLite takes a file without a whole page for a new one. A kill can leave only the
+            # newest empty.
             num_bytes = path.stat().st_size
             if num_bytes < MIN_FILE_BYTES and (num_bytes or not is_newest):
                 raise DamagedFileError(f"{num_bytes} bytes")
@@ -96,14 +107,17 @@ class RollingFiles:
         return sum(file.num_bytes() for file in self.files)
 
     def last_number(self) -> int:
-        """The highest sequence number in a file, or that one of a later release may have; 0 without any."""
+        """The highest sequence number in a file, or that one of a later release may have; 0 without
+        any.
+        """
         later = [int(path.stem.removeprefix("records-")) + MAX_LATER_RECORDS for path in self.later]
         return max([int(self.index()["seq"].max(initial=0)), *later])
 
     def index(self) -> Index:
         """INDEX_DTYPE [records], over all files, by ascending sequence number."""
         index: Index = np.concatenate([np.empty(0, INDEX_DTYPE), *self.each(BufferFile.index)])
-        # `concatenate` has copied, so the assignments below leave the cached index of each file as it is.
+        # `concatenate` has copied, so the assignments below leave the cached index of each file as
+        # it is.
         if len(self._rehashed):
             has_new = np.isin(index["seq"], self._rehashed["seq"])
             new = self._rehashed[np.searchsorted(self._rehashed["seq"], index["seq"][has_new])]
@@ -121,7 +135,9 @@ class RollingFiles:
                 yield result
 
     def unless_damaged(self, file: BufferFile, operation: Callable[[BufferFile], T], otherwise: T) -> T:
-        """The result of `operation` on `file`. If the file proves damaged, it is dropped and `otherwise` returned."""
+        """The result of `operation` on `file`. If the file proves damaged, it is dropped and
+        `otherwise` returned.
+        """
         try:
             return operation(file)
         except sqlite3.DatabaseError as error:
@@ -139,7 +155,9 @@ class RollingFiles:
             pass
 
     def _newest(self, next_seq: int, now_s: float) -> BufferFile:
-        """The file to write to: the last one, until it has its share of the bytes or covers its share of the age."""
+        """The file to write to: the last one, until it has its share of the bytes or covers its
+        share of the age.
+        """
         if self.files and self.files[-1].layout == LAYOUT:
             newest = self.files[-1]
             is_old = now_s - newest.oldest_s() >= self.max_age_s / NUM_FILES
@@ -169,14 +187,16 @@ class RollingFiles:
         return next(filter(None, found), None)
 
     def open_key(self, newest: int) -> PromptKey:
-        """The folder's key. Records that a lost one has hashed get hashes by the new one, and stay on the same side.
+        """The folder's key. Records that a lost one has hashed get hashes by the new one, and stay
+        on the same side.
 
         `newest` is the highest sequence number given so far.
         """
         if self.folder is None:
             return PromptKey.make()
         files = [file for file in self.files if not file.is_older]
-        # A key has hashed the records of later releases too, although this release cannot read them.
+        # A key has hashed the records of later releases too, although this release cannot read
+        # them.
         has_hashes = bool(self.later) or any(len(file.index()) for file in files)
         opened = open_key(self.folder, newest=newest, has_hashes=has_hashes)
         self.damage += opened.damage
@@ -189,7 +209,8 @@ class RollingFiles:
         return opened.key
 
     def upgrade(self, key: PromptKey, newest: int) -> str:
-        """Hash the prompts of held-out records from an earlier release, which knew no key; a sentence for people.
+        """Hash the prompts of held-out records from an earlier release, which knew no key; a
+        sentence for people.
 
         Every record stays on its side: nothing held out is trained, and nothing trained judges.
         """
@@ -212,7 +233,8 @@ class RollingFiles:
 
     def expire(self, now_s: float) -> None:
         """Delete the files past the maximal age."""
-        # A file goes as a whole when the oldest record is too old; it covers at most 1 / NUM_FILES of the age.
+        # A file goes as a whole when the oldest record is too old; it covers at most 1 / NUM_FILES
+        # of the age.
         for file, oldest_s in self.each(lambda file: (file, file.oldest_s())):
             if now_s - oldest_s >= self.max_age_s:
                 self._drop(file, "expired")

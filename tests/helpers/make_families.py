@@ -50,7 +50,10 @@ VARIANTS: dict[str, Variants] = {
         "plain": ({}, None),
         "reduced vocabulary": ({}, DRAFT_IDS),
         "one layer, target's head": ({"num_layers": 1, "own_head": False}, None),
-        "norms before fc and before the residual": ({"fc_norm": True, "norm_before_residual": True}, None),
+        "norms before fc and before the residual": (
+            {"fc_norm": True, "norm_before_residual": True},
+            None,
+        ),
     },
     "dflash": {
         "plain": ({}, None),
