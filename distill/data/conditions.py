@@ -10,7 +10,7 @@ from redraft.distill.data.reasoning import ReasoningForm
 from redraft.distill.data.template import Arguments
 
 SWITCH = re.compile(r"/(?:no_?)?think\b")
-"""Words in a question, read as a switch by templates and taken out."""
+"""Words in a question or system prompt, read as a switch by templates and taken out."""
 
 ASCII_WORD = re.compile(r"(?<![\\\w])[a-zA-Z0-9]+(?!\w)", re.ASCII)
 
@@ -30,6 +30,8 @@ class Turn:
 class Content:
     """Parts of a conversation required in a turn."""
 
+    system: str = ""
+    """Text of the system prompt."""
     question: str
     """Text of the user's last message before the answer."""
     results: tuple[str, ...] = ()
@@ -73,9 +75,10 @@ def broken_condition(
 
 
 def missing_question(prompt: str, content: Content) -> str | None:
-    """The reason why a prompt does not ask for an answer; None if it does."""
-    if not is_in(content.question, prompt) and not is_in(SWITCH.sub("", content.question), prompt):
-        return "whose question the chat template leaves out"
+    """The reason why a prompt lacks something that the answer depends on; None if it lacks nothing."""
+    for name, text in (("question", content.question), ("system prompt", content.system)):
+        if not is_in(text, prompt) and not is_in(SWITCH.sub("", text), prompt):
+            return f"whose {name} the chat template leaves out"
     if not all(_has_words(result, prompt) for result in content.results):
         return "whose tool result the chat template leaves out"
     return None

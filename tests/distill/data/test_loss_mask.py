@@ -227,6 +227,17 @@ def test_an_end_that_does_not_end_generation_is_refused() -> None:
     ]
 
 
+def test_a_system_prompt_that_the_template_leaves_out_is_a_reason() -> None:
+    template = (
+        "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}<|done|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    row = {"messages": [{"role": "system", "content": "Be kind."}, *CHAT]}
+    special = "<|user|> <|assistant|>"
+    assert _learn(template, row, "<|done|>", special) == ([], {"whose system prompt the chat template leaves out": 2})
+    assert len(learn(template.replace(" if m.role != 'system'", ""), row, end="<|done|>", special=special)) == 2
+
+
 def test_a_template_that_reads_parts_gets_parts() -> None:
     template = (
         "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{% if p.type == 'text' %} {{ p.text }}{% endif %}"
