@@ -21,7 +21,8 @@ from real_broker import running_broker
 from run_stream import TARGET, VOCAB, make_record
 from waiting import PATIENCE_S, in_event_loop, until
 
-from redraft.online.learning.buffer import Buffer, BufferFullError
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.buffer_file import BufferFullError
 from redraft.online.learning.config import BufferConfig
 from redraft.online.learning.stream import StreamSource
 from redraft.online.records.nats_config import Nats, StreamLimits, hide_credentials, parse_addresses
