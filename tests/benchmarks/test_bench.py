@@ -471,7 +471,7 @@ def test_every_aim_names_a_peer_of_the_family() -> None:
 
 
 def test_a_case_that_does_not_exist_is_told_with_those_that_do() -> None:
-    with pytest.raises(ValueError, match="no case's name contains 'eagle-9': choose from fused loss, vocabulary 32k"):
+    with pytest.raises(ValueError, match=r"'eagle-9'.*32k"):
         main(Config(cases="eagle-9"))
 
 

@@ -53,11 +53,9 @@ def test_a_70b_target_is_refused_on_80_gb_with_its_bytes(tmp_path: Path, monkeyp
     monkeypatch.setattr(fit, "read_room", lambda _: H100)
     accelerator = accelerator_of(DistributedType.MULTI_GPU)
     head = functools.partial(count_head, "eagle3", eagle3.Config(), 32000)
-    with pytest.raises(
-        ValueError, match=r"takes 141\.1 GB in every process, and the draft 22\.4 GB .* 85\.5 GB of cuda:0"
-    ):
+    with pytest.raises(ValueError, match=r"141\.1 GB.*22\.4 GB.*85\.5 GB.*cuda:0"):
         require_room(str(tmp_path), Signal(), accelerator, head)
-    with pytest.raises(ValueError, match=r"takes 282\.2 GB in every process"):
+    with pytest.raises(ValueError, match=r"282\.2 GB"):
         require_room(str(tmp_path), Signal(), accelerator, head, "float32")
     served = Signal(kind="endpoint", url=("http://t1:8001",))
     require_room(str(tmp_path), served, accelerator, head)  # 4.2 + 22.4 GB
@@ -94,34 +92,34 @@ def test_a_70b_target_in_shards_fits_eight_gpus_of_80_gb(tmp_path: Path, monkeyp
     with pytest.raises(ValueError, match=r"takes 141\.1 GB"):
         require_room(str(tmp_path), Signal(shard=True), accelerator, draft)
     monkeypatch.setattr(fit, "read_room", lambda _: replace(H100, host_bytes=140 * 10**9))
-    with pytest.raises(ValueError, match=r"one process reads all of it .* 141\.1 GB in all: more than 140\.0 GB"):
+    with pytest.raises(ValueError, match=r"141\.1 GB.*140\.0 GB"):
         require_room(str(tmp_path), Signal(shard=True), accelerator_of(DistributedType.MULTI_GPU), draft)
 
 
 def test_the_host_holds_the_target_once_for_each_process_of_the_machine() -> None:
     need = Need(target=16 * 10**9, draft=6 * 10**9)
     check("8B", need, replace(H100, host_bytes=129 * 10**9), has_servers=False)
-    with pytest.raises(ValueError, match=r"reads the target, .* 128\.0 GB in all for 8: more than its 127\.0 GB"):
+    with pytest.raises(ValueError, match=r"128\.0 GB.*8.*127\.0 GB"):
         check("8B", need, replace(H100, host_bytes=127 * 10**9), has_servers=False)
     on_cpu = replace(H100, device="cpu", device_bytes=None, host_bytes=175 * 10**9)
     with pytest.raises(
         ValueError,
-        match=r"target and draft into this machine's memory, 176\.0 GB in all for 8: more than its 175\.0 GB",
+        match=r"176\.0 GB.*8.*175\.0 GB",
     ):
         check("8B", need, on_cpu, has_servers=False)
     check("8B", need, replace(on_cpu, processes=1), has_servers=False)
 
 
 def test_the_way_out_is_the_one_that_helps() -> None:
-    with pytest.raises(ValueError, match=r"--signal\.shard; or let .* --signal\.kind endpoint"):
+    with pytest.raises(ValueError, match=r"--signal\.shard.*--signal\.kind"):
         check("70B", Need(target=141 * 10**9, draft=10**9), H100, has_servers=False)
-    with pytest.raises(ValueError, match=r"cuda:0; let vLLM servers"):
+    with pytest.raises(ValueError, match="cuda:0"):
         check("700B", Need(target=200 * 10**9, draft=10**9, host=1), H100, has_servers=False)
     for need, has_servers in (
         (Need(target=4 * 10**9, draft=128 * 10**9), True),
         (Need(target=10, draft=10**11), False),
     ):
-        with pytest.raises(ValueError, match=r"shard the draft: .*fsdp2\.yaml"):
+        with pytest.raises(ValueError, match=r"fsdp2\.yaml"):
             check("8B", need, H100, has_servers=has_servers)
 
 
@@ -174,7 +172,7 @@ def test_muon_takes_less_memory_and_lets_a_draft_fit(monkeypatch: pytest.MonkeyP
     def draft(_: Any) -> DraftSize:
         return DraftSize(weights=4 * 10**9, matrices=4 * 10**9)
 
-    with pytest.raises(ValueError, match=r"the draft 64\.0 GB"):
+    with pytest.raises(ValueError, match=r"64\.0 GB"):
         require_room(str(tmp_path), served, accelerator, draft)
     require_room(str(tmp_path), served, accelerator, draft, optimizer="muon")
 
@@ -213,7 +211,7 @@ def test_a_recipe_that_does_not_fit_loads_nothing_and_leaves_no_run(
         fit, "read_room", lambda _: Room(device="cpu", device_bytes=None, host_bytes=10**6, processes=1)
     )
     cfg = replace(recipe.PRESETS["demo"], output=tmp_path / "run", mixed_precision=None)
-    with pytest.raises(ValueError, match="tests/assets/tiny-target: every process reads target and draft"):
+    with pytest.raises(ValueError, match="tests/assets/tiny-target"):
         recipe.main(cfg)
     assert not (tmp_path / "run").exists()
 

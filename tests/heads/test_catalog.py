@@ -105,12 +105,10 @@ def test_a_head_of_others_is_recognised_by_its_architecture(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
     assert detect_family(tmp_path).name == "eagle3"
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(ValueError, match=r"not a head of a known family \(architecture LlamaForCausalLM\)"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM\)"):
         detect_family(tmp_path)
 
 
 def test_an_unknown_family_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="there is no draft family egale3: choose one of dflash, dspark, eagle1, eagle3"
-    ):
+    with pytest.raises(ValueError, match=r"egale3.*eagle1, eagle3"):
         find_family("egale3")

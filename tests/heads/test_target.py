@@ -37,7 +37,7 @@ def test_copies_beside_an_mtp_layer_are_not_the_targets(tmp_path: Path) -> None:
 def test_a_folder_without_embeddings_is_refused(tmp_path: Path) -> None:
     make_target().save_pretrained(tmp_path)
     save_file({"fc.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"no tensor embed_tokens\.weight: give the folder of the target"):
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight"):
         Target.from_folder(tmp_path)
 
 

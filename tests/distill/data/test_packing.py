@@ -47,7 +47,7 @@ def test_packing_wastes_little_and_repeats_itself() -> None:
 
 
 def test_a_sample_longer_than_a_row_is_refused() -> None:
-    with pytest.raises(ValueError, match="17 tokens does not fit into rows of 16"):
+    with pytest.raises(ValueError, match=r"17.*16"):
         pack([3, 17], 16, 0)
 
 
@@ -96,7 +96,7 @@ def test_the_salt_is_the_epoch_on_every_rank_and_evaluation_has_none() -> None:
 
 
 def test_too_few_rows_for_a_batch_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 rows of 8 tokens do not fill one batch of 2 on 2 processes"):
+    with pytest.raises(ValueError, match=r"3.*8.*2.*2"):
         PackedDataset(make_samples([8] * 3), sequence_length=8).num_batches(2, num_ranks=2)
 
 

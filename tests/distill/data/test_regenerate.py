@@ -162,7 +162,7 @@ def test_a_wrong_model_name_ends_the_run(tmp_path: Path) -> None:
     def unknown(request: dict[str, Any]) -> Reply:
         return 404, {"error": {"message": f"no model {request['model']}"}}
 
-    with serving(unknown) as (url, _), pytest.raises(ValueError, match="HTTP 404: no model wrong"):
+    with serving(unknown) as (url, _), pytest.raises(ValueError, match="HTTP 404"):
         regenerate([make_conversation("a")], make_endpoint(url, model="wrong"), tmp_path / "answers.jsonl", Sampling())
 
 
@@ -283,7 +283,7 @@ def test_an_output_of_other_settings_or_another_kind_is_refused(tmp_path: Path) 
     output = tmp_path / "answers.jsonl"
     with serving() as (url, _):
         regenerate([make_conversation("a")], make_endpoint(url), output, Sampling(max_tokens=5))
-        with pytest.raises(ValueError, match=r"was answered with .*'max_tokens': 5.*choose another output"):
+        with pytest.raises(ValueError, match=r"'max_tokens': 5.*choose"):
             regenerate([make_conversation("a")], make_endpoint(url), output, Sampling(max_tokens=6))
         output.write_text('{"messages": []}\n')
         with pytest.raises(ValueError, match="line 1: not a regenerated conversation"):

@@ -40,5 +40,5 @@ def test_the_whole_vocabulary_needs_no_map(size: int) -> None:
 
 
 def test_more_ids_than_the_target_has_are_refused() -> None:
-    with pytest.raises(ValueError, match="13 ids: the target's has 12"):
+    with pytest.raises(ValueError, match=r"13.*12"):
         frequent_ids(SAMPLES, 13, vocab_size=12)

@@ -174,7 +174,7 @@ def test_a_cache_serves_any_head_whose_layers_it_holds(random_target: Path, tmp_
 def test_states_of_a_target_that_changes_its_logits_after_the_head_are_refused(tmp_path: Path) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     config = Gemma2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM changes .* \(final_logit_softcapping\).* on the top k"):
+    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM.*\(final_logit_softcapping\)"):
         EndpointHiddenStates(Endpoint("http://127.0.0.1:9"), Gemma2ForCausalLM(config), (1,), str(tmp_path))
 
 
@@ -185,9 +185,7 @@ def test_the_cache_of_another_target_other_data_or_other_layers_is_refused(rando
         read_cache(tmp_path / "states", samples, model, target="another-target")
     with pytest.raises(ValueError, match="a cache for another data"):
         read_cache(tmp_path / "states", make_samples(seed=1), model)
-    with pytest.raises(
-        ValueError, match=r"holds target layers \[0, 2\], but this head reads \[1, 2\]: layers \[1\] are missing"
-    ):
+    with pytest.raises(ValueError, match=r"\[0, 2\].*\[1, 2\].*\[1\]"):
         read_cache(tmp_path / "states", samples, model, layers=(1, 2))
     with pytest.raises(ValueError, match="is a cache of the target's hidden states, a cache of its top k is needed"):
         CachedTarget(tmp_path / "states", target="the-target", data=data_hash(samples))
@@ -211,7 +209,7 @@ def test_a_flipped_bit_is_found_when_its_document_is_read(random_target: Path, t
     content = bytearray(shard.read_bytes())
     content[-1000] ^= 4
     shard.write_bytes(content)
-    with pytest.raises(ValueError, match=r"shard-000000\.safetensors is corrupt \(a CRC-32 differs\): delete it"):
+    with pytest.raises(ValueError, match=r"shard-000000\.safetensors.*CRC-32"):
         read_cache(tmp_path, samples, model)(make_batch(samples))
 
 
@@ -253,9 +251,7 @@ def test_a_cache_of_another_dtype_is_not_continued(random_target: Path, tmp_path
     with pytest.raises(KeyboardInterrupt):
         make_cache(tmp_path, samples, interrupted, dtype="bfloat16")
     source = InProcessTarget(load(random_target), LAYERS)
-    with pytest.raises(
-        ValueError, match=r"holds a cache with content .*'bfloat16'.*, not .*'float8'.*: choose another"
-    ):
+    with pytest.raises(ValueError, match=r"'bfloat16'.*'float8'"):
         make_cache(tmp_path, samples, source, dtype="float8")
     make_cache(tmp_path, samples, source, dtype="bfloat16")
 
@@ -270,7 +266,7 @@ def test_a_state_that_float8_cannot_hold_ends_the_cache_with_one_line(random_tar
         signal.aux_BTLD[:, :, 1, 3] = torch.inf
         return signal
 
-    with pytest.raises(ValueError, match="is not finite, and float8 would lose all of its numbers: choose") as error:
+    with pytest.raises(ValueError, match="float8") as error:
         make_cache(tmp_path / "float8", samples, overflow, dtype="float8")
     assert len(str(error.value).splitlines()) == 1
     make_cache(tmp_path / "bfloat16", samples, overflow, dtype="bfloat16")
@@ -489,7 +485,7 @@ def test_served_states_of_llama_4_give_its_distribution(tmp_path: Path) -> None:
 
 def test_a_target_whose_final_norm_is_not_found_is_refused_in_a_line() -> None:
     config = AutoConfig.for_model("gpt2", n_layer=1, n_embd=16, n_head=2, vocab_size=32)
-    with pytest.raises(ValueError, match=r"^GPT2LMHeadModel has no final norm .*--signal\.kind model\)$"):
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel.*--signal\.kind"):
         EndpointHiddenStates(Endpoint("http://t1:8001"), AutoModelForCausalLM.from_config(config), LAYERS)
 
 
@@ -671,14 +667,14 @@ def test_a_server_of_another_target_other_layers_or_none_is_refused(
         from_server(states_server, draft, storage).require_target()
     lacking = from_server(states_server, target, storage)
     lacking.layers = [0, 5]
-    with pytest.raises(ValueError, match=r"sends target layers \[0, 1, 2\] and not \[5\]: start it with `redraft"):
+    with pytest.raises(ValueError, match=r"\[0, 1, 2\].*\[5\]"):
         lacking.require_target()
     with pytest.raises(ValueError, match="sends no hidden states: start it with `redraft serve-features`"):
         from_server(engine_with_draft, target, storage).require_target()
 
 
 def test_layers_that_the_target_does_not_have_are_refused_before_a_server_starts() -> None:
-    with pytest.raises(ValueError, match=r"auxiliary layers \[3\] of a target that has 2 layers"):
+    with pytest.raises(ValueError, match=r"\[3\].*2"):
         server_args((1, 3), num_layers=2, storage="anywhere")
 
 

@@ -192,5 +192,5 @@ def test_a_truncated_shard_and_a_missing_cache_are_named(tmp_path: Path) -> None
     write(tmp_path, samples, make_target())
     shard = tmp_path / "shard-000000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-7])
-    with pytest.raises(ValueError, match=r"shard-000000\.safetensors is corrupt or truncated"):
+    with pytest.raises(ValueError, match=r"shard-000000\.safetensors"):
         read(tmp_path, samples)

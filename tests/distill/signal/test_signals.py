@@ -131,7 +131,7 @@ def test_no_hook_is_left_on_the_model() -> None:
 
 
 def test_auxiliary_layers_beyond_the_target_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"auxiliary layers \[2, 4\] of a target that has 3 layers"):
+    with pytest.raises(ValueError, match=r"\[2, 4\].*3"):
         InProcessTarget(make_model("Llama"), aux_layers=(4, 2))
 
 
@@ -154,7 +154,7 @@ def test_a_cap_is_found_in_bfloat16_too() -> None:
 
 def test_a_model_whose_packed_documents_see_each_other_is_refused() -> None:
     config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
-    with pytest.raises(ValueError, match="packed documents see each other in BloomForCausalLM"):
+    with pytest.raises(ValueError, match="BloomForCausalLM"):
         InProcessTarget(transformers.BloomForCausalLM(config))
 
 
@@ -165,7 +165,7 @@ def test_top_k_is_that_of_the_full_softmax() -> None:
     expected_NV = (exact.hidden_BTD.double().flatten(0, 1) @ exact.head_VD.double().T).log_softmax(-1)[rows_N]
     torch.testing.assert_close(log_probs_NK.double(), expected_NV.topk(5).values, atol=1e-5, rtol=0)
     torch.testing.assert_close(expected_NV.gather(1, ids_NK), log_probs_NK.double(), atol=1e-5, rtol=0)
-    with pytest.raises(ValueError, match="the top 51 of a vocabulary of 50"):
+    with pytest.raises(ValueError, match=r"51.*50"):
         top_k(exact, rows_N, 51)
 
 
@@ -192,7 +192,7 @@ def test_a_real_server_gives_the_log_probabilities_of_the_model_that_it_serves(
 
 @pytest.mark.vllm
 def test_more_log_probabilities_than_a_real_server_allows_names_its_flag(engine_with_draft: VllmServer) -> None:
-    with pytest.raises(ValueError, match="start the server with --max-logprobs 21") as error:
+    with pytest.raises(ValueError, match="--max-logprobs 21") as error:
         EndpointTarget(Endpoint(engine_with_draft.url), k=21)(make_batch())
     assert "\n" not in str(error.value)
 

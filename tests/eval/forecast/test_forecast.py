@@ -203,7 +203,7 @@ def test_answers_of_an_interrupted_run_are_kept_by_batch(target: Any, continuati
 
 
 def test_a_prompt_that_does_not_fit_the_window_is_refused(target: Any):
-    with pytest.raises(ValueError, match=r"500 tokens .* window of 512"):
+    with pytest.raises(ValueError, match=r"500.*512"):
         greedy_continuations(
             target, [Prompt(token_ids=[7] * 500)], max_tokens=20, num_speculative_tokens=K, end_ids=[2]
         )

@@ -115,7 +115,7 @@ def test_vllm_refuses_min_p_beside_a_draft() -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    with pytest.raises(VLLMValidationError, match=r"min_p .* speculative decoding"):
+    with pytest.raises(VLLMValidationError, match="min_p"):
         SamplingParams(min_p=0.1)._validate_spec_decode(SimpleNamespace())
 
 

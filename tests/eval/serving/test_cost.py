@@ -67,7 +67,7 @@ def test_the_advice_is_the_best_of_each_batch_size() -> None:
 
 def test_only_the_offered_numbers_are_advised() -> None:
     assert advise(ACCEPTANCE, make_costs(), choices=[1, 3]).best(1) == 3
-    with pytest.raises(ValueError, match="k = 1 to 3, not for all of \\[2, 4\\]"):
+    with pytest.raises(ValueError, match=r"1.*3.*\[2, 4\]"):
         advise(ACCEPTANCE, make_costs(), choices=[2, 4])
 
 
@@ -172,7 +172,7 @@ def test_incomplete_costs_are_refused(costs: dict[str, object], said: str) -> No
 def test_json_of_another_version_or_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="of version 7, this redraft reads 1"):
         StepCosts.from_json({"version": 7})
-    with pytest.raises(ValueError, match="malformed step costs: KeyError"):
+    with pytest.raises(ValueError, match="KeyError"):
         StepCosts.from_json({"version": 1})
 
 

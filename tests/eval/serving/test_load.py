@@ -165,7 +165,7 @@ def test_an_impossible_load_is_refused(changes: dict[str, Any], said: str) -> No
 
 def test_an_unreachable_server_is_named(tmp_path: Path) -> None:
     server = VllmServer(url="http://127.0.0.1:9", model="m", dtype="float32", num_speculative_tokens=0)
-    with pytest.raises(ConnectionError, match=r"cannot reach http://127\.0\.0\.1:9"):
+    with pytest.raises(ConnectionError, match=r"http://127\.0\.0\.1:9"):
         run_load(server, make_load(), tmp_path)
 
 

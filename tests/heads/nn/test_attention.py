@@ -297,9 +297,7 @@ def test_attention_that_is_not_compiled_once_more_is_refused(
 ) -> None:
     monkeypatch.setattr(prefix, "MAX_GRAPHS", 2)
     run_call((4, 512, None, torch.float32, True))
-    with pytest.raises(
-        RuntimeError, match=r"at most 2 times .* \[1, 4, 90, 8\] in torch.float32: start the process again"
-    ):
+    with pytest.raises(RuntimeError, match=r"2.*\[1, 4, 90, 8\].*torch.float32"):
         run_call((1, 90, None, torch.float32, False))
     assert graphs.frame_count == 2
 

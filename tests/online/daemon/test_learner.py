@@ -404,7 +404,7 @@ def test_a_bad_version_that_a_person_forces_is_taken_back_by_the_canary(world, r
         assert not reply.passed
         assert "hardly accepted" in reply.reason
         assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
-        with pytest.raises(ValueError, match="has no version v000099"):
+        with pytest.raises(ValueError, match="v000099"):
             await control.ask(world.root / "learner", Outcome, do="swap", version="v000099")
 
     play(world, script)
@@ -520,7 +520,7 @@ def test_without_retention_a_learner_writes_no_text_and_a_restart_begins_at_the_
 def test_zero_retention_with_a_spool_on_a_disk_is_refused(world):
     if is_in_memory(world.spool):
         pytest.skip("temporary files lie in memory here")
-    with pytest.raises(ValueError, match="it needs a spool in memory, such as /dev/shm/spool"):
+    with pytest.raises(ValueError, match="/dev/shm/spool"):
         run(world.config(zero_retention=True, fleet=FleetConfig(servers=("http://127.0.0.1:1",))))
     assert is_in_memory(Path("/dev/shm/not/there/yet"))
 

@@ -347,7 +347,7 @@ def test_a_layer_that_is_served_from_the_targets_folder_cannot_be_swapped(worker
     speculative.draft_model_config = SimpleNamespace(model=target)
     plugin_worker._identify_draft(worker, None)  # a standalone draft may be the target itself
     speculative.method = "mtp"
-    with pytest.raises(ValueError, match="the MTP layer is served from the target's folder: start the server with"):
+    with pytest.raises(ValueError, match="MTP"):
         plugin_worker._identify_draft(worker, None)
     speculative.draft_model_config = SimpleNamespace(model=alone)
     plugin_worker._identify_draft(worker, None)

@@ -92,7 +92,7 @@ def test_the_checksum_sees_a_packed_layer():
 def test_another_layout_is_told_before_anything_is_touched(registry):
     folders = sorted(path for path in registry.iterdir() if not path.is_symlink())
     require_same_layout(Layout.read(folders[0]), Layout.read(folders[1]))
-    with pytest.raises(ValueError, match=r"lm_head.weight is \[\d+, 64\] instead of"):
+    with pytest.raises(ValueError, match=r"lm_head.weight.*\[\d+, 64\]"):
         require_same_layout(Layout.read(folders[0]), Layout.read(folders[4]))
 
 
@@ -142,7 +142,7 @@ def test_the_copies_of_keys_and_values_are_refilled_in_place_for_each_rank(rank)
     made._fused_kv_weight = made._fused_kv_bias = None  # quantised: vLLM makes no copy
     refill_projections(made, tensors, rank, 2)
     made._k_norm_weights = torch.zeros(3, 3)
-    with pytest.raises(ValueError, match=r"_k_norm_weights is \(3, 3\), not \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"_k_norm_weights.*\(3, 3\).*\(2, 3\)"):
         refill_projections(made, tensors, rank, 2)
 
 

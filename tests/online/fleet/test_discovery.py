@@ -55,7 +55,7 @@ def test_what_can_be_no_servers_address_is_told_before_it_is_asked(tmp_path, url
 @pytest.mark.parametrize("text", ["[[server]]\nurl = 'x'", "[[servers]]\ndomain = 'code'", "[[servers]]\nurl = 1", "="])
 def test_a_file_that_lists_no_servers_is_told_by_name(tmp_path, text):
     (tmp_path / "fleet.toml").write_text(text)
-    with pytest.raises(ValueError, match=r"fleet\.toml lists no servers"):
+    with pytest.raises(ValueError, match=r"fleet\.toml"):
         read_fleet(tmp_path / "fleet.toml", "", "t")
 
 

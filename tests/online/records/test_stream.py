@@ -497,7 +497,7 @@ async def test_a_broker_that_is_not_there_is_told_in_one_line_without_a_password
 
 @pytest.mark.parametrize("ingest", ["http://host:4222", "host:4222", "nats://", "nats://a:4222,ftp://b"])
 def test_an_address_of_another_kind_is_refused(ingest):
-    with pytest.raises(ValueError, match="it must be nats://HOST:4222"):
+    with pytest.raises(ValueError, match="nats://HOST:4222"):
         parse_addresses(ingest)
 
 
@@ -512,7 +512,7 @@ def test_a_fleet_is_named_by_what_a_subject_can_hold(fleet):
 
 
 def test_a_file_of_credentials_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nats\.ca: there is no file"):
+    with pytest.raises(FileNotFoundError, match=r"nats\.ca"):
         Nats(ca=tmp_path / "ca.pem")
 
 
@@ -561,7 +561,7 @@ async def test_the_broker_and_the_client_know_each_other_by_their_certificates(t
 async def test_where_tls_is_asked_for_nothing_goes_over_a_connection_without(broker, tmp_path):
     ca, _ = certificate(tmp_path, "ca")
     for url, config in ((broker.url.replace("nats://", "tls://"), Nats()), (broker.url, Nats(ca=ca))):
-        with pytest.raises(BrokerError, match="does not speak TLS"):
+        with pytest.raises(BrokerError, match="TLS"):
             await connect(url, config)
 
 

@@ -95,7 +95,7 @@ def test_prompts_of_token_ids_are_read_with_the_targets_tokenizer(clusters, rand
 
 
 def test_a_target_without_a_tokenizer_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no .*tokenizer\.json"):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
         load_token_decoder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="is not a tokenizer"):

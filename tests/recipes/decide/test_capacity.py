@@ -44,7 +44,7 @@ def test_rows_follow_from_draft_tokens_and_acceptance():
 
 
 def test_more_tokens_than_were_drafted_are_refused():
-    with pytest.raises(ValueError, match="with 3 draft tokens a step emits 1 to 4"):
+    with pytest.raises(ValueError, match=r"3.*1.*4"):
         Traffic(tau=4.5)
 
 

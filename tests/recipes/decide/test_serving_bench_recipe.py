@@ -155,7 +155,7 @@ def test_a_draft_that_the_engine_refuses_is_one_line_with_its_cure(
     results = bench.Results(cfg.output, bench.served(cfg))
     for cell in cells[Variant()]:
         results.add(cell, 0, make_load_result(), make_load_result())
-    with pytest.raises(ValueError, match=r"vLLM did not start: .*vocab.*; .*holds no tokenizer") as refused:
+    with pytest.raises(ValueError, match=r"vocab.*; .*holds") as refused:
         main(cfg)
     assert "\n" not in str(refused.value)
     assert all(results.has(cell, 0) for cell in cells[Variant()]), "earlier results are kept"
@@ -190,7 +190,7 @@ def test_a_copy_of_the_target_drafts_what_is_sampled(
 
 
 def test_requests_that_vllm_refuses_beside_a_draft_are_refused_before(served_pair: tuple[Path, Path]) -> None:
-    with pytest.raises(ValueError, match=r"vLLM refuses min_p 0\.1 beside a draft: give --min-p 0\. If"):
+    with pytest.raises(ValueError, match=r"min_p 0\.1.*--min-p 0\."):
         bench.sweep(make_config(served_pair, Path("nowhere"), temperature=1.0, min_p=0.1))
 
 
@@ -232,7 +232,7 @@ def test_a_draft_is_served_by_what_its_tensors_say(served_pair: tuple[Path, Path
     mixed = {**draft_config("mtp"), **draft_config("ngram"), "method": "mtp", "disable_padded_drafter_batch": True}
     assert draft_config("ngram+mtp") == mixed
     assert draft_config("ngram+mtp:2") == {**mixed, "head_tokens": 2}
-    with pytest.raises(ValueError, match="a lookup goes before MTP, EAGLE-3, EAGLE-1, not before a draft"):
+    with pytest.raises(ValueError, match="MTP, EAGLE-3, EAGLE-1"):
         draft_config(f"ngram+{draft}")
     with pytest.raises(FileNotFoundError, match="there is no draft /nowhere"):
         draft_config("/nowhere")
@@ -243,7 +243,7 @@ def test_a_draft_that_only_v2_serves_is_refused_before_any_server_starts(
 ) -> None:
     save_file({"markov_head.markov_w1.weight": torch.zeros(1, 1)}, tmp_path / "model.safetensors", {"format": "pt"})
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    with pytest.raises(ValueError, match="only vLLM's V2 model runner serves DSpark, and VLLM_USE_V2_MODEL_RUNNER=0"):
+    with pytest.raises(ValueError, match=r"V2.*DSpark.*VLLM_USE_V2_MODEL_RUNNER=0"):
         draft_config(str(tmp_path))
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert draft_config(str(tmp_path)) == {"method": "dspark", "model": str(tmp_path)}
@@ -258,7 +258,7 @@ def test_more_tokens_than_a_draft_proposes_are_refused_before_any_server_starts(
     drafts = (str(served_pair[1]), str(tmp_path))
     # All numbers are asked of the first draft, and of the others only the first number.
     for changes in ({"draft": drafts[::-1], "num_speculative_tokens": (3, 5)}, {"num_speculative_tokens": (5, 3)}):
-        with pytest.raises(ValueError, match=r"^5 draft tokens asked of .*, a DFlash draft that proposes 3: give "):
+        with pytest.raises(ValueError, match=r"5.*DFlash.*3"):
             main(make_config(served_pair, tmp_path / "bench", **{"draft": drafts, **changes}))
 
 

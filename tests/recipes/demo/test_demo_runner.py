@@ -48,7 +48,7 @@ def test_without_triton_the_demo_is_refused_before_an_older_one_is_deleted(trito
     output.mkdir()
     (output / fleet.SETTINGS).write_text("{}")
     (output / "report.html").write_text("of an older demo")
-    with pytest.raises(FileNotFoundError, match=r"needs Triton in .*: `python -m pytest .*` installs it \(700 MB\)"):
+    with pytest.raises(FileNotFoundError, match=r"\(700 MB\)"):
         online.main(online.Config(runner="v2", output=output, overwrite=True))
     assert (output / "report.html").is_file()
 

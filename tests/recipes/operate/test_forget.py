@@ -218,7 +218,7 @@ def test_without_a_learner_a_rollback_makes_the_next_one_begin_again(world):
             for _ in range(2):
                 publish(world, until_s=1.0)
             cfg = world.config()
-            with pytest.raises(FileNotFoundError, match="v000009 was not current before v000003: choose from v000001"):
+            with pytest.raises(FileNotFoundError, match=r"v000009.*v000003.*v000001"):
                 await rollback.roll_back(cfg, "v000009")
             assert await rollback.roll_back(cfg, "v000001") == "v000001"
             assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]

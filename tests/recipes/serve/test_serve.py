@@ -84,7 +84,7 @@ def test_the_template_is_served_with_the_arguments_of_the_training(tmp_path):
 def test_a_draft_that_vllm_has_no_proposer_for_is_told_before_it_starts(tmp_path):
     for config in ({"redraft": {"family": "mlp_speculator"}}, {"architectures": ["MLPSpeculatorPreTrainedModel"]}):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ValueError, match="a draft of the family mlp_speculator"):
+        with pytest.raises(ValueError, match="mlp_speculator"):
             server_command(parse("target", "--draft", str(tmp_path)))
 
 
@@ -111,11 +111,11 @@ def write_dspark(folder, **changed):
 def test_a_draft_of_v2_is_refused_in_a_line_where_vllm_takes_v1(tmp_path, monkeypatch):
     write_dspark(tmp_path)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    with pytest.raises(ValueError, match="only vLLM's V2 model runner serves DSpark, and VLLM_USE_V2_MODEL_RUNNER=0"):
+    with pytest.raises(ValueError, match=r"V2.*DSpark.*VLLM_USE_V2_MODEL_RUNNER=0"):
         server_command(parse("target", "--draft", str(tmp_path)))
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
     monkeypatch.setattr("redraft.eval.engine.server.engine_is_cpu", lambda: True)
-    with pytest.raises(ValueError, match=r"vLLM on a CPU takes V1, because it has no Triton there: serve it on a GPU$"):
+    with pytest.raises(ValueError, match=r"CPU.*V1.*GPU"):
         server_command(parse("target", "--draft", str(tmp_path)))
     monkeypatch.setattr("redraft.eval.engine.server.engine_is_cpu", lambda: False)
     command = server_command(parse("target", "--draft", str(tmp_path)))
@@ -171,10 +171,10 @@ def test_ngrams_go_before_a_head(tmp_path):
     told = {"NGRAM_MIN": "2", "NGRAM_MAX": "4", "HEAD_TOKENS": "2", "HEAD_REQUESTS": "6"}
     environment = {f"REDRAFT_{name}": value for name, value in told.items()}
     assert lookup_env(speculative_config(mixed)) == {"VLLM_USE_V2_MODEL_RUNNER": "0", **environment}
-    with pytest.raises(ValueError, match="--head-tokens and --head-requests limit the draft when a lookup comes first"):
+    with pytest.raises(ValueError, match=r"--head-tokens.*--head-requests"):
         server_command(parse(*flags, "--head-tokens", "2"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ValueError, match="not before a draft of vLLM's method draft_model"):
+    with pytest.raises(ValueError, match="draft_model"):
         server_command(parse(*flags, "--ngrams"))
 
 

@@ -214,7 +214,7 @@ def test_least_squares_take_the_factors_of_rms_norms_and_refuse_others(random_ta
     assert HeadRun.stream_scales(run, (1, 2))[0].tolist() == [1.5] * 64
     for other in (torch.nn.LayerNorm(64), None):
         model.model.layers[1].input_layernorm = other
-        with pytest.raises(ValueError, match="the norms of models/other are not those of a head"):
+        with pytest.raises(ValueError, match="models/other"):
             HeadRun.stream_scales(run, (0, 1))
 
 

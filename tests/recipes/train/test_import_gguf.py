@@ -174,7 +174,7 @@ def test_a_template_that_fails_publishes_nothing(
 
 @pytest.mark.parametrize("load", [load_causal_lm, load_tokenizer, load_text_config, check_model_folder, model_folder])
 def test_a_target_named_by_its_gguf_file_is_told_the_command(load: Any) -> None:
-    with pytest.raises(ValueError, match=r"redraft import-gguf models/x\.gguf FOLDER"):
+    with pytest.raises(ValueError, match=r"models/x\.gguf FOLDER"):
         load("models/x.gguf")
 
 
