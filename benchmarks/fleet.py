@@ -51,7 +51,7 @@ from redraft.online.tokens import write_token
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.demo.fleet import Server, measure_rates, start_server
 from redraft.recipes.demo.online_report import describe_cost, estimate_overhead
-from redraft.recipes.plan.hook import count_step, count_work, format_work
+from redraft.recipes.plan.capture import count_step, count_work, format_work
 
 RUNNER_TESTS = Path("tests/online/engine/test_runners.py")
 

@@ -1,4 +1,4 @@
-"""The command that counts a training's activations: the flags of a run as those of `redraft plan`."""
+"""The command that counts a training's activations: the flags of a run as those of `redraft plan train`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_STEPS = {"dflash": "block_size", "dspark": "block_size", "medusa": "num_head
 def count_command(family: str, cfg: Any, accelerator: Accelerator) -> str:
     """The command that counts a step of the training with the config `cfg`, of the command that trains `family`."""
     flags = [*_target(cfg, accelerator), *_draft(family, cfg), *_launch(family, cfg, accelerator)]
-    return shlex.join(["redraft", "plan", *flags])
+    return shlex.join(["redraft", "plan", "train", *flags])
 
 
 def _target(cfg: Any, accelerator: Accelerator) -> Iterator[str]:

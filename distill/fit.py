@@ -65,7 +65,7 @@ def require_room(
     dtype: TargetDtype | None = None,
     *,
     optimizer: str = "adamw",
-    tell: Callable[[], str] = lambda: "redraft plan",
+    tell: Callable[[], str] = lambda: "redraft plan train",
 ) -> None:
     """Refuse a training that cannot fit. One process of each machine tells, the others leave with it.
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.training --gpu`: the steps that `redraft plan` counts, run on a GPU, beside the estimate.
+"""`python -m benchmarks.training --gpu`: the steps that `redraft plan train` counts, run on a GPU, beside the estimate.
 
 plan (`count.make_plan`) ─► counted FLOPs and estimate
                         └─► run with random weights ─► tokens/s, share of the FLOP/s, peak memory
@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
+from redraft.distill.plan.choices import FamilyName
 from redraft.distill.plan.roofs import DEVICES, Device
 from redraft.distill.plan.step import Plan, count_model_flops, count_step, time_step
 from redraft.eval.machine import environment
 from redraft.heads.files.artifact import write_whole
-from redraft.recipes.plan.count import Config as Counting
-from redraft.recipes.plan.count import FamilyName, make_plan, on_device
+from redraft.recipes.plan.count import make_plan, on_device
+from redraft.recipes.plan.plan import Train
 
 FAMILIES: tuple[FamilyName, ...] = ("standalone", "eagle3", "medusa", "mtp", "dflash")
 
@@ -34,7 +35,7 @@ TO_FIT: dict[FamilyName, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Counting):
+class Config(Train):
     """A step to count and run."""
 
     compile: bool = False
@@ -76,7 +77,7 @@ def main(cfg: Config, *, rounds: int, output: Path) -> None:
         ValueError: there is no GPU, or no family ran.
     """
     if not torch.cuda.is_available():
-        raise ValueError("there is no GPU to measure on; `redraft plan` estimates the same steps without one")
+        raise ValueError("there is no GPU to measure on; `redraft plan train` estimates the same steps without one")
     device = torch.device("cuda", torch.cuda.current_device())
     print("  ".join(f"{name} {value}" for name, value in environment().items()), flush=True)
     measure_all(cfg, FAMILIES, device, torch.cuda.get_device_name(device), rounds=rounds, output=output)

@@ -13,11 +13,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from redraft.distill.plan.choices import ShardingKind
 from redraft.distill.train.muon import split
 from redraft.heads.catalog import find_family
 from redraft.heads.families.standalone import Init, from_config
@@ -38,9 +39,6 @@ WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 4, 4, 8
 
 MOMENTUM_BYTES = 4
 """Muon's state, by weight in a matrix."""
-
-ShardingKind = Literal["none", "zero2", "fsdp2"]
-"""Shared out over the devices: zero2 the optimizer's state and the gradients, fsdp2 the weights too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
-from redraft.distill.plan.weightless import Kind, Operation
+Kind = Literal["product", "attention", "other"]
+"""product: matrix products. other: bytes are moved, and little is computed."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kernel's work."""
+
+    part: str
+    """The part of the code that ran it, by `Count.begin`."""
+    kind: Kind
+    flops: int
+    num_bytes: int
+    """Read and written, if nothing is found in a cache."""
+
 
 LAUNCH_S = 5e-6
 """Least time of an operation: in eager PyTorch the host launches about 200,000 kernels a second."""

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from redraft.distill.loss.divergences import Divergence
+from redraft.distill.plan.choices import Features
 from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, SIGNAL, STATE, TARGET_WEIGHTS
-from redraft.distill.plan.weightless import META, Count, Operation, Weightless
+from redraft.distill.plan.roofs import Operation
+from redraft.distill.plan.weightless import META, Count, Weightless
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.muon import Muon
@@ -28,8 +30,6 @@ from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.nn import prefix
 from redraft.heads.target import Target
-
-Features = Literal["in-process", "served", "cached"]
 
 TARGET, DRAFT, LOSS, BACKWARD, OPTIMIZER = "target", "draft", "divergence", "backward", "optimizer"
 """The parts of a step."""
@@ -89,22 +89,37 @@ class Counted:
     """Bytes that reach the device from the target's servers or a cache."""
 
 
-def count_step(plan: Plan, *, weightless: bool = True, shown_on: torch.device = META) -> Counted:
-    """Run one step and count it. `shown_on` is the device whose branches the code takes: the CPU's, or, for any other,
-    an accelerator's."""
+def count_step(
+    plan: Plan,
+    *,
+    batch: Batch | None = None,
+    signal: TargetSignal | None = None,
+    weightless: bool = True,
+    shown_on: torch.device = META,
+) -> Counted:
+    """Run one step and count it.
+
+    Args:
+        batch: By default rows as `make_batch` makes them.
+        signal: What the target has said of the batch; by default what the plan's `features` give.
+        shown_on: The device whose branches the code takes: the CPU's, or, for any other, an accelerator's.
+    """
     torch.manual_seed(0)
     on_gpu = weightless and shown_on.type != "cpu"
     with _shown_on(shown_on), Count(weightless=weightless) as count, _merging(count, on_gpu):
         with _making(weightless):
             model = _make_target(plan)
             draft = _make_draft(plan, model)
-        batch = make_batch(plan)
-        source = _source(plan, model, draft, batch, has_weights=not weightless)
+        batch = batch or make_batch(plan)
+        if signal is None:
+            source = _source(plan, model, draft, batch, has_weights=not weightless)
+            signal = None if plan.features == "in-process" else source(batch)
+        else:
+            source = None
         trained = [p for p in draft.parameters() if p.requires_grad]
         optimizers = _make_optimizers(plan, draft)
         count.memory.hold(TARGET_WEIGHTS, [*model.parameters(), *model.buffers()])
         count.memory.hold(DRAFT_WEIGHTS, [*draft.parameters(), *draft.buffers()])
-        signal = None if plan.features == "in-process" else source(batch)
         count.memory.hold(SIGNAL, _tensors(signal))
         # The state appears in the first step of an optimizer. This moment is left out: a training has it once.
         _make_state(optimizers, trained, count, keep=plan.keeps_gradients)

@@ -16,8 +16,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 import redraft.heads.nn.prefix  # noqa: F401  registers the operations of ATTENTION
-
-Kind = Literal["product", "attention", "other"]
-"""product: matrix products. other: bytes are moved, and little is computed."""
+from redraft.distill.plan.roofs import Operation
 
 MAX_VALUES = 1 << 22
 """Elements of the largest tensor that keeps values. A mask [B, T, T] of a long batch has more, and nothing reads it."""
@@ -128,18 +125,6 @@ def _try_strip(x: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------------------- the mode
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One kernel's work."""
-
-    part: str
-    """The part of the code that ran it, by `Count.begin`."""
-    kind: Kind
-    flops: int
-    num_bytes: int
-    """Read and written, if nothing is found in a cache."""
 
 
 class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -131,15 +131,9 @@ COMMANDS = {
     ),
     "plan": Command(
         Group.DECIDE,
-        "redraft.recipes.plan.count",
-        "Count the cost of a training on GPUs, without one",
-        "redraft plan --target llama-3.1-8b --family eagle3",
-    ),
-    "capacity": Command(
-        Group.DECIDE,
-        "redraft.recipes.decide.capacity",
-        "Size capture, storage and learning for a fleet",
-        "redraft capacity --tokens-per-s 250000 --fraction 0.01",
+        "redraft.recipes.plan.plan",
+        "Count the cost of a training, a fleet or capture",
+        "redraft plan train --target llama-3.1-8b --devices 8",
     ),
     "serve": Command(
         Group.SERVE,

@@ -1,11 +1,4 @@
-"""Count the work and the memory of a training step, and the price of a training on GPUs, without a GPU.
-
-$ redraft plan --target llama-3.1-8b --family eagle3
-$ redraft plan --target llama-3.3-70b --features served --devices 8 --tokens 1e9     # hours on 8 GPUs
-
-One real step runs at the target's real sizes on tensors without memory, and every operation is counted. Times are
-estimates: each operation takes the longest of computing, moving bytes and being launched, at stated shares of a
-device's best. Data, evaluations and checkpoints take none. Peak memory is that of all tensors, weights included.
+"""The work, memory and price of a training step on GPUs, in tables.
 
 sizes of target and draft ─► step.py ─► work and memory, counted ─► roofs.py ─► time, by a GPU's data sheet
 --devices, --features, --sharding ─► plan_run ─► tokens/s of all devices, hours
@@ -18,20 +11,20 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from redraft.distill.count_command import NUM_STEPS
-from redraft.distill.plan.held import SIGNAL, TARGET_WEIGHTS, ShardingKind, Sharing, standalone_config
+from redraft.distill.plan.held import SIGNAL, TARGET_WEIGHTS, Sharing, standalone_config
 from redraft.distill.plan.roofs import (
     DEVICES,
     HOST_BYTES_PER_S,
     KINDS,
     Device,
-    Shares,
+    Operation,
     Work,
     add_up,
     all_gather_s,
@@ -42,99 +35,23 @@ from redraft.distill.plan.sizes import find_sizes
 from redraft.distill.plan.step import (
     LOSS,
     Counted,
-    Features,
     Plan,
     count_model_flops,
     count_step,
     count_target,
 )
-from redraft.distill.plan.weightless import ACTIVATIONS, Operation
+from redraft.distill.plan.weightless import ACTIVATIONS
 from redraft.distill.signal.sharded import size_weights
-from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.heads.catalog import find_family
 from redraft.heads.families.standalone import Init
-from redraft.recipes.cli import COMMANDS, run_recipe
+from redraft.recipes.cli import COMMANDS
+from redraft.recipes.plan.plan import Train
 
 SERVED_SHARE = 0.8
 """Share of a server's memory for the target's weights; the rest holds keys, values and activations."""
 
-FamilyName = Literal["standalone", "eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mtp", "mlp_speculator"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Sizes and settings of a training."""
-
-    target: str | None = None
-    """Sizes of the target: a folder, a config.json, a hub name, or one of llama-3.2-1b, llama-3.2-3b, llama-3.1-8b,
-    llama-3.3-70b, qwen3-0.6b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, mimo-7b. By default llama-3.1-8b, but mimo-7b for
-    MTP, because no Llama has a place for such a layer."""
-    family: FamilyName = "eagle3"
-    """Draft to train. Options, divergence and batch are the defaults of the command, unless given here."""
-    draft: str = "llama-3.2-3b"
-    """Sizes of a standalone draft, named as --target; or the flags of --draft of `redraft distill` as JSON, e.g.
-    '{"layers": [0, 6]}' for two of the target's layers."""
-    head: str = "{}"
-    """Options of a head that are not the command's defaults, as JSON, e.g. '{"num_layers": 3}'."""
-    divergence: str = "{}"
-    """Options of the loss that are not the command's defaults, as JSON, e.g. '{"name": "forward_kl"}'."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """Optimizer of the draft (--optim.name)."""
-    target_dtype: TargetDtype = "bfloat16"
-    """Type of the target's weights and states."""
-    features: Features = "in-process"
-    """Place of the target: `in-process` (--signal.kind model), `served` on other GPUs (endpoint), or `cached` on disk
-    before training (cache). The time in which vLLM and the network send the target's signal is not counted."""
-    batch_size: int | None = None
-    """Rows of a step on each device; by default those of the family's command."""
-    sequence_length: int | None = None
-    """Tokens of a row; by default those of the family's command."""
-    exact: bool = False
-    """For a standalone draft with --features served or cached: hidden states, which give the exact distribution,
-    instead of the top k (--signal.exact)."""
-    documents: int = 2
-    """Conversations packed into each row. Attention stays within each."""
-    num_steps: int | None = None
-    """Draft steps trained at once: steps, heads, stages, or slots of a block."""
-    draft_vocab_size: int | None = None
-    """Size of the draft's vocabulary, for families that reduce it; 0 keeps the target's."""
-    precision: Literal["bf16", "no"] = "bf16"
-    """Mixed precision of training. The draft's weights are in float32 either way."""
-    gradient_checkpointing: bool = False
-    """Recompute the activations: of a standalone draft, P-EAGLE, DFlash and DSpark layer by layer, of EAGLE and MTP
-    draft step by draft step (--head.recompute)."""
-    devices: int = 1
-    """GPUs of the whole training."""
-    sharding: ShardingKind = "none"
-    """Shared out over the devices: zero2 the optimizer's state and the gradients, fsdp2 the weights too."""
-    shard_target: bool = False
-    """Share the layers of a target in this process out too (--signal.shard). Each step then gathers all of them."""
-    tokens: float | None = None
-    """Tokens to train on in all, e.g. 1e9: tells the hours."""
-    shares: Shares = field(default_factory=Shares)
-    json: bool = False
-    """Print JSON instead of tables: `flops` and `bytes` per token, `memory_bytes`, and by device `tokens_per_s`, `mfu`
-    and `fits`."""
-
-    def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise ValueError(f"--devices is {self.devices}: a training takes at least 1")
-        if self.tokens is not None and not self.tokens > 0:
-            raise ValueError(f"--tokens is {self.tokens:g}: give the tokens to train on, e.g. 1e9")
-        if self.sharding != "none" and self.devices == 1:
-            raise ValueError(f"--sharding {self.sharding} takes several devices: set --devices")
-        if self.exact and (self.features == "in-process" or find_family(self.family).is_head):
-            raise ValueError("--exact is for a standalone draft with --features served or cached: the others are exact")
-        if self.shard_target and (self.devices == 1 or self.features != "in-process"):
-            raise ValueError("--shard-target takes several devices and --features in-process")
-
-    @property
-    def target_name(self) -> str:
-        """--target, or the family's default."""
-        return self.target or ("mimo-7b" if self.family == "mtp" else "llama-3.1-8b")
-
-
-def make_plan(cfg: Config) -> Plan:
+def make_plan(cfg: Train) -> Plan:
     """The sizes of the step: those of the family's command, changed by the flags.
 
     Raises:
@@ -176,7 +93,7 @@ def _read(make: Callable[..., Any], options: str, flag: str) -> Any:
         raise ValueError(f"{flag} {options} is not a JSON object of its options: {error}") from error
 
 
-def _choose_head(cfg: Config, usual: Any) -> Any:
+def _choose_head(cfg: Train, usual: Any) -> Any:
     """The options of a head: the command's, changed by the flags."""
     head = _read(partial(replace, usual), cfg.head, "--head")
     if cfg.num_steps is not None:
@@ -188,7 +105,7 @@ def _choose_head(cfg: Config, usual: Any) -> Any:
     return replace(head, recompute=True)
 
 
-def _find_draft(cfg: Config, target: Any) -> Any:
+def _find_draft(cfg: Train, target: Any) -> Any:
     """The text config of a standalone draft, by name or by JSON."""
     if cfg.num_steps is not None:
         raise ValueError("--num-steps does not fit a standalone draft: it learns one step, for any number of tokens")
@@ -245,7 +162,7 @@ class Result:
     on: dict[str, OnDevice]
 
 
-def count(cfg: Config) -> Result:
+def count(cfg: Train) -> Result:
     """Count the step, and derive time and memory on every kind of device."""
     plan = make_plan(cfg)
     step = count_step(plan)
@@ -257,7 +174,7 @@ def count(cfg: Config) -> Result:
 
 
 def on_device(
-    cfg: Config, plan: Plan, step: Counted, served: Counted | None, model_flops: int, device: Device
+    cfg: Train, plan: Plan, step: Counted, served: Counted | None, model_flops: int, device: Device
 ) -> OnDevice:
     total = add_up(step.operations, cfg.shares, step.operations)
     # The next batch's signal is copied during the step. Nothing else overlaps: the all-reduce comes after the work.
@@ -284,7 +201,7 @@ def on_device(
     )
 
 
-def plan_run(cfg: Config, plan: Plan, served: Counted | None, rate: float, device: Device) -> Run | None:
+def plan_run(cfg: Train, plan: Plan, served: Counted | None, rate: float, device: Device) -> Run | None:
     """The fastest use of the devices, of which each trains `rate` tokens/s; None if they are too few.
 
     A target is served by 1, 2, 4, ... devices, or by several such groups.
@@ -313,13 +230,13 @@ def plan_run(cfg: Config, plan: Plan, served: Counted | None, rate: float, devic
 FORMS = {"kernel": "Triton's kernels (a GPU's default)", "plain": "PyTorch's operations (--divergence.form plain)"}
 
 
-def main(cfg: Config) -> None:
-    """Count and print."""
+def report(cfg: Train) -> tuple[list[str], dict[str, Any]]:
+    """(lines for a terminal, numbers)."""
     result = count(cfg)
-    print(json.dumps(as_json(cfg, result), indent=2) if cfg.json else "\n".join(as_text(cfg, result)))
+    return list(as_text(cfg, result)), as_json(cfg, result)
 
 
-def count_forms(cfg: Config, result: Result) -> dict[str, Work]:
+def count_forms(cfg: Train, result: Result) -> dict[str, Work]:
     """The divergence's work by form: the kernels, which `result` has on a GPU, and PyTorch's operations."""
     plan = replace(result.plan, divergence=replace(result.plan.divergence, form="plain"))
     forms = {"kernel": result.step.operations, "plain": count_step(plan).operations}
@@ -329,7 +246,7 @@ def count_forms(cfg: Config, result: Result) -> dict[str, Work]:
     }
 
 
-def as_json(cfg: Config, result: Result) -> dict[str, Any]:
+def as_json(cfg: Train, result: Result) -> dict[str, Any]:
     """The numbers, per token of one device."""
     total = add_up(result.step.operations, cfg.shares, result.step.operations)
     told = {
@@ -356,7 +273,7 @@ def as_json(cfg: Config, result: Result) -> dict[str, Any]:
     return told
 
 
-def as_text(cfg: Config, result: Result) -> Iterator[str]:
+def as_text(cfg: Train, result: Result) -> Iterator[str]:
     """The tables for a terminal."""
     plan = result.plan
     yield (
@@ -386,7 +303,7 @@ def as_text(cfg: Config, result: Result) -> Iterator[str]:
     yield from advice(cfg, result)
 
 
-def work_table(cfg: Config, result: Result) -> Iterator[str]:
+def work_table(cfg: Train, result: Result) -> Iterator[str]:
     """A row for each part of the step, and for each kind of operation."""
     operations, tokens = result.step.operations, result.plan.tokens
     yield f"{'':<20}{'GFLOP/token':>12}{'MB/token':>10}{'calls':>9}" + "".join(
@@ -418,7 +335,7 @@ def memory_table(result: Result) -> Iterator[str]:
     yield f"{'memory at its peak':<24}{result.step.memory.total() / 1e9:>8,.2f} GB"
 
 
-def device_table(cfg: Config, result: Result) -> Iterator[str]:
+def device_table(cfg: Train, result: Result) -> Iterator[str]:
     """A row for each kind of device."""
     for d in DEVICES:
         on = result.on[d.name]
@@ -432,7 +349,7 @@ def device_table(cfg: Config, result: Result) -> Iterator[str]:
         yield line
 
 
-def _describe_run(cfg: Config, run: Run) -> str:
+def _describe_run(cfg: Train, run: Run) -> str:
     use = {
         "in-process": f"{run.trainers} train",
         "served": f"{run.targets} serve the target and {run.trainers} train",
@@ -442,7 +359,7 @@ def _describe_run(cfg: Config, run: Run) -> str:
     return f"{use}: {run.tokens_per_s:,.0f} tokens/s{hours}"
 
 
-def advice(cfg: Config, result: Result) -> Iterator[str]:
+def advice(cfg: Train, result: Result) -> Iterator[str]:
     """The target elsewhere, the size of a cache, and the flags to change if the step does not fit."""
     if result.served is not None:
         work = add_up(result.served.operations, cfg.shares, result.served.operations)
@@ -460,7 +377,7 @@ def advice(cfg: Config, result: Result) -> Iterator[str]:
             yield f"to fit {d.name}: {', or '.join(ways_to_fit(cfg, result, d))}"
 
 
-def ways_to_fit(cfg: Config, result: Result, device: Device) -> Iterator[str]:
+def ways_to_fit(cfg: Train, result: Result, device: Device) -> Iterator[str]:
     """Flags with which a step would take less memory."""
     # Activations and the signal grow with the rows of a batch. The rest is there for any batch.
     by_row = result.step.memory[ACTIVATIONS] + result.step.memory[SIGNAL]
@@ -479,7 +396,3 @@ def ways_to_fit(cfg: Config, result: Result, device: Device) -> Iterator[str]:
         yield "--sharding fsdp2"
     elif rows < 1:
         yield "several --devices with --sharding fsdp2" if cfg.devices == 1 else "more --devices"
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)

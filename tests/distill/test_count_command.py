@@ -26,8 +26,8 @@ from redraft.heads.families.standalone import Init
 from redraft.heads.files.checkpoint import load_text_config
 from redraft.recipes import distill_llama3b
 from redraft.recipes.cli.run import parse
-from redraft.recipes.plan.count import Config as Counting
 from redraft.recipes.plan.count import as_text, count, find_recipe, make_plan
+from redraft.recipes.plan.plan import Train as Counting
 from redraft.recipes.train import eagle3_llama8b
 
 HEADS = ("eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mlp_speculator")
@@ -42,8 +42,8 @@ def launch(ranks: int = 1, kind: Any = DistributedType.NO, precision: str = "bf1
 
 def read(command: str) -> Counting:
     """The config of the command, by the parser that a shell's user meets."""
-    program, name, *flags = shlex.split(command)
-    assert (program, name) == ("redraft", "plan")
+    program, name, part, *flags = shlex.split(command)
+    assert (program, name, part) == ("redraft", "plan", "train")
     cfg: Counting = parse(Counting, None, {}, flags, prog="redraft")
     return cfg
 

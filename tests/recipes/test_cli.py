@@ -200,7 +200,7 @@ def test_arguments_for_vllm_are_given_one_by_one():
     assert parse(heads.Config, None, {}, args, prog="x").flags == ("--loop.steps", "2")
 
 
-PARTS = ("hook",)
+PARTS = ("capture", "count", "fleet")
 """Files of `redraft plan` beside the command."""
 COMMAND_FILES = [
     path

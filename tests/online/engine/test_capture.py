@@ -46,7 +46,7 @@ from redraft.online.records.record import (
 )
 from redraft.online.records.sequences import training_sequences
 from redraft.online.records.spool import SpoolWriter, spool_files
-from redraft.recipes.plan.hook import DRAFTED, SCANNED, count_step, count_work
+from redraft.recipes.plan.capture import DRAFTED, SCANNED, count_step, count_work
 
 V, K = 50, 4
 

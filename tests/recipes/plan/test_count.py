@@ -24,8 +24,9 @@ from benchmarks.training import heads as bench_heads
 from benchmarks.training.measure import OURS, _in_fresh_process, _resident_peak_bytes
 from redraft.distill.loss.divergences import Divergence
 from redraft.distill.plan import step as bench_step
+from redraft.distill.plan.choices import FamilyName, Features
 from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, STATE, TARGET_WEIGHTS, DraftSize, Sharing
-from redraft.distill.plan.roofs import DEVICES, HOST_BYTES_PER_S, LAUNCH_S, Shares, add_up, all_reduce_s
+from redraft.distill.plan.roofs import DEVICES, HOST_BYTES_PER_S, LAUNCH_S, Operation, Shares, add_up, all_reduce_s
 from redraft.distill.plan.sizes import find_sizes
 from redraft.distill.plan.step import (
     Counted,
@@ -39,26 +40,23 @@ from redraft.distill.plan.weightless import (
     ACTIVATIONS,
     META,
     Count,
-    Operation,
     Weightless,
     attention_flops,
 )
 from redraft.heads.catalog import FAMILIES, find_family
 from redraft.heads.families import dflash, dspark, eagle3, medusa
 from redraft.recipes.cli.run import parse, run_guarded
+from redraft.recipes.plan import plan as command
 from redraft.recipes.plan.count import (
-    Config as Counting,
-)
-from redraft.recipes.plan.count import (
-    FamilyName,
     as_text,
     count,
     make_plan,
     on_device,
     plan_run,
+    report,
     ways_to_fit,
 )
-from redraft.recipes.plan.count import main as print_count
+from redraft.recipes.plan.plan import Train as Counting
 
 ROOT = Path(__file__).parents[3]
 
@@ -159,7 +157,7 @@ def test_causal_attention_computes_the_scores_up_to_the_diagonal() -> None:
         for name in get_args(FamilyName)
     ],
 )
-def test_without_weights_the_same_is_counted_as_with_them(family: str, features: bench_step.Features) -> None:
+def test_without_weights_the_same_is_counted_as_with_them(family: str, features: Features) -> None:
     plan = plan_for(family, features=features, documents=3)
     weightless, real = count_step(plan, shown_on=torch.device("cpu")), count_step(plan, weightless=False)
     assert weightless.operations == real.operations
@@ -472,10 +470,12 @@ def test_the_activations_in_the_docs_are_the_ones_that_are_counted(row: list[str
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
-def test_the_command_prints_json_of_what_it_counts(tiny_target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    cfg = Counting(target=tiny_target, draft_vocab_size=128, sequence_length=32, tokens=1e6, devices=2, json=True)
-    print_count(cfg)
-    told = json.loads(capsys.readouterr().out)
+def test_the_command_writes_what_it_counts(tiny_target: str, tmp_path: Path) -> None:
+    cfg = Counting(
+        target=tiny_target, draft_vocab_size=128, sequence_length=32, tokens=1e6, devices=2, json=tmp_path / "plan.json"
+    )
+    command.main(command.Config(what=cfg))
+    told = json.loads((tmp_path / "plan.json").read_text())
     step = count_step(make_plan(cfg))
     assert told["tokens_per_step"] == 8 * 32
     assert told["flops"] == count_flops(step) / 256
@@ -537,9 +537,8 @@ def test_known_sizes_are_those_of_the_models() -> None:
             assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=1e-3)
 
 
-def test_mtp_is_counted_for_a_target_with_a_place_for_its_layer(capsys: pytest.CaptureFixture[str]) -> None:
-    print_count(Counting(family="mtp", batch_size=1, sequence_length=64, json=True))
-    told = json.loads(capsys.readouterr().out)
+def test_mtp_is_counted_for_a_target_with_a_place_for_its_layer() -> None:
+    told = report(Counting(family="mtp", batch_size=1, sequence_length=64))[1]
     assert (told["target"], told["family"]) == ("mimo-7b", "mtp")
     # The released model has 7.83 billion weights: the target's 7.62, and the layer's, here in float32.
     assert told["memory"]["draft's weights"] == pytest.approx(4 * 0.211e9, rel=0.01)
@@ -717,5 +716,5 @@ def test_a_draft_is_wholly_on_the_device_of_the_measurement(family: str) -> None
 def test_without_a_gpu_the_measurement_ends_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_guarded(lambda: training.main(training.Config(gpu=True))) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "redraft: there is no GPU to measure on; `redraft plan` estimates the same steps without one"
+        "redraft: there is no GPU to measure on; `redraft plan train` estimates the same steps without one"
     )

@@ -1,0 +1,13 @@
+"""The choices of a plan by name. Without torch, so that a command's config reads them fast."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+FamilyName = Literal["standalone", "eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mtp", "mlp_speculator"]
+
+Features = Literal["in-process", "served", "cached"]
+"""Place of the target: in the training process, on other GPUs, or on disk before training."""
+
+ShardingKind = Literal["none", "zero2", "fsdp2"]
+"""Shared out over the devices: zero2 the optimizer's state and the gradients, fsdp2 the weights too."""

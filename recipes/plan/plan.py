@@ -1,0 +1,191 @@
+"""Count what a training run, a fleet or capture will cost, before anything runs and without a GPU.
+
+$ redraft plan train --target llama-3.1-8b --family eagle3        # does it fit, and how fast is it?
+$ redraft plan train --target llama-3.3-70b --features served --devices 8 --tokens 1e9     # hours on 8 GPUs
+$ redraft plan fleet --tokens-per-s 250000 --fraction 0.01        # network, disk and compute to learn from traffic
+$ redraft plan capture --target qwen3-8b --requests 256           # what recording adds to a server's step
+
+Every operation and byte is counted, on tensors of real sizes without memory. Times are estimates: each operation takes
+the longest of computing, moving bytes and being launched, at stated shares of a device's best. Data, evaluations and
+checkpoints take none. Nothing is downloaded for the models that are known by name.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from redraft.distill.plan.choices import FamilyName, Features, ShardingKind
+from redraft.distill.plan.roofs import Shares
+from redraft.eval.engine.target_dtype import TargetDtype
+from redraft.heads.catalog import find_family
+from redraft.heads.files.artifact import write_whole
+from redraft.recipes.cli import run_recipe
+from redraft.recipes.demo.traffic import Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    json: Path | None = None
+    """File that receives the numbers of the tables as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(Output):
+    """FLOPs, memory, tokens/s and hours of a training on H100, H200 and B200."""
+
+    target: str | None = None
+    """Sizes of the target: a folder, a config.json, a hub name, or one of llama-3.2-1b, llama-3.2-3b, llama-3.1-8b,
+    llama-3.3-70b, qwen3-0.6b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, mimo-7b. By default llama-3.1-8b, but mimo-7b for
+    MTP, because no Llama has a place for such a layer."""
+    family: FamilyName = "eagle3"
+    """Draft to train. Options, divergence and batch are the defaults of the command, unless given here."""
+    draft: str = "llama-3.2-3b"
+    """Sizes of a standalone draft, named as --target; or the flags of --draft of `redraft distill` as JSON, e.g.
+    '{"layers": [0, 6]}' for two of the target's layers."""
+    head: str = "{}"
+    """Options of a head that are not the command's defaults, as JSON, e.g. '{"num_layers": 3}'."""
+    divergence: str = "{}"
+    """Options of the loss that are not the command's defaults, as JSON, e.g. '{"name": "forward_kl"}'."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Optimizer of the draft (--optim.name)."""
+    target_dtype: TargetDtype = "bfloat16"
+    """Type of the target's weights and states."""
+    features: Features = "in-process"
+    """Place of the target: `in-process` (--signal.kind model), `served` on other GPUs (endpoint), or `cached` on disk
+    before training (cache). The time in which vLLM and the network send the target's signal is not counted."""
+    batch_size: int | None = None
+    """Rows of a step on each device; by default those of the family's command."""
+    sequence_length: int | None = None
+    """Tokens of a row; by default those of the family's command."""
+    exact: bool = False
+    """For a standalone draft with --features served or cached: hidden states, which give the exact distribution,
+    instead of the top k (--signal.exact)."""
+    documents: int = 2
+    """Conversations packed into each row. Attention stays within each."""
+    num_steps: int | None = None
+    """Draft steps trained at once: steps, heads, stages, or slots of a block."""
+    draft_vocab_size: int | None = None
+    """Size of the draft's vocabulary, for families that reduce it; 0 keeps the target's."""
+    precision: Literal["bf16", "no"] = "bf16"
+    """Mixed precision of training. The draft's weights are in float32 either way."""
+    gradient_checkpointing: bool = False
+    """Recompute the activations: of a standalone draft, P-EAGLE, DFlash and DSpark layer by layer, of EAGLE and MTP
+    draft step by draft step (--head.recompute)."""
+    devices: int = 1
+    """GPUs of the whole training."""
+    sharding: ShardingKind = "none"
+    """Shared out over the devices: zero2 the optimizer's state and the gradients, fsdp2 the weights too."""
+    shard_target: bool = False
+    """Share the layers of a target in this process out too (--signal.shard). Each step then gathers all of them."""
+    tokens: float | None = None
+    """Tokens to train on in all, e.g. 1e9, to print the hours that they take."""
+    shares: Shares = field(default_factory=Shares)
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise ValueError(f"--devices is {self.devices}: a training takes at least 1")
+        if self.tokens is not None and not self.tokens > 0:
+            raise ValueError(f"--tokens is {self.tokens:g}: give the tokens to train on, e.g. 1e9")
+        if self.sharding != "none" and self.devices == 1:
+            raise ValueError(f"--sharding {self.sharding} takes several devices: set --devices")
+        if self.exact and (self.features == "in-process" or find_family(self.family).is_head):
+            raise ValueError("--exact is for a standalone draft with --features served or cached: the others are exact")
+        if self.shard_target and (self.devices == 1 or self.features != "in-process"):
+            raise ValueError("--shard-target takes several devices and --features in-process")
+
+    @property
+    def target_name(self) -> str:
+        """--target, or the family's default."""
+        return self.target or ("mimo-7b" if self.family == "mtp" else "llama-3.1-8b")
+
+
+LIVE: tuple[FamilyName, ...] = ("standalone", "eagle1", "eagle3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet(Output):
+    """Network, disk and compute of learning from a fleet's traffic."""
+
+    tokens_per_s: float = 1000
+    """Output tokens per second that the whole fleet serves."""
+    fraction: float = 1.0
+    """Share of the requests to capture, from 0 to 1: the servers' --capture.fraction."""
+    target: str = "llama-3.1-8b"
+    """Sizes of the target, named as for `redraft plan train`."""
+    draft: str = "llama-3.2-1b"
+    """Sizes of a standalone draft."""
+    families: tuple[FamilyName, ...] = LIVE
+    """Drafts to compare. Of the known targets, mimo-7b has a place for MTP."""
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def __post_init__(self) -> None:
+        if not self.tokens_per_s > 0:
+            raise ValueError(f"--tokens-per-s is {self.tokens_per_s:g}: it must be above 0")
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"--fraction is {self.fraction:g}: a share of the requests lies above 0 and is at most 1")
+        for name in self.families:
+            if not find_family(name).learns_online:
+                raise ValueError(f"--families {name}: it does not learn from live traffic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording(Output):
+    """Bytes, kernels and time that capture's hook adds to a step of a server's GPU."""
+
+    target: str = "llama-3.1-8b"
+    """Sizes of the target, named as for `redraft plan train`."""
+    requests: tuple[int, ...] = (1, 32, 256)
+    """Requests in a step, all of them recorded."""
+    num_speculative_tokens: int = 3
+    """Draft tokens that each request verifies in a step."""
+
+    def __post_init__(self) -> None:
+        if not self.requests or min(self.requests) < 1 or self.num_speculative_tokens < 1:
+            raise ValueError("--requests and --num-speculative-tokens must be at least 1")
+
+
+Subcommand = tyro.conf.subcommand
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    what: Annotated[
+        Annotated[Train, Subcommand("train", prefix_name=False)]
+        | Annotated[Fleet, Subcommand("fleet", prefix_name=False)]
+        | Annotated[Recording, Subcommand("capture", prefix_name=False)],
+        tyro.conf.arg(name=""),
+    ]
+    """The part to count. Each has flags of its own: redraft plan train --help"""
+
+
+def main(cfg: Config) -> None:
+    """Count, print, and write the numbers with --json."""
+    lines, numbers = report(cfg.what)
+    print(*lines, sep="\n")
+    if cfg.what.json is not None:
+        write_whole(cfg.what.json, json.dumps(numbers, indent=2) + "\n")
+
+
+def report(cfg: Train | Fleet | Recording) -> tuple[list[str], Any]:
+    """(lines for a terminal, numbers)."""
+    # Here, because they import torch.
+    if isinstance(cfg, Train):
+        from redraft.recipes.plan import count
+
+        return count.report(cfg)
+    if isinstance(cfg, Fleet):
+        from redraft.recipes.plan import fleet
+
+        return fleet.report(cfg)
+    from redraft.recipes.plan import capture
+
+    return capture.report(cfg)
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)

@@ -1,0 +1,120 @@
+"""The capacity page: its tables as they are counted now, and the counts against counting by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.capacity_page import fill_tables
+from redraft.distill.plan.step import count_flops
+from redraft.online.learning.config import Training
+from redraft.online.learning.replay import select_texts
+from redraft.online.records.record import encode_record
+from redraft.recipes.cli import dispatch
+from redraft.recipes.demo.traffic import Traffic, make_record
+from redraft.recipes.plan.fleet import (
+    all_costs,
+    count_learner,
+    fleet_table,
+    passes,
+    plan_learner,
+    report,
+    two,
+    with_states,
+)
+from redraft.recipes.plan.plan import Fleet
+
+PAGE = Path(__file__).parents[3] / "docs" / "capacity.md"
+SMALL = Traffic(prompt_tokens=20, output_tokens=10)
+
+
+def test_the_page_holds_what_is_counted_now() -> None:
+    assert fill_tables(PAGE.read_text()) == PAGE.read_text(), "python -m benchmarks.capacity_page docs/capacity.md"
+
+
+def test_the_weights_that_a_token_meets_are_those_of_the_modules() -> None:
+    standalone, eagle1, eagle3 = all_costs(Fleet(traffic=SMALL))
+    d, inner, keys = 4096, 14336, 8 * 128
+    layer = 2 * d * d + 2 * d * keys + 3 * d * inner
+    small = 2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192
+    assert standalone.weights == 16 * small
+    assert eagle1.weights == 4 * (2 * d * d + layer), "its projection of two and one layer, in four draft steps"
+    # The projection of three states once; queries, keys and values read two vectors.
+    assert eagle3.weights == 3 * d * d + 7 * (layer + d * d + 2 * d * keys)
+
+
+def test_the_flops_of_a_learners_step_are_those_of_a_count_by_hand() -> None:
+    """6 for each weight and token, padding included, and for each number of the labelled rows' logits."""
+    records = [make_record(number, SMALL) for number in range(4)]
+    plan = plan_learner("standalone", "llama-3.1-8b", "llama-3.2-1b")
+    counted, tokens = count_learner(plan, records)
+    texts = select_texts(records, branches_per_record=Training().branches_per_record, rng=np.random.default_rng(0))
+    rows = sum(len(text.rows_R) for text in texts)
+    products = sum(work.flops * n for work, n in counted.operations.items() if work.kind == "product")
+    small = 2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192
+    assert products == 6 * (16 * small * tokens + rows * 128_256 * 2048)
+    assert products < count_flops(counted) < 1.1 * products, "and attention"
+    assert passes() == 8
+
+
+def test_rows_follow_from_draft_tokens_and_acceptance() -> None:
+    traffic = Traffic(output_tokens=2000)
+    rows = len(make_record(0, traffic).positions)
+    assert rows / 2000 == pytest.approx((traffic.num_speculative_tokens + 1) / traffic.tau, rel=0.05)
+
+
+def test_more_tokens_than_were_drafted_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"4\.5.*3.*4"):
+        Traffic(tau=4.5)
+
+
+def test_a_records_bytes_are_bounded_by_its_columns() -> None:
+    record = make_record(1, Traffic())
+    raw = len(record.positions) * (21 + 8 * record.top_k) + 4 * 750
+    assert 0.6 * raw < len(encode_record(record)) < raw + 500
+
+
+def test_hidden_states_are_nearly_all_of_a_heads_record() -> None:
+    record = make_record(1, SMALL)
+    stateful = with_states(record, (3, 256), 0)
+    assert len(stateful.hidden) == 2 * 3 * 256 * 29
+    assert (
+        0.7 * len(stateful.hidden)
+        < len(encode_record(stateful)) - len(encode_record(record))
+        <= 1.01 * len(stateful.hidden)
+    )
+
+
+def test_a_fleets_row_is_the_tokens_times_its_rate() -> None:
+    cfg = Fleet(tokens_per_s=2e6, fraction=0.5, traffic=SMALL)
+    found = all_costs(cfg)
+    row = list(fleet_table(cfg, found))[2]
+    assert f"{two(found[0].learner_flops * 1e6 / 1e12)} TFLOP/s" in row
+    assert row in report(cfg)[0]
+
+
+def test_the_command_prints_a_row_for_every_family_and_writes_the_numbers(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "fleet.json"
+    flags = ["--traffic.prompt-tokens", "20", "--traffic.output-tokens", "10", "--target", "qwen3-8b"]
+    assert dispatch(["plan", "fleet", *flags, "--families", "eagle1", "dflash", "--json", str(out)]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("| EAGLE-1", "| DFlash"))]
+    assert len(rows) == 4
+    eagle1, dflash = json.loads(out.read_text())
+    assert dflash["captured_bytes"] > 2.5 * eagle1["captured_bytes"], "three states instead of one"
+
+
+def test_settings_that_no_fleet_has_are_refused() -> None:
+    for flags, value in (({"tokens_per_s": 0}, "0"), ({"fraction": 2}, "2"), ({"families": ("medusa",)}, "medusa")):
+        with pytest.raises(ValueError, match=value):
+            Fleet(**flags)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0.00421, "0.0042"), (0.4, "0.4"), (4.25, "4.2"), (42.4, "42"), (12345, "12,000"), (10, "10")]
+)
+def test_numbers_have_two_digits(number: float, text: str) -> None:
+    assert two(number) == text
