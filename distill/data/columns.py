@@ -1,4 +1,4 @@
-"""The columns of a row, by the names under which conversations are published, and a count of those not read."""
+"""The columns of a row by the names used for conversations, and a count of the others."""
 
 from __future__ import annotations
 

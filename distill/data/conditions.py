@@ -1,4 +1,7 @@
-"""Five conditions on a turn before it is learned: a wrong loss mask lowers acceptance and shows nowhere else."""
+"""Five conditions on a turn before it is learned.
+
+A wrong loss mask lowers acceptance, and shows nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +52,8 @@ def broken_condition(
 ) -> str | None:
     """The reason why a turn cannot be learned; None if it satisfies all conditions.
 
-    `rendered` is the conversation up to the answer by the served template, `form` the way in which the
-    target writes its reasoning, and `ends` the texts of the stop tokens (None: not known).
+    `rendered` is the conversation up to the answer by the served template, `form` the way in which
+    the target writes its reasoning, and `ends` the texts of the stop tokens (None: not known).
     """
     end = next((text for text in ends or () if turn.answer.endswith(text)), "")
     written = turn.answer.removesuffix(end)
@@ -75,7 +78,7 @@ def broken_condition(
 
 
 def missing_question(prompt: str, content: Content) -> str | None:
-    """The reason why a prompt lacks something that the answer depends on; None if it lacks nothing."""
+    """The reason why a prompt lacks a text on which the answer depends; None if it lacks none."""
     for name, text in (("question", content.question), ("system prompt", content.system)):
         if not is_in(text, prompt) and not is_in(SWITCH.sub("", text), prompt):
             return f"whose {name} the chat template leaves out"
@@ -95,7 +98,7 @@ def is_in(part: str, text: str) -> bool:
 
 
 def _has_words(result: str, text: str) -> bool:
-    """Whether `text` shows a tool's result: templates escape it in many forms, as JSON or markup."""
+    """Whether `text` shows a tool's result, which templates escape as JSON or markup."""
     return is_in(result, text) or all(word in text for word in ASCII_WORD.findall(result))
 
 
@@ -121,7 +124,7 @@ def _thinks_once(turn: Turn, content: Content, form: ReasoningForm) -> bool:
 
 
 def _is_rendered(turn: Turn, written: str, content: Content, rendered: str, form: ReasoningForm | None) -> bool:
-    """Whether the turn is rendered but for its reasoning, which many templates drop from every earlier answer."""
+    """Whether the turn is rendered but for its reasoning, which many templates drop from answers."""
     whole, prompt, answer = (_bare(text, form) for text in (rendered, turn.prompt, written))
     if not whole.startswith(prompt):
         return False

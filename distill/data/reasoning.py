@@ -17,7 +17,7 @@ class ReasoningForm:
     between: str
     after: str = ""
 
-    @property
+    @cached_property
     def tags(self) -> tuple[str, str]:
         """The text before and after the reasoning, without line ends."""
         return self.before.strip(), self.between.strip()
@@ -48,10 +48,12 @@ class ReasoningForm:
         return f"{self.before}{thought.strip()}{self.between}{said}{self.after}"
 
     def read(self, content: str) -> tuple[str, str] | None:
-        """(reasoning, answer) of a text in this form; None for any other text, or if the reasoning is empty."""
+        """(reasoning, answer) of a text in this form; None for any other text, and without reasoning."""
         opening, closing = self.tags
+        if closing not in content:
+            return None
         text = content.lstrip()
-        if not text.startswith(opening) or closing not in text:
+        if not text.startswith(opening):
             return None
         thought, _, said = text.removeprefix(opening).partition(closing)
         if not thought.strip():
@@ -71,9 +73,9 @@ REASONING_FORMS = (
 
 
 def split_reasoning(message: Message) -> tuple[str, str, ReasoningForm | None] | None:
-    """(reasoning, answer, form in which they stand in the content) of an assistant's message; None without reasoning.
+    """(reasoning, answer, form in which they stand in the content) of an assistant's message.
 
-    The form is None if the reasoning stands in a field.
+    None without reasoning. The form is None if the reasoning stands in a field.
     """
     if message["role"] != "assistant":
         return None

@@ -1,4 +1,7 @@
-"""The inputs of a chat template, found in its syntax tree: arguments that switch reasoning, and contents as parts."""
+"""Inputs of a chat template, found in its syntax tree.
+
+They are the arguments that switch the reasoning, and contents as lists of parts.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,21 @@ from jinja2 import meta, nodes
 from transformers.utils import chat_template_utils
 
 SWITCHES = ("enable_thinking", "thinking")
-"""Template arguments by which a request switches the reasoning on or off, in the families that have one."""
+"""Template arguments by which a request switches the reasoning on or off."""
 
 Arguments = dict[str, Any]
 """`chat_template_kwargs` of a request."""
 
 
 def find_arguments(tokenizer: Any) -> list[Arguments]:
-    """The arguments with which a request may start an answer: none first, then each switch read by the template."""
+    """The arguments with which a request may start an answer: none, then each switch on and off."""
     read = set[str]().union(*(_free_names(text) for text in _templates(tokenizer)))
     found = [{name: value} for name in SWITCHES if name in read for value in (True, False)]
     return [{}, *found]
 
 
 def reads_parts(tokenizer: Any) -> bool:
-    """Whether a server gives the template contents as lists of parts, by vLLM's rule: a loop over a content."""
+    """Whether a server gives the template lists of parts, by vLLM's rule: a loop over a content."""
     return any(map(_loops_over_content, _templates(tokenizer)))
 
 

@@ -1,4 +1,4 @@
-"""One assistant turn as it is served: what the server reads before it, and what the target writes."""
+"""One assistant turn as served: the text that the server reads, and the text that the target writes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from redraft.distill.data.rendering import Renderer
 
 PROBE = "redraft5f1cprobe"
-"""Rendered in place of a text, to find the text written around one by a template. Nothing in it can be trimmed
-or parsed by a template."""
+"""Rendered in place of a text, to find the text written around one by a template. Nothing in it can
+be trimmed or parsed by a template."""
 
 QUESTION: list[Message] = [{"role": "user", "content": "why?"}]
 
@@ -29,10 +29,12 @@ WAYS: tuple[Way, ...] = ("from the prompt", "after an empty thought", "alone", "
 """Ways to find what the target wrote, best first:
 
 - the rendering after the generation prompt;
-- the same, if the template writes the tags of an empty thought first, which the target did not write;
-- the rendering after a lone question, because an answer may change the turns before it: gpt-oss drops the reasoning
-  before a tool call once the call has led to an answer, which the server did not have when it made the prompt;
-- the answer's own text, because some templates drop the reasoning even of the last answer (DeepSeek-R1).
+- the same, if the template, not the target, writes the tags of an empty thought first;
+- the rendering after a lone question, because an answer may change the turns before it: gpt-oss drops
+  the reasoning before a tool call once the call has led to an answer, which the server did not have
+  when it made the prompt;
+- the answer's own text, because some templates drop the reasoning even of the last answer
+  (DeepSeek-R1).
 """
 
 
@@ -89,7 +91,10 @@ class TurnWriter:
         return turn
 
     def split(self, message: Message) -> tuple[str, str]:
-        """(reasoning, text said) of an assistant's message. A server that opens the thought returns no opening tag."""
+        """(reasoning, text said) of an assistant's message.
+
+        A server that opens the thought in its prompt returns no opening tag.
+        """
         if parts := split_reasoning(message):
             return parts[0], parts[1]
         form, content = self.render.reasoning_form, message["content"]
@@ -131,8 +136,8 @@ class TurnWriter:
     def find_end(self, tail: str, arguments: Arguments, *, calls: bool) -> str:
         """The end of turn after an answer: the template's text up to a stop token.
 
-        `tail` is what the template writes after the last answer of all. If there is no stop token in it, it is the
-        next turn's first token: GLM-4.5 stops where the user's turn would begin.
+        `tail` is what the template writes after the last answer of all. If there is no stop token in
+        it, it is the next turn's first token: GLM-4.5 stops where the user's turn would begin.
         """
         if self.render.ends is None:
             return self.render.through_special(tail)
@@ -150,7 +155,7 @@ class TurnWriter:
         return bool(self.render.special.search(self._after(arguments, calls=True, is_last=True)))
 
     def _after(self, arguments: Arguments, *, calls: bool, is_last: bool) -> str:
-        """The template's text between an answer, or a call's arguments, and the next message, or the end of all."""
+        """The template's text after an answer, or a call's arguments, up to the next message or the end."""
         key = (repr(arguments), calls, is_last)
         if key not in self._known:
             self._known[key] = self._render_after(arguments, calls=calls, is_last=is_last)
@@ -254,7 +259,7 @@ class _Answer:
         if isinstance(alone, str):
             return alone
         before = self._alone._render(arguments)[0]
-        # If an open thought before the answer was closed, the prompt is another, which has no place here.
+        # If an open thought was closed before the answer, the prompt is another: it has no place here.
         if not alone.prompt.startswith(before):
             return self._absence
         turn = replace(alone, prompt=prompt + alone.prompt.removeprefix(before))
@@ -275,7 +280,7 @@ class _Answer:
         return Turn(text[:start], answer, arguments)
 
     def _end_of_empty_thought(self, prompt: str, text: str) -> int | None:
-        """The place in a rendering after an empty thought that the template, not the target, wrote."""
+        """The place in a rendering after an empty thought written by the template, not the target."""
         form = self.render.reasoning_form
         if form is None:
             return None
@@ -301,7 +306,7 @@ class _Answer:
                 between = form.between if prompt != prompt.rstrip() else closing
                 prompt = prompt.rstrip() + ("\n" if prompt != prompt.rstrip() else "") + between
             elif is_open and "reasoning" in self.message and prompt.endswith(opening):
-                # A template without a line end after the opening tag has none around the closing one.
+                # Without a line end after the opening tag there is none around the closing one.
                 content = opening + thought + closing + said
         tail = self.writer.find_tail(arguments)
         return Turn(prompt, self._end(self._strip_opening(prompt, content), tail, arguments), arguments)
@@ -331,7 +336,7 @@ class _Answer:
         return text if said.strip() else text[: text.rfind(thought) + len(thought)]
 
     def _end_calls(self, text: str, arguments: Arguments) -> str:
-        """An answer with calls, up to the special token that the template writes after them, or the next turn's."""
+        """An answer with calls, up to the special token after them, or that of the next turn."""
         last = None
         if self.writer.ends_calls(arguments):
             *_, last = self.render.special.finditer(text)

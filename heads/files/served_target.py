@@ -1,4 +1,4 @@
-"""Whether vLLM serves a target as it teaches a draft. If not, a training is refused before it begins."""
+"""Whether vLLM serves a target as it teaches a draft. If not, no training begins."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ WITHOUT_AUX = frozenset({
     "PhiMoEForCausalLM", "PhimoeForCausalLM", "Qwen2MoeForCausalLM", "StableLmForCausalLM", "Zamba2ForCausalLM",
 })
 # fmt: on
-"""Architectures of which vLLM 0.32 passes no hidden states of inner layers to a head (`supports_eagle3`)."""
+"""Architectures whose inner layers vLLM 0.32 does not pass to a head (`supports_eagle3`)."""
 
 NUM_ROWS = 64
 """Rows compared of two tables that should be equal."""
 
 
 def require_aux(name_or_path: str | Path, family: str) -> None:
-    """Raise ValueError if vLLM cannot serve a head of a family that reads inner layers of this target."""
+    """Raise ValueError if vLLM cannot serve a head that reads inner layers of this target."""
     architecture = next(iter(load_config(name_or_path).architectures or []), "")
     if architecture in WITHOUT_AUX:
         raise ValueError(
@@ -53,8 +53,8 @@ def require_served_alike(name_or_path: str | Path, tokenizer: Any) -> None:
 
 
 def _require_one_rope(config: Any, name: str | Path) -> None:
-    """Up to the original length transformers takes the short factors of longrope, and vLLM the long ones if it serves
-    any longer text."""
+    """Up to the original length transformers takes the short factors of longrope, but vLLM the long
+    ones if it serves any longer text."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return
@@ -70,7 +70,7 @@ def _require_one_rope(config: Any, name: str | Path) -> None:
 def require_rows(config: Any, tokenizer: Any, name: str | Path) -> None:
     """Raise ValueError if a tokenizer has ids without a row in the target's embeddings.
 
-    A special token missing from the chat template, such as one for padding, needs no row: no text has it.
+    A special token missing from the chat template needs no row, because no text has it: padding.
     """
     late = sorted(token for token, token_id in tokenizer.get_vocab().items() if token_id >= config.vocab_size)
     special, template = set(tokenizer.all_special_tokens), str(tokenizer.chat_template)
@@ -84,7 +84,7 @@ def require_rows(config: Any, tokenizer: Any, name: str | Path) -> None:
 
 
 def _require_tied(folder: Path) -> None:
-    """Two tables in the files of a model with one: transformers and vLLM each ignore one, not always the same."""
+    """Refuse two tables in the files of a model with one: transformers and vLLM may choose differently."""
     try:
         files = tensor_files(folder)
     except FileNotFoundError:  # weights in another format, which has no table of contents to read

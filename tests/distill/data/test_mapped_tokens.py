@@ -101,6 +101,28 @@ def test_a_resumed_run_reads_what_was_written(
     assert all(equal(one, other) for one, other in zip(after.train.samples, before.train.samples, strict=True))
 
 
+THINKING = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}"
+    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n"
+    "{% if enable_thinking is false %}<think></think>{% else %}<think>\n{% endif %}{% endif %}"
+)
+
+
+def test_template_arguments_and_refused_answers_survive_and_prompts_begin_with_the_arguments(world: World) -> None:
+    world.tokenizer.chat_template = THINKING
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    with world.source.open("a") as file:
+        for i in range(9):
+            called = {"role": "assistant", "content": "", "tool_calls": [call]}
+            file.write(json.dumps({"messages": [{"role": "user", "content": f"call {i}"}, called]}) + "\n")
+    before, after = world.load(), world.load()
+    assert after.stats == before.stats
+    assert before.stats.refused_answers.keys() == {"with tool calls that the chat template leaves out"}
+    assert before.stats.chosen_arguments() == {"enable_thinking": False}
+    for prompt in before.prompts:
+        assert world.tokenizer.decode(prompt.token_ids).endswith("<|assistant|>\n<think></think>")
+
+
 def other_template(world: World) -> None:
     world.tokenizer.chat_template = world.tokenizer.chat_template.replace("assistant", "helper")
 
