@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import gc
 import json
+import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ class GpuResult:
     family: str
     target: str
     """The name of its sizes."""
+    settings: str
+    """The flags of `redraft plan train` that count this step."""
     tokens: int
     """Tokens of a step."""
     tokens_per_s: float
@@ -155,6 +158,7 @@ def measure_plan(cfg: Config, plan: Plan, device: torch.device, sheet: Device | 
     return GpuResult(
         family=plan.family,
         target=cfg.target_name,
+        settings=write_flags(cfg),
         tokens=plan.tokens,
         tokens_per_s=plan.tokens / timed.seconds,
         flops_per_s=flops / timed.seconds,
@@ -163,6 +167,17 @@ def measure_plan(cfg: Config, plan: Plan, device: torch.device, sheet: Device | 
         estimated_tokens_per_s=estimate.tokens_per_s if estimate else None,
         estimated_peak_gb=estimate.memory_bytes / 1e9 if estimate else None,
     )
+
+
+def write_flags(cfg: Train) -> str:
+    """The flags of `redraft plan train` that differ from its defaults."""
+    words = []
+    for one in fields(Train):
+        value = getattr(cfg, one.name)
+        if one.name not in ("json", "shares") and value != one.default:
+            words.append(f"--{one.name.replace('_', '-')}")
+            words += [] if value is True else [str(value)]
+    return shlex.join(words)
 
 
 def describe(result: GpuResult | LeftOut) -> str:
@@ -177,4 +192,6 @@ def describe(result: GpuResult | LeftOut) -> str:
         parts.append(f"peak {result.peak_gb:,.1f} GB")
     if result.estimated_tokens_per_s is not None:
         parts.append(f"counted: {result.estimated_tokens_per_s:,.0f} tokens/s, peak {result.estimated_peak_gb:,.1f} GB")
+    if result.settings:
+        parts.append(f"by redraft plan train {result.settings}")
     return f"{name} {', '.join(parts)}"

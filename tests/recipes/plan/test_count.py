@@ -700,6 +700,13 @@ def test_every_step_that_is_measured_fits_an_h100(family: FamilyName) -> None:
     assert on.fits, f"{on.memory_bytes / 1e9:.1f} GB"
 
 
+@pytest.mark.parametrize("family", gpu.FAMILIES)
+def test_a_measured_step_names_the_flags_that_count_it(family: FamilyName) -> None:
+    cfg = gpu.choose_sizes(gpu.Config(sequence_length=512), family)
+    counting = parse(Counting, None, {}, shlex.split(gpu.write_flags(cfg)), prog="redraft plan train")
+    assert str(make_plan(counting)) == str(make_plan(cfg))
+
+
 def test_a_flag_that_the_user_gives_goes_before_those_that_make_a_step_fit() -> None:
     cfg = gpu.choose_sizes(gpu.Config(batch_size=2), "standalone")
     assert (cfg.family, cfg.batch_size, cfg.gradient_checkpointing) == ("standalone", 2, True)
