@@ -318,7 +318,7 @@ class Learner:
     async def _keep_ranks_awake(self) -> None:
         while True:
             await asyncio.sleep(REST_S)
-            await self.cycle.in_thread(self.trainer.ranks.do, "rest")
+            await self.cycle.in_thread(self.trainer.ranks.do, Candidate.rest)
 
     # ----------------------------------------------------------------------------------------------- control
 

@@ -1,7 +1,7 @@
 """The draft in training, on all ranks: it begins from a version, steps on records, and writes checkpoints.
 
-    rank 0   Ranks.do("step", records, seed) ──broadcast──► rank 1..n   Ranks.follow
-                     └──────────── Candidate.step ─────────────┘
+    rank 0   Ranks.do(Candidate.step, records, seed) ──broadcast──► rank 1..n   Ranks.follow
+                     └──────────────── Candidate.step ─────────────────┘
 
 A single process has no other ranks to tell, and pays nothing for them.
 """
@@ -9,12 +9,12 @@ A single process has no other ranks to tell, and pays nothing for them.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from redraft.heads.target import Target
 from redraft.online.learning.config import Training
 from redraft.online.learning.replay import make_batches, read_signal, select_texts
 from redraft.online.records.record import Record
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 STATE, DRAFT = "state", "draft"
 """Folders of a checkpoint: the state to resume training from, and the draft to serve."""
@@ -198,11 +201,11 @@ class Ranks:
         self.candidate = candidate
         self.is_alone = candidate.accelerator.num_processes == 1
 
-    def do(self, method: str, *args: Any) -> Any:
-        """Call the method on all ranks; returns rank 0's result."""
+    def do(self, method: Callable[Concatenate[Candidate, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method of `Candidate` on all ranks; returns rank 0's result."""
         if not self.is_alone:
-            broadcast_object_list([(method, args)])
-        return getattr(self.candidate, method)(*args)
+            broadcast_object_list([(method, args, kwargs)])  # a method travels as its name
+        return method(self.candidate, *args, **kwargs)
 
     def follow(self) -> None:
         """The loop of the other ranks: obey rank 0 until it calls `dismiss`."""
@@ -212,9 +215,9 @@ class Ranks:
             if order[0] is None:
                 leave(self.candidate.accelerator)
                 return
-            method, args = order[0]
+            method, args, kwargs = order[0]
             with suppress(NotFiniteError):  # raised on all ranks; rank 0 decides how to go on
-                getattr(self.candidate, method)(*args)
+                method(self.candidate, *args, **kwargs)
 
     def dismiss(self) -> None:
         if not self.is_alone:

@@ -74,7 +74,7 @@ class Trainer:
                 self.progress = Progress(through=commit.through)
                 break
             if self._is_intact(folder):
-                self.ranks.do("resume", self._served(), folder)
+                self.ranks.do(Candidate.resume, self._served(), folder)
                 self.progress = Progress(**json.loads((folder / PROVENANCE).read_text())["progress"])
                 # A later commit may have given the same checkpoint a later position, and a new buffer begins at 0.
                 self.progress.through = commit.through
@@ -82,7 +82,7 @@ class Trainer:
         else:
             # No checkpoint is left, e.g. its folder was removed. The records were trained all the same.
             self.progress = Progress(through=commits[0].through if commits else 0)
-        self.ranks.do("begin", self._served())
+        self.ranks.do(Candidate.begin, self._served())
         return SERVED
 
     def _recover_commits(self) -> list[Commit]:
@@ -135,7 +135,7 @@ class Trainer:
         replayed = self.buffer.replay(
             self.cfg.replay_per_step, self.anchors, through=through, now_s=time.time(), seed=seed, policy=self.replay
         )
-        stats: StepStats = self.ranks.do("step", [*(stored.record for stored in fresh), *replayed], seed)
+        stats = self.ranks.do(Candidate.step, [*(stored.record for stored in fresh), *replayed], seed)
         self.progress.through, self.progress.until_s = fresh[-1].seq, time.time()
         self.progress.records += len(fresh)
         self.num_steps += 1
@@ -163,7 +163,7 @@ class Trainer:
         provenance: dict[str, Any] = {"progress": vars(self.progress), "began_from": self.candidate.version.name}
 
         def write(partial: Path) -> None:
-            self.ranks.do("write", partial)
+            self.ranks.do(Candidate.write, partial)
             # In time: `publish` writes the provenance after this function returns.
             provenance["calibration"] = calibrate(partial / DRAFT)
 
@@ -184,7 +184,7 @@ class Trainer:
         newest = next(iter(self.buffer.commits()), None)
         through, name = self.progress.through, newest.checkpoint_id if newest else SERVED
         if name != SERVED and self._is_intact(self.folder / name):
-            self.ranks.do("resume", self._served(), self.folder / name)
+            self.ranks.do(Candidate.resume, self._served(), self.folder / name)
             # The same checkpoint again, at the present position: the records in between are not trained as new.
             self.buffer.commit_trained(name, through)
         else:
@@ -193,7 +193,7 @@ class Trainer:
 
     def begin_again(self) -> None:
         """Restart training from the served version. Trained records do not become new again."""
-        self.ranks.do("begin", self._served())
+        self.ranks.do(Candidate.begin, self._served())
         self.buffer.commit_trained(SERVED, self.progress.through)
         self.num_steps = self.num_not_finite = 0
         # After the commit: a kill in between leaves folders, which the newest commit does not name.

@@ -35,18 +35,18 @@ def main(draft: Path, frames: Path, output: Path) -> None:
         ranks.follow()
         return
     records = [record for _, record in read_frames(frames.read_bytes())]
-    ranks.do("begin", draft)
-    ranks.do("break_weights")
+    ranks.do(Candidate.begin, draft)
+    ranks.do(Breakable.break_weights)
     try:
-        ranks.do("write", output)
+        ranks.do(Candidate.write, output)
     except NotFiniteError:
-        ranks.do("begin", draft)
+        ranks.do(Candidate.begin, draft)
     for step in range(3):
-        stats = ranks.do("step", records[8 * step : 8 * step + 8], step)
+        stats = ranks.do(Candidate.step, records[8 * step : 8 * step + 8], step)
         print(f"step {step}: loss {stats.loss:.9f}, {stats.labels} labels")
     output.mkdir()  # nothing has been written yet
-    ranks.do("write", output)
-    ranks.do("rest")
+    ranks.do(Candidate.write, output)
+    ranks.do(Candidate.rest)
     ranks.dismiss()
 
 
