@@ -21,6 +21,9 @@ from redraft.heads.files.folder import (
     require_config,
 )
 
+TEKKEN = "tekken.json"
+"""Tokenizer in the format of mistral-common, in some repositories of Mistral the only one."""
+
 PROCESSOR_TEMPLATE = "chat_template.json"
 """File in which processors of text and images keep a chat template; vLLM reads it too."""
 
@@ -154,6 +157,8 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
     folder = Path(name_or_path)
     if not is_hub_name(folder) and not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
+    if (folder / TEKKEN).is_file() and not (folder / "tokenizer.json").is_file():
+        return _load_tekken(folder / TEKKEN)
     if folder.is_dir() and not any(folder.glob("*token*")) and not (folder / "vocab.json").exists():
         raise FileNotFoundError(f"{folder} holds no tokenizer (tokenizer.json): it is not a model folder")
     try:
@@ -163,6 +168,20 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
     if tokenizer.chat_template is None and (folder / PROCESSOR_TEMPLATE).is_file():
         tokenizer.chat_template = read_json(folder / PROCESSOR_TEMPLATE).get("chat_template")
     return tokenizer
+
+
+def _load_tekken(path: Path) -> Any:
+    """The tokenizer in Mistral's own format, with the chat template that transformers writes for it.
+
+    Raises:
+        ValueError: the file cannot be read, or the package mistral-common, which reads it, is not installed.
+    """
+    from transformers.integrations.mistral import convert_tekken_tokenizer
+
+    try:
+        return convert_tekken_tokenizer(str(path))
+    except Exception as error:
+        raise ValueError(f"cannot load the tokenizer {path}: {first_line(error)}") from error
 
 
 def _reason(error: Exception) -> str:

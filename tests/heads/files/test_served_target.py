@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from redraft.distill.data.conversations import load_conversations
+from redraft.distill.data.rendering import Renderer
 from redraft.distill.data.rows import read_rows
 from redraft.heads.files.checkpoint import end_ids, load_config, load_tokenizer
 from redraft.heads.files.folder import INDEX, WEIGHTS, check_model_folder, find_quantization, tensor_files
@@ -220,3 +222,41 @@ def test_a_data_set_with_several_configs_names_them_and_takes_one(tmp_path: Path
         _load_hub(str(tmp_path), "train")
     (row,) = read_rows(f"{tmp_path}:hard", "train")
     assert row.values == {"prompt": "hard"}
+
+
+def write_tekken(folder: Path) -> None:
+    """A tokenizer of bytes in Mistral's format."""
+    from mistral_common.tokens.tokenizers.base import SpecialTokens
+
+    special = list(dict.fromkeys(["<unk>", "<s>", "</s>", *(token.value for token in SpecialTokens)]))
+    controls = [{"rank": i, "token_str": token, "is_control": True} for i, token in enumerate(special)]
+    pieces = [bytes([i]) for i in range(256)] + [b"hi"]
+    config = {
+        "pattern": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s+",
+        "num_vocab_tokens": len(pieces),
+        "default_vocab_size": len(pieces) + len(special),
+        "default_num_special_tokens": len(special),
+        "version": "v13",
+    }
+    vocab = [{"rank": i, "token_bytes": base64.b64encode(p).decode(), "token_str": None} for i, p in enumerate(pieces)]
+    (folder / "tekken.json").write_text(json.dumps({"config": config, "vocab": vocab, "special_tokens": controls}))
+
+
+def test_a_tekken_tokenizer_alone_renders_as_mistral_common_does(target: Path) -> None:
+    pytest.importorskip("mistral_common")
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (target / name).unlink()
+    write_tekken(target)
+    render = Renderer(load_tokenizer(target), {})
+    chat = [{"role": "user", "content": "hi you"}, {"role": "assistant", "content": "hi hi"}]
+    messages = [{"role": "system", "content": "Be kind."}, *chat, chat[0]]
+    theirs = MistralTokenizer.from_file(str(target / "tekken.json"))
+    expected = theirs.encode_chat_completion(ChatCompletionRequest(messages=messages)).tokens
+    assert render.tokenise([render(messages, prompt=True)]) == [expected]
+    ((prompt, answer),) = [
+        (turn.prompt, turn.answer) for turn in render.turns({"messages": chat, "domain": "all"}, lambda turn: turn)[0]
+    ]
+    assert (prompt[-7:], answer) == ("[/INST]", "hi hi</s>")
