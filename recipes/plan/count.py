@@ -233,7 +233,8 @@ FORMS = {"kernel": "Triton's kernels (a GPU's default)", "plain": "PyTorch's ope
 def report(cfg: Train) -> tuple[list[str], dict[str, Any]]:
     """(lines for a terminal, numbers)."""
     result = count(cfg)
-    return list(as_text(cfg, result)), as_json(cfg, result)
+    forms = count_forms(cfg, result)
+    return list(as_text(cfg, result, forms)), as_json(cfg, result, forms)
 
 
 def count_forms(cfg: Train, result: Result) -> dict[str, Work]:
@@ -246,7 +247,7 @@ def count_forms(cfg: Train, result: Result) -> dict[str, Work]:
     }
 
 
-def as_json(cfg: Train, result: Result) -> dict[str, Any]:
+def as_json(cfg: Train, result: Result, forms: dict[str, Work]) -> dict[str, Any]:
     """The numbers, per token of one device."""
     total = add_up(result.step.operations, cfg.shares, result.step.operations)
     told = {
@@ -265,7 +266,7 @@ def as_json(cfg: Train, result: Result) -> dict[str, Any]:
     }
     told["divergence"] = {
         form: {"bytes": work.num_bytes / result.plan.tokens, "calls": work.calls, "seconds": work.seconds}
-        for form, work in count_forms(cfg, result).items()
+        for form, work in forms.items()
     }
     runs = {name: on.run for name, on in result.on.items() if on.run}
     if cfg.tokens is not None:
@@ -273,7 +274,7 @@ def as_json(cfg: Train, result: Result) -> dict[str, Any]:
     return told
 
 
-def as_text(cfg: Train, result: Result) -> Iterator[str]:
+def as_text(cfg: Train, result: Result, forms: dict[str, Work]) -> Iterator[str]:
     """The tables for a terminal."""
     plan = result.plan
     yield (
@@ -292,7 +293,7 @@ def as_text(cfg: Train, result: Result) -> Iterator[str]:
     yield ""
     yield from work_table(cfg, result)
     yield ""
-    for form, work in count_forms(cfg, result).items():
+    for form, work in forms.items():
         moved = f"{work.num_bytes / plan.tokens / 1e6:,.2f} MB/token, {work.calls:,} calls"
         times = ", ".join(f"{d.name} {1000 * work.seconds[d.name]:,.0f} ms" for d in DEVICES)
         yield f"divergence, {FORMS[form]}: {moved}; {times}"

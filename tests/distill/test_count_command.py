@@ -124,7 +124,7 @@ def test_the_command_counts_the_state_of_the_optimizer_and_prints_its_tables(ran
         )
         counting = read(count_command("standalone", cfg, launch()))
         result = count(counting)
-        assert any(line.startswith("memory at its peak") for line in as_text(counting, result))
+        assert any(line.startswith("memory at its peak") for line in as_text(counting, result, {}))
         states[name] = result.step.memory[STATE]
     assert states["muon"] < states["adamw"]
 

@@ -416,6 +416,7 @@ def test_a_target_in_shards_is_gathered_layer_by_layer(tiny_target: str) -> None
         assert after.step_s - before.step_s == pytest.approx(0.75 * layers / device.link_bytes_per_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("column", "target"), [(0, {"features": "served"}), (1, {"shard_target": True})])
 def test_the_memory_of_a_70b_target_in_the_docs_is_the_one_that_is_counted(column: int, target: dict[str, Any]) -> None:
     """The table of docs/training.md: draft, optimizer and gradients, activations, target, all of it; in GB."""
@@ -496,7 +497,7 @@ def test_the_tables_say_what_does_not_fit_and_what_would() -> None:
     assert result.step.memory[TARGET_WEIGHTS] == pytest.approx(141.1e9, rel=1e-3)
     assert not result.on["H100"].fits
     assert result.on["H100"].run is None
-    text = "\n".join(as_text(cfg, result))
+    text = "\n".join(as_text(cfg, result, {}))
     assert f"does not fit: {result.step.memory.total() / 1e9:,.1f} of 80 GB" in text
     assert "to fit H100: --features served or cached" in text
 
@@ -513,7 +514,7 @@ def test_served_hidden_states_are_copied_from_the_host_and_the_target_is_counted
     assert result.on["H100"].step_s == pytest.approx(total + reduced)
     slow = on_device(cfg, result.plan, replace(result.step, signal_bytes=20_000_000_000), None, 1, H100)
     assert slow.step_s == pytest.approx(20e9 / HOST_BYTES_PER_S + reduced)
-    text = "\n".join(as_text(cfg, result))
+    text = "\n".join(as_text(cfg, result, {}))
     assert "the target elsewhere" in text
     assert "serve the target and" in text
 
