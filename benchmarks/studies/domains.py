@@ -88,9 +88,9 @@ class Config:
 
 
 def draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
-    from redraft.recipes.demo.online_charts import build_domain_charts
+    from benchmarks.studies.domains_charts import build_charts  # altair is in the `report` extra
 
-    return build_domain_charts(report)
+    return build_charts(report)
 
 
 def main(cfg: Config) -> None:
