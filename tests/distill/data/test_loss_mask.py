@@ -98,6 +98,8 @@ def test_every_turn_satisfies_five_conditions_or_is_refused_with_a_reason(name: 
     turns, refused, conversation = write_turns(name, row)
     answers = [m for m in row["messages"] if m["role"] == "assistant"]
     assert len(turns) + sum(refused.values()) == len(answers) or "by the template" in refused
+    is_plain = all(m.keys() <= {"role", "content"} for m in row["messages"])
+    assert not is_plain or not refused or "by the template" in refused
     if len(turns) < len(answers):
         return
     ends, tokenizer, render = find_ends(name), make_tokenizer(name), make_renderer(name)
@@ -147,8 +149,10 @@ def test_labels_are_those_of_the_assistant_mask(name: str, shape: str) -> None:
     messages += [say("blue 1", **thought)]
     row = {"messages": messages, **({"tools": TOOLS} if shape == "tools" else {})}
     turns, refused, _ = write_turns(name, row)
-    if refused:
-        pytest.skip(f"{refused}")
+    if refused:  # some templates know no tools, no reasoning, or no system prompt
+        assert shape != "plain"
+        assert shape != "system" or refused == {"by the template": 1}
+        return
     tokenizer = make_tokenizer(name)
     sent = [
         {**m, "content": [{"type": "text", "text": m["content"]}]}
