@@ -54,7 +54,7 @@ drafts: $(STAMP)  ## make thirteen drafts for a real model in an hour, and find 
 	$(BIN)/redraft drafts
 
 demo-tiny: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write outputs/demo-tiny/report.html
-	$(BIN)/python recipes/distill_llama3b.py --preset demo --overwrite
+	$(BIN)/python -m benchmarks.studies.presets standalone --overwrite
 
 demo-heads: $(STAMP)  ## train every family of heads, serve each in a real vLLM, write outputs/demo-heads/report.html
 	$(BIN)/python -m benchmarks.studies.heads --overwrite

@@ -32,7 +32,7 @@ from redraft.recipes.cli import run_recipe
 REQUIRED = 0.95
 """Smallest passing ratio of the advised speed to the best measured one."""
 
-TRAINING = ("--preset", "demo", "--loop.steps", "60", "--loop.eval-every", "0", "--prove.no-engine",
+TRAINING = ("--loop.steps", "60", "--loop.eval-every", "0", "--prove.no-engine",
             "--prove.no-ce-baseline")  # fmt: skip
 """Flags of the short training."""
 
@@ -88,7 +88,7 @@ def train_draft(cfg: Config) -> str:
         ValueError: if the training fails, after it has printed the reason.
     """
     folder = cfg.output.parent / "advice-draft"
-    command = [sys.executable, "-m", "redraft.recipes.distill_llama3b", *TRAINING]
+    command = [sys.executable, "-m", "benchmarks.studies.presets", "standalone", *TRAINING]
     if subprocess.run([*command, "--target", cfg.target, "--output", str(folder), "--overwrite"]).returncode:
         raise ValueError("no draft could be trained: give one with --draft")
     return str(folder / "draft")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,6 +60,28 @@ class FixedTokens:
         count = next(filter(None, (_read_key(config, key) for key in self.keys)), None)
         unused = 0 if self.used_if and config.get(self.used_if, True) else self.unused
         return None if count is None else int(count) - unused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a family is trained: the choices that it has, and its defaults."""
+
+    starts: tuple[str, ...] = ("random",)
+    """Initial weights to choose from (`distill.run.start`); the first is the default."""
+    layouts: tuple[str, ...] = ("vllm",)
+    """Formats of its export; the first is the default."""
+    draft_vocab_size: int | None = None
+    """Default size of the draft's vocabulary; None for a family that has the target's."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the family that differ from the defaults of its class."""
+    target: str = "meta-llama/Llama-3.1-8B-Instruct"
+    divergence: str = "lk_hybrid"
+    lr: float
+    max_grad_norm: float = 0.5
+    loop: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the loop's settings that differ from the defaults."""
+    text_steps: int = 0
+    """Steps of a first stage on text, by cross-entropy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +139,10 @@ class Family:
     """None if the doctor cannot compare the engine's passes with training."""
     checks: str = ""
     """The doctor's static checks for this family only, as "module:TUPLE"."""
+    options: str = ""
+    """The class of its options, as "module:Class"; empty for `Config` beside the draft's class."""
+    training: Training | None = None
+    """None for a lookup."""
 
     @property
     def is_lookup(self) -> bool:
@@ -148,9 +174,9 @@ class Family:
         """The class that implements `Draft`."""
         return _import(self.draft)
 
-    def config_class(self) -> Any:
-        """The class of a head's options: `draft_class()(config_class()(...), target)` is an untrained head."""
-        return _import(f"{self.draft.partition(':')[0]}:Config")
+    def options_class(self) -> Any:
+        """The class of a draft's options: `draft_class()(options_class()(...), target)` is an untrained head."""
+        return _import(self.options or f"{self.draft.partition(':')[0]}:Config")
 
     def load(self, folder: Path, target: Callable[[], Target], dtype: torch.dtype | None = None) -> Draft:
         """The draft of a folder, in `dtype` (None: a head in float32, a whole model as stored).
@@ -215,6 +241,15 @@ FAMILIES: tuple[Family, ...] = (
         is_in_target=True,
         parity="recurrent",
         checks="redraft.heads.doctor.mtp:CHECKS",
+        options="redraft.heads.options:Mtp",
+        training=Training(
+            starts=("native", "last_layer", "random"),
+            options={"num_steps": 4},
+            target="Qwen/Qwen3-Next-80B-A3B-Instruct",
+            divergence="forward_kl",
+            lr=2e-5,
+            loop={"steps": 5000, "sequence_length": 2048},
+        ),
     ),
     Family(
         name="peagle",
@@ -236,6 +271,14 @@ FAMILIES: tuple[Family, ...] = (
         fixed_tokens=FixedTokens(("redraft.num_steps",)),
         parity="prefix_and_masks",
         checks="redraft.heads.doctor.peagle:CHECKS",
+        options="redraft.heads.options:PEagle",
+        training=Training(
+            starts=("last_layers", "random"),
+            layouts=("vllm", "speculators"),
+            draft_vocab_size=32000,
+            lr=6e-4,
+            loop={"steps": 20000, "sequence_length": 2048},
+        ),
     ),
     Family(
         name="eagle3",
@@ -260,6 +303,14 @@ FAMILIES: tuple[Family, ...] = (
         trains_lm_head=True,
         parity="recurrent",
         checks="redraft.heads.doctor.eagle3:CHECKS",
+        options="redraft.heads.options:Eagle3",
+        training=Training(
+            starts=("last_layer", "least_squares", "random"),
+            layouts=("vllm", "speculators"),
+            draft_vocab_size=32000,
+            lr=1e-4,
+            loop={"steps": 20000, "sequence_length": 2048},
+        ),
     ),
     Family(
         name="dspark",
@@ -282,6 +333,14 @@ FAMILIES: tuple[Family, ...] = (
         estimates_acceptance=True,
         parity="block",
         checks="redraft.heads.doctor.dspark:CHECKS",
+        options="redraft.heads.options:DSpark",
+        training=Training(
+            starts=("last_layers", "random"),
+            layouts=("vllm", "speculators"),
+            draft_vocab_size=32000,
+            lr=6e-4,
+            loop={"steps": 20000, "sequence_length": 2048},
+        ),
     ),
     Family(
         name="dflash",
@@ -302,6 +361,14 @@ FAMILIES: tuple[Family, ...] = (
         learns_online=True,
         parity="block",
         checks="redraft.heads.doctor.dflash:CHECKS",
+        options="redraft.heads.options:DFlash",
+        training=Training(
+            starts=("last_layers", "random"),
+            layouts=("vllm", "speculators"),
+            draft_vocab_size=32000,
+            lr=6e-4,
+            loop={"steps": 20000, "sequence_length": 2048},
+        ),
     ),
     Family(
         name="mlp_speculator",
@@ -314,6 +381,15 @@ FAMILIES: tuple[Family, ...] = (
         architectures=("MLPSpeculatorPreTrainedModel",),
         reads="last",
         fixed_tokens=FixedTokens(("n_predict",)),
+        options="redraft.heads.options:MLPSpeculator",
+        training=Training(
+            options={"num_stages": 4, "scale_input": True},
+            divergence="forward_kl",
+            lr=1e-3,
+            max_grad_norm=1.0,
+            loop={"steps": 6000, "on_policy": 1.0, "on_policy_tokens": 256},
+            text_steps=15000,
+        ),
     ),
     Family(
         name="medusa",
@@ -330,6 +406,14 @@ FAMILIES: tuple[Family, ...] = (
         keeps_cache=True,
         parity="parallel",
         checks="redraft.heads.doctor.medusa:CHECKS",
+        options="redraft.heads.options:Medusa",
+        training=Training(
+            options={"num_heads": 4},
+            divergence="forward_kl",
+            lr=5e-4,
+            max_grad_norm=1.0,
+            loop={"steps": 10000, "sequence_length": 2048},
+        ),
     ),
     Family(
         name="eagle1",
@@ -346,6 +430,13 @@ FAMILIES: tuple[Family, ...] = (
         learns_online=True,
         parity="recurrent",
         checks="redraft.heads.doctor.eagle1:CHECKS",
+        options="redraft.heads.options:Eagle1",
+        training=Training(
+            options={"num_steps": 4},
+            divergence="forward_kl",
+            lr=5e-5,
+            loop={"steps": 20000, "sequence_length": 2048},
+        ),
     ),
     Family(
         name="standalone",
@@ -359,6 +450,13 @@ FAMILIES: tuple[Family, ...] = (
         learns_online=True,
         parity="autoregressive",
         checks="redraft.heads.doctor.standalone:CHECKS",
+        options="redraft.heads.options:Standalone",
+        training=Training(
+            options={"checkpoint": "meta-llama/Llama-3.2-3B-Instruct"},
+            target="meta-llama/Llama-3.1-70B-Instruct",
+            lr=1e-4,
+            max_grad_norm=1.0,
+        ),
     ),
     Family(name="ngram", title="n-gram lookup", method="ngram", decoders=("v1", "v2")),
     # vLLM is told n-grams, and our plugin puts the counted answers in place of the lookup.
@@ -400,6 +498,11 @@ def list_lookups() -> list[str]:
 def list_methods() -> list[str]:
     """vLLM's methods for drafts with weights, in alphabetical order."""
     return sorted({family.method for family in FAMILIES if family.method and not family.is_lookup})
+
+
+def list_trained() -> list[str]:
+    """Names of the families that are trained, as on the command line, in alphabetical order."""
+    return sorted(family.name.replace("_", "-") for family in FAMILIES if family.training)
 
 
 def list_learning() -> list[str]:

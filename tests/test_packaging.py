@@ -79,7 +79,9 @@ def test_the_wheel_holds_every_file_of_ours_under_one_name(wheel: Path) -> None:
 
 def test_an_installed_command_runs_beside_packages_of_the_folders_names(installed: Path) -> None:
     assert "usage: redraft COMMAND" in run_installed(installed, "-m", "redraft.recipes.cli", "--help")
-    assert "usage: redraft eagle3" in run_installed(installed, "-m", "redraft.recipes.cli", "eagle3", "--help")
+    assert "usage: redraft train eagle3" in run_installed(
+        installed, "-m", "redraft.recipes.cli", "train", "eagle3", "--help"
+    )
     where = run_installed(installed, "-c", "import redraft.online.engine.plugin as plugin; print(plugin.__file__)")
     assert Path(where.strip()).is_relative_to(installed)
 

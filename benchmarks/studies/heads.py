@@ -3,7 +3,7 @@
 $ make demo-heads                       # 30 to 60 minutes on two CPU cores
 $ python -m benchmarks.studies.heads --resume           # after an interruption: finished heads are kept
 
-Each head is trained by the recipe of its family with --preset demo, and has a separate report. All share the target's
+Each head is trained with the settings of `presets.py`, and has a separate report. All share the target's
 answers to the held-out prompts and the measurement without a draft, which depend only on the target.
 """
 
@@ -25,7 +25,7 @@ import tyro
 
 from redraft.distill.data.conversations import load_conversations
 from redraft.distill.data.day import keep_day
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.eval.intervals import Estimate, estimate_gain, subtract_independent
 from redraft.eval.machine import environment
 from redraft.eval.report.page import write_page
@@ -33,34 +33,22 @@ from redraft.heads.catalog import find_family
 from redraft.heads.files.artifact import write_whole
 from redraft.recipes.cli import run_recipe
 
-RECIPES = Path(__file__).parents[2] / "recipes" / "train"
 TEMPLATE = Path(__file__).parent / "templates" / "heads.html.j2"
 
 
-@dataclass(frozen=True)
-class Head:
-    """A family in the demo."""
-
-    recipe: str
-    note: str = ""
-
-
 HeadName = Literal["eagle3", "peagle", "dflash", "dspark", "eagle1", "mtp", "medusa", "mlp_speculator"]
-HEADS: dict[HeadName, Head] = {
-    "eagle3": Head("eagle3_llama8b"),
-    "peagle": Head("peagle_llama8b"),
-    "dflash": Head("dflash_llama8b"),
-    "dspark": Head(
-        "dspark_llama8b", "only vLLM's V2 model runner serves it, which needs a GPU here, so its tau is the forecast"
-    ),
-    "eagle1": Head("eagle1_llama8b"),
-    "mtp": Head("mtp_qwen3_next", "one MTP layer in the target's weights in the MiMo layout"),
-    "medusa": Head("medusa_llama8b"),
-    "mlp_speculator": Head(
-        "mlp_speculator_llama8b",
-        "vLLM has no proposer for it, so the reference decoder stands in for the engine",
-    ),
+NOTES: dict[HeadName, str] = {
+    "eagle3": "",
+    "peagle": "",
+    "dflash": "",
+    "dspark": "only vLLM's V2 model runner serves it, which needs a GPU here, so its tau is the forecast",
+    "eagle1": "",
+    "mtp": "one MTP layer in the target's weights in the MiMo layout",
+    "medusa": "",
+    "mlp_speculator": "vLLM has no proposer for it, so the reference decoder stands in for the engine",
 }
+"""The families, and what a reader has to know about one."""
+
 FROM_ENGINE = (
     "tau", "forecast_error", "lossless", "decoder", "runner", "num_prompts", "speed", "drafts_by_prompt",
     "accepted_by_prompt",
@@ -77,7 +65,7 @@ DIVERGENCES = ("forward_kl", "total_variation", "lk_hybrid", "cross_entropy")
 class Config:
     output: Path = Path("outputs/demo-heads")
     """Folder for report.json, report.html and a folder per head."""
-    heads: tuple[HeadName, ...] = tuple(HEADS)
+    heads: tuple[HeadName, ...] = tuple(NOTES)
     """Families to train."""
     divergences: tuple[str, ...] = DIVERGENCES
     """Divergences to compare with EAGLE-3."""
@@ -126,7 +114,7 @@ def main(cfg: Config) -> None:
     day = keep_day(cfg.output / "date")
     for number, (folder, name, flags) in enumerate(runs, 1):
         print(f"\n{number} of {len(runs)}: {folder}", flush=True)
-        train_and_prove(HEADS[name].recipe, cfg.output / folder, cfg, ("--data.date", day.isoformat(), *flags))
+        train_and_prove(name, cfg.output / folder, cfg, ("--data.date", day.isoformat(), *flags))
 
     # 3. compare
     reports = {folder: json.loads((cfg.output / folder / "report.json").read_text()) for folder, _, _ in runs}
@@ -143,7 +131,7 @@ def main(cfg: Config) -> None:
                     **(entry := extract_entry(reports[name])),
                     "runner": entry["runner"] or find_family(name).decoders[0],
                     "title": find_family(name).title,
-                    "note": HEADS[name].note,
+                    "note": NOTES[name],
                 }
                 for name in cfg.heads
             },
@@ -159,8 +147,8 @@ def main(cfg: Config) -> None:
     print(f"report: {page}")
 
 
-def train_and_prove(recipe: str, folder: Path, cfg: Config, flags: tuple[str, ...]) -> None:
-    """Run a recipe into `folder`, in a separate process, so that the peak memory in the report is this run's.
+def train_and_prove(family: str, folder: Path, cfg: Config, flags: tuple[str, ...]) -> None:
+    """Train a family into `folder`, in a separate process, so that the peak memory in the report is this run's.
 
     Raises:
         ValueError: if it fails, after it has printed the reason.
@@ -168,7 +156,7 @@ def train_and_prove(recipe: str, folder: Path, cfg: Config, flags: tuple[str, ..
     if cfg.resume and (folder / "report.json").is_file():
         print(f"{folder} is already done")
         return
-    command = [sys.executable, str(RECIPES / f"{recipe}.py"), "--preset", "demo"]
+    command = [sys.executable, "-m", "benchmarks.studies.presets", family.replace("_", "-")]
     command += ["--data.source", str(cfg.output / "conversations.jsonl"), "--output", str(folder)]
     command += ["--prove.reference", str(cfg.output / "target"), *flags, *cfg.flags]
     if cfg.resume:

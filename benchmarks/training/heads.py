@@ -1,4 +1,4 @@
-"""Cases of `bench-training`: a whole training step of a head (forward, backward, AdamW) on given target features.
+"""Cases of `benchmarks.training`: a whole training step of a head (forward, backward, AdamW) on given target features.
 
 B = batch, T = tokens, D = hidden, V = vocabulary, L = aux layers, M = labelled rows.
 """
@@ -31,7 +31,8 @@ from benchmarks.training.measure import (
     adamw,
 )
 from benchmarks.training.peers import PEERS, Sizes, describe_absent, list_sides
-from redraft.distill.loss.divergences import Divergence, forward_kl, log_probs
+from redraft.distill.loss.choice import Divergence
+from redraft.distill.loss.divergences import forward_kl, log_probs
 from redraft.distill.train.step import DistillStep, compile_layers
 from redraft.heads import catalog
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal

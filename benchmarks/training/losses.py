@@ -1,4 +1,4 @@
-"""Cases of `bench-training`: the fused divergence alone, and a whole step of a standalone draft.
+"""Cases of `benchmarks.training`: the fused divergence alone, and a whole step of a standalone draft.
 
 N = tokens, D = hidden, V = vocabulary, B = batch, T = tokens of a row.
 """
@@ -28,7 +28,7 @@ from benchmarks.training.measure import (
     adamw,
 )
 from benchmarks.training.peers import ON_EPYC, Peer, both_forms, describe_absent, list_sides
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.loss.fused import DraftRows, ExactRows, fused_linear_divergence
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.step import DistillStep, compile_layers

@@ -18,8 +18,8 @@ from redraft.distill.data.rendering import Renderer
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.doctor.readings import find_better_readings
 from redraft.distill.doctor.recorded import arguments_of_training, day_of_training, read_forecast, read_section
-from redraft.distill.fit import require_target_room
-from redraft.distill.inputs import Data
+from redraft.distill.run.config import Data
+from redraft.distill.run.memory import require_target_room
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.server import engine_is_cpu

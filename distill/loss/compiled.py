@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from redraft.distill.loss.blocks import ExactBlock
-from redraft.distill.loss.divergences import LOG_ZERO, Divergence
+from redraft.distill.loss.choice import Divergence
+from redraft.distill.loss.divergences import LOG_ZERO
 from redraft.distill.loss.gradients import GRADIENTS, Compared
 
 

@@ -12,15 +12,13 @@ q = 0: alpha counts it as certain rejection, and p is never renormalised.
 
 These are the definitions, written to be read. Training never calls them: it computes the same values in
 `distill.loss.fused`, with the gradients of `distill.loss.gradients`. Outside the benchmarks, `exact_log_probs`,
-`top_k_log_probs`, the functions of each divergence and `Divergence.__call__` are the oracle of the tests, which compare
+`top_k_log_probs`, the functions of each divergence are the oracle of the tests, which compare
 the fused loss and gradients with them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -158,69 +156,3 @@ def lk_hybrid(log_p_MX: Tensor, log_q_MX: Tensor, eta: float) -> Tensor:
 def cross_entropy(log_q_MW: Tensor, columns_M: Tensor, reachable_M: Tensor) -> Tensor:
     """-log q(label), in nats, [M]; 0 for a label outside the draft vocabulary, which still counts as a row."""
     return -log_q_MW.gather(1, columns_M[:, None]).squeeze(1) * reachable_M
-
-
-# --------------------------------------------------------------------------------------------------------------- choice
-
-DIVERGENCES = (
-    "forward_kl",
-    "reverse_kl",
-    "jensen_shannon",
-    "total_variation",
-    "neg_log_alpha",
-    "lk_hybrid",
-    "cross_entropy",
-)
-"""cross_entropy learns from the text, all others from the target's distribution."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Divergence:
-    """The training loss."""
-
-    name: str = "forward_kl"
-    """Divergence between target and draft: forward_kl, reverse_kl, jensen_shannon, total_variation, neg_log_alpha or
-    lk_hybrid, which learn from the target's distribution, or cross_entropy, which learns from the text."""
-    temperature: float = 1.0
-    """Temperature of both distributions: logits are divided by it. Must be 1 if the signal is top-k."""
-    beta: float = 0.5
-    """Weight of the target in the mixture of jensen_shannon, between 0 and 1."""
-    eta: float = 3.0
-    """How fast lk_hybrid moves from KL to total variation as alpha grows: KL has the weight exp(-eta * alpha)."""
-
-    form: Literal["auto", "kernel", "plain", "compiled"] = "auto"
-    """Computed by a Triton kernel, or by PyTorch's operations (plain), or by these compiled. auto: the kernel on a GPU
-    with Triton; plain elsewhere, or compiled with --loop.compile."""
-
-    def __post_init__(self) -> None:
-        if self.name not in DIVERGENCES:
-            raise ValueError(f"unknown divergence {self.name!r}; known: {', '.join(DIVERGENCES)}")
-        if not self.temperature > 0:
-            raise ValueError(f"the divergence's temperature must be positive, not {self.temperature}")
-        if not 0 < self.beta < 1:
-            raise ValueError(
-                f"beta must lie between 0 and 1, not be {self.beta}; for 0 or 1 use forward_kl or reverse_kl"
-            )
-        if not self.eta >= 0:
-            raise ValueError(f"eta must be at least 0, not {self.eta}")
-
-    def __call__(self, log_p_MX: Tensor, log_q_MX: Tensor) -> Tensor:
-        """The divergence of every row, [M].
-
-        Raises:
-            ValueError: for cross_entropy, which needs labels instead of p.
-        """
-        match self.name:
-            case "forward_kl":
-                return forward_kl(log_p_MX, log_q_MX)
-            case "reverse_kl":
-                return reverse_kl(log_p_MX, log_q_MX)
-            case "jensen_shannon":
-                return jensen_shannon(log_p_MX, log_q_MX, self.beta)
-            case "total_variation":
-                return total_variation(log_p_MX, log_q_MX)
-            case "neg_log_alpha":
-                return neg_log_alpha(log_p_MX, log_q_MX)
-            case "lk_hybrid":
-                return lk_hybrid(log_p_MX, log_q_MX, self.eta)
-        raise ValueError(f"{self.name} needs labels: call the function of that name")

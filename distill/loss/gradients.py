@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redraft.distill.loss.divergences import Divergence, mixture
+from redraft.distill.loss.choice import Divergence
+from redraft.distill.loss.divergences import mixture
 
 
 class Compared(NamedTuple):

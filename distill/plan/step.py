@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan.choices import Features
 from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, SIGNAL, STATE, TARGET_WEIGHTS
 from redraft.distill.plan.roofs import Operation

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +25,10 @@ from torch import Tensor
 from redraft.distill.data.samples import Sample
 from redraft.distill.signal.shards import Shards, keyed_rows
 from redraft.distill.signal.sources import recorded, top_k
+from redraft.distill.signal.storage import HiddenDtype
 from redraft.distill.signal.transfer import host_zeros
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, final_hidden, label_rows
 from redraft.heads.nn.float8 import SCALE_BYTES, decode_float8, encode_float8, scales
-
-HiddenDtype = Literal["bfloat16", "float32", "float8"]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.features_store import (
-    DEFAULT_STORAGE,
     Description,
     StatesFormat,
     StatesLostError,
@@ -31,6 +30,7 @@ from redraft.distill.signal.features_store import (
     absolute,
 )
 from redraft.distill.signal.sources import TOP_K_ONLY, EndpointTarget, documents
+from redraft.distill.signal.storage import DEFAULT_STORAGE
 from redraft.distill.signal.transfer import host_zeros
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families.standalone import find_logit_change

@@ -33,9 +33,6 @@ from torch import Tensor
 
 from redraft.heads.nn.float8 import SCALE_BYTES, decode_float8, encode_float8
 
-DEFAULT_STORAGE = "/dev/shm/redraft-features"
-"""Storage of server and trainer on one machine."""
-
 BLOCK_BYTES = 4 << 20
 """Bytes read or written at a time."""
 

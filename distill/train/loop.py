@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -23,8 +23,9 @@ from accelerate.utils import (
 from redraft.distill.data.on_policy import draft_written, is_on_policy
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import SampleStats
+from redraft.distill.run.config import Loop
+from redraft.distill.run.folder import RunFolder
 from redraft.distill.signal.transfer import to_device
-from redraft.distill.train.compiled import require_compiler
 from redraft.distill.train.ranks import (
     LONGEST_WAIT,
     die_with_launcher,
@@ -33,7 +34,6 @@ from redraft.distill.train.ranks import (
     shards_parameters,
     uses_deepspeed,
 )
-from redraft.distill.train.run import Run
 from redraft.distill.train.step import Distillation, StepOutcome, StepStats
 from redraft.eval.engine.target_dtype import computes_bfloat16
 from redraft.eval.prompts import Prompt
@@ -43,67 +43,6 @@ from redraft.heads.progress import Progress
 
 TIMED_STEPS = 3
 """Steps to measure the speed of training by, after a first one that also warms up."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loop:
-    """Length and rhythm of training."""
-
-    steps: int = 2000
-    """Number of optimizer steps."""
-    minutes: float | None = None
-    """Length of training in minutes, instead of --loop.steps. The number of steps follows from the speed of the first
-    ones; a resumed run keeps it. Evaluations and checkpoints are not counted."""
-    epochs: float | None = None
-    """Passes over the data, instead of --loop.steps."""
-    batch_size: int = 8
-    """Rows of --loop.sequence-length tokens per process and micro-batch."""
-    sequence_length: int = 4096
-    """Tokens per row. Train at the length you serve: a draft is poor beyond the positions it was trained on."""
-    on_policy: float = 0.0
-    """Share of the steps, from 0 to 1, on generated text instead of the data's answers (lambda in GKD). A standalone
-    draft writes the text itself; for a head, the target does. The target labels it either way."""
-    on_policy_tokens: int | None = None
-    """Longest generated text, in tokens; by default the longest answer in the batch."""
-    log_every: int = 10
-    """Steps between two lines of metrics; the last step always has one."""
-    eval_every: int = 200
-    """Steps between two evaluations on held-out text (alpha and tau), and one at the end; 0 turns them off."""
-    eval_batches: int = 8
-    """Batches of held-out text per evaluation, the same ones each time."""
-    save_every: int = 500
-    """Steps between two checkpoints, and one at the end; 0 turns them off."""
-    stop_by: Literal["steps", "acceptance"] = "steps"
-    """`steps` trains all --loop.steps and exports the last one. `acceptance` ends as soon as the held-out tau has not
-    risen for --loop.patience evaluations, and exports the draft of the best evaluation: acceptance may fall long before
-    the loss on the training text rises. The learning rate follows --loop.steps in both cases."""
-    patience: int = 3
-    """Number of evaluations (--loop.eval-every) without a higher tau after which --loop.stop-by acceptance ends."""
-    seed: int = 0
-    """Seed of the order of the data, of random initial weights, and of generated text."""
-    compile: bool = False
-    """Compile the layers of the draft, and of a target that is whole in this process, with `torch.compile`: fewer and
-    larger kernels between the matrix products. The first step and the first evaluation take a minute or two longer, and
-    results differ in rounding. Needs a C++ compiler; not for DeepSpeed."""
-
-    def __post_init__(self) -> None:
-        if self.compile:
-            require_compiler()
-        for name in ("steps", "batch_size", "log_every", "eval_batches", "patience"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--loop.{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
-        if self.minutes is not None and not self.minutes > 0:
-            raise ValueError(f"--loop.minutes is {self.minutes}: it must be above 0")
-        if self.epochs is not None and not self.epochs > 0:
-            raise ValueError(f"--loop.epochs is {self.epochs}: it must be above 0")
-        if self.epochs is not None and self.minutes is not None:
-            raise ValueError("--loop.epochs and --loop.minutes both say how long to train: leave out one of them")
-        if self.sequence_length < 2:
-            raise ValueError("--loop.sequence-length must be at least 2: a label and a token before it")
-        if not 0 <= self.on_policy <= 1:
-            raise ValueError(f"--loop.on-policy is {self.on_policy}: a share of the steps lies between 0 and 1")
-        if self.stop_by == "acceptance" and not self.eval_every:
-            raise ValueError("--loop.stop-by acceptance needs evaluations: set --loop.eval-every above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +113,7 @@ def make_accelerator(accumulation: int, mixed_precision: str | None, wandb_proje
 def train(
     distillation: Distillation,
     data: LoadedData,
-    run: Run,
+    run: RunFolder,
     loop: Loop,
     num_speculative_tokens: int,
     writer: StandaloneDraft | None = None,
@@ -184,7 +123,7 @@ def train(
 
     `writer` writes the on-policy text; by default the draft itself.
 
-    Raises: ValueError if the draft is to write text and no rank holds it whole; see also `Run.restore`.
+    Raises: ValueError if the draft is to write text and no rank holds it whole; see also `RunFolder.restore`.
     """
     accelerator = distillation.accelerator
     if loop.on_policy and writer is None and shards_parameters(accelerator):
@@ -236,7 +175,7 @@ class _Trainer:
         self,
         distillation: Distillation,
         data: LoadedData,
-        run: Run,
+        run: RunFolder,
         num_speculative_tokens: int,
         writer: StandaloneDraft | None,
     ) -> None:
@@ -316,7 +255,7 @@ def _describe(stats: StepStats) -> dict[str, Any]:
     return {name: getattr(stats, name) for name in ("loss", "alpha", "alpha_greedy", "grad_norm", "lr")}
 
 
-def _evaluate(distillation: Distillation, held_out: list[Batch], run: Run, loop: Loop, num_tokens: int) -> None:
+def _evaluate(distillation: Distillation, held_out: list[Batch], run: RunFolder, loop: Loop, num_tokens: int) -> None:
     """Log the acceptance on held-out text after the newest step. If the best draft counts, save a best one."""
     done, metrics = distillation.step_index, distillation.evaluate(held_out, num_tokens)
     run.log(done, held_out_alpha=metrics.alpha, held_out_alpha_greedy=metrics.alpha_greedy, held_out_tau=metrics.tau)

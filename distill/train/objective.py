@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.loss.fused import DraftRows, ExactRows, TopKRows, fused_linear_divergence
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal
 

@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.ahead import OneAhead
 from redraft.distill.signal.sharded import is_sharded
 from redraft.distill.signal.sources import InProcessTarget

@@ -16,7 +16,7 @@ def tokenizer(pair: Pair) -> Iterator[Finding]:
     if mine != its:
         yield Finding(
             f"the draft has {mine} rows in its vocabulary, the target {its}: vLLM refuses the pair",
-            "pad or cut the draft's embeddings to the target's vocab_size (redraft distill does)",
+            "pad or cut the draft's embeddings to the target's vocab_size (redraft train standalone does)",
         )
     try:
         check_same_tokenizer(load_tokenizer(pair.target), load_tokenizer(pair.draft))

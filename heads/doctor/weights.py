@@ -63,7 +63,7 @@ def copy_of_target(pair: Pair) -> Iterator[Finding]:
     if all(equal):
         yield Finding(
             "the draft is the target itself, tensor by tensor: every token is accepted, and nothing becomes faster",
-            "give a smaller draft (--draft): `redraft distill` makes one from some layers of the target",
+            "give a smaller draft (--draft): `redraft train standalone` makes one from some layers of the target",
         )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from redraft.heads import options
 from redraft.heads.draft import (
     Batch,
     Drafted,
@@ -49,41 +50,7 @@ ANCHORS_A_CHUNK = 64
 """Blocks that are in memory at once. Their attention mask has ANCHORS_A_CHUNK * S rows, whatever the batch's length."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    aux_layer_ids: tuple[int, ...] = ()
-    """Target layers to read, ascending; k stands for the residual stream after k layers, from 1. Empty chooses
-    2, n // 2 and n - 3 of n layers."""
-    num_layers: int = 5
-    """Layers of the draft."""
-    block_size: int = 16
-    """Slots of a block in training: the anchor, and one for every draft token. An engine may serve fewer tokens, never
-    more than block_size - 1."""
-    mask_token_id: int | None = None
-    """Token whose embedding stands in the empty slots. It must be in the target's table and should never occur in text.
-    By default the recipe takes a row that the tokenizer does not use, or else the padding token."""
-    num_anchors: int = 512
-    """Blocks to train in each row of a batch. Every epoch chooses other anchors."""
-    gamma: float = 7.0
-    """Decay of a draft token's weight in the loss: token i has the weight exp(-(i - 1) / gamma). Usual values are 4 for
-    blocks of 8 and 7 for blocks of 16."""
-    pace: float | None = None
-    """Weigh a draft token by how much the expected length of the block gains if it becomes more probable, instead of by
-    `gamma` (D-PACE, arXiv 2605.18810). The number, from 0 to 1, draws all probabilities towards 1, because an untrained
-    head would learn the first token only; 0.5 is usual. It takes one more product with the output head."""
-    recompute: bool = False
-    """Compute the activations of each layer again in the backward pass instead of keeping them: more work in the
-    layers, and far less memory with many anchors."""
-
-    @property
-    def first_slot(self) -> int:
-        """The slot of a block that proposes the first token."""
-        return 1
-
-    @property
-    def num_tokens(self) -> int:
-        """Draft tokens of a block."""
-        return self.block_size - self.first_slot
+Config = options.DFlash
 
 
 class Attention(nn.Module):

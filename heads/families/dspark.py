@@ -16,7 +16,7 @@ B = batch, T = tokens, K = draft tokens, R = rank of the bias, D = hidden, V = t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from redraft.heads import options
 from redraft.heads.draft import Batch, Bias, Drafted, DraftStep, draw
-from redraft.heads.families import dflash
 from redraft.heads.families.dflash import DFlash
 from redraft.heads.families.dflash_layouts import SECTION, read_options
 from redraft.heads.files import speculators
@@ -42,28 +42,7 @@ INIT_STD = 0.01
 """Small, so that the head begins as DFlash."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(dflash.Config):
-    block_size: int = 7
-    """Slots of a block in training, each for a draft token. Without `sample_from_anchor` there is one token fewer. An
-    engine may serve fewer tokens, never more."""
-    gamma: float = 4.0
-    """Decay of a draft token's weight in the loss: token i has the weight exp(-(i - 1) / gamma)."""
-    sample_from_anchor: bool = True
-    """The slot of the last known token proposes the first draft token. If false, it proposes none, as in DFlash."""
-    markov_rank: int = 256
-    """Rank of the bias by the token before."""
-    confidence_head: bool = True
-    """Learn to estimate the acceptance of every draft token, for engines that verify fewer tokens if it is low."""
-
-    def __post_init__(self) -> None:
-        if self.markov_rank < 1:
-            raise ValueError(f"a bias of rank {self.markov_rank}: give markov_rank 1 or more")
-
-    @property
-    def first_slot(self) -> int:
-        """The slot of a block that proposes the first token."""
-        return 0 if self.sample_from_anchor else 1
+Config = options.DSpark
 
 
 class MarkovHead(nn.Module):

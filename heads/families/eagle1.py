@@ -9,13 +9,14 @@ B = batch, T = tokens, D = hidden, V = vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, final_hidden
 from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
@@ -24,19 +25,7 @@ from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, Rotary, nor
 from redraft.heads.nn.recurrent import propose, unroll
 from redraft.heads.target import Target
 
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    num_steps: int = 1
-    """Draft steps trained at once. The paper trains 1; with more, the head also learns from features of earlier steps,
-    as it reads them in serving."""
-    step_decay: float = 0.8
-    """Weight of draft step k in the loss is step_decay^k, with k from 0."""
-    regression_weight: float = 10.0
-    """Weight of the SmoothL1 distance to the target's feature; the divergence weighs 1. The paper uses 1 and 0.1."""
-    recompute: bool = False
-    """Compute the activations of each draft step again in the backward pass instead of keeping them: more work in the
-    head's layer, and far less memory with long rows."""
+Config = options.Eagle1
 
 
 class Layer(nn.Module):

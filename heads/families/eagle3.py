@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, aux_streams
 from redraft.heads.files import speculators
 from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
@@ -28,29 +29,7 @@ from redraft.heads.nn.recurrent import propose, unroll
 from redraft.heads.nn.vocabulary import check_ids, id_maps, over_target_vocabulary, read_ids
 from redraft.heads.target import Target, aux_layers, layer_weights
 
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    aux_layer_ids: tuple[int, ...] = ()
-    """Target layers to read, ascending; k stands for the residual stream after k layers. Empty chooses
-    2, n // 2 and n - 3 of n layers."""
-    own_head: bool = True
-    """Train the output head, starting from the target's. If false, the target's rows are used and stay frozen."""
-    norm_before_residual: bool = False
-    """Add the layer's output to the normed feature instead of the feature itself."""
-    norm_before_fc: bool = False
-    """Norm the concatenated streams before they are mixed (gpt-oss)."""
-    fc_norm: bool = False
-    """Norm the stream of each target layer before they are mixed (EAGLE-3.1)."""
-    norm_output: bool = False
-    """Feed back the feature after the final norm instead of before it (EAGLE-3.1)."""
-    num_steps: int = 7
-    """Draft steps trained at once; each reads the features of the step before."""
-    step_decay: float = 0.8
-    """Weight of draft step k in the loss is step_decay^k, with k from 0."""
-    recompute: bool = False
-    """Compute the activations of each draft step again in the backward pass instead of keeping them: more work in the
-    head's layer, and far less memory with long rows."""
+Config = options.Eagle3
 
 
 ARCHITECTURE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

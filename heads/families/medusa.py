@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redraft.heads import options
 from redraft.heads.draft import (
     Batch,
     Drafted,
@@ -32,17 +32,7 @@ from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.target import Target
 
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    num_heads: int = 3
-    """Number of heads: the most draft tokens per step. An engine may serve fewer, never more."""
-    num_layers: int = 1
-    """Residual blocks in each head."""
-    bias: bool = True
-    """Give the residual blocks' linear layers a bias."""
-    step_decay: float = 0.8
-    """Weight of head i in the loss is step_decay^i, with i from 0."""
+Config = options.Medusa
 
 
 class ResidualBlock(nn.Module):

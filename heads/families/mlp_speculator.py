@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redraft.heads import options
 from redraft.heads.draft import (
     Batch,
     Drafted,
@@ -35,19 +35,7 @@ from redraft.heads.files.folder import read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.target import Target
 
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    num_stages: int = 3
-    """Number of stages: the most draft tokens per step."""
-    inner_dim: int = 0
-    """Width of the state; 0 takes the target's hidden size."""
-    tie_weights: bool = False
-    """Share one embedding, norm and head among all stages, and one projection among all but the first."""
-    scale_input: bool = False
-    """Normalise the target's hidden state, and halve the variance."""
-    step_decay: float = 1.0
-    """Weight of stage i in the loss is step_decay^i, with i from 0."""
+Config = options.MLPSpeculator
 
 
 class ScaledNorm(nn.Module):

@@ -9,8 +9,8 @@ feature, later steps the output of the step before, in training as in serving. B
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, final_hidden
 from redraft.heads.families.mtp_folder import read_layer
 from redraft.heads.families.mtp_layouts import MEMORY_ATTENTION, detect_layout
@@ -30,16 +31,7 @@ from redraft.heads.nn.layers import Rotary
 from redraft.heads.nn.recurrent import propose, unroll
 from redraft.heads.target import Target
 
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    num_steps: int = 3
-    """Draft steps trained at once; each reads the output of the step before."""
-    step_decay: float = 0.8
-    """Weight of draft step k in the loss is step_decay^k, with k from 0."""
-    recompute: bool = False
-    """Compute the activations of each draft step again in the backward pass instead of keeping them: more work in the
-    head's layer, and far less memory with long rows."""
+Config = options.Mtp
 
 
 def attend_memory(
@@ -142,6 +134,11 @@ class Mtp(nn.Module):
         start = hidden if self.layout.embedding_first else 0
         with torch.no_grad():
             self.combine.weight[:, start : start + hidden].copy_(torch.eye(hidden))
+
+    def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
+        """As `init_from_layer`, from a list of one."""
+        (layer,) = layers
+        self.init_from_layer(layer, final_norm)
 
     def checkpoint_tensors(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The layer's tensors, or `weights`, under the names of the target's checkpoint."""

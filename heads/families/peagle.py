@@ -12,13 +12,14 @@ training, step k takes a part of the rows of step k - 1: the later a token, the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redraft.heads import options
 from redraft.heads.draft import (
     Batch,
     Drafted,
@@ -29,7 +30,6 @@ from redraft.heads.draft import (
     require_prefix_rows,
     require_tokens,
 )
-from redraft.heads.families import eagle3
 from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.files.folder import TRAINED_WITH
 from redraft.heads.nn.attention import KeyCache, Memory, StepMemory, compute_again
@@ -37,49 +37,7 @@ from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, norm
 from redraft.heads.nn.masks import check_mask_token, choose_rows
 from redraft.heads.target import Target, layer_weights
 
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    aux_layer_ids: tuple[int, ...] = ()
-    """Target layers to read, ascending; k stands for the residual stream after k layers. Empty chooses
-    2, n // 2 and n - 3 of n layers."""
-    num_layers: int = 4
-    """Layers of the draft. The first one reads the token's embedding next to the feature. A draft that guesses several
-    tokens ahead at once needs more layers than EAGLE-3's one."""
-    num_steps: int = 8
-    """Draft tokens to learn, all in one pass. An engine may serve fewer, never more."""
-    mask_token_id: int | None = None
-    """Token whose embedding stands in the slots to fill. It must be in the target's table and should never occur in
-    text. By default the recipe takes a row that the tokenizer does not use, or else the padding token."""
-    keep_ratio: float = 0.7
-    """Share of the rows of a step that the next step trains, from above 0 to 1. Every epoch chooses other rows."""
-    min_share: float = 0.2
-    """Smallest share of the first step's rows that a step trains."""
-    own_head: bool = True
-    """Train the output head, starting from the target's. If false, the target's rows are used and stay frozen."""
-    norm_before_residual: bool = False
-    """Add the first layer's output to the normed feature instead of the feature itself."""
-    norm_before_fc: bool = False
-    """Norm the concatenated streams before they are mixed (gpt-oss)."""
-    fc_norm: bool = False
-    """Norm the stream of each target layer before they are mixed (EAGLE-3.1)."""
-    recompute: bool = False
-    """Compute the activations of each layer again in the backward pass instead of keeping them: more work in the
-    layers, and far less memory with long rows."""
-
-    def __post_init__(self) -> None:
-        if self.num_layers < 1 or self.num_steps < 2:
-            raise ValueError(
-                "num_layers must be at least 1, and num_steps 2: for one draft token train an EAGLE-3 head"
-            )
-        if not (0 < self.keep_ratio <= 1 and 0 <= self.min_share <= 1):
-            raise ValueError("keep_ratio must be above 0 and at most 1, min_share between 0 and 1")
-
-    def first_layer(self) -> eagle3.Config:
-        """The same options of an EAGLE-3 head, whose layer is the first one here."""
-        architecture = ("norm_before_residual", "norm_before_fc", "fc_norm")
-        shared = ("aux_layer_ids", "num_steps", "own_head", "recompute", *architecture)
-        return eagle3.Config(**{name: getattr(self, name) for name in shared})
+Config = options.PEagle
 
 
 class Layer(nn.Module):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from redraft.heads import options
 from redraft.heads.draft import Batch, Drafted, DraftStep, TargetSignal, attention_mask, draw, label_rows
 from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
 from redraft.heads.files.tokenizers import check_same_tokenizer, first_difference, fit_vocabulary, transplant_vocabulary
@@ -37,33 +37,7 @@ LOGIT_CHANGES = (
 """Config keys by which some architectures scale or cap the logits after the head."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Init:
-    """The weights to start from. `layers` or `num_layers` replaces `checkpoint` if it is given."""
-
-    checkpoint: str | None = None
-    """Folder or hub name of a causal LM to start from."""
-    transplant: bool = False
-    """Give the checkpoint the target's vocabulary if the tokenizers differ."""
-    layers: tuple[int, ...] = ()
-    """Numbers of the target layers to start from, 0 being the first. Embeddings, final norm and head are kept too."""
-    num_layers: int | None = None
-    """Start from a new Llama of this many layers, with random weights and the target's vocabulary."""
-    hidden_size: int = 512
-    """Hidden size of that new Llama."""
-
-    def __post_init__(self) -> None:
-        if self.layers and self.num_layers:
-            raise ValueError("a draft begins with layers of the target or with num_layers new ones, not both")
-        if not (self.checkpoint or self.layers or self.num_layers):
-            raise ValueError("a draft begins with one of checkpoint, layers, num_layers: none is given")
-
-    def __str__(self) -> str:
-        if self.layers:
-            return f"layers {', '.join(map(str, self.layers))} of the target"
-        if self.num_layers:
-            return f"a new Llama of {self.num_layers} layers and width {self.hidden_size}"
-        return f"{self.checkpoint}{', with the vocabulary of the target' if self.transplant else ''}"
+Init = options.Standalone
 
 
 class StandaloneDraft(nn.Module):

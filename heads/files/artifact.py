@@ -1,8 +1,8 @@
 """Publish folders and files atomically: written aside, flushed to disk, then renamed into place.
 
-    publish(folder, write, provenance)          one folder, one rename
-        .<folder>.<random>.partial/             `write` fills it; a killed writer leaves nothing but this
-            ... the files of `write` ...
+    with publishing(folder) as new:             one folder, one rename
+        .<folder>.<random>.partial/             the block fills it; a killed writer leaves nothing but this
+            ... the files of the block ...
             provenance.json                     origin: target, draft, configuration
             manifest.json                       size and SHA-256 of every other file, written last
         _seal(partial, folder)                   manifest, flush, rename
@@ -47,10 +47,23 @@ VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "use_
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt")
 
 
-def publish(
-    folder: Path, write: Callable[[Path], None], provenance: Mapping[str, Any], *, overwrite: bool = False
-) -> None:
-    """Create `folder` atomically, with the files written by `write`, provenance and manifest.
+@dataclass(frozen=True, kw_only=True)
+class NewFolder:
+    """A folder that is being published."""
+
+    path: Path
+    """Folder for the files, which becomes the published folder at the end."""
+    provenance: dict[str, Any]
+    """Written to provenance.json at the end."""
+
+
+@contextmanager
+def publishing(
+    folder: Path, provenance: Mapping[str, Any] | None = None, *, overwrite: bool = False
+) -> Iterator[NewFolder]:
+    """Create `folder` atomically: the block writes files and adds to the provenance, then come manifest and rename.
+
+    After an exception in the block `folder` is as before.
 
     Raises:
         FileExistsError: `folder` is not empty. With `overwrite`, only if it was not published by redraft.
@@ -63,10 +76,19 @@ def publish(
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder)
     with _partial_folder(folder) as partial:
+        new = NewFolder(path=partial, provenance=dict(provenance or {}))
+        yield new
         # Provenance before the seal: the manifest lists every file there is at that moment.
-        write(partial)
-        _write_json(partial / PROVENANCE, provenance)
+        _write_json(partial / PROVENANCE, new.provenance)
         _seal(partial, folder, overwrite=overwrite)
+
+
+def publish(
+    folder: Path, write: Callable[[Path], object], provenance: Mapping[str, Any], *, overwrite: bool = False
+) -> None:
+    """`publishing` for files that one call of `write(folder)` makes. Raises: as `publishing`."""
+    with publishing(folder, provenance, overwrite=overwrite) as new:
+        write(new.path)
 
 
 def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) -> None:

@@ -269,7 +269,7 @@ def _flash_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 # One operation each way, because the loops inside depend on data. A compiler and the counter of
-# `bench-training` then see one call, with the shapes of the fake version.
+# `benchmarks.training` then see one call, with the shapes of the fake version.
 @torch.library.custom_op("redraft::prefix_attention", mutates_args=(), device_types="cpu")
 def prefix_attention(
     q: Tensor, k: Tensor, v: Tensor, start_BN: Tensor, end_BN: Tensor, is_whole: bool, scale: float

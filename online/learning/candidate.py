@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim

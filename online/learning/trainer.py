@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.distill.train.step import StepStats
-from redraft.heads.files.artifact import PROVENANCE, publish, verify
+from redraft.heads.files.artifact import PROVENANCE, publishing, verify
 from redraft.online.fleet.registry import Registry
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import DRAFT, Candidate, Ranks
@@ -160,14 +160,10 @@ class Trainer:
         """
         name = f"checkpoint-{self._next_number():06d}"
         # First the files, then the commit: a kill in between leaves a checkpoint that does not count.
-        provenance: dict[str, Any] = {"progress": vars(self.progress), "began_from": self.candidate.version.name}
-
-        def write(partial: Path) -> None:
-            self.ranks.do(Candidate.write, partial)
-            # In time: `publish` writes the provenance after this function returns.
-            provenance["calibration"] = calibrate(partial / DRAFT)
-
-        publish(self.folder / name, write, provenance)
+        began = {"progress": vars(self.progress), "began_from": self.candidate.version.name}
+        with publishing(self.folder / name, began) as new:
+            self.ranks.do(Candidate.write, new.path)
+            new.provenance["calibration"] = calibrate(new.path / DRAFT)
         self.buffer.commit_trained(name, self.progress.through)
         self.num_steps = self.num_not_finite = 0
         for old in self._checkpoints()[:-KEPT_CHECKPOINTS]:

@@ -27,81 +27,33 @@ class Command:
 
 
 COMMANDS = {
-    "distill": Command(
+    "train": Command(
         Group.TRAIN,
-        "redraft.recipes.distill_llama3b",
-        "Train a standalone draft model on its target's predictions",
-        "redraft distill --preset demo",
-    ),
-    "eagle3": Command(
-        Group.TRAIN,
-        "redraft.recipes.train.eagle3_llama8b",
-        "Train an EAGLE-3 head",
-        "redraft eagle3 --preset demo",
-    ),
-    "dflash": Command(
-        Group.TRAIN,
-        "redraft.recipes.train.dflash_llama8b",
-        "Train a DFlash head, which drafts a block in one pass",
-        "redraft dflash --preset demo",
-    ),
-    "dspark": Command(
-        Group.TRAIN,
-        "redraft.recipes.train.dspark_llama8b",
-        "Train a DSpark head: DFlash with a bias by the last token",
-        "redraft dspark --preset demo",
-    ),
-    "peagle": Command(
-        Group.TRAIN,
-        "redraft.recipes.train.peagle_llama8b",
-        "Train a P-EAGLE head: EAGLE-3, all tokens in one pass",
-        "redraft peagle --preset demo",
-    ),
-    "eagle1": Command(
-        Group.TRAIN,
-        "redraft.recipes.train.eagle1_llama8b",
-        "Train an EAGLE-1 head",
-        "redraft eagle1 --preset demo",
-    ),
-    "medusa": Command(
-        Group.TRAIN,
-        "redraft.recipes.train.medusa_llama8b",
-        "Train Medusa heads",
-        "redraft medusa --preset demo",
-    ),
-    "mtp": Command(
-        Group.TRAIN,
-        "redraft.recipes.train.mtp_qwen3_next",
-        "Tune the target's own MTP layer, or train a new one",
-        "redraft mtp --preset demo",
-    ),
-    "mlp-speculator": Command(
-        Group.TRAIN,
-        "redraft.recipes.train.mlp_speculator_llama8b",
-        "Train an MLPSpeculator (vLLM cannot serve it)",
-        "redraft mlp-speculator --preset demo",
+        "redraft.recipes.train",
+        "Train a draft of any family, prove it in a real vLLM",
+        "redraft train eagle3 --target TARGET --data.source DATA",
     ),
     "retrieval": Command(
         Group.TRAIN,
-        "redraft.recipes.train.retrieval",
+        "redraft.recipes.data.retrieval",
         "Count the target's answers: a draft without training",
         "redraft retrieval --target TARGET --source answers.jsonl",
     ),
     "regenerate": Command(
         Group.TRAIN,
-        "redraft.recipes.train.regenerate",
+        "redraft.recipes.data.regenerate",
         "Have the target answer a data set's prompts, to train on",
         "redraft regenerate --source DATA --output answers.jsonl",
     ),
     "import-gguf": Command(
         Group.TRAIN,
-        "redraft.recipes.train.import_gguf",
+        "redraft.recipes.data.import_gguf",
         "Turn a GGUF file into a folder for training and vLLM",
         "redraft import-gguf MODEL.gguf models/target",
     ),
     "data": Command(
         Group.TRAIN,
-        "redraft.recipes.train.data",
+        "redraft.recipes.data.show",
         "Show what a draft would learn from a data set",
         "redraft data answers.jsonl --target TARGET",
     ),

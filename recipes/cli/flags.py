@@ -12,16 +12,21 @@ import functools
 import inspect
 import itertools
 import textwrap
-from typing import Annotated, Any, get_type_hints
+from collections.abc import Container
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-registry = ConstructorRegistry()
+
+def make_registry(common: Container[str] | None = None) -> ConstructorRegistry:
+    """The rule below for tyro. Help leaves out flags whose "Class.field" is not in `common`; None leaves out none."""
+    registry = ConstructorRegistry()
+    registry.struct_rule(functools.partial(describe_dataclass, common=common))
+    return registry
 
 
-@registry.struct_rule
-def describe_dataclass(info: StructTypeInfo) -> StructConstructorSpec | None:
+def describe_dataclass(info: StructTypeInfo, *, common: Container[str] | None = None) -> StructConstructorSpec | None:
     """The fields of a dataclass, as in tyro's rule, with folded help."""
     if not dataclasses.is_dataclass(info.type):
         return None
@@ -34,13 +39,28 @@ def describe_dataclass(info: StructTypeInfo) -> StructConstructorSpec | None:
         # tyro takes the hint for the type of the flag, so every change of the help text is an annotation of
         # the hint.
         hint, default = hints[field.name], _find_default(field, info.default)
+        if isinstance(hint, TypeVar):  # the options of a family: the default has their class
+            hint = type(default)
+        if common is not None and not dataclasses.is_dataclass(default):
+            owner = find_owner(info.type, field.name)
+            if f"{owner.__name__}.{field.name}" not in common:
+                hint = Annotated[hint, tyro.conf.Suppress]
         if tyro.conf.UseAppendAction not in getattr(hint, "__metadata__", ()):  # tyro calls those repeatable
             if default in ((), "", {}):
                 hint = Annotated[hint, tyro.conf.arg(help_behavior_hint="(default: none)")]
             elif default is tyro.MISSING_NONPROP:  # positional ones, of which tyro would accept none
                 hint = Annotated[hint, tyro.conf.arg(help_behavior_hint="(required)")]
-        fields.append(StructFieldSpec(name=field.name, type=hint, default=default, helptext=docs.get(field.name)))
+        text = docs.get(field.name)
+        if common is not None and text is not None:
+            text = text.partition(". ")[0].rstrip(".") + "."  # `--help-all` prints all of it
+        fields.append(StructFieldSpec(name=field.name, type=hint, default=default, helptext=text))
     return StructConstructorSpec(instantiate=info.type, fields=tuple(fields))
+
+
+def find_owner(config_type: type, name: str) -> type:
+    """The dataclass that declares a field: `config_type` or a base of it."""
+    bases = [base for base in config_type.__mro__ if name in inspect.get_annotations(base)]
+    return bases[-1]
 
 
 def _find_default(field: dataclasses.Field[Any], owner: Any) -> Any:

@@ -1,17 +1,19 @@
 """Run the `redraft` command: find the recipe, parse its flags, turn an error into one line for the user.
 
-Importing this module loads neither torch nor vLLM. A subcommand's recipe is imported when it is called; for `--help`,
-without the slow libraries (`stand_ins`).
+Importing this module loads neither torch nor vLLM, and nor does the module of a command: `--help` reads its config.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from redraft.recipes.cli.commands import COMMANDS, Group
@@ -60,43 +62,112 @@ def dispatch(args: Sequence[str]) -> int:
     return run_guarded(lambda: _run_command(args[0], args[1:]))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The parts of a command."""
+
+    main: Callable[[Any], object]
+    config_type: type
+    description: str | None
+    presets: Mapping[str, Any] = field(default_factory=dict)
+    default: Any = None
+    """The config without any flag; None if `config_type` has defaults for all."""
+    common: Container[str] | None = None
+    """"Class.field" of the flags that `--help` prints; None for all. `--help-all` prints all."""
+    prog: str
+
+
 def run_recipe(
     main: Callable[[Any], object],
     config_type: type,
     description: str | None,
     presets: Mapping[str, Any] | None = None,
+    *,
+    default: Any = None,
 ) -> None:
     """Run the `main` of a recipe started as a file, with the config of the command line.
 
     An error that the user can fix ends the process with one line and exit status 2.
     """
-    if status := run_guarded(
-        lambda: main(parse(config_type, description, presets or {}, sys.argv[1:], prog=sys.argv[0]))
-    ):
+    recipe = Recipe(
+        main=main,
+        config_type=config_type,
+        description=description,
+        presets=presets or {},
+        default=default,
+        prog=sys.argv[0],
+    )
+    if status := run_guarded(lambda: main(parse_recipe(recipe, sys.argv[1:]))):
+        sys.exit(status)
+
+
+def run_choice(choose: Callable[[Sequence[str], str], tuple[Recipe, Sequence[str]]]) -> None:
+    """`run_recipe` of a file whose first argument chooses the recipe."""
+
+    def run() -> None:
+        recipe, args = choose(sys.argv[1:], sys.argv[0])
+        recipe.main(parse_recipe(recipe, args))
+
+    if status := run_guarded(run):
         sys.exit(status)
 
 
 def parse(
     config_type: type, description: str | None, presets: Mapping[str, Any], args: Sequence[str], *, prog: str
 ) -> Any:
-    """A `config_type` from command-line arguments. `--preset NAME` chooses other defaults.
+    """A `config_type` from command-line arguments. Raises: as `parse_recipe`."""
+    recipe = Recipe(main=lambda _: None, config_type=config_type, description=description, presets=presets, prog=prog)
+    return parse_recipe(recipe, args)
 
-    Raises: ValueError for an unknown preset; SystemExit(2) from tyro for anything unreadable.
+
+def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
+    """The config of a recipe from command-line arguments.
+
+    Lowest first: the defaults, `--preset NAME`, the TOML file of `--config FILE`, the flags. `--print-config` prints
+    the result as such a file, and ends.
+
+    Raises:
+        ValueError: for an unknown preset or a bad file.
+        SystemExit: 2 from tyro for anything unreadable; 0 after `--help` and `--print-config`.
     """
     import tyro  # a tenth of a second, too long for `redraft --help`
 
-    from redraft.recipes.cli.flags import registry
+    from redraft.recipes.cli.config_file import read_config, render_config
+    from redraft.recipes.cli.flags import make_registry
 
-    # tyro knows no presets: the flag is taken out, and becomes the default of the whole config.
-    name, rest = _take_preset(args)
+    description, presets, default = recipe.description, recipe.presets, recipe.default
+    # tyro knows neither presets nor files: the flags are taken out, and become the default of the whole config.
+    name, rest = _take_value(args, "--preset")
     if name is not None and name not in presets:
         raise ValueError(f"there is no preset {name!r}{_choices(name, presets)}")
     if presets:
         description = (
             f"{description}\n--preset {{{','.join(presets)}}} sets other defaults; the other flags then change them."
         )
-    default = {} if name is None else {"default": presets[name]}
-    return tyro.cli(config_type, description=description, args=rest, prog=prog, registry=registry, **default)
+    default = default if name is None else presets[name]
+    prints = False
+    if not {"config", "print_config"} & {field.name for field in dataclasses.fields(recipe.config_type)}:
+        path, rest = _take_value(rest, "--config")
+        prints, rest = _take_switch(rest, "--print-config")
+        if path is not None:
+            default = read_config(Path(path), recipe.config_type() if default is None else default)
+    every, rest = _take_switch(rest, "--help-all")
+    # Only for help: tyro does not parse a boolean flag that it hides.
+    common = recipe.common if _asks_for_help(rest) and not every else None
+    if common is not None and description is not None:
+        description = f"{description}\n--help-all prints all flags; --print-config writes them as a file for --config."
+    config = tyro.cli(
+        recipe.config_type,
+        description=description,
+        args=[*rest, "--help"] if every else rest,
+        prog=recipe.prog,
+        registry=make_registry(common),
+        **({} if default is None else {"default": default}),
+    )
+    if prints:
+        print(render_config(config), end="")
+        raise SystemExit(0)
+    return config
 
 
 def run_guarded(run: Callable[[], object]) -> int:
@@ -161,38 +232,60 @@ def _choices(name: str, known: Mapping[str, object]) -> str:
 
 
 def _run_command(name: str, args: Sequence[str]) -> None:
-    if _asks_for_help(args):
+    if _asks_for_help(args) and name != "train":
         from redraft.recipes.cli.stand_ins import stand_ins
 
-        with stand_ins():
-            _parse_for(name, args)  # prints the help and raises SystemExit
-    # The heavy libraries are imported here, after --help has had the chance to end.
-    recipe, cfg = _parse_for(name, args)
-    recipe.main(cfg)
+        with stand_ins():  # the modules of these commands import torch
+            parse_recipe(*find_recipe(name, args))  # prints the help and raises SystemExit
+    recipe, rest = find_recipe(name, args)
+    recipe.main(parse_recipe(recipe, rest))
 
 
-def _parse_for(name: str, args: Sequence[str]) -> tuple[Any, Any]:
-    """A command's module and config."""
-    recipe = importlib.import_module(COMMANDS[name].module)
-    presets = getattr(recipe, "PRESETS", {})
-    return recipe, parse(recipe.Config, recipe.__doc__, presets, args, prog=f"redraft {name}")
+def find_recipe(name: str, args: Sequence[str]) -> tuple[Recipe, Sequence[str]]:
+    """A command's recipe, and the arguments that it has not taken itself.
+
+    Raises:
+        ValueError: the first argument names no part of the command.
+        SystemExit: after the help of a command of several parts.
+    """
+    module = importlib.import_module(COMMANDS[name].module)
+    if hasattr(module, "choose_recipe"):
+        chosen: tuple[Recipe, Sequence[str]] = module.choose_recipe(args, f"redraft {name}")
+        return chosen
+    return (
+        Recipe(
+            main=module.main,
+            config_type=module.Config,
+            description=module.__doc__,
+            presets=getattr(module, "PRESETS", {}),
+            common=getattr(module, "COMMON", None),
+            prog=f"redraft {name}",
+        ),
+        args,
+    )
 
 
 def _asks_for_help(args: Sequence[str]) -> bool:
     """Whether --help is among the arguments of ours, which end at a `--`."""
     ours = args[: args.index("--")] if "--" in args else args
-    return "--help" in ours or "-h" in ours
+    return bool({"--help", "-h", "--help-all"} & {*ours})
 
 
-def _take_preset(args: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of --preset (before any `--`), and the arguments without it."""
+def _take_value(args: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
+    """The value of a flag (before any `--`), and the arguments without it."""
     rest = list(args)
     end = rest.index("--") if "--" in rest else len(rest)
     for index, argument in enumerate(rest[:end]):
-        if argument.startswith("--preset="):
-            return argument.removeprefix("--preset="), rest[:index] + rest[index + 1 :]
-        if argument == "--preset":
+        if argument.startswith(f"{flag}="):
+            return argument.removeprefix(f"{flag}="), rest[:index] + rest[index + 1 :]
+        if argument == flag:
             if index + 1 == end:
-                raise ValueError("--preset needs a name")
+                raise ValueError(f"{flag} needs a value")
             return rest[index + 1], rest[:index] + rest[index + 2 :]
     return None, rest
+
+
+def _take_switch(args: Sequence[str], flag: str) -> tuple[bool, list[str]]:
+    """Whether a flag without a value is among the arguments (before any `--`), and the arguments without it."""
+    end = list(args).index("--") if "--" in args else len(args)
+    return flag in args[:end], [*(word for word in args[:end] if word != flag), *args[end:]]

@@ -306,14 +306,14 @@ def training_command(cfg: Config, target: str, name: str) -> list[str]:
     assert cfg.known_answers is not None, "main refuses to train without"
     tokens = str(cfg.num_speculative_tokens)
     if found := LAYERS.fullmatch(name):
-        recipe, own = "distill_llama3b.py", ["--draft.layers", *map(str, spread(int(found[1]), target))]
+        family, own = "standalone", ["--draft.layers", *map(str, spread(int(found[1]), target))]
     elif found := HEAD.fullmatch(name):
-        recipe, own = f"train/{found[1]}_llama8b.py", ["--draft-vocab-size", str(1024 * int(found[2]))]
+        family, own = found[1], ["--draft-vocab-size", str(1024 * int(found[2]))]
         own += OWN_FLAGS[found[1]](cfg.num_speculative_tokens) if found[1] in OWN_FLAGS else []
     else:
-        recipe, own = "train/medusa_llama8b.py", OWN_FLAGS[name](cfg.num_speculative_tokens)
+        family, own = "medusa", OWN_FLAGS[name](cfg.num_speculative_tokens)
     return [
-        *(recipe, "--target", target, "--output", str(cfg.output / name), *own),
+        *("-m", "redraft.recipes.train", family, "--target", target, "--output", str(cfg.output / name), *own),
         *("--mixed-precision", "bf16" if computes_bfloat16() else "no"),
         *("--data.source", cfg.known_answers, "--data.held-out", "0.02", "--data.num-prompts", "8"),
         *("--divergence.name", "lk_hybrid", "--optim.max-grad-norm", "0.5"),
@@ -365,7 +365,7 @@ def run_once(folder: Path, result: Path, command: list[str], cfg: Config, target
     made = {"command": command, "target": identify(target)}
     if cfg.overwrite or not result.is_file():
         shutil.rmtree(folder, ignore_errors=True)
-        if subprocess.run([sys.executable, str(RECIPES / command[0]), *command[1:]]).returncode:
+        if subprocess.run([sys.executable, *command]).returncode:
             raise ValueError(f"{folder.name} failed, see above")
         # Only after a success. Without this file the flags of a result are unknown, and it is refused below.
         write_whole(kept, json.dumps(made))

@@ -28,8 +28,9 @@ import tyro
 from redraft.distill.data.conversations import load_conversations, split_held_out
 from redraft.distill.data.day import keep_day, writes_date
 from redraft.distill.data.samples import held_out_prompts
-from redraft.distill.fit import require_target_room
-from redraft.distill.inputs import Signal, choose_dtype, load_target
+from redraft.distill.run.config import Signal
+from redraft.distill.run.inputs import choose_dtype, load_target
+from redraft.distill.run.memory import require_target_room
 from redraft.distill.signal.features import load_skeleton
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import write_offline_unless_logged_in

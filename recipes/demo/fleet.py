@@ -23,7 +23,7 @@ import httpx
 from redraft.distill.data.conversations import Conversation
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import build_samples
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim

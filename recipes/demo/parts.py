@@ -24,7 +24,7 @@ from huggingface_hub import model_info, snapshot_download
 from redraft.distill.data.corpus import ask_to_complete
 from redraft.heads.files.artifact import PROVENANCE, publish, sha256
 from redraft.heads.files.folder import MODEL_FILES
-from redraft.recipes.train import import_gguf
+from redraft.recipes.data import import_gguf
 
 
 @dataclass(frozen=True)

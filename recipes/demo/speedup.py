@@ -23,15 +23,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from redraft.distill.data.conversations import Conversation
 from redraft.distill.data.samples import held_out_prompts
-from redraft.distill.data.vocabulary import frequent_ids
-from redraft.distill.head_run import HeadRun
-from redraft.distill.inputs import Data
-from redraft.distill.prove import Prove, leave_gpu, make_logits
-from redraft.distill.train.loop import Loop
+from redraft.distill.loss.choice import Divergence
+from redraft.distill.run.config import Data, HeadConfig, Loop, Prove
+from redraft.distill.run.proof import leave_gpu, make_logits
+from redraft.distill.run.run import Run
+from redraft.distill.run.start import start
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import leave
 from redraft.eval.engine.lookup_first import HeadLimits, mix
@@ -43,14 +41,14 @@ from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import Speed, domain_section, engine_section, offline_section, write_page
 from redraft.eval.serving.draft_config import draft_config
 from redraft.eval.serving.rounds import PLAIN, Plan, Results, compare, merge, run_rounds, start_servers
+from redraft.heads.catalog import find_family
 from redraft.heads.draft import label_rows
-from redraft.heads.families import eagle3
 from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval, Text, count_answers
 from redraft.heads.families.retrieval import Config as RetrievalConfig
 from redraft.heads.files.artifact import publish
+from redraft.heads.options import Eagle3
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_origin, read_problems
-from redraft.recipes.train import eagle3_llama8b
 
 TEMPLATE = Path(__file__).parent / "templates" / "speedup.html.j2"
 
@@ -143,27 +141,27 @@ def main(cfg: Config) -> None:
 
     # 1. The target, its answers, the prompts.
     target = cfg.target or str(make_target(cfg.parts))
-    run = HeadRun(training_config(cfg, target), "eagle3", cfg.head_tokens)
+    run = Run(find_family("eagle3"), training_config(cfg, target))
     pilot, prompts = load_prompts(cfg, run)
     # The forecast is of the pilot, in which every draft takes part, and not of the prompts held out of the answers.
     run.data = replace(run.data, prompts=pilot)
 
     # 2. The drafts: answers counted; a head with its forecast, training and export.
-    counted = run.run.folder / RETRIEVAL
+    counted = run.folder.folder / RETRIEVAL
     publish(counted, count_answers(texts(run), RetrievalConfig()).write, {"data": run.cfg.data.source}, overwrite=True)
     began = time.perf_counter()
-    head = make_head(run)
+    head = start(run)
     start_s = time.perf_counter() - began
     before = run.forecast(head)
     began = time.perf_counter()
-    head, cost = run.train(head)
+    head, cost = run.train(head, run.cfg.divergence, run.cfg.loop)
     training = {
         **vars(cost),
         "steps": cost.exported_step,
         "seconds": start_s + time.perf_counter() - began,
         "labels_seen": labels_in(run, cost.exported_step),
     }
-    draft = run.publish(lambda folder: head.export(folder, torch.bfloat16, num_speculative_tokens=cfg.head_tokens))
+    draft = run.publish(head)
     leave_gpu(run.model)
 
     # 3. Every draft in a real vLLM: the pilot chooses, the rounds on other prompts tell the speed.
@@ -196,16 +194,17 @@ def main(cfg: Config) -> None:
     leave(run.accelerator)
 
 
-def training_config(cfg: Config, target: str) -> eagle3_llama8b.Config:
+def training_config(cfg: Config, target: str) -> HeadConfig[Eagle3]:
     """The settings of a short training on a CPU."""
-    return eagle3_llama8b.Config(
+    return HeadConfig(
         target=target,
         # 1: `main` replaces the held-out prompts, and the run refuses to have none.
         data=Data(source=cfg.answers or str(ANSWERS), held_out=0.02, num_prompts=1),
-        head=eagle3.Config(num_steps=cfg.head_tokens, fc_norm=True),
+        head=Eagle3(num_steps=cfg.head_tokens, fc_norm=True),
         init="least_squares",
         init_tokens=32768,
         draft_vocab_size=cfg.draft_vocab_size,
+        divergence=Divergence(name="lk_hybrid"),
         # A run of so few steps has no time for the long memory of a higher momentum, and a higher rate would undo the
         # start.
         optim=Optim(name="muon", lr=5e-4, momentum=0.8, max_grad_norm=0.5),
@@ -218,7 +217,7 @@ def training_config(cfg: Config, target: str) -> eagle3_llama8b.Config:
     )
 
 
-def load_prompts(cfg: Config, run: HeadRun) -> tuple[list[Prompt], list[Prompt]]:
+def load_prompts(cfg: Config, run: Run) -> tuple[list[Prompt], list[Prompt]]:
     """(prompts of the pilot, prompts of the measurement)."""
     problems = read_problems(cfg.parts)
     conversations: list[Conversation] = [
@@ -234,21 +233,12 @@ def load_prompts(cfg: Config, run: HeadRun) -> tuple[list[Prompt], list[Prompt]]
     return render(conversations[::PILOT_PROBLEMS]), render(rest)
 
 
-def texts(run: HeadRun) -> list[Text]:
+def texts(run: Run) -> list[Text]:
     """The text to train on, to be counted."""
     return [Text(ids=sample.input_ids, is_label=sample.loss_mask) for sample in run.data.train.samples]
 
 
-def make_head(run: HeadRun) -> eagle3.Eagle3:
-    """A head before its first training step."""
-    cfg = run.cfg
-    assert isinstance(cfg, eagle3_llama8b.Config)
-    torch.manual_seed(cfg.loop.seed)
-    ids_W = frequent_ids(run.data.train.samples, cfg.draft_vocab_size, run.target.config.vocab_size)
-    return eagle3_llama8b.make_head(run, cfg, ids_W)
-
-
-def labels_in(run: HeadRun, steps: int) -> int:
+def labels_in(run: Run, steps: int) -> int:
     """Labelled tokens of the first `steps` batches."""
     batches = (run.data.train.batch(step, batch_size=run.cfg.loop.batch_size) for step in range(steps))
     return sum(int(label_rows(batch, 0).sum()) for batch in batches)
@@ -280,7 +270,7 @@ def choose(trial: Results) -> str:
 
 
 def training_sections(
-    run: HeadRun,
+    run: Run,
     draft: Path,
     before: Forecast,
     trial: Results,
@@ -301,7 +291,7 @@ def training_sections(
             **engine_section(alone[HEAD], lossless, after, speed),
             "decoder": "a real vLLM",
         },
-        "curves": run.run.metrics,
+        "curves": run.folder.metrics,
         "environment": environment(),
     }
 

@@ -6,7 +6,6 @@ sizes of target and draft ─► step.py ─► work and memory, counted ─► 
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from collections import Counter
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 
-from redraft.distill.count_command import NUM_STEPS
 from redraft.distill.plan.held import SIGNAL, TARGET_WEIGHTS, Sharing, standalone_config
 from redraft.distill.plan.roofs import (
     DEVICES,
@@ -41,10 +39,11 @@ from redraft.distill.plan.step import (
     count_target,
 )
 from redraft.distill.plan.weightless import ACTIVATIONS
+from redraft.distill.run.config import HeadConfig, make_config
+from redraft.distill.run.count_command import NUM_STEPS
 from redraft.distill.signal.sharded import size_weights
 from redraft.heads.catalog import find_family
 from redraft.heads.families.standalone import Init
-from redraft.recipes.cli import COMMANDS
 from redraft.recipes.plan.plan import Train
 
 SERVED_SHARE = 0.8
@@ -57,15 +56,15 @@ def make_plan(cfg: Train) -> Plan:
     Raises:
         ValueError: there is no such model, or a flag does not fit the family.
     """
-    recipe = find_recipe(cfg.family)
+    recipe = make_config(find_family(cfg.family))
     target = find_sizes(cfg.target_name)
     vocabulary = getattr(recipe, "draft_vocab_size", 0) if cfg.draft_vocab_size is None else cfg.draft_vocab_size
-    if vocabulary and not hasattr(recipe, "draft_vocab_size"):
+    if vocabulary and not getattr(recipe, "draft_vocab_size", 0):
         raise ValueError(f"--draft-vocab-size does not fit {cfg.family}: it has the target's vocabulary")
     return Plan(
         family=cfg.family,
         target=target,
-        head=_choose_head(cfg, recipe.head) if find_family(cfg.family).is_head else _find_draft(cfg, target),
+        head=_choose_head(cfg, recipe.head) if isinstance(recipe, HeadConfig) else _find_draft(cfg, target),
         # The default of 32,000 may exceed a small target's vocabulary.
         draft_vocab_size=min(vocabulary, target.vocab_size),
         divergence=_read(partial(replace, recipe.divergence), cfg.divergence, "--divergence"),
@@ -113,12 +112,6 @@ def _find_draft(cfg: Train, target: Any) -> Any:
     draft = standalone_config(_read(Init, cfg.draft, "--draft"), target) if by_json else find_sizes(cfg.draft)
     draft.vocab_size = target.vocab_size  # as the command pads or transplants it
     return draft
-
-
-def find_recipe(family: str) -> Any:
-    """The defaults of the command that trains a family."""
-    name = family.replace("_", "-") if find_family(family).is_head else "distill"
-    return importlib.import_module(COMMANDS[name].module).Config()
 
 
 # --------------------------------------------------------------------------------------------------------------- result

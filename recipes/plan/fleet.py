@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan.choices import FamilyName
 from redraft.distill.plan.roofs import DEVICES
 from redraft.distill.plan.sizes import find_sizes

@@ -45,7 +45,7 @@ class Train(Output):
     family: FamilyName = "eagle3"
     """Draft to train. Options, divergence and batch are the defaults of the command, unless given here."""
     draft: str = "llama-3.2-3b"
-    """Sizes of a standalone draft, named as --target; or the flags of --draft of `redraft distill` as JSON, e.g.
+    """Sizes of a standalone draft, named as --target; or its --draft flags as JSON, e.g.
     '{"layers": [0, 6]}' for two of the target's layers."""
     head: str = "{}"
     """Options of a head that are not the command's defaults, as JSON, e.g. '{"num_layers": 3}'."""

@@ -20,7 +20,8 @@ import torch
 from redraft.distill.data.conversations import load_conversations
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import build_samples
-from redraft.distill.inputs import Signal, load_target
+from redraft.distill.run.config import Signal
+from redraft.distill.run.inputs import load_target
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.heads.files.artifact import fingerprint, write_whole

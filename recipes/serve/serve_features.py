@@ -1,7 +1,7 @@
 """Serve a target's hidden states for the training of heads: vLLM with `extract_hidden_states` switched on.
 
     $ redraft serve-features meta-llama/Llama-3.1-70B-Instruct --layers 2 40 77 -- --tensor-parallel-size 8 --port 8001
-    $ redraft eagle3 --target meta-llama/Llama-3.1-70B-Instruct --prove.no-engine \\
+    $ redraft train eagle3 --target meta-llama/Llama-3.1-70B-Instruct --prove.no-engine \\
           --signal.kind endpoint --signal.url http://127.0.0.1:8001
 
 The last hidden state is always sent as well. The states pass through `storage`: memory (/dev/shm) on one machine, a
@@ -19,7 +19,8 @@ from typing import Annotated
 import tyro
 
 from redraft.distill.signal.features import server_args
-from redraft.distill.signal.features_store import DEFAULT_STORAGE, StatesFormat
+from redraft.distill.signal.features_store import StatesFormat
+from redraft.distill.signal.storage import DEFAULT_STORAGE
 from redraft.eval.engine.command import vllm_command
 from redraft.eval.engine.server import engine_dtype
 from redraft.heads.files.checkpoint import load_text_config

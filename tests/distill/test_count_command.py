@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,22 +12,22 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from redraft.distill import fit
-from redraft.distill.count_command import count_command
-from redraft.distill.fit import Room
-from redraft.distill.inputs import Signal
-from redraft.distill.loss.divergences import Divergence
+from benchmarks.studies.presets import make_preset
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan.held import STATE, standalone_config
 from redraft.distill.plan.step import Plan
-from redraft.distill.train.loop import Loop
+from redraft.distill.run import memory
+from redraft.distill.run.config import Loop, Signal, StandaloneConfig, make_config
+from redraft.distill.run.count_command import count_command
+from redraft.distill.run.memory import Room
+from redraft.distill.run.run import run
 from redraft.distill.train.optim import Optim
+from redraft.heads.catalog import find_family
 from redraft.heads.families.standalone import Init
 from redraft.heads.files.checkpoint import load_text_config
-from redraft.recipes import distill_llama3b
 from redraft.recipes.cli.run import parse
-from redraft.recipes.plan.count import as_text, count, find_recipe, make_plan
+from redraft.recipes.plan.count import as_text, count, make_plan
 from redraft.recipes.plan.plan import Train as Counting
-from redraft.recipes.train import eagle3_llama8b
 
 HEADS = ("eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mlp_speculator")
 
@@ -55,8 +54,7 @@ def plan_of(family: str, cfg: Any, accelerator: Any) -> Plan:
 @pytest.mark.parametrize("family", HEADS)
 @pytest.mark.parametrize("is_preset", [True, False])
 def test_every_head_is_counted_with_its_options(family: str, is_preset: bool, random_target: Path) -> None:
-    usual = find_recipe(family)
-    cfg = import_module(type(usual).__module__).PRESETS["demo"] if is_preset else usual
+    cfg: Any = make_preset(family) if is_preset else make_config(find_family(family))
     options = cfg.head
     if family == "medusa":
         options = replace(options, num_layers=2)
@@ -76,7 +74,7 @@ def test_every_head_is_counted_with_its_options(family: str, is_preset: bool, ra
 def test_a_standalone_draft_is_counted_however_it_begins(random_target: Path) -> None:
     target = load_text_config(str(random_target))
     for init in (Init(checkpoint=str(random_target)), Init(layers=(0, 1)), Init(num_layers=3, hidden_size=128)):
-        cfg = distill_llama3b.Config(target=str(random_target), draft=init, gradient_checkpointing=True)
+        cfg = StandaloneConfig(target=str(random_target), draft=init, gradient_checkpointing=True)
         plan = plan_of("standalone", cfg, launch(precision="no"))
         assert plan.head.to_diff_dict() == standalone_config(init, target).to_diff_dict()
         assert (plan.gradient_checkpointing, plan.autocast, plan.optimizer) == (True, False, "adamw")
@@ -107,7 +105,7 @@ SERVED = Signal(kind="endpoint", url=("http://t1:8001", "http://t2:8001"), exact
 def test_the_launch_and_the_place_of_the_target_are_told(
     accelerator: Any, signal: Signal, flags: str, random_target: Path
 ) -> None:
-    cfg = distill_llama3b.Config(target=str(random_target), draft=Init(layers=(0,)), signal=signal)
+    cfg = StandaloneConfig(target=str(random_target), draft=Init(layers=(0,)), signal=signal)
     command = count_command("standalone", cfg, accelerator)
     assert command.endswith(f"--sequence-length 4096 {flags}".rstrip())
     read(command)
@@ -116,7 +114,7 @@ def test_the_launch_and_the_place_of_the_target_are_told(
 def test_the_command_counts_the_state_of_the_optimizer_and_prints_its_tables(random_target: Path) -> None:
     states = {}
     for name in ("adamw", "muon"):
-        cfg = distill_llama3b.Config(
+        cfg = StandaloneConfig(
             target=str(random_target),
             draft=Init(layers=(0, 1)),
             optim=Optim(name=name),  # type: ignore[arg-type]
@@ -129,9 +127,9 @@ def test_the_command_counts_the_state_of_the_optimizer_and_prints_its_tables(ran
     assert states["muon"] < states["adamw"]
 
 
-@pytest.mark.parametrize(("family", "recipe"), [("standalone", distill_llama3b), ("eagle3", eagle3_llama8b)])
-def test_a_recipe_that_fits_tightly_prints_the_command_of_its_training(
-    family: str, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("family", ["standalone", "eagle3"])
+def test_a_run_that_fits_tightly_prints_the_command_of_its_training(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run ends where it would open its folder."""
 
@@ -139,12 +137,12 @@ def test_a_recipe_that_fits_tightly_prints_the_command_of_its_training(
         raise InterruptedError
 
     room = Room(device="cuda:0", device_bytes=10**12, host_bytes=10**12, processes=1)
-    monkeypatch.setattr(fit, "read_room", lambda _: room)
-    monkeypatch.setattr(fit, "TIGHT", 0.0)
-    monkeypatch.setattr("redraft.distill.train.run.Run.open", stop)
-    cfg = replace(recipe.PRESETS["demo"], output=tmp_path / "run", mixed_precision="no", optim=Optim(name="muon"))
+    monkeypatch.setattr(memory, "read_room", lambda _: room)
+    monkeypatch.setattr(memory, "TIGHT", 0.0)
+    monkeypatch.setattr("redraft.distill.run.folder.RunFolder.open", stop)
+    cfg = replace(make_preset(family), output=tmp_path / "run", mixed_precision="no", optim=Optim(name="muon"))
     with pytest.raises(InterruptedError):
-        recipe.main(cfg)
+        run(find_family(family), cfg)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: "))
     counting = read(line.partition("this counts them: ")[2])
     assert (counting.family, counting.target, counting.optimizer) == (family, cfg.target, "muon")

@@ -18,16 +18,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from train_on_ranks import FAMILIES, make_family_target
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from redraft.distill import fit
-from redraft.distill.fit import Need, Room, check, require_room, sharing_of
-from redraft.distill.inputs import Signal
+from benchmarks.studies.presets import make_preset
 from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, STATE, DraftSize, count_head, count_standalone
+from redraft.distill.run import memory as fit
+from redraft.distill.run.config import Signal
+from redraft.distill.run.memory import Need, Room, check, require_room, sharing_of
+from redraft.distill.run.run import run
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import make_optimizers
+from redraft.heads.catalog import find_family
 from redraft.heads.families import eagle3
 from redraft.heads.families.standalone import Init, from_config, prune_layers
-from redraft.recipes import distill_llama3b
-from redraft.recipes.train import eagle3_llama8b
 
 LLAMA_70B = LlamaConfig(
     vocab_size=128_256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
@@ -203,16 +204,16 @@ def test_a_tight_fit_is_told_once_with_the_command_that_counts_the_rest(
     assert say(3_500_000_000) == ""
 
 
-@pytest.mark.parametrize("recipe", [distill_llama3b, eagle3_llama8b])
-def test_a_recipe_that_does_not_fit_loads_nothing_and_leaves_no_run(
-    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("family", ["standalone", "eagle3"])
+def test_a_run_that_does_not_fit_loads_nothing_and_leaves_no_folder(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         fit, "read_room", lambda _: Room(device="cpu", device_bytes=None, host_bytes=10**6, processes=1)
     )
-    cfg = replace(recipe.PRESETS["demo"], output=tmp_path / "run", mixed_precision=None)
+    cfg = replace(make_preset(family), output=tmp_path / "run", mixed_precision=None)
     with pytest.raises(ValueError, match="tests/assets/tiny-target"):
-        recipe.main(cfg)
+        run(find_family(family), cfg)
     assert not (tmp_path / "run").exists()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from redraft.distill import prove
 from redraft.distill.data.conversations import read_conversation, split_held_out
-from redraft.distill.inputs import Data, Signal, choose_dtype, load_data, load_target
-from redraft.distill.train.loop import LoadedData, Loop
-from redraft.distill.train.run import Run
+from redraft.distill.run import proof as prove
+from redraft.distill.run.config import Data, Loop, Signal, make_config
+from redraft.distill.run.folder import RunFolder
+from redraft.distill.run.inputs import choose_dtype, load_data, load_target
+from redraft.distill.run.run import run as run_training
+from redraft.distill.train.loop import LoadedData
 from redraft.eval.engine import target_dtype
+from redraft.heads.catalog import find_family
 from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.recipes.train import mtp_qwen3_next
+from redraft.heads.options import Mtp
 from tests.helpers.target_families import MOE, TINY
 
 DAY = datetime.date(2024, 2, 29)
@@ -28,7 +32,7 @@ DAY = datetime.date(2024, 2, 29)
 
 def load(source: Path, target: Path, folder: Path, **changes: Any) -> LoadedData:
     data = Data(source=str(source), **{"held_out": 0.5, "num_prompts": 3, "max_prompt_tokens": 90, **changes})
-    run = Run(folder, Accelerator(cpu=True))
+    run = RunFolder(folder, Accelerator(cpu=True))
     run.date = DAY
     return load_data(data, str(target), load_tokenizer(str(target)), Loop(sequence_length=96, batch_size=1), run)
 
@@ -141,9 +145,10 @@ def test_a_quantised_target_is_refused_with_the_cure(method: str, random_target:
     assert "\n" not in str(refused.value)
     served = Signal(kind="endpoint", url=("http://t1:8001",))
     assert load_target(str(folder), served, torch.device("cpu"))[0].lm_head.weight.shape[1] == 64
-    cfg = mtp_qwen3_next.Config(target=str(folder), as_mimo=True, output=tmp_path / "run")
+    mtp = find_family("mtp")
+    cfg = replace(make_config(mtp), target=str(folder), head=Mtp(num_steps=4, as_mimo=True), output=tmp_path / "run")
     with pytest.raises(ValueError, match="give the folder of the weights before quantisation"):
-        mtp_qwen3_next.main(cfg)
+        run_training(mtp, cfg)
     assert not (tmp_path / "run").exists()
 
 

@@ -26,7 +26,7 @@ from train_on_ranks import FAMILIES, Descent, make_standalone, rows_of
 from transformers import AutoModelForCausalLM
 
 from redraft.distill.loss.blocks import Scratch
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.loss.fused import (
     DraftRows,
     ExactRows,

@@ -15,7 +15,7 @@ from train_on_ranks import make_standalone
 
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, data_hash
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.ahead import OneAhead
 from redraft.distill.signal.cache import CachedTarget, TopK
 from redraft.distill.signal.shards import write_cache

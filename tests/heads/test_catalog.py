@@ -26,7 +26,7 @@ def family_name(family: Family) -> str:
 def test_a_family_makes_exports_and_recognises_its_heads(name: str, tmp_path: Path) -> None:
     model = make_target(num_hidden_layers=7)
     chosen = find_family(name)
-    head = chosen.draft_class()(chosen.config_class()(), Target.from_model(model))
+    head = chosen.draft_class()(chosen.options_class()(), Target.from_model(model))
     assert isinstance(head, torch.nn.Module)
     assert head.is_autoregressive is False
     head.export(tmp_path)
@@ -38,7 +38,7 @@ def test_a_family_makes_exports_and_recognises_its_heads(name: str, tmp_path: Pa
 def test_a_head_proposes_only_after_rows_that_the_target_has_read(name: str) -> None:
     model = make_target(num_hidden_layers=7)
     chosen = find_family(name)
-    head = chosen.draft_class()(chosen.config_class()(), Target.from_model(model))
+    head = chosen.draft_class()(chosen.options_class()(), Target.from_model(model))
     signal = make_signal(model, make_batch([[[5, 6]]]), head.aux_layer_ids)
     assert len(head.propose([5, 6, 7], signal, 1)) == 1
     with pytest.raises(ValueError, match="4 tokens need 3 rows of features"):

@@ -23,7 +23,7 @@ from make_heads import (
 )
 from tiny_family import ROW, Config, Tiny
 
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
@@ -43,6 +43,7 @@ from redraft.online.learning.candidate import DRAFT, Candidate, read_hidden_shap
 from redraft.online.learning.config import Training
 from redraft.online.learning.scoring import score
 from redraft.online.records.record import Record
+from redraft.recipes.cli import dispatch
 
 K = 3
 
@@ -99,6 +100,20 @@ def test_it_trains(model: Any) -> None:
     distillation = Distillation(make_head(model), lambda _: signal, Divergence(), optim, 40, accelerator)
     losses = [distillation.step([batch]).loss for _ in range(20)]
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_it_has_a_command(random_target: Path, tmp_path: Path) -> None:
+    data = tmp_path / "chat.jsonl"
+    rows = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(40)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = f"--target {random_target} --data.source {data} --data.held-out 0.2 --data.num-prompts 2 --prove.no-engine"
+    flags += f" --head.aux-layer-ids 1 2 --prove.num-speculative-tokens 3 --prove.max-tokens 4 --output {tmp_path}/run"
+    assert dispatch(["train", "tiny", *flags.split()]) == 0
+    head = find_family("tiny").load(tmp_path / "run/draft", lambda: Target.from_folder(random_target))
+    assert isinstance(head, Tiny)
+    assert head.aux_layer_ids == (1, 2)
+    assert json.loads((tmp_path / "run/report.json").read_text())["offline"]["tau_forecast"] >= 1
 
 
 def test_its_export_is_recognised_loaded_and_checked(model: Any, target_folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The flagship recipe on a small target, in a process of its own: from its command line to its exit status."""
+"""Training a standalone draft on a small target in a separate process, from command line to exit status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from run_learner import FORKS
 
 ROOT = Path(__file__).parents[2]
-RECIPE = str(ROOT / "recipes/distill_llama3b.py")
+RECIPE = str(ROOT / "recipes/train.py")
 STEPS = 8
 
 Done = subprocess.CompletedProcess[str]
@@ -44,11 +44,11 @@ def build_command(target: Path, data: Path, output: Path, *flags: str) -> list[s
     }
     if "--draft.num-layers" in flags:
         del defaults["--draft.layers"]
-    return [*(part for pair in defaults.items() for part in pair), "--prove.no-engine", *flags]
+    return ["standalone", *(part for pair in defaults.items() for part in pair), "--prove.no-engine", *flags]
 
 
 def run_as_user(arguments: Sequence[str]) -> Done:
-    """`python recipes/distill_llama3b.py ...`, which first imports for five seconds."""
+    """`python recipes/train.py standalone ...`, which first imports for five seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, RECIPE, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=600)

@@ -48,7 +48,7 @@ def make_head(name, target, folder, seed=0):
     """An exported head with random weights."""
     torch.manual_seed(seed)
     family = find_family(name)
-    head = family.draft_class()(family.config_class()(**OPTIONS[name]), Target.from_folder(target))
+    head = family.draft_class()(family.options_class()(**OPTIONS[name]), Target.from_folder(target))
     if family.trains_lm_head:
         head.lm_head.weight.data += 0.01 * torch.randn_like(head.lm_head.weight)  # its own, as in a trained head
     head.export(folder)

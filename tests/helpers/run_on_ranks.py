@@ -13,11 +13,11 @@ import torch
 from make_heads import make_signal, make_target
 from train_on_ranks import make_standalone, micro_batches
 
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
+from redraft.distill.run.folder import RunFolder
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import leave
-from redraft.distill.train.run import Run
 from redraft.distill.train.step import Distillation
 
 torch.set_num_threads(1)
@@ -28,7 +28,7 @@ STEPS = 12
 def main(output: Path, pids: Path, resume: bool) -> None:
     accelerator = make_accelerator(1, None, None)
     (pids / str(os.getpid())).touch()
-    run = Run.open(output, {}, accelerator, resume=resume, overwrite=False)
+    run = RunFolder.open(output, {}, accelerator, resume=resume, overwrite=False)
     target = make_target()
     optim = Optim(lr=1e-2)
     distillation = Distillation(

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from train_on_ranks import micro_batches
 
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.sharded import is_sharded, leading, load_sharded
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import make_accelerator

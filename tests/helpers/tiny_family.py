@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redraft.heads.catalog import Family, FixedTokens
+from redraft.heads.catalog import Family, FixedTokens, Training
 from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.draft import Batch, Drafted, DraftStep, TargetSignal, draw, label_rows, require_tokens
 from redraft.heads.files.folder import read_config, tensor_files
@@ -36,6 +36,7 @@ ROW = Family(
     can_sample=True,
     learns_online=True,
     checks="tiny_family:CHECKS",
+    training=Training(lr=1e-2, loop={"steps": 2, "batch_size": 2, "sequence_length": 128}),
 )
 
 
@@ -43,6 +44,10 @@ ROW = Family(
 class Config:
     aux_layer_ids: tuple[int, ...] = (1, 3)
     block_size: int = 4
+
+    @property
+    def num_tokens(self) -> int:
+        return self.block_size - 1
 
 
 class Tiny(nn.Module):

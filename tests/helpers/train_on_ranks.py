@@ -23,7 +23,7 @@ from steady import SteadyAdamW
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.muon import Muon
 from redraft.distill.train.optim import Optim

@@ -10,6 +10,7 @@ import json
 import shutil
 import types
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,18 @@ from benchmarks.soak.stage import make_draft_and_prompts
 from redraft.distill.data import day as template_day
 from redraft.distill.data.rendering import Renderer
 from redraft.distill.doctor.in_engine import ask_fallback
-from redraft.distill.inputs import Data, Signal, load_data, target_signal
-from redraft.distill.prove import Prove, publish_draft
-from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.train.loop import LoadedData, Loop
-from redraft.distill.train.run import Run
-from redraft.eval.forecast.greedy import Forecast, forecast, greedy_continuations
+from redraft.distill.run.config import Data, Loop, Prove, Signal, make_config
+from redraft.distill.run.folder import RunFolder
+from redraft.distill.run.inputs import load_data, target_signal
+from redraft.distill.run.run import Run
+from redraft.distill.run.start import start
+from redraft.distill.train.loop import LoadedData
 from redraft.eval.serving.report import write_serving
 from redraft.eval.serving.workload import Exchange, Lookup
+from redraft.heads.catalog import find_family
 from redraft.heads.families import eagle1
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.heads.target import Target
 from redraft.online.learning.anchors import read_anchors
 from redraft.recipes.cli import dispatch
 from redraft.recipes.decide import advise
@@ -85,8 +86,8 @@ class Training:
         self.target, self.source, self.folder = target, source, folder
         self.loop = Loop(sequence_length=128, steps=1, batch_size=1)
 
-    def start(self, *, resume: bool = False) -> tuple[Run, LoadedData]:
-        run = Run.open(self.folder, {"data": self.source}, Accelerator(cpu=True), resume=resume, overwrite=False)
+    def start(self, *, resume: bool = False) -> tuple[RunFolder, LoadedData]:
+        run = RunFolder.open(self.folder, {"data": self.source}, Accelerator(cpu=True), resume=resume, overwrite=False)
         tokenizer = load_tokenizer(str(self.target))
         data = Data(source=self.source, held_out=0.3, num_prompts=4)
         return run, load_data(data, str(self.target), tokenizer, self.loop, run)
@@ -120,19 +121,21 @@ def test_a_resumed_run_trains_on_the_same_tokens_and_reads_its_cache(
 def test_the_doctor_takes_the_day_of_the_run_whenever_the_draft_is_published(
     target: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    training = Training(target, source, tmp_path / "run")
+    family = find_family("eagle1")
+    cfg = replace(
+        make_config(family),
+        target=str(target),
+        head=eagle1.Config(num_steps=2),
+        data=Data(source=source, held_out=0.3, num_prompts=3, max_prompt_tokens=64),
+        loop=Loop(sequence_length=64, batch_size=2),
+        prove=Prove(num_speculative_tokens=2, max_tokens=4),
+        output=tmp_path / "run",
+    )
     set_day(monkeypatch, FIRST)
-    training.start()
+    Run(family, cfg)
     set_day(monkeypatch, SECOND)  # killed, and resumed after midnight
-    run, data = training.start(resume=True)
-    model, proof = LlamaForCausalLM.from_pretrained(target), Prove(num_speculative_tokens=2, max_tokens=4)
-    head = eagle1.Eagle1(eagle1.Config(num_steps=2), Target.from_model(model))
-
-    def make_forecast(_: Path) -> Forecast:
-        texts = greedy_continuations(model, data.prompts, max_tokens=4, num_speculative_tokens=2, end_ids=data.end_ids)
-        return forecast(head, InProcessTarget(model), texts, 2)
-
-    draft, _ = publish_draft(proof, run, data, str(target), head.export, make_forecast, model=model)
+    run = Run(family, replace(cfg, resume=True))
+    draft = run.publish(start(run))
     published = json.loads((draft / "provenance.json").read_text())["forecast"]
     assert published["dtype"] == "float32", "the doctor's engine computes in it too"
     set_day(monkeypatch, SECOND + datetime.timedelta(days=30))

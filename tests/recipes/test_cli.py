@@ -15,8 +15,11 @@ import httpx
 import pytest
 
 from benchmarks.studies import heads
-from redraft.distill.prove import Prove
-from redraft.recipes.cli import COMMANDS, Group, describe_error, dispatch, format_help, parse, run_guarded
+from benchmarks.studies.presets import make_preset
+from redraft.distill.run.config import Prove
+from redraft.heads.catalog import list_trained
+from redraft.recipes.cli import COMMANDS, Group, describe_error, dispatch, format_help, parse, parse_recipe, run_guarded
+from redraft.recipes.cli.run import find_recipe
 from redraft.recipes.decide import bench
 
 ROOT = Path(__file__).parents[2]
@@ -64,15 +67,15 @@ def test_the_help_groups_its_commands():
     text = format_help()
     places = [text.index(f"\n{group.value}:\n") for group in Group]
     assert places == sorted(places)
-    assert text.index("\n  distill ") < places[1] < text.index("\n  eval ") < places[2] < text.index("\n  learner ")
+    assert text.index("\n  train ") < places[1] < text.index("\n  eval ") < places[2] < text.index("\n  learner ")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_a_recipe_in_this_folder(name):
     source = (ROOT / f"{COMMANDS[name].module.replace('.', '/')}.py").read_text()
     assert source.startswith('"""')
-    assert "\nclass Config" in source
-    assert "\ndef main(cfg: Config)" in source
+    assert "\nclass Config" in source or "\ndef choose_recipe(" in source
+    assert "\ndef main(" in source
 
 
 def test_the_console_script_starts_without_torch_or_the_engine():
@@ -80,7 +83,7 @@ def test_the_console_script_starts_without_torch_or_the_engine():
         """
         import sys, recipes.cli
         assert recipes.cli.dispatch(["--help"]) == 0
-        assert recipes.cli.dispatch(["dstill"]) == 2
+        assert recipes.cli.dispatch(["trian"]) == 2
         assert recipes.cli.dispatch(["--version"]) == 0
         heavy = {"torch", "vllm", "transformers", "datasets", "numpy", "tyro", "httpx"} & set(sys.modules)
         assert not heavy, heavy
@@ -88,7 +91,7 @@ def test_the_console_script_starts_without_torch_or_the_engine():
     )
     assert result.returncode == 0, result.stderr
     assert "redraft 0." in result.stdout
-    assert "did you mean 'distill'?" in result.stderr
+    assert "did you mean 'train'?" in result.stderr
 
 
 SHOW_ENVIRONMENT = """
@@ -116,18 +119,19 @@ def test_the_module_runs_as_the_console_script_does(module):
     assert result.stdout.strip() == format_help().strip()
 
 
+HELPS = [*(name for name in COMMANDS if name != "train"), *(f"train {family}" for family in list_trained())]
 HEAVY = ("torch", "transformers", "vllm", "datasets", "accelerate")
 
 PRINT_EVERY_HELP = f"""
 import contextlib, io, json, sys, time
-from redraft.recipes.cli import COMMANDS, dispatch
+from redraft.recipes.cli import dispatch
 
 shown = {{}}
-for name in COMMANDS:
+for name in {HELPS}:
     started, text = time.process_time(), io.StringIO()
     with contextlib.redirect_stdout(text):
         try:
-            status = dispatch([name, "--help"])
+            status = dispatch([*name.split(), "--help-all"])
         except SystemExit as end:
             status = end.code
     loaded = [library for library in {HEAVY} if library in sys.modules]
@@ -138,26 +142,42 @@ print(json.dumps(shown))
 
 @pytest.fixture(scope="module")
 def shown():
-    """By command: exit status, text, heavy libraries loaded and CPU seconds of its --help. One process prints all."""
+    """By command: exit status, text, heavy libraries loaded and CPU seconds of --help-all. One process prints all."""
     result = run_python(PRINT_EVERY_HELP, COLUMNS="80")
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", HELPS)
 def test_the_help_of_a_command_loads_no_heavy_library(name, shown):
     print(f"redraft {name} --help: {shown[name]['s']:.2f} s of CPU")
     assert (shown[name]["status"], shown[name]["loaded"]) == (0, [])
     assert f"usage: redraft {name} " in shown[name]["text"]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", HELPS)
 def test_the_help_without_the_heavy_libraries_is_the_one_with_them(name, shown, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    recipe = importlib.import_module(COMMANDS[name].module)
+    command, *args = name.split()
+    importlib.import_module(COMMANDS[command].module)
     with pytest.raises(SystemExit):
-        parse(recipe.Config, recipe.__doc__, getattr(recipe, "PRESETS", {}), ["--help"], prog=f"redraft {name}")
+        parse_recipe(*find_recipe(command, [*args, "--help-all"]))
     assert capsys.readouterr().out == shown[name]["text"]
+
+
+@pytest.mark.parametrize("family", list_trained())
+def test_the_usual_help_of_a_training_fits_80_lines(family, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        dispatch(["train", family, "--help"])
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 80
+    assert 12 <= len(read_flags(text)) <= 25
+
+
+def test_the_settings_of_every_command_that_trains_load_without_torch():
+    code = "import sys, redraft.recipes.train, redraft.distill.run.config; assert 'torch' not in sys.modules"
+    assert run_python(code).returncode == 0
 
 
 FLAG = re.compile(r"  (?P<flag>(?:-\w, )?--\w[\w.-]*|\[*(?:STR|INT|FLOAT|PATH)\b).*")
@@ -177,7 +197,7 @@ def read_flags(text):
     return {name: " ".join(text.split()) for name, text in flags.items()}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", HELPS)
 def test_every_flag_says_what_it_does(name, shown):
     flags = read_flags(shown[name]["text"])
     assert "-h, --help" in flags
@@ -212,8 +232,12 @@ COMMAND_FILES = [
 @pytest.mark.parametrize("path", COMMAND_FILES, ids=lambda path: path.stem)
 def test_every_file_is_a_command_and_runs(path):
     module = ".".join(("redraft", *path.relative_to(ROOT).with_suffix("").parts))
+    end = path.read_text().rpartition('\nif __name__ == "__main__":\n')[2]
+    if path.stem == "distill_llama3b":  # a preset of a command
+        assert "run_recipe(main, " in end
+        return
     assert module in {command.module for command in COMMANDS.values()}
-    assert path.read_text().rpartition('\nif __name__ == "__main__":\n')[2].startswith("    run_recipe(main, Config, ")
+    assert end.startswith(("    run_recipe(main, Config, ", "    run_choice(choose_recipe)"))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +251,7 @@ def test_a_file_prints_its_help(path):
 
 def test_a_command_far_from_all_gets_the_list(capsys):
     assert dispatch(["xyzzy"]) == 2
-    assert "there is distill, eagle3" in capsys.readouterr().err
+    assert "there is train, " in capsys.readouterr().err
 
 
 def test_flags_change_what_a_preset_sets():
@@ -242,7 +266,7 @@ def test_flags_change_what_a_preset_sets():
     [
         (["--preset", "dem"], "there is no preset 'dem': did you mean 'demo'"),
         (["--preset", "xyzzy"], "there is demo"),
-        (["--preset"], "--preset needs a name"),
+        (["--preset"], "--preset needs a value"),
     ],
 )
 def test_a_preset_that_is_not_there_is_refused(args, said):
@@ -252,16 +276,16 @@ def test_a_preset_that_is_not_there_is_refused(args, said):
 
 def test_every_demo_of_the_small_target_computes_in_float32_on_every_machine():
     """It is stored in bfloat16, in which a CPU computes by default if it can."""
-    demos = {}
+    demos = {name: make_preset(name.replace("-", "_")).target_dtype for name in list_trained()}
     for name, command in COMMANDS.items():
         demo = getattr(importlib.import_module(command.module), "PRESETS", {}).get("demo")
         if getattr(demo, "target", None) == "tests/assets/tiny-target":
             demos[name] = getattr(demo, "target_dtype", "float32")
-    assert {"distill", "eagle3", "eval", "bench"} <= demos.keys()
+    assert {"eagle3", "eval", "bench"} <= demos.keys()
     assert set(demos.values()) == {"float32"}
 
 
-@pytest.mark.parametrize("command", ["distill", "eagle3", "eval", "anchors", "doctor", "bench"])
+@pytest.mark.parametrize("command", ["train eagle3", "eval", "anchors", "doctor", "bench"])
 def test_the_type_of_the_target_has_one_flag(command, shown):
     assert "--target-dtype" in shown[command]["text"]
     assert " --dtype" not in shown[command]["text"]

@@ -40,7 +40,7 @@ def launch(
         "--prove.max-tokens": "64",
         "--output": str(output),
     }
-    command = [sys.executable, *(launcher if config else []), str(ROOT / "recipes" / recipe)]
+    command = [sys.executable, *(launcher if config else []), str(ROOT / "recipes/train.py"), recipe]
     return subprocess.run(
         [*command, *(part for pair in arguments.items() for part in pair), *flags],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=600,
@@ -59,7 +59,7 @@ def test_a_draft_trained_in_shards_is_one_folder_that_vllm_serves(
     config: str, random_target: Path, data: Path, tmp_path: Path
 ) -> None:
     flags = ["--draft.layers", "0", "--optim.lr", "1e-3"]
-    recipe = "distill_llama3b.py"
+    recipe = "standalone"
     done = launch(config, recipe, random_target, data, tmp_path / "two", *flags)
     assert done.returncode == 0, done.stderr[-4000:]
     folder = tmp_path / "two/draft"
@@ -81,7 +81,7 @@ def test_a_head_trained_in_shards_is_resumed_and_exported(
 ) -> None:
     flags = ["--head.aux-layer-ids", "0", "1", "2", "--draft-vocab-size", "256"]
     flags += ["--prove.no-engine", "--prove.num-speculative-tokens", "3"]
-    recipe = "train/eagle3_llama8b.py"
+    recipe = "eagle3"
     done = launch(config, recipe, random_target, data, tmp_path / "run", *flags)
     assert done.returncode == 0, done.stderr[-4000:]
     verify(tmp_path / "run/draft")
@@ -95,13 +95,13 @@ def test_a_head_trained_in_shards_is_resumed_and_exported(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "config"),
-    [("distill_llama3b.py", "ddp"), ("distill_llama3b.py", "zero2"), ("train/medusa_llama8b.py", "ddp")],
+    [("standalone", "ddp"), ("standalone", "zero2"), ("medusa", "ddp")],
 )
 def test_a_target_in_shards_is_forecast_as_a_whole_one(
     recipe: str, config: str, random_target: Path, data: Path, tmp_path: Path
 ) -> None:
     flags = ["--optim.lr", "1e-3", "--prove.no-engine"]
-    if recipe.startswith("distill"):
+    if recipe == "standalone":
         flags += ["--draft.num-layers", "1", "--draft.hidden-size", "64"]
     for chosen, more in ((None, []), (config, ["--signal.shard"])):
         done = launch(chosen, recipe, random_target, data, tmp_path / str(chosen), *flags, *more)
@@ -121,7 +121,7 @@ def test_a_target_in_shards_gives_the_start_of_a_whole_one(
     found = []
     for config, more in ((None, []), ("ddp", ["--signal.shard", "--loop.batch-size", "4"])):
         output = tmp_path / str(config)
-        done = launch(config, "train/eagle3_llama8b.py", random_target, data, output, *flags, *more)
+        done = launch(config, "eagle3", random_target, data, output, *flags, *more)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         said = [line for line in done.stdout.splitlines() if line.startswith("the head starts from ")]
         assert len(said) == 1

@@ -21,9 +21,10 @@ from redraft.distill.data.processes import map_in_processes
 from redraft.distill.data.samples import Sample, build_samples, data_hash
 from redraft.distill.data.tokens import MappedSamples
 from redraft.distill.data.vocabulary import frequent_ids
-from redraft.distill.inputs import Data, load_data
-from redraft.distill.train.loop import LoadedData, Loop
-from redraft.distill.train.run import Run
+from redraft.distill.run.config import Data, Loop
+from redraft.distill.run.folder import RunFolder
+from redraft.distill.run.inputs import load_data
+from redraft.distill.train.loop import LoadedData
 from redraft.heads.files.checkpoint import load_tokenizer
 
 DAY = datetime.date(2024, 2, 29)
@@ -48,7 +49,7 @@ class World:
         self.day, self.length, self.cache = DAY, 96, None
 
     def load(self) -> LoadedData:
-        run = Run(self.folder / "run", Accelerator(cpu=True))
+        run = RunFolder(self.folder / "run", Accelerator(cpu=True))
         run.date = self.day
         data = Data(source=str(self.source), held_out=0.3, num_prompts=3, cache=self.cache)
         return load_data(data, str(self.target), self.tokenizer, Loop(sequence_length=self.length), run)

@@ -19,7 +19,7 @@ from redraft.distill.data.messages import conversation_hash
 from redraft.distill.data.regenerate import Sampling, prompt_key, regenerate
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.heads import progress
-from redraft.recipes.train.regenerate import Config
+from redraft.recipes.data.regenerate import Config
 
 
 def answer(request: dict[str, Any]) -> Reply:

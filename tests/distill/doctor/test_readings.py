@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from redraft.distill.doctor.readings import find_better_readings, list_readings
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.step import DistillStep
 from redraft.heads.doctor.pair import Finding, Pair

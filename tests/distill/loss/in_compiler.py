@@ -13,7 +13,7 @@ import torch
 from gpu_compiler import GPUS, H100, Gpu, Kernel, Launches
 
 from redraft.distill.loss import kernels, rows
-from redraft.distill.loss.divergences import DIVERGENCES
+from redraft.distill.loss.choice import DIVERGENCES
 
 
 def launch(name: str, width: int, target_width: int, dtype: torch.dtype, gpu: Gpu) -> list[Kernel]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from redraft.distill.loss import rows
-from redraft.distill.loss.divergences import DIVERGENCES, Divergence
+from redraft.distill.loss.choice import DIVERGENCES, Divergence
 from redraft.distill.loss.fused import DraftRows, ExactRows, FusedResult, TopKRows, fused_linear_divergence
 from tests.distill.loss.test_fused import (
     DRAFT_IDS,

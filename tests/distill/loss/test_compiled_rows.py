@@ -12,7 +12,7 @@ from torch import Tensor
 
 from redraft.distill.loss import compiled, products
 from redraft.distill.loss.blocks import Scratch
-from redraft.distill.loss.divergences import DIVERGENCES, Divergence
+from redraft.distill.loss.choice import DIVERGENCES, Divergence
 from redraft.distill.loss.fused import DraftRows, ExactRows, FusedResult, fused_linear_divergence
 
 ROWS, WIDTH, VOCABULARY, DRAFT_IDS = 24, 6, 40, torch.arange(0, 40, 3)

@@ -11,15 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from redraft.distill.loss import blocks, products
-from redraft.distill.loss.divergences import (
-    DIVERGENCES,
-    Divergence,
-    cross_entropy,
-    draft_columns,
-    exact_log_probs,
-    log_probs,
-    top_k_log_probs,
-)
+from redraft.distill.loss.choice import DIVERGENCES, Divergence
+from redraft.distill.loss.divergences import cross_entropy, draft_columns, exact_log_probs, log_probs, top_k_log_probs
 from redraft.distill.loss.fused import (
     DraftRows,
     ExactRows,

@@ -11,10 +11,9 @@ from scipy.spatial.distance import jensenshannon
 from scipy.stats import entropy
 from torch import Tensor
 
+from redraft.distill.loss.choice import DIVERGENCES, Divergence
 from redraft.distill.loss.divergences import (
-    DIVERGENCES,
     LOG_ZERO,
-    Divergence,
     cross_entropy,
     draft_columns,
     exact_log_probs,

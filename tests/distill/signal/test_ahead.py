@@ -17,11 +17,12 @@ from train_on_ranks import make_standalone
 
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, SampleStats
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
+from redraft.distill.run.config import Loop
+from redraft.distill.run.folder import RunFolder
 from redraft.distill.signal.ahead import OneAhead
-from redraft.distill.train.loop import LoadedData, Loop, train
+from redraft.distill.train.loop import LoadedData, train
 from redraft.distill.train.optim import Optim
-from redraft.distill.train.run import Run
 from redraft.distill.train.step import Distillation
 from redraft.heads.draft import Batch, TargetSignal
 
@@ -62,13 +63,15 @@ def make_data(num: int = 16) -> PackedDataset:
     return PackedDataset(samples, sequence_length=12)
 
 
-def run_training(folder: Path, teacher: Teacher, *, ahead: bool, steps: int, resume: bool = False, **loop: int) -> Run:
+def run_training(
+    folder: Path, teacher: Teacher, *, ahead: bool, steps: int, resume: bool = False, **loop: int
+) -> RunFolder:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     torch.manual_seed(0)
     target = OneAhead(teacher, CPU) if ahead else teacher
     optim = Optim(lr=1e-2, accumulation=2, schedule="constant")
     distillation = Distillation(make_standalone(teacher.target), target, Divergence(), optim, 6, accelerator)
-    run = Run.open(folder, {}, accelerator, resume=resume, overwrite=False)
+    run = RunFolder.open(folder, {}, accelerator, resume=resume, overwrite=False)
     data = LoadedData(
         train=make_data(),
         held_out=make_data(2),
@@ -84,7 +87,7 @@ def run_training(folder: Path, teacher: Teacher, *, ahead: bool, steps: int, res
     return run
 
 
-def numbers(run: Run) -> list[dict[str, object]]:
+def numbers(run: RunFolder) -> list[dict[str, object]]:
     return [{k: v for k, v in entry.items() if k != "tokens_per_s"} for entry in run.metrics]
 
 

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, data_hash
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.cache import CachedHiddenStates, HiddenDtype, HiddenStates
 from redraft.distill.signal.shards import write_cache
 from redraft.distill.signal.sources import InProcessTarget

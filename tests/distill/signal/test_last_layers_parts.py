@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from redraft.distill.head_run import HeadRun
-from redraft.distill.inputs import Signal
+from benchmarks.studies.presets import make_preset
+from redraft.distill.run import start as starting
+from redraft.distill.run.config import Signal
+from redraft.distill.run.run import Run
+from redraft.distill.run.start import start as start_draft
 from redraft.distill.signal import features
 from redraft.distill.signal.parts import TAKEN, last_layers, read_last_layers, read_stream_norms, stream_scales
+from redraft.heads.catalog import find_family
 from redraft.heads.families import dflash, dspark, eagle3, peagle
 from redraft.heads.files.folder import CONFIG, INDEX, WEIGHTS
 from redraft.heads.files.tensors import read_tensors
 from redraft.heads.target import Target
-from redraft.recipes.train import eagle3_llama8b
 from tests.helpers.target_families import FAMILIES, TINY
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -55,8 +57,8 @@ def target_in_shards(random_target: Path, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-def config_of(target: Path, data: Path, output: Path, signal: Signal, **changes: Any) -> eagle3_llama8b.Config:
-    demo = eagle3_llama8b.PRESETS["demo"]
+def config_of(target: Path, data: Path, output: Path, signal: Signal, **changes: Any) -> Any:
+    demo: Any = make_preset("eagle3")
     return replace(
         demo,
         target=str(target),
@@ -67,43 +69,30 @@ def config_of(target: Path, data: Path, output: Path, signal: Signal, **changes:
         draft_vocab_size=300,
         output=output,
         mixed_precision="no",
-        **{"head": replace(demo.head, aux_layer_ids=(0, 1, 2)), **changes},
+        **changes,
     )
 
 
+OPTIONS: dict[str, Any] = {
+    "eagle3": eagle3.Config(aux_layer_ids=(0, 1, 2), num_steps=3),
+    "dflash": dflash.Config(aux_layer_ids=(1, 2), num_layers=2, mask_token_id=5),
+    "dspark": dspark.Config(aux_layer_ids=(1, 2), num_layers=2, mask_token_id=5, markov_rank=8),
+    "peagle": peagle.Config(aux_layer_ids=(1, 2), num_layers=2, mask_token_id=5),
+}
+
+
 def start(
-    target: Path, data: Path, output: Path, signal: Signal, make: Callable[[HeadRun, Any], Any], **changes: Any
+    target: Path, data: Path, output: Path, signal: Signal, family: str = "eagle3", **changes: Any
 ) -> dict[str, Tensor]:
     """The weights of a head before its first step."""
-    cfg = config_of(target, data, output, signal, **changes)
-    head = make(HeadRun(cfg, "eagle3", 3), cfg)
-    weights: dict[str, Tensor] = head.state_dict()
+    init = {"init": "last_layer" if family == "eagle3" else "last_layers"}
+    cfg = config_of(target, data, output, signal, **{"head": OPTIONS[family], **init, **changes})
+    weights: dict[str, Tensor] = start_draft(Run(find_family(family), cfg)).state_dict()
     return weights
 
 
-def make_eagle3(run: HeadRun, cfg: Any) -> Any:
-    return eagle3_llama8b.make_head(run, cfg, torch.arange(300))
-
-
-def make_parallel(name: str) -> Callable[[HeadRun, Any], Any]:
-    def make(run: HeadRun, cfg: Any) -> Any:
-        aux = {"aux_layer_ids": (1, 2), "num_layers": 2, "mask_token_id": 5}
-        head: Any = {
-            "dflash": lambda: dflash.DFlash(dflash.Config(**aux), run.target),
-            "dspark": lambda: dspark.DSpark(dspark.Config(**aux, markov_rank=8), run.target),
-            "peagle": lambda: peagle.PEagle(peagle.Config(**aux), run.target),
-        }[name]()
-        run.start_as_layers(head, 2)
-        return head
-
-    return make
-
-
-HEADS = {"eagle3": make_eagle3, **{name: make_parallel(name) for name in ("dflash", "dspark", "peagle")}}
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", HEADS)
+@pytest.mark.parametrize("family", OPTIONS)
 def test_a_target_on_servers_gives_the_start_of_one_in_this_process(
     family: str,
     dtype: str,
@@ -112,17 +101,18 @@ def test_a_target_on_servers_gives_the_start_of_one_in_this_process(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    make = HEADS[family]
-    here = start(target_in_shards, data, tmp_path / "here", Signal(), make, target_dtype=dtype)
+    here = start(target_in_shards, data, tmp_path / "here", Signal(), family, target_dtype=dtype)
     count = "layer" if family == "eagle3" else "2 layers"
     said = f"the head starts from the last {count} of {target_in_shards}"
     assert said in capsys.readouterr().out.splitlines()
-    served = start(target_in_shards, data, tmp_path / "served", SERVED, make, target_dtype=dtype)
-    assert f"{said}, read from its files, for this process does not hold them" in capsys.readouterr().out.splitlines()
+    served = start(target_in_shards, data, tmp_path / "served", SERVED, family, target_dtype=dtype)
+    assert (
+        f"{said}, read from its files, because this process does not have them" in capsys.readouterr().out.splitlines()
+    )
     assert here.keys() == served.keys()
     for name, tensor in here.items():
         assert torch.equal(tensor, served[name]), name
-    random = start(target_in_shards, data, tmp_path / "random", SERVED, make_eagle3, init="random")
+    random = start(target_in_shards, data, tmp_path / "random", SERVED, init="random")
     assert "the head starts from random weights" in capsys.readouterr().out.splitlines()
     assert not torch.equal(random["norm.weight"], here["norm.weight"])
 
@@ -183,14 +173,14 @@ def test_a_target_whose_layers_cannot_be_read_leaves_random_weights_and_says_why
     if damage == "quantised":
         config = json.loads((target / CONFIG).read_text())
         (target / CONFIG).write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
-    here = start(target, data, tmp_path / "run", SERVED, make_eagle3)
+    here = start(target, data, tmp_path / "run", SERVED)
     said = {
         "quantised": f"{target} is quantised (fp8), and a head starts from plain weights",
         "missing": f"{target} has no tensor {name}: give the folder of the target model",
         "packed": f"{target} holds quantised weights, such as {name}",
     }
     assert f"the head starts from random weights: {said[damage]}" in capsys.readouterr().out.splitlines()
-    random = start(target, data, tmp_path / "random", SERVED, make_eagle3, init="random")
+    random = start(target, data, tmp_path / "random", SERVED, init="random")
     assert all(torch.equal(tensor, random[name]) for name, tensor in here.items())
 
 
@@ -198,18 +188,17 @@ def test_least_squares_need_no_more_than_states_and_norms(
     target_in_shards: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The states are those of the model in both runs, because nobody serves it here."""
-    known = []
+    read, known = starting.read_last_signals, list[Any]()
 
-    def make(run: HeadRun, cfg: Any) -> Any:
-        if not known:
-            known.extend(run.last_signals((0, 1, 2), 1000))
-        monkeypatch.setattr(HeadRun, "last_signals", lambda *_: known)
-        return make_eagle3(run, cfg)
+    def read_once(run: Run, layer_ids: Any, num_tokens: int) -> list[Any]:
+        known.extend([] if known else read(run, layer_ids, num_tokens))
+        return known
 
+    monkeypatch.setattr(starting, "read_last_signals", read_once)
     head = eagle3.Config(aux_layer_ids=(0, 1, 2), fc_norm=True)
     changes = {"init": "least_squares", "init_tokens": 1000, "head": head}
-    here = start(target_in_shards, data, tmp_path / "here", Signal(), make, **changes)
-    served = start(target_in_shards, data, tmp_path / "served", SERVED, make, **changes)
+    here = start(target_in_shards, data, tmp_path / "here", Signal(), **changes)
+    served = start(target_in_shards, data, tmp_path / "served", SERVED, **changes)
     for name, tensor in here.items():
         assert torch.equal(tensor, served[name]), name
     assert not torch.equal(here["fc_norm.0.weight"], here["fc_norm.1.weight"])

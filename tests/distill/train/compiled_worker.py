@@ -14,7 +14,7 @@ from accelerate import PartialState
 from make_heads import make_signal, make_target
 from train_on_ranks import FAMILIES, micro_batches
 
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import leave

@@ -8,10 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from redraft.distill.inputs import Data, Signal
-from redraft.distill.prove import Prove
+from redraft.distill.run.config import Data, Loop, Prove, Signal
 from redraft.distill.signal.endpoint import Endpoint
-from redraft.distill.train.loop import Loop
 from redraft.distill.train.optim import Optim
 
 

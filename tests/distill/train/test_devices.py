@@ -9,7 +9,7 @@ import torch
 from make_heads import make_signal
 from train_on_ranks import FAMILIES, make_family_target, micro_batches
 
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation

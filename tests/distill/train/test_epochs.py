@@ -15,7 +15,7 @@ from torch import Tensor
 
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
 from redraft.heads.draft import Batch, TargetSignal

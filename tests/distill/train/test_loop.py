@@ -15,11 +15,12 @@ from train_on_ranks import make_standalone
 
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, SampleStats
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
+from redraft.distill.run.config import Loop
+from redraft.distill.run.folder import RunFolder
 from redraft.distill.train import loop
-from redraft.distill.train.loop import LoadedData, Loop
+from redraft.distill.train.loop import LoadedData
 from redraft.distill.train.optim import Optim
-from redraft.distill.train.run import Run
 from redraft.distill.train.step import Distillation
 
 
@@ -96,7 +97,7 @@ def test_epochs_are_passes_over_the_data_and_the_schedule_is_as_long(
     distillation = Distillation(make_standalone(target), signal, Divergence(), optim, 2000, accelerator)
     data = LoadedData(train=text, held_out=text, prompts=[], stats=SampleStats(), hash="", end_ids=())
     cfg = Loop(epochs=3, eval_every=0, save_every=0, batch_size=1, sequence_length=8)
-    loop.train(distillation, data, Run(tmp_path, accelerator), cfg, 2)
+    loop.train(distillation, data, RunFolder(tmp_path, accelerator), cfg, 2)
     # Four rows, two a step: two steps a pass.
     assert distillation.step_index == distillation.num_steps == 6
     told = "6 steps of 2 rows of 8 tokens: up to 96 tokens, 3 passes over the 4 rows of the data"
@@ -121,7 +122,7 @@ def test_a_step_is_read_if_it_is_logged_and_the_line_is_of_that_step(
     monkeypatch.setattr(two, "read", lambda unread: read.append(two.step_index) or Distillation.read(two, unread))
     data = LoadedData(train=text, held_out=text, prompts=[], stats=SampleStats(), hash="", end_ids=())
     cfg = Loop(steps=7, log_every=3, eval_every=0, save_every=0, batch_size=2, sequence_length=8)
-    run = Run(tmp_path, two.accelerator)
+    run = RunFolder(tmp_path, two.accelerator)
     loop.train(two, data, run, cfg, 2)
     assert read == [entry["step"] for entry in run.metrics] == [3, 6, 7]
     for entry in run.metrics:

@@ -13,7 +13,7 @@ from make_heads import make_signal
 from torch import Tensor, nn
 from train_on_ranks import FAMILIES, make_family_target, micro_batches
 
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.train import step
 from redraft.distill.train.muon import Muon, orthogonalise, split
 from redraft.distill.train.optim import Optim

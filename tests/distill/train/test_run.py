@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from redraft.distill.run.folder import RunFolder
 from redraft.distill.train.loop import make_accelerator
-from redraft.distill.train.run import Run
 
 
-def open_run(folder: Path, resume: bool = False, **config: Any) -> Run:
-    return Run.open(folder, config, make_accelerator(1, None, None), resume=resume, overwrite=False)
+def open_run(folder: Path, resume: bool = False, **config: Any) -> RunFolder:
+    return RunFolder.open(folder, config, make_accelerator(1, None, None), resume=resume, overwrite=False)
 
 
 def test_a_run_is_resumed_though_its_teachers_moved(tmp_path: Path) -> None:

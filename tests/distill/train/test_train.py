@@ -16,7 +16,8 @@ from make_heads import take_rows
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.distill.data.on_policy import draft_written, is_on_policy
-from redraft.distill.loss.divergences import Divergence, exact_log_probs
+from redraft.distill.loss.choice import Divergence
+from redraft.distill.loss.divergences import exact_log_probs
 from redraft.distill.train.objective import StepResult, distill_loss, gather_target, labelled_rows
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation

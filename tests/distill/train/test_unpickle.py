@@ -16,7 +16,7 @@ from make_heads import make_signal, make_target
 from torch.distributed.checkpoint import filesystem
 from train_on_ranks import make_standalone, micro_batches
 
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation

@@ -11,7 +11,7 @@ from make_heads import make_batch, make_ids, make_signal, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_on_ranks import FAMILIES, make_family_target
 
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation

@@ -16,7 +16,6 @@ import model_runners
 import pytest
 
 ROOT = Path(__file__).parents[3]
-RECIPES = {"dflash": "dflash_llama8b", "dspark": "dspark_llama8b", "peagle": "peagle_llama8b"}
 NUM_TOKENS = 3
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(3000)]
@@ -31,7 +30,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def train(family: str, heads: dict[str, Path]) -> Path:
     if family not in heads:
         output = heads["folder"] / family
-        command = [sys.executable, str(ROOT / f"recipes/train/{RECIPES[family]}.py"), "--preset", "demo"]
+        command = [sys.executable, "-m", "benchmarks.studies.presets", family]
         command += ["--prove.no-engine", "--prove.speed-rounds", "0", "--output", str(output)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1500)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 import torch
 
-from redraft.distill import prove
+from redraft.distill.run import proof as prove
 from redraft.eval.engine import server, target_dtype
 from redraft.eval.engine.server import vllm_server
 from redraft.eval.engine.target_dtype import computes_bfloat16, default_target_dtype, stored_dtype

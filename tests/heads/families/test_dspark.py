@@ -24,7 +24,7 @@ from make_heads import (
 from safetensors.torch import load_file
 from torch import Tensor
 
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.objective import distill_loss
 from redraft.eval.forecast.greedy import collect_outcomes, forecast, greedy_continuations
 from redraft.eval.forecast.rows import compare_rows

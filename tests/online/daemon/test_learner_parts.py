@@ -82,7 +82,7 @@ def test_the_loss_is_the_divergence_from_what_was_recorded(random_target):
     record = make_record()
     (text,) = select_texts([record], branches_per_record=0, rng=np.random.default_rng(0))
     (batch,) = make_batches([text], num_batches=1, sequence_length=64, seed=0)
-    from redraft.distill.loss.divergences import Divergence
+    from redraft.distill.loss.choice import Divergence
 
     loss, _ = DistillStep(draft, Divergence())(batch, batch.signal, scale=1.0)
     logits_TV = draft.model(torch.tensor([text.input_ids_T.tolist()])).logits[0].double()

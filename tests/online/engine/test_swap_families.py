@@ -8,7 +8,7 @@ import torch
 from swapping import run_engines
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.objective import distill_loss
 from redraft.heads.catalog import FAMILIES, find_family

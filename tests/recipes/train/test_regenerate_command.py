@@ -13,8 +13,8 @@ from teachers import Teacher, teaching
 
 from redraft.distill.data.regenerate import Sampling
 from redraft.eval.engine.server import VllmServer
-from redraft.recipes.train import regenerate
-from redraft.recipes.train.regenerate import Config, main
+from redraft.recipes.data import regenerate
+from redraft.recipes.data.regenerate import Config, main
 
 
 class Answering(Teacher):

@@ -59,7 +59,7 @@ def _lasting(config: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-class Run:
+class RunFolder:
     """A run's folder, opened once by every rank; only the main process writes."""
 
     def __init__(self, folder: Path, accelerator: Accelerator) -> None:
@@ -72,7 +72,7 @@ class Run:
     @classmethod
     def open(
         cls, folder: Path, config: dict[str, Any], accelerator: Accelerator, *, resume: bool, overwrite: bool
-    ) -> Run:
+    ) -> RunFolder:
         """The run in `folder`, new or resumed.
 
         Raises: ValueError if the folder holds another run and neither `resume` nor `overwrite` is set, if the config
@@ -89,9 +89,9 @@ class Run:
             run.date = datetime.date.fromisoformat(recorded)
         return run
 
-    def beside(self, name: str) -> Run:
+    def beside(self, name: str) -> RunFolder:
         """A run in a subfolder of this one, with separate checkpoints and metrics."""
-        run = Run(self.folder / name, self.accelerator)
+        run = RunFolder(self.folder / name, self.accelerator)
         run.config, run.date = self.config, self.date
         run.folder.mkdir(exist_ok=True)
         return run

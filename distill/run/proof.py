@@ -11,17 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import tyro
 from torch import nn
 
 from redraft.distill.doctor.label_probe import label_probe
-from redraft.distill.signal.sharded import leading
+from redraft.distill.run.config import Prove
+from redraft.distill.run.folder import RunFolder
 from redraft.distill.signal.sources import EndpointTarget
 from redraft.distill.train.loop import LoadedData, TrainingCost
-from redraft.distill.train.run import Run
 from redraft.eval.engine.lossless import Lossless, compare_lossless
 from redraft.eval.engine.measure import Measurement, measure
 from redraft.eval.engine.server import VllmServer, engine_is_cpu, read_runner, vllm_server
@@ -38,7 +37,7 @@ from redraft.eval.forecast.greedy import (
     greedy_continuations,
 )
 from redraft.eval.forecast.reference import measure_by_reference
-from redraft.eval.forecast.stored import store_forecast
+from redraft.eval.forecast.stored import StoredForecast, store_forecast
 from redraft.eval.machine import engine_environment, environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import (
@@ -50,11 +49,14 @@ from redraft.eval.report.page import (
 )
 from redraft.heads.catalog import Decoder
 from redraft.heads.draft import Draft
-from redraft.heads.files.artifact import fingerprint, publish
+from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
 from redraft.heads.files.folder import model_folder
 from redraft.heads.files.kept import compute_once
 from redraft.heads.progress import Progress
+
+if TYPE_CHECKING:
+    from redraft.distill.run.run import Run
 
 MAX_DRAFT_TOKENS = 128
 """Limit of vLLM's rejection sampler on the draft tokens of one request in one step."""
@@ -64,45 +66,12 @@ SPEED_PROMPTS = 4
 """Prompts of a speed round for every request in flight. Short rounds are best on a shared machine."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prove:
-    """Evaluation of the trained draft: a forecast, then a real vLLM with and without it."""
-
-    engine: bool = True
-    """After training, serve the target in a real vLLM with the draft and without it, and compare their speed and
-    answers. Without this, the report holds only the forecast."""
-    ce_baseline: bool = False
-    """Also train the same draft by plain cross-entropy on the text, for as many steps, to compare with. Doubles the
-    training time; only `redraft distill` does it."""
-    num_speculative_tokens: int = 4
-    """Draft tokens per step in held-out metrics, forecast and engine. A head cannot draft more than it was trained
-    for."""
-    max_tokens: int = 128
-    """Longest answer to a held-out prompt, in tokens."""
-    concurrency: int = 4
-    """Number of requests in flight at once."""
-    speed_rounds: int = 0
-    """Interleaved rounds to compare the speed with and without the draft in, at least 6 for an interval. The two
-    servers run side by side, so both must fit into the memory. Without rounds the report states no speed-up:
-    `redraft bench` measures one."""
-    engine_args: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Argument for vLLM, after an equals sign: --prove.engine-args=--tensor-parallel-size=8. Once for each argument."""
-    reference: Path | None = None
-    """Folder for several runs to share results that depend only on the target and the prompts: the target's answers,
-    and the engine's answers without a draft. By default, --output."""
-
-    def __post_init__(self) -> None:
-        if 0 < self.speed_rounds < 6:
-            raise ValueError(f"--prove.speed-rounds {self.speed_rounds} give no 95% interval: 6 or more, or 0 for none")
-        for name in ("num_speculative_tokens", "max_tokens", "concurrency"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--prove.{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
-
-
 class Forecaster:
     """Forecasts the acceptance of drafts on held-out prompts. The target answers the prompts once."""
 
-    def __init__(self, cfg: Prove, name: str, target: Any, signal: SignalFunction, data: LoadedData, run: Run) -> None:
+    def __init__(
+        self, cfg: Prove, name: str, target: Any, signal: SignalFunction, data: LoadedData, run: RunFolder
+    ) -> None:
         """`name` is the folder or hub name of `target`; `signal` gives the target's distribution to most drafts."""
         self.cfg, self.signal = cfg, signal
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -166,60 +135,36 @@ def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
         )
 
 
-def publish_draft(
-    cfg: Prove,
-    run: Run,
-    data: LoadedData,
-    target: str,
-    write: Callable[[Path], None],
-    forecast: Callable[[Path], Forecast],
-    name: str = "draft",
-    model: Any = None,
-) -> tuple[Path, Forecast | None]:
-    """Publish the files written by `write(folder)`, with provenance and forecast, as the folder `name` of the run.
+def describe_origin(run: Run) -> dict[str, Any]:
+    """The provenance of a draft that is exported now."""
+    folder, data, target = run.folder, run.data, run.cfg.target
+    return {
+        "command": sys.argv,
+        "config": folder.config,
+        "data_hash": data.hash,
+        "data": str(data.stats),
+        "date": data.date.isoformat(),
+        "template_arguments": data.stats.chosen_arguments(),
+        "target": target,
+        "target_fingerprint": fingerprint(model_folder(target)),
+        "label_probe": label_probe(load_tokenizer(target), data.date),
+        # With evaluations, the last one and the last line of training: `doctor.in_engine` reads the tau.
+        "metrics": folder.metrics[-2:],
+        "environment": environment(),
+    }
 
-    `forecast(folder)` makes the forecast of the files just written, on the held-out prompts. Serving is held to it.
-    The main process writes; the others wait for it, and get None for the forecast. `model` is the target, which may be
-    shared out over them.
-    """
-    folder, after = run.folder / name, None
-    if run.accelerator.is_main_process:
-        provenance = {
-            "command": sys.argv,
-            "config": run.config,
-            "data_hash": data.hash,
-            "data": str(data.stats),
-            "date": data.date.isoformat(),
-            "template_arguments": data.stats.chosen_arguments(),
-            "target": target,
-            "target_fingerprint": fingerprint(model_folder(target)),
-            "label_probe": label_probe(load_tokenizer(target), data.date),
-            # With evaluations, the last one and the last line of training: `doctor.in_engine` reads the tau.
-            "metrics": run.metrics[-2:],
-            "environment": environment(),
-        }
 
-        def write_and_forecast(partial: Path) -> None:
-            nonlocal after
-            write(partial)
-            # of the files, not of the module: rounding to the exported type is part of what is served
-            after = forecast(partial)
-            stored = store_forecast(
-                after,
-                data.prompts,
-                num_speculative_tokens=cfg.num_speculative_tokens,
-                max_tokens=cfg.max_tokens,
-                end_ids=data.end_ids,
-                dtype=_computed_in(model),
-            )
-            # `publish` writes the provenance after this function, so the entry is in it.
-            provenance["forecast"] = stored.to_json()
-
-    with leading(model) as leads:
-        if leads:
-            publish(folder, write_and_forecast, provenance, overwrite=True)
-    run.accelerator.wait_for_everyone()
-    return folder, after
+def store(forecast: Forecast, run: Run) -> StoredForecast:
+    """The forecast as the provenance of its draft keeps it. Serving is compared with it."""
+    cfg = run.cfg.prove
+    return store_forecast(
+        forecast,
+        run.data.prompts,
+        num_speculative_tokens=cfg.num_speculative_tokens,
+        max_tokens=cfg.max_tokens,
+        end_ids=run.data.end_ids,
+        dtype=_computed_in(run.model),
+    )
 
 
 def _computed_in(model: Any) -> str | None:
@@ -364,7 +309,7 @@ def make_logits(target: str) -> Callable[[Sequence[int]], torch.Tensor]:
 
 
 def report(
-    run: Run,
+    run: RunFolder,
     *,
     target: str,
     before: Forecast,

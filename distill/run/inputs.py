@@ -6,9 +6,8 @@ import datetime
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -24,104 +23,23 @@ from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, SampleStats, data_hash, held_out_prompts, stream_samples
 from redraft.distill.data.tokens import Content as TokenContent
 from redraft.distill.data.tokens import Origin, describe_tokenizer, keep_tokens, read_tokens
+from redraft.distill.run.config import Data, Loop, Signal
+from redraft.distill.run.folder import TOKENS, RunFolder
 from redraft.distill.signal.ahead import OneAhead
-from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, HiddenDtype, HiddenStates, TopK
+from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, HiddenStates, TopK
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.features import EndpointHiddenStates, load_skeleton
-from redraft.distill.signal.features_store import DEFAULT_STORAGE
 from redraft.distill.signal.sharded import is_sharded, leading, load_sharded
 from redraft.distill.signal.shards import Content, is_complete, write_cache
 from redraft.distill.signal.sources import EndpointTarget, InProcessTarget
-from redraft.distill.train.loop import LoadedData, Loop
-from redraft.distill.train.run import TOKENS, Run
+from redraft.distill.train.loop import LoadedData
 from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.greedy import SignalFunction
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_text_config, load_tokenizer, refuse_quantised
 from redraft.heads.files.folder import model_folder
 from redraft.heads.files.served_target import require_served_alike
-
-DATE_FLAG = "--data.date"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data:
-    """Text to train on, and held-out text to evaluate on."""
-
-    source: str = "HuggingFaceH4/ultrachat_200k"
-    """Conversations to train on: a hub name, a .jsonl, .json or .parquet file (also .gz or .zst), a folder of such
-    files or of text, or `stdlib` (code and prose from the Python installation). Drafts learn best from answers of the
-    target: see `redraft regenerate`."""
-    split: str = "train_sft"
-    """Split of a hub data set."""
-    held_out: float = 0.01
-    """Share of the conversations, between 0 and 1, to evaluate the draft on and never train on. A hash chooses them, so
-    every run holds out the same ones, with all answers to the same first question on one side."""
-    num_prompts: int = 64
-    """Number of held-out prompts for the forecast and the engine, in equal parts from every domain."""
-    max_prompt_tokens: int = 1024
-    """Longest held-out prompt, in tokens; longer ones are left out."""
-    date: str | None = None
-    """Date, as YYYY-MM-DD, for chat templates that write today's, such as Llama 3.2's. By default the day on which the
-    run began. Runs that share a cache of the target need the same."""
-    cache: Path | None = None
-    """Folder of the tokenised data, for several runs to share; by default inside --output. Data, template, tokenizer or
-    date that change are noticed, and tokenised again."""
-    strict: bool = False
-    """End the run at the first row that cannot be used, instead of skipping such rows with a count for each reason."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.held_out < 1:
-            raise ValueError(f"--data.held-out is {self.held_out}: the share to evaluate on lies between 0 and 1")
-        if self.date is not None:
-            choose_day(self.date, DATE_FLAG)
-        if self.num_prompts < 1:
-            raise ValueError("--data.num-prompts must be at least 1: the draft is evaluated on them")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Signal:
-    """Source of the target's distribution, which the draft learns to match."""
-
-    kind: Literal["model", "cache", "endpoint"] = "model"
-    """Source of the target's predictions. `model`: run the target in this process; exact. `endpoint`: ask the vLLM
-    servers in --signal.url at each step, without loading the target here. `cache`: compute them once before training,
-    here or on those servers, and read them from disk. From a server or a cache, a standalone draft gets the top k
-    probabilities; a head gets hidden states, which give the exact distribution."""
-    k: int = 32
-    """Number of most probable tokens kept for each position, for a standalone draft with endpoint or cache. The rest of
-    the probability becomes one bucket."""
-    shard: bool = False
-    """Share the layers of a target in these processes out over them (FSDP2), instead of a whole copy in each. Only the
-    first process reads the files. Needs --prove.no-engine."""
-    exact: bool = False
-    """For a standalone draft with endpoint or cache: read hidden states, as a head does, which give the exact
-    distribution. The servers are then those of `redraft serve-features`, and faster: without `prompt_logprobs`."""
-    url: tuple[str, ...] = ()
-    """Addresses of the target's vLLM servers, http://HOST:PORT. Each request goes to the least busy one, and a failed
-    server is skipped until it is back. For a head, start them with `redraft serve-features`; for a standalone draft,
-    with --max-logprobs of at least k."""
-    storage: str = DEFAULT_STORAGE
-    """Folder or fsspec URL from which hidden states are read, for a head with servers: the `--storage` of `redraft
-    serve-features`. Nothing outside of it is read, whatever a server answers."""
-    cache: Path | None = None
-    """Folder of the cache, for several runs to share; by default inside --output."""
-    cache_dtype: HiddenDtype = "bfloat16"
-    """Type of cached hidden states. bfloat16 is exact for a target in bfloat16. float8 takes half of the space: 8-bit
-    floats with a scale for each state."""
-
-    def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"--signal.k is {self.k}: a row keeps at least 1 id")
-        if self.kind == "endpoint" and not self.url:
-            raise ValueError("--signal.kind endpoint needs --signal.url, the address of the target's vLLM server")
-        if self.shard and self.url:
-            raise ValueError("--signal.shard is for a target in these processes: with --signal.url servers hold it")
-        if self.kind == "model" and self.exact:
-            raise ValueError("--signal.exact is for servers and caches: a target in this process is always exact")
-        if self.kind == "model" and self.url:
-            raise ValueError("--signal.url is not read with --signal.kind model: choose endpoint or cache")
 
 
 def choose_dtype(target: str, dtype: TargetDtype | None, device: torch.device) -> torch.dtype | None:
@@ -162,14 +80,14 @@ def load_target(target: str, signal: Signal, device: torch.device, dtype: Target
     return model.to(device).requires_grad_(False).eval(), tokenizer
 
 
-def load_data(data: Data, target: str, tokenizer: Any, loop: Loop, run: Run) -> LoadedData:
+def load_data(data: Data, target: str, tokenizer: Any, loop: Loop, run: RunFolder) -> LoadedData:
     """Training and held-out rows of `loop.sequence_length` tokens, held-out prompts, and the target's end tokens.
 
     The main process tokenises, once; all processes map the result, also when the run is resumed.
 
     Raises: ValueError if the source is empty or nothing in it can be trained on.
     """
-    day = choose_day(data.date, DATE_FLAG) if data.date else run.date
+    day = choose_day(data.date, "--data.date") if data.date else run.date
     ends = end_ids(target, tokenizer)
     # A shared cache keeps the tokens of other settings, a run's folder only the latest.
     root = data.cache or run.folder / TOKENS

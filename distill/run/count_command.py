@@ -13,7 +13,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from transformers import AutoConfig
 
-from redraft.distill.inputs import choose_dtype
+from redraft.distill.run.config import make_config
+from redraft.distill.run.inputs import choose_dtype
+from redraft.heads.catalog import find_family
 
 NUM_STEPS = {"dflash": "block_size", "dspark": "block_size", "medusa": "num_heads", "mlp_speculator": "num_stages"}
 """The option of a family that says how many tokens it learns, if not `num_steps`."""
@@ -35,9 +37,10 @@ def _target(cfg: Any, accelerator: Accelerator) -> Iterator[str]:
 
 def _draft(family: str, cfg: Any) -> Iterator[str]:
     """Sizes, loss, optimizer and rows."""
+    usual: Any = make_config(find_family(family))
     yield from ("--family", family)
-    yield from _sizes_of_standalone(cfg) if family == "standalone" else _sizes_of_head(family, cfg)
-    if changed := _changed(cfg.divergence, type(cfg)().divergence):
+    yield from _sizes_of_standalone(cfg) if family == "standalone" else _sizes_of_head(family, cfg, usual)
+    if changed := _changed(cfg.divergence, usual.divergence):
         yield from ("--divergence", json.dumps(changed))
     if cfg.optim.name != "adamw":
         yield from ("--optimizer", cfg.optim.name)
@@ -52,14 +55,14 @@ def _sizes_of_standalone(cfg: Any) -> Iterator[str]:
         yield "--gradient-checkpointing"
 
 
-def _sizes_of_head(family: str, cfg: Any) -> Iterator[str]:
+def _sizes_of_head(family: str, cfg: Any, usual: Any) -> Iterator[str]:
     steps = NUM_STEPS.get(family, "num_steps")
     yield from ("--num-steps", str(getattr(cfg.head, steps)))
-    if hasattr(cfg, "draft_vocab_size"):
+    if usual.draft_vocab_size:
         yield from ("--draft-vocab-size", str(cfg.draft_vocab_size))
     if getattr(cfg.head, "recompute", False):
         yield "--gradient-checkpointing"
-    if changed := _changed(cfg.head, type(cfg)().head, steps, "recompute"):
+    if changed := _changed(cfg.head, usual.head, steps, "recompute"):
         yield from ("--head", json.dumps(changed))
 
 

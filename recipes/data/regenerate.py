@@ -2,7 +2,7 @@
 
     $ redraft regenerate --target models/llama-8b --source HuggingFaceH4/ultrachat_200k --split train_sft \\
           --output outputs/answers.jsonl
-    $ redraft distill --target models/llama-8b --data.source outputs/answers.jsonl
+    $ redraft train standalone --target models/llama-8b --data.source outputs/answers.jsonl
 
 With --target, the engine is started here and stopped at the end. With --url, a server that runs already answers: any
 OpenAI-compatible one, e.g. `python -m vllm.entrypoints.openai.api_server --model models/llama-8b`.

@@ -22,8 +22,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from redraft.distill.inputs import Signal, choose_dtype
 from redraft.distill.plan.held import DraftSize, Sharing
+from redraft.distill.run.config import Signal
+from redraft.distill.run.inputs import choose_dtype
 from redraft.distill.signal.sharded import device_bytes, processes_here, size_weights
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.heads.files.checkpoint import load_config

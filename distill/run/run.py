@@ -1,0 +1,359 @@
+"""One training of a draft, of any family.
+
+    refuse ─► open ─► start ─► forecast ─► train ─► publish ─► prove
+    flags     target   weights   of the      loop     folder     a real vLLM
+    memory    data     (start)   start                forecast   report
+    folder
+
+The family's row in `heads.catalog` and its module say what differs: initial weights, defaults, export layouts.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redraft.distill.data.vocabulary import require_smaller
+from redraft.distill.loss.choice import Divergence
+from redraft.distill.plan.held import count_head, count_standalone
+from redraft.distill.run.config import HeadConfig, Loop, StandaloneConfig
+from redraft.distill.run.count_command import count_command
+from redraft.distill.run.folder import RunFolder
+from redraft.distill.run.inputs import live_signal, load_data, load_target, require_no_engine, target_signal
+from redraft.distill.run.memory import require_room
+from redraft.distill.run.proof import (
+    EngineProof,
+    Forecaster,
+    check_num_tokens,
+    describe_origin,
+    leave_gpu,
+    prove_by_reference,
+    prove_in_engine,
+    report,
+    store,
+)
+from redraft.distill.run.start import start
+from redraft.distill.signal.sharded import leading
+from redraft.distill.train.loop import TrainingCost, make_accelerator, train
+from redraft.distill.train.ranks import leave
+from redraft.distill.train.step import Distillation, require_whole_matrices
+from redraft.eval.engine.server import require_runner
+from redraft.eval.forecast.calibration import Calibration
+from redraft.eval.forecast.greedy import Forecast, SignalFunction
+from redraft.heads.catalog import Family, Training, require_head
+from redraft.heads.families.mtp_folder import as_mimo, stitch
+from redraft.heads.families.mtp_layouts import detect_layout
+from redraft.heads.families.standalone import StandaloneDraft
+from redraft.heads.files.artifact import publish, publishing
+from redraft.heads.files.checkpoint import load_text_config, refuse_quantised
+from redraft.heads.files.folder import check_model_folder, model_folder
+from redraft.heads.files.served_target import require_aux
+from redraft.heads.nn.masks import check_mask_token
+from redraft.heads.target import Target, aux_layers
+
+Config = HeadConfig[Any] | StandaloneConfig
+
+TEXT_STAGE = "text"
+"""Folder of the first stage in a run's folder."""
+
+
+def run(family: Family, cfg: Config) -> None:
+    """Train a draft of a family, publish it, prove it and write the report.
+
+    Raises:
+        ValueError, OSError: the flags do not fit each other, the target or the machine. Nothing is left behind.
+    """
+    started_s = time.perf_counter()
+    training = Run(family, cfg)
+    draft = start(training)
+    before = training.forecast(draft)
+    baseline = training.train_baseline(draft)
+    if cfg_text := getattr(cfg, "text_steps", 0):
+        draft = training.train_on_text(draft, cfg_text)
+    trained, cost = training.train(draft, cfg.divergence, cfg.loop)
+    folder = training.publish(trained)
+    training.prove(folder, before, baseline, cost, started_s)
+
+
+class Run:
+    """The opened target, data and folder of a training, and the steps after the start."""
+
+    def __init__(self, family: Family, cfg: Config) -> None:
+        """Refuse what cannot work, then open. Torch's random state is seeded at the end, so a draft made next starts
+        the same in every run.
+
+        Raises: as `run`.
+        """
+        self.family, self.cfg = family, cfg
+        self.forecasts: dict[Path, Forecast] = {}
+        self.calibrations: dict[Path, Calibration] = {}
+        # 1. Flags against each other and against the target, before anything is joined, written or loaded.
+        self.shape = refuse(family, cfg)
+        # 2. The ranks, the memory, the folder: a run that is too large leaves no folder to overwrite.
+        self.accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb)
+        require_whole_matrices(cfg.optim, self.accelerator)
+        self._require_room()
+        self.folder = RunFolder.open(
+            cfg.output, asdict(cfg), self.accelerator, resume=cfg.resume, overwrite=cfg.overwrite
+        )
+        # 3. The target and the data.
+        self.target_name = str(self._rewrite_target()) if self._rewrites else cfg.target
+        self.model, self.tokenizer = load_target(
+            self.target_name, cfg.signal, self.accelerator.device, cfg.target_dtype
+        )
+        self.target = Target.from_model(self.model)
+        self.data = load_data(cfg.data, cfg.target, self.tokenizer, cfg.loop, self.folder)
+        torch.manual_seed(cfg.loop.seed)
+
+    @property
+    def _rewrites(self) -> bool:
+        """Whether the target is rewritten into a layout with room for the head."""
+        return isinstance(self.cfg, HeadConfig) and getattr(self.cfg.head, "as_mimo", False)
+
+    def _require_room(self) -> None:
+        cfg = self.cfg
+        if self._rewrites:  # the layer's size follows from the new layout, which is not there yet
+            return
+        if isinstance(cfg, StandaloneConfig):
+            size = functools.partial(count_standalone, cfg.draft)
+        else:
+            size = functools.partial(count_head, self.family.name, cfg.head, cfg.draft_vocab_size)
+        tell = functools.partial(count_command, self.family.name, cfg, self.accelerator)
+        require_room(
+            cfg.target, cfg.signal, self.accelerator, size, cfg.target_dtype, optimizer=cfg.optim.name, tell=tell
+        )
+
+    def _rewrite_target(self) -> Path:
+        folder = self.folder.folder / "target"
+        if self.accelerator.is_main_process and not folder.exists():
+            publish(folder, lambda partial: as_mimo(model_folder(self.cfg.target), partial), {"from": self.cfg.target})
+        self.accelerator.wait_for_everyone()
+        return folder
+
+    def load(self, folder: Path) -> Any:
+        """The exported draft in `folder`, on this run's target, in float32."""
+        return self.family.load(folder, lambda: self.target, None if self.family.is_head else torch.float32)
+
+    # ------------------------------------------------------------------------------------------------------- forecast
+
+    @functools.cached_property
+    def forecaster(self) -> Forecaster:
+        signal = live_signal(self.cfg.signal, self.model, () if self.family.is_head else None)
+        return Forecaster(self.cfg.prove, self.cfg.target, self.model, signal, self.data, self.folder)
+
+    def forecast(self, draft: Any) -> Forecast | None:
+        """Expected acceptance of the draft in the engine's type, on the main process; None on the others. The draft
+        itself stays as it is."""
+        with leading(self.model) as leads:
+            found = self.forecaster.forecast(*self._in_engine(draft)) if leads else None
+        if draft is not None and not self.family.is_head:
+            leave_gpu(draft)
+        return found
+
+    def _in_engine(self, draft: Any) -> tuple[Any, SignalFunction | None]:
+        """A copy of a head in the engine's type, and its signal. A standalone draft is forecast as it is."""
+        if not self.family.is_head:
+            return draft, None
+        signal = live_signal(self.cfg.signal, self.model, draft.aux_layer_ids)
+        return self._copy(draft).to(self.target.head_VD.dtype), signal
+
+    def _copy(self, draft: Any) -> Any:
+        shared = (self.target.embed_VD, self.target.head_VD)  # gigabytes, which a head reads and never changes
+        # `deepcopy` takes an object found in this memo as it is.
+        return copy.deepcopy(draft, {id(tensor): tensor for tensor in shared})
+
+    # ---------------------------------------------------------------------------------------------------------- train
+
+    def train(
+        self, draft: Any, divergence: Divergence, loop: Loop, stage: str | None = None
+    ) -> tuple[Any, TrainingCost]:
+        """Train `draft` (`distill.train.loop.train`) and return it with trained weights, and the cost.
+
+        A `stage` beside the main training has checkpoints and metrics of its own, in a folder of this name. The
+        returned draft is whole even if the ranks shared it in training; on all but the main process it is None.
+        """
+        cfg, folder = self.cfg, self.folder.beside(stage) if stage else self.folder
+        # Before `Distillation`, which may shard the draft in place.
+        whole = self._copy(draft) if self.accelerator.is_main_process else None
+        if isinstance(cfg, StandaloneConfig):
+            draft.set_gradient_checkpointing(cfg.gradient_checkpointing)
+        layers = draft.aux_layer_ids if self.family.is_head else None
+        signal = target_signal(
+            cfg.signal, self.model, self.target_name, self.data, folder.folder, self.accelerator, layers
+        )
+        distillation = Distillation(draft, signal, divergence, cfg.optim, loop.steps, self.accelerator)
+        writer = StandaloneDraft(self.model) if loop.on_policy and self.family.is_head else None
+        cost = train(distillation, self.data, folder, loop, cfg.prove.num_speculative_tokens, writer)
+        weights = distillation.weights()
+        if whole is not None:
+            whole.load_state_dict(weights)
+        # Before the next training: the accelerator would save this one into the checkpoints of the next.
+        distillation.close()
+        return whole, cost
+
+    def train_baseline(self, draft: Any) -> Forecast | None:
+        """The forecast after training a copy of the draft by cross-entropy, with --prove.ce-baseline."""
+        if not self.cfg.prove.ce_baseline:
+            return None
+        trained, _ = self.train(self._copy(draft), Divergence(name="cross_entropy"), self.cfg.loop, "ce-baseline")
+        return self.forecast(trained)
+
+    def train_on_text(self, draft: Any, steps: int) -> Any:
+        """The draft after a first stage of `steps` on the text. Every rank loads the weights, in float32."""
+        loop = replace(self.cfg.loop, steps=steps, on_policy=0.0, minutes=None, epochs=None)
+        trained, _ = self.train(draft, Divergence(name="cross_entropy"), loop, TEXT_STAGE)
+        return self.load(self.publish(trained, "after-text", dtype=None))
+
+    # -------------------------------------------------------------------------------------------------------- publish
+
+    def publish(self, draft: Any, name: str = "draft", dtype: torch.dtype | None = torch.bfloat16) -> Path:
+        """Publish the draft with provenance and forecast as the folder `name` of the run.
+
+        The main process writes, the others wait for it. A head's estimates of acceptance are corrected first.
+        """
+        folder = self.folder.folder / name
+        with leading(self.model) as leads:
+            if leads:
+                with publishing(folder, describe_origin(self), overwrite=True) as new:
+                    self._export(draft, new.path, dtype)
+                    self._calibrate(new.path, folder)
+                    # Of the files, not of the module: rounding to the exported type is part of what is served.
+                    after = self.forecast(self.load(new.path))
+                    assert after is not None, "the main process"
+                    self.forecasts[folder] = after
+                    new.provenance["forecast"] = store(after, self).to_json()
+        self.accelerator.wait_for_everyone()
+        return folder
+
+    def _export(self, draft: Any, folder: Path, dtype: torch.dtype | None) -> None:
+        cfg = self.cfg
+        if not isinstance(cfg, HeadConfig):
+            draft.export(folder, dtype, tokenizer=self.tokenizer)
+        elif self.family.is_in_target:
+            tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in draft.checkpoint_tensors().items()}
+            # One MTP layer is in the weights, so the config must say 1, however many the target came with.
+            changes = {draft.layout.count_key: 1, "redraft": draft.record()}
+            stitch(model_folder(self.target_name), tensors, folder, changes)
+        elif len(_training(self.family).layouts) > 1:
+            tokens = cfg.prove.num_speculative_tokens
+            draft.export(folder, dtype, layout=cfg.layout, target_name=cfg.target, num_speculative_tokens=tokens)
+        else:
+            draft.export(folder, dtype)
+
+    def _calibrate(self, folder: Path, final: Path) -> None:
+        if not self.family.estimates_acceptance:
+            return
+        found = self.forecaster.calibrate(*self._in_engine(self.load(folder)))
+        if found is not None:
+            self.family.draft_class().correct_estimates(folder, found.correction.scale, found.correction.shift)
+            self.calibrations[final] = found
+
+    # ---------------------------------------------------------------------------------------------------------- prove
+
+    def prove(
+        self, draft: Path, before: Forecast | None, baseline: Forecast | None, cost: TrainingCost, started_s: float
+    ) -> None:
+        """Serve the published draft, write the report, and end this rank's part of the launch."""
+        # On the main process only.
+        if before is not None:
+            page = report(
+                self.folder,
+                target=self.cfg.target,
+                before=before,
+                after=self.forecasts[draft],
+                ce_baseline=baseline,
+                engine=self._serve(draft) if self.cfg.prove.engine else None,
+                cost=cost,
+                started=started_s,
+                calibration=self.calibrations.get(draft),
+            )
+            print(f"draft: {draft}\nreport: {page}")
+        leave(self.accelerator)
+
+    def _serve(self, draft: Path) -> EngineProof:
+        cfg = self.cfg.prove
+        if self.family.method is None:
+            head = self.load(draft).to(self.target.head_VD.dtype).to(self.forecaster.device).eval()
+            return prove_by_reference(cfg, self.model, head, self.forecaster.continuations)
+        leave_gpu(self.model)
+        speculative = self.family.speculative
+        if not self.family.is_in_target:
+            speculative = {**speculative, "model": str(draft.absolute())}
+        return prove_in_engine(
+            cfg,
+            self.cfg.target,
+            speculative,
+            self.data.prompts,
+            self.folder.folder,
+            served=draft if self.family.is_in_target else None,
+            dtype=self.cfg.target_dtype,
+        )
+
+
+def _training(family: Family) -> Training:
+    assert family.training is not None
+    return family.training
+
+
+def refuse(family: Family, cfg: Config) -> Any:
+    """Compare the flags with each other, the family and the target's config; returns the target's text config.
+
+    Raises:
+        FileNotFoundError: there is no such target.
+        ValueError: a flag does not fit.
+    """
+    row = _training(family)
+    require_no_engine(cfg.signal, engine=cfg.prove.engine)
+    if cfg.prove.engine and family.method is not None:
+        require_runner(family.speculative, way_out=", or leave the engine out with --prove.no-engine")
+    if isinstance(cfg, StandaloneConfig):
+        check_model_folder(cfg.target)
+        return load_text_config(cfg.target)
+    check_num_tokens(cfg.prove.num_speculative_tokens, cfg.head.num_tokens)
+    if cfg.loop.on_policy and cfg.signal.kind != "model":
+        raise ValueError("only a target in this process writes text to learn on: --signal.kind model")
+    if cfg.loop.on_policy and cfg.signal.shard:
+        raise ValueError("a target in shards writes no text: --loop.on-policy 0")
+    if cfg.init not in row.starts:
+        raise ValueError(f"--init {cfg.init} is not for {family.title}: choose {' or '.join(row.starts)}")
+    if cfg.layout not in row.layouts:
+        raise ValueError(f"--layout {cfg.layout} is not for {family.title}: its exports have one layout")
+    if cfg.draft_vocab_size and row.draft_vocab_size is None:
+        raise ValueError(f"--draft-vocab-size does not fit {family.title}: it has the target's vocabulary")
+    check_model_folder(cfg.target)
+    shape = load_text_config(cfg.target)
+    _refuse_head(family, cfg, shape)
+    if cfg.start_from is not None:
+        require_head(cfg.start_from, family.name, model_folder(cfg.target))
+    return shape
+
+
+def _refuse_head(family: Family, cfg: HeadConfig[Any], shape: Any) -> None:
+    """Compare a head's options with the target's config. Raises ValueError if one does not fit."""
+    options = cfg.head
+    require_smaller(cfg.draft_vocab_size, shape.vocab_size)
+    if family.layers_key and cfg.prove.engine:
+        require_aux(cfg.target, family.name)
+    if family.reads == "layers":
+        aux_layers(options.aux_layer_ids, shape.num_hidden_layers)
+    check_mask_token(getattr(options, "mask_token_id", None), shape.vocab_size)
+    if cfg.init == "last_layers" and options.num_layers > shape.num_hidden_layers:
+        raise ValueError(
+            f"--head.num-layers {options.num_layers} is more than the target's {shape.num_hidden_layers}: "
+            "give fewer, or --init random"
+        )
+    if cfg.init == "least_squares" and not options.fc_norm:
+        raise ValueError("--init least_squares needs --head.fc-norm: without it the head trains badly from there")
+    if cfg.init == "least_squares" and options.norm_before_residual:
+        raise ValueError("--init least_squares is not for heads with --head.norm-before-residual")
+    if family.is_in_target:
+        # The layer would be stored beside scales of other weights.
+        refuse_quantised(shape, f"an MTP layer for {cfg.target}", "give the folder of the weights before quantisation")
+        if not options.as_mimo:
+            detect_layout(shape)  # refuses a target without MTP layers

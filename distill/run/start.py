@@ -1,0 +1,168 @@
+"""How a draft begins: the weights that `--init` chooses, or a draft trained before.
+
+D = hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import broadcast
+from torch import Tensor, nn
+
+from redraft.distill.data.vocabulary import frequent_ids
+from redraft.distill.run.config import HeadConfig, StandaloneConfig
+from redraft.distill.run.inputs import live_signal
+from redraft.distill.signal.parts import (
+    is_whole,
+    last_layers,
+    read_last_layers,
+    read_stream_norms,
+    stream_scales,
+)
+from redraft.distill.signal.transfer import to_device
+from redraft.heads.draft import Batch, TargetSignal
+from redraft.heads.families.eagle3_start import start_by_least_squares
+from redraft.heads.families.standalone import make_draft
+from redraft.heads.files.folder import model_folder
+from redraft.heads.nn.masks import choose_mask_token
+from redraft.heads.progress import Progress
+
+if TYPE_CHECKING:
+    from redraft.distill.run.run import Run
+
+
+def start(run: Run) -> Any:
+    """The untrained draft of a run, or the one to continue, the same on every rank.
+
+    Raises:
+        ValueError: the target does not give what the start needs.
+    """
+    cfg = run.cfg
+    if isinstance(cfg, StandaloneConfig):
+        _say(run, f"the draft starts as {cfg.draft}")
+        return make_draft(cfg.draft, run.model, run.tokenizer, cfg.loop.seed)
+    if cfg.start_from is not None:
+        return _continue(run, cfg)
+    if cfg.init == "native":
+        return _load_native(run, cfg)
+    head = _make_untrained(run, cfg)
+    match cfg.init:
+        case "last_layer":
+            _start_as_layers(run, head, 1)
+        case "last_layers":
+            _start_as_layers(run, head, cfg.head.num_layers)
+        case "least_squares":
+            _start_by_least_squares(run, head, cfg.init_tokens)
+        case _:
+            _say(run, "the head starts from random weights")
+    return head
+
+
+def _make_untrained(run: Run, cfg: HeadConfig[Any]) -> Any:
+    options, vocabulary = cfg.head, list[Tensor | None]()
+    if getattr(options, "mask_token_id", 0) is None:  # only parallel drafters have one
+        pad_id = run.tokenizer.pad_token_id
+        # A padding token that ends answers is no free token.
+        free = None if pad_id in run.data.end_ids else pad_id
+        chosen = choose_mask_token(len(run.target.embed_VD), len(run.tokenizer), free)
+        options = replace(options, mask_token_id=chosen)
+    if run.family.training and run.family.training.draft_vocab_size is not None:
+        # Counted on the training part alone: held-out text must not choose the vocabulary it is judged with.
+        samples, size = run.data.train.samples, run.shape.vocab_size
+        vocabulary.append(frequent_ids(samples, cfg.draft_vocab_size, size))
+    return run.family.draft_class()(options, run.target, *vocabulary)
+
+
+def _continue(run: Run, cfg: HeadConfig[Any]) -> Any:
+    """The head of `--start-from`. Its options are those of its training, but for `--head.recompute` of this run."""
+    assert cfg.start_from is not None
+    head = run.load(cfg.start_from)
+    if hasattr(cfg.head, "recompute"):  # not of Medusa
+        head.config = replace(head.config, recompute=cfg.head.recompute)
+    return head
+
+
+def _load_native(run: Run, cfg: HeadConfig[Any]) -> Any:
+    """The layer that lies in the target's weights, with the options of this run."""
+    head = run.family.draft_class().load(model_folder(run.target_name), run.target)
+    head.config = cfg.head
+    return head
+
+
+def _start_as_layers(run: Run, head: Any, count: int) -> None:
+    """Give a head the weights of the target's last `count` layers.
+
+    If this process does not have them, the main process reads them from the target's files and shares the head. If it
+    cannot, the head keeps its random weights, and the printed line says why.
+    """
+    layers = f"the last {'layer' if count == 1 else f'{count} layers'} of {run.target_name}"
+    if is_whole(run.model):
+        head.init_from_layers(*last_layers(run.model, count))
+        _say(run, f"the head starts from {layers}")
+        return
+    read = functools.partial(read_last_layers, run.target_name, run.model.dtype, count)
+    try:
+        run.folder.on_main(lambda: head.init_from_layers(*read()))
+    except (ValueError, OSError) as error:
+        _say(run, f"the head starts from random weights: {error}")
+    else:
+        share(run, head)
+        _say(run, f"the head starts from {layers}, read from its files, because this process does not have them")
+
+
+def _start_by_least_squares(run: Run, head: Any, num_tokens: int) -> None:
+    scales = read_scales(run, head.aux_layer_ids)
+    _say(run, f"the head starts from least squares on up to {num_tokens:,} tokens")
+    # The final norm alone: all else but the output head is replaced.
+    head.init_from_layer(nn.Module(), run.model.base_model.norm)
+    head.to(run.accelerator.device)
+    start_by_least_squares(head, read_last_signals(run, head.aux_layer_ids, num_tokens), scales)
+    # Each rank has solved for itself, and other hardware may give other signs.
+    share(run, head)
+
+
+def share(run: Run, head: Any) -> None:
+    """Give every rank the weights of a head of the main process. All ranks must call this."""
+    head.to(run.accelerator.device)
+    broadcast([parameter.data for parameter in head.parameters()])
+    head.cpu()
+
+
+def read_scales(run: Run, layer_ids: Sequence[int]) -> list[Tensor]:
+    """For each stream, after k layers, the factors of the norm in the target's layer that reads it, [D].
+
+    Raises:
+        ValueError: a stream is not read by an RMS norm, or the target ends with another norm.
+    """
+    name = run.cfg.target
+    if is_whole(run.model):
+        return stream_scales(run.model, layer_ids, name)
+    read = functools.partial(read_stream_norms, run.target_name, run.model.dtype, layer_ids)
+    return run.folder.on_main(lambda: stream_scales(read(), layer_ids, name))
+
+
+def read_last_signals(run: Run, layer_ids: Sequence[int], num_tokens: int) -> list[tuple[Batch, TargetSignal]]:
+    """The last batches of the first epoch with the target's states: `num_tokens` tokens, or all if there are fewer.
+
+    The last ones, because training meets them late: a head learns little from text that its start was fitted to.
+    They are the same on every rank.
+    """
+    source = live_signal(run.cfg.signal, run.model, layer_ids)
+    train, size = run.data.train, run.cfg.loop.batch_size
+    total = train.num_batches(size)
+    first = max(0, total - math.ceil(num_tokens / (size * train.sequence_length)))
+    bar = Progress(
+        range(first, total), desc="states to start from", unit="batch", disable=not run.accelerator.is_main_process
+    )
+    batches = (to_device(train.batch(number, batch_size=size), run.accelerator.device) for number in bar)
+    return [(batch, source(batch)) for batch in batches]
+
+
+def _say(run: Run, line: str) -> None:
+    if run.accelerator.is_main_process:
+        print(line)

@@ -1,0 +1,257 @@
+"""The options of every family of drafts: the flags `--head.*`, and `--draft.*` of a standalone draft.
+
+Standard library only, because help texts and control planes read them without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle1:
+    num_steps: int = 1
+    """Draft steps trained at once. The paper trains 1; with more, the head also learns from features of earlier steps,
+    as it reads them in serving."""
+    step_decay: float = 0.8
+    """Weight of draft step k in the loss is step_decay^k, with k from 0."""
+    regression_weight: float = 10.0
+    """Weight of the SmoothL1 distance to the target's feature; the divergence weighs 1. The paper uses 1 and 0.1."""
+    recompute: bool = False
+    """Compute the activations of each draft step again in the backward pass instead of keeping them: more work in the
+    head's layer, and far less memory with long rows."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Draft tokens that the head learns."""
+        return self.num_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3:
+    aux_layer_ids: tuple[int, ...] = ()
+    """Target layers to read, ascending; k stands for the residual stream after k layers. Empty chooses
+    2, n // 2 and n - 3 of n layers."""
+    own_head: bool = True
+    """Train the output head, starting from the target's. If false, the target's rows are used and stay frozen."""
+    norm_before_residual: bool = False
+    """Add the layer's output to the normed feature instead of the feature itself."""
+    norm_before_fc: bool = False
+    """Norm the concatenated streams before they are mixed (gpt-oss)."""
+    fc_norm: bool = False
+    """Norm the stream of each target layer before they are mixed (EAGLE-3.1)."""
+    norm_output: bool = False
+    """Feed back the feature after the final norm instead of before it (EAGLE-3.1)."""
+    num_steps: int = 7
+    """Draft steps trained at once; each reads the features of the step before."""
+    step_decay: float = 0.8
+    """Weight of draft step k in the loss is step_decay^k, with k from 0."""
+    recompute: bool = False
+    """Compute the activations of each draft step again in the backward pass instead of keeping them: more work in the
+    head's layer, and far less memory with long rows."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Draft tokens that the head learns."""
+        return self.num_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlash:
+    aux_layer_ids: tuple[int, ...] = ()
+    """Target layers to read, ascending; k stands for the residual stream after k layers, from 1. Empty chooses
+    2, n // 2 and n - 3 of n layers."""
+    num_layers: int = 5
+    """Layers of the draft."""
+    block_size: int = 16
+    """Slots of a block in training: the anchor, and one for every draft token. An engine may serve fewer tokens, never
+    more than block_size - 1."""
+    mask_token_id: int | None = None
+    """Token whose embedding stands in the empty slots. It must be in the target's table and should never occur in text.
+    By default the recipe takes a row that the tokenizer does not use, or else the padding token."""
+    num_anchors: int = 512
+    """Blocks to train in each row of a batch. Every epoch chooses other anchors."""
+    gamma: float = 7.0
+    """Decay of a draft token's weight in the loss: token i has the weight exp(-(i - 1) / gamma). Usual values are 4 for
+    blocks of 8 and 7 for blocks of 16."""
+    pace: float | None = None
+    """Weigh a draft token by how much the expected length of the block gains if it becomes more probable, instead of by
+    `gamma` (D-PACE, arXiv 2605.18810). The number, from 0 to 1, draws all probabilities towards 1, because an untrained
+    head would learn the first token only; 0.5 is usual. It takes one more product with the output head."""
+    recompute: bool = False
+    """Compute the activations of each layer again in the backward pass instead of keeping them: more work in the
+    layers, and far less memory with many anchors."""
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1:
+            least = self.first_slot + 1
+            raise ValueError(f"a block of {self.block_size} slots has no draft token: give block_size {least} or more")
+        if self.pace is not None and not 0 <= self.pace <= 1:
+            raise ValueError(f"pace is {self.pace}: give a number from 0 to 1, or none for weights by gamma")
+
+    @property
+    def first_slot(self) -> int:
+        """The slot of a block that proposes the first token."""
+        return 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Draft tokens of a block."""
+        return self.block_size - self.first_slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSpark(DFlash):
+    block_size: int = 7
+    """Slots of a block in training, each for a draft token. Without `sample_from_anchor` there is one token fewer. An
+    engine may serve fewer tokens, never more."""
+    gamma: float = 4.0
+    """Decay of a draft token's weight in the loss: token i has the weight exp(-(i - 1) / gamma)."""
+    sample_from_anchor: bool = True
+    """The slot of the last known token proposes the first draft token. If false, it proposes none, as in DFlash."""
+    markov_rank: int = 256
+    """Rank of the bias by the token before."""
+    confidence_head: bool = True
+    """Learn to estimate the acceptance of every draft token, for engines that verify fewer tokens if it is low."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov_rank < 1:
+            raise ValueError(f"a bias of rank {self.markov_rank}: give markov_rank 1 or more")
+
+    @property
+    def first_slot(self) -> int:
+        """The slot of a block that proposes the first token."""
+        return 0 if self.sample_from_anchor else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PEagle:
+    aux_layer_ids: tuple[int, ...] = ()
+    """Target layers to read, ascending; k stands for the residual stream after k layers. Empty chooses
+    2, n // 2 and n - 3 of n layers."""
+    num_layers: int = 4
+    """Layers of the draft. The first one reads the token's embedding next to the feature. A draft that guesses several
+    tokens ahead at once needs more layers than EAGLE-3's one."""
+    num_steps: int = 8
+    """Draft tokens to learn, all in one pass. An engine may serve fewer, never more."""
+    mask_token_id: int | None = None
+    """Token whose embedding stands in the slots to fill. It must be in the target's table and should never occur in
+    text. By default the recipe takes a row that the tokenizer does not use, or else the padding token."""
+    keep_ratio: float = 0.7
+    """Share of the rows of a step that the next step trains, from above 0 to 1. Every epoch chooses other rows."""
+    min_share: float = 0.2
+    """Smallest share of the first step's rows that a step trains."""
+    own_head: bool = True
+    """Train the output head, starting from the target's. If false, the target's rows are used and stay frozen."""
+    norm_before_residual: bool = False
+    """Add the first layer's output to the normed feature instead of the feature itself."""
+    norm_before_fc: bool = False
+    """Norm the concatenated streams before they are mixed (gpt-oss)."""
+    fc_norm: bool = False
+    """Norm the stream of each target layer before they are mixed (EAGLE-3.1)."""
+    recompute: bool = False
+    """Compute the activations of each layer again in the backward pass instead of keeping them: more work in the
+    layers, and far less memory with long rows."""
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or self.num_steps < 2:
+            raise ValueError(
+                "num_layers must be at least 1, and num_steps 2: for one draft token train an EAGLE-3 head"
+            )
+        if not (0 < self.keep_ratio <= 1 and 0 <= self.min_share <= 1):
+            raise ValueError("keep_ratio must be above 0 and at most 1, min_share between 0 and 1")
+
+    def first_layer(self) -> Eagle3:
+        """The same options of an EAGLE-3 head, whose layer is the first one here."""
+        architecture = ("norm_before_residual", "norm_before_fc", "fc_norm")
+        shared = ("aux_layer_ids", "num_steps", "own_head", "recompute", *architecture)
+        return Eagle3(**{name: getattr(self, name) for name in shared})
+
+    @property
+    def num_tokens(self) -> int:
+        """Draft tokens that the head learns."""
+        return self.num_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Medusa:
+    num_heads: int = 3
+    """Number of heads: the most draft tokens per step. An engine may serve fewer, never more."""
+    num_layers: int = 1
+    """Residual blocks in each head."""
+    bias: bool = True
+    """Give the residual blocks' linear layers a bias."""
+    step_decay: float = 0.8
+    """Weight of head i in the loss is step_decay^i, with i from 0."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Draft tokens that the head learns."""
+        return self.num_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mtp:
+    num_steps: int = 3
+    """Draft steps trained at once; each reads the output of the step before."""
+    step_decay: float = 0.8
+    """Weight of draft step k in the loss is step_decay^k, with k from 0."""
+    as_mimo: bool = False
+    """Rewrite a Llama target into the MiMo layout, which computes the same and has room for an MTP layer."""
+    recompute: bool = False
+    """Compute the activations of each draft step again in the backward pass instead of keeping them: more work in the
+    head's layer, and far less memory with long rows."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Draft tokens that the head learns."""
+        return self.num_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPSpeculator:
+    num_stages: int = 3
+    """Number of stages: the most draft tokens per step."""
+    inner_dim: int = 0
+    """Width of the state; 0 takes the target's hidden size."""
+    tie_weights: bool = False
+    """Share one embedding, norm and head among all stages, and one projection among all but the first."""
+    scale_input: bool = False
+    """Normalise the target's hidden state, and halve the variance."""
+    step_decay: float = 1.0
+    """Weight of stage i in the loss is step_decay^i, with i from 0."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Draft tokens that the head learns."""
+        return self.num_stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standalone:
+    """The weights to start from. `layers` or `num_layers` replaces `checkpoint` if it is given."""
+
+    checkpoint: str | None = None
+    """Folder or hub name of a causal LM to start from."""
+    transplant: bool = False
+    """Give the checkpoint the target's vocabulary if the tokenizers differ."""
+    layers: tuple[int, ...] = ()
+    """Numbers of the target layers to start from, 0 being the first. Embeddings, final norm and head are kept too."""
+    num_layers: int | None = None
+    """Start from a new Llama of this many layers, with random weights and the target's vocabulary."""
+    hidden_size: int = 512
+    """Hidden size of that new Llama."""
+
+    def __post_init__(self) -> None:
+        if self.layers and self.num_layers:
+            raise ValueError("a draft begins with layers of the target or with num_layers new ones, not both")
+        if not (self.checkpoint or self.layers or self.num_layers):
+            raise ValueError("a draft begins with one of checkpoint, layers, num_layers: none is given")
+
+    def __str__(self) -> str:
+        if self.layers:
+            return f"layers {', '.join(map(str, self.layers))} of the target"
+        if self.num_layers:
+            return f"a new Llama of {self.num_layers} layers and width {self.hidden_size}"
+        return f"{self.checkpoint}{', with the vocabulary of the target' if self.transplant else ''}"

@@ -1,0 +1,1 @@
+"""Commands that prepare what drafts are trained on."""

@@ -1,0 +1,82 @@
+"""Train a draft, prove it in a real vLLM, and report.
+
+$ redraft train eagle3 --target Qwen/Qwen3-8B --data.source answers.jsonl
+$ redraft train eagle3 --config eagle3.toml --optim.lr 3e-4        # settings from a file; flags win
+$ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/train.py dflash --target Qwen/Qwen3-8B
+$ redraft train standalone --target Qwen/Qwen3-8B --draft.checkpoint Qwen/Qwen3-0.6B --loop.batch-size 2
+
+The run folder receives the config, metrics, checkpoints, the exported draft and a report. A killed run continues with
+--resume. Without --prove.no-engine, vLLM serves the target with the draft and without it at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from redraft.distill.run.config import HeadConfig, StandaloneConfig, make_config
+from redraft.heads.catalog import Family, find_family, list_trained
+from redraft.recipes.cli import Recipe, run_choice
+
+Config = HeadConfig[Any] | StandaloneConfig
+
+COMMON = frozenset(
+    {
+        "TrainConfig.target",
+        "TrainConfig.output",
+        "TrainConfig.resume",
+        "TrainConfig.overwrite",
+        "HeadConfig.init",
+        "HeadConfig.draft_vocab_size",
+        "Standalone.checkpoint",
+        "Standalone.layers",
+        "Data.source",
+        "Signal.kind",
+        "Signal.url",
+        "Optim.lr",
+        "Loop.steps",
+        "Loop.batch_size",
+        "Loop.sequence_length",
+        "Prove.engine",
+        "Prove.num_speculative_tokens",
+    }
+)
+"""Flags that `--help` prints; `--help-all` prints all."""
+
+
+def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:
+    """The recipe of the family that the first argument names, and the other arguments.
+
+    Raises:
+        ValueError: it names none.
+        SystemExit: after the help without a family.
+    """
+    names = list_trained()
+    if not args or args[0] in ("-h", "--help", "--help-all"):
+        print(f"usage: {prog} FAMILY [flags]\n\n{__doc__}\nFAMILY is one of {', '.join(names)}.")
+        print(f"{prog} FAMILY --help prints the usual flags of a family, --help-all all of them.")
+        raise SystemExit(0)
+    if args[0] not in names:
+        raise ValueError(f"there is no family {args[0]} to train: choose one of {', '.join(names)}")
+    family = find_family(args[0].replace("-", "_"))
+    recipe = Recipe(
+        main=functools.partial(main, family),
+        config_type=HeadConfig if family.is_head else StandaloneConfig,
+        default=make_config(family),
+        description=f"Train a draft of the family {family.title}, prove it in a real vLLM, and report.",
+        common=COMMON,
+        prog=f"{prog} {args[0]}",
+    )
+    return recipe, args[1:]
+
+
+def main(family: Family, cfg: Config) -> None:
+    """Train. Raises: as `run`."""
+    from redraft.distill.run.run import run  # here, because it imports torch
+
+    run(family, cfg)
+
+
+if __name__ == "__main__":
+    run_choice(choose_recipe)

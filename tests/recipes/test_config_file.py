@@ -1,0 +1,79 @@
+"""Settings of a command in a TOML file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.studies.presets import make_preset
+from redraft.distill.run.config import make_config
+from redraft.heads.catalog import find_family, list_trained
+from redraft.recipes import train
+from redraft.recipes.cli import dispatch, parse_recipe
+from redraft.recipes.cli.config_file import read_config, render_config
+
+
+@pytest.mark.parametrize("name", list_trained())
+def test_a_printed_config_is_read_back_as_it_was(name: str, tmp_path: Path) -> None:
+    family = name.replace("-", "_")
+    changed = make_preset(family)
+    path = tmp_path / "config.toml"
+    path.write_text(render_config(changed))
+    assert read_config(path, make_config(find_family(family))) == changed
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "eagle3.toml"
+    path.write_text('output = "runs/x"\n[optim]\nlr = 2e-3\nname = "muon"\n[head]\nnum-steps = 5\n')
+    args = ["eagle3", "--config", str(path), "--optim.lr", "3e-4"]
+    cfg = parse_recipe(*train.choose_recipe(args, "redraft train"))
+    assert (cfg.optim.lr, cfg.optim.name, cfg.head.num_steps, cfg.output) == (3e-4, "muon", 5, Path("runs/x"))
+    assert cfg.loop == make_config(find_family("eagle3")).loop
+    with pytest.raises(SystemExit) as end:
+        dispatch(["train", *args, "--print-config"])
+    assert end.value.code == 0
+    path.write_text(capsys.readouterr().out)
+    assert parse_recipe(*train.choose_recipe(["eagle3", "--config", str(path)], "")) == cfg
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("[optim]\nlrr = 1.0\n", "did you mean optim.lr?"),
+        ("[optm]\nlr = 1.0\n", "did you mean optim?"),
+        ('[optim]\nlr = "fast"\n', "optim.lr"),
+        ("optim = 3\n", "[optim]"),
+        ("[optim]\nlr = 0.0\n", "0.0"),
+        ("lr = \n", "not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_name_and_the_setting(text: str, part: str, tmp_path: Path) -> None:
+    path = tmp_path / "eagle3.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        parse_recipe(*train.choose_recipe(["eagle3", "--config", str(path)], ""))
+    assert str(path) in str(error.value)
+    assert part in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_file_that_is_not_there_and_a_family_that_is_not_there_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dispatch(["train", "eagle3", "--config", str(tmp_path / "none.toml")]) == 2
+    assert dispatch(["train", "eagle4"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "none.toml" in first
+    assert "eagle4" in second
+
+
+def test_none_is_a_text_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    default = make_config(find_family("standalone"))
+    path.write_text('[draft]\ncheckpoint = "None"\nnum_layers = 2\n')
+    cfg = read_config(path, default)
+    assert cfg == replace(default, draft=replace(default.draft, checkpoint=None, num_layers=2))
