@@ -23,8 +23,9 @@ from redraft.distill.plan.choices import FamilyName
 from redraft.distill.plan.roofs import DEVICES
 from redraft.distill.plan.sizes import find_sizes
 from redraft.distill.plan.step import DRAFT, Counted, Plan, count_flops, count_step, make_models
-from redraft.heads.catalog import find_family
+from redraft.heads.catalog import Reads, find_family
 from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.candidate import choose_reads
 from redraft.online.learning.config import BufferConfig, Training
 from redraft.online.learning.replay import make_batches, select_texts
 from redraft.online.records.record import Record, encode_record, read_frames
@@ -84,8 +85,9 @@ def all_costs(cfg: Fleet) -> list[Costs]:
 def count_costs(family: FamilyName, target: str, draft: str, traffic: Traffic) -> Costs:
     """The costs of a family, by records of the traffic and a step of the learner on them."""
     plan = plan_learner(family, target, draft)
-    records = _records(read_hidden_shape(plan), traffic)
-    counted, tokens = count_learner(plan, records)
+    reads, num_states = find_reads(plan)
+    records = _records((num_states, plan.target.hidden_size) if num_states else None, traffic)
+    counted, tokens = count_learner(plan, records, reads)
     met = sum(work.flops * n for work, n in counted.operations.items() if (work.part, work.kind) == MEETS)
     captured = statistics.mean(len(encode_record(record)) for record in records) / traffic.output_tokens
     return Costs(
@@ -113,18 +115,16 @@ def plan_learner(family: FamilyName, target: str, draft: str) -> Plan:
     return replace(plan, divergence=Divergence(name=Training().divergence))  # type: ignore[arg-type]
 
 
-def read_hidden_shape(plan: Plan) -> tuple[int, int] | None:
-    """Number and size of a token's hidden states in a record; None if the draft reads none."""
-    reads = find_family(plan.family).reads
-    if reads == "nothing":
-        return None
+def find_reads(plan: Plan) -> tuple[Reads, int]:
+    """(place of recorded states in the signal, states of a token that a record has)."""
     draft = make_models(plan, torch.device("meta"))[1]
-    return (len(draft.aux_layer_ids) if reads == "layers" else 1), plan.target.hidden_size
+    reads = choose_reads(find_family(plan.family), draft)
+    return reads, len(draft.aux_layer_ids) or int(reads == "last")
 
 
-def count_learner(plan: Plan, records: list[Record]) -> tuple[Counted, int]:
+def count_learner(plan: Plan, records: list[Record], reads: Reads) -> tuple[Counted, int]:
     """(a step on the records, its tokens), in the batch that the learner makes: padding counts."""
-    training, reads = Training(), find_family(plan.family).reads
+    training = Training()
     branches = training.branches_per_record if reads == "nothing" else 0
     texts = select_texts(records, branches_per_record=branches, rng=np.random.default_rng(0))
     (batch,) = make_batches(texts, num_batches=1, sequence_length=training.sequence_length, seed=0, reads=reads)

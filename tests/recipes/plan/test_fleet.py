@@ -51,7 +51,7 @@ def test_the_flops_of_a_learners_step_are_those_of_a_count_by_hand() -> None:
     """6 for each weight and token, padding included, and for each number of the labelled rows' logits."""
     records = [make_record(number, SMALL) for number in range(4)]
     plan = plan_learner("standalone", "llama-3.1-8b", "llama-3.2-1b")
-    counted, tokens = count_learner(plan, records)
+    counted, tokens = count_learner(plan, records, "nothing")
     texts = select_texts(records, branches_per_record=Training().branches_per_record, rng=np.random.default_rng(0))
     rows = sum(len(text.rows_R) for text in texts)
     products = sum(work.flops * n for work, n in counted.operations.items() if work.kind == "product")
@@ -105,6 +105,12 @@ def test_the_command_prints_a_row_for_every_family_and_writes_the_numbers(tmp_pa
     assert len(rows) == 4
     eagle1, dflash = json.loads(out.read_text())
     assert dflash["captured_bytes"] > 2.5 * eagle1["captured_bytes"], "three states instead of one"
+
+
+@pytest.mark.parametrize(("family", "target"), [("mtp", "mimo-7b"), ("dspark", "qwen3-0.6b")])
+def test_every_family_that_learns_is_counted(family: str, target: str) -> None:
+    (cost,) = all_costs(Fleet(families=(family,), target=target, traffic=SMALL))
+    assert cost.learner_flops > 6 * passes() * cost.weights, "more than the tokens of the answer are read"
 
 
 def test_settings_that_no_fleet_has_are_refused() -> None:
