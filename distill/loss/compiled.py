@@ -18,6 +18,7 @@ from redraft.distill.loss.blocks import ExactBlock
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.loss.divergences import LOG_ZERO
 from redraft.distill.loss.gradients import GRADIENTS, Compared
+from redraft.heads.nn.compilation import compile_here
 
 
 def compare_rows(
@@ -43,7 +44,7 @@ def log_sum_exp(logits_RV: Tensor, temperature: float) -> Tensor:
 def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     # Any number of rows: the last block of a chunk has fewer. Not `fullgraph`, which ends a training at a ninth
     # graph instead of running uncompiled.
-    return torch.compile(function, dynamic=True)
+    return compile_here(function, dynamic=True)
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from redraft.distill.train.ranks import uses_deepspeed
 from redraft.heads.families import standalone
 from redraft.heads.nn import blocks, causal_lm
 from redraft.heads.nn.attention import StepMemory
+from redraft.heads.nn.compilation import compile_here
 
 LAYERS = ("layers", "midlayer", "block", "blocks")
 """Attributes under which drafts keep their layers: one of them, a list or a dict."""
@@ -86,7 +87,7 @@ def running_compiled(layers: Sequence[nn.Module]) -> Iterator[None]:
 @functools.cache
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     _keep_attention_eager()
-    return torch.compile(forward)
+    return compile_here(forward)
 
 
 def _keep_attention_eager() -> None:
