@@ -6,7 +6,6 @@ import ast
 import functools
 import os
 import string
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 from accelerators import reset_accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.studies.tiny_target import CHAT_TEMPLATE, SPECIAL_TOKENS
 from redraft.eval.engine.server import VllmServer, vllm_server
@@ -25,12 +24,6 @@ from redraft.recipes.serve.serve import sampling_environment
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 ASSETS = Path(__file__).parent / "assets"
-
-LONGEST = (
-    "recipes/test_distill.py", "train/test_ranks.py", "page/test_page.py", "daemon/test_learner.py",
-    "bench/test_count.py", "records/test_stream.py", "train/test_heads_recipes.py",
-)  # fmt: skip
-"""Files of tests that take half a minute or more without an engine: `make test` begins with them."""
 
 
 @functools.cache
@@ -52,15 +45,14 @@ def uses_engine(nodeid: str) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In one of several pytest workers: begin with what takes longest, so that all workers end together."""
+    """In one of several pytest workers: begin with what takes longest, so that all workers end together.
+
+    That is the engine, and then the folders from last to first: a file of tests/recipes may train for a minute.
+    """
     if not hasattr(config, "workerinput"):
         return
-
-    def rank(item: pytest.Item) -> int:
-        path = item.nodeid.split("::")[0]
-        return 0 if uses_engine(item.nodeid) else 1 if path.endswith(LONGEST) else 2
-
-    items.sort(key=rank)
+    paths = list(dict.fromkeys(item.path for item in items))
+    items.sort(key=lambda item: (not item.get_closest_marker("vllm"), -paths.index(item.path)))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -79,25 +71,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "engine" if uses_engine(nodeid) else nodeid.split("::")[0]
 
     return OneEngineAtATime(config, log)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_model_loads_at_a_time() -> Iterator[None]:
-    """Let no two threads load models at once.
-
-    While transformers loads a model, `PreTrainedModel.tie_weights` is replaced. If two threads overlap, it may stay
-    replaced, and no later model of this process has tied weights. The thread of a learner that a test has ended may
-    still be loading when the next test begins.
-    """
-    load, lock = PreTrainedModel.from_pretrained.__func__, threading.RLock()
-
-    def load_alone(cls: type[PreTrainedModel], *args: Any, **options: Any) -> Any:
-        with lock:
-            return load(cls, *args, **options)
-
-    PreTrainedModel.from_pretrained = classmethod(load_alone)
-    yield
-    PreTrainedModel.from_pretrained = classmethod(load)
 
 
 @pytest.fixture
