@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice, zip_longest
 from typing import Any
@@ -230,12 +231,14 @@ def held_out_prompts(
 
     The conversations' hashes decide which. Prompts longer than `max_length` tokens are skipped; plain documents have
     no prompt. What is left out is printed in one line, with the number for each reason. `template_options` and `day`
-    are those of `build_samples`.
+    are those of `build_samples`; by default the options are the arguments with which most answers begin.
 
     Raises:
         ValueError: if no prompt is left.
     """
-    render = Renderer(tokenizer, template_options or {}, day)
+    if template_options is None:
+        template_options = choose_arguments(conversations, tokenizer, day)
+    render = Renderer(tokenizer, template_options, day)
     stats, left_out = SampleStats(), Counter[str]()
     by_domain: dict[str, list[Conversation]] = {}
     for conversation in sorted(conversations, key=lambda c: conversation_hash(c["messages"])):
@@ -258,6 +261,18 @@ def held_out_prompts(
     if left_out:
         print(f"held-out prompts: {len(prompts):,}; left out: {reasons}")
     return prompts
+
+
+def choose_arguments(conversations: Sequence[Conversation], tokenizer: Any, day: datetime.date | None) -> Arguments:
+    """The template arguments with which most answers of some conversations begin."""
+    render, counts = Renderer(tokenizer, {}, day), SampleStats()
+    if tokenizer.chat_template is None or len(render.arguments) == 1:
+        return {}
+    for conversation in conversations[:CHUNK]:
+        with suppress(jinja2.TemplateError):
+            written, _ = render.turns(conversation, lambda turn: json.dumps(turn.arguments))
+            counts.arguments.update(written)
+    return counts.chosen_arguments()
 
 
 def _prompt(

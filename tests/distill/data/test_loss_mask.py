@@ -18,7 +18,7 @@ from redraft.distill.data.conditions import Turn
 from redraft.distill.data.conversations import Conversation, read_conversation
 from redraft.distill.data.messages import REASONING_FIELDS
 from redraft.distill.data.rendering import Renderer
-from redraft.distill.data.samples import build_samples
+from redraft.distill.data.samples import build_samples, held_out_prompts
 from redraft.distill.data.template import reads_parts
 
 DAY = datetime.date(2024, 2, 29)
@@ -336,6 +336,15 @@ def test_parts_are_detected_as_vllm_detects_them() -> None:
         found = hf._detect_content_format(template, default="string") == "openai"
         tokenizer = type("Tokenizer", (), {"chat_template": template})
         assert reads_parts(tokenizer) == found
+
+
+def test_prompts_to_measure_on_begin_as_most_answers_do() -> None:
+    tokenizer = make_tokenizer("qwen3")
+    for messages, ending in ((CHAT, "<think>\n\n</think>\n\n"), (THOUGHT, "assistant\n")):
+        (prompt,) = held_out_prompts(
+            [read_conversation({"messages": messages})], tokenizer, num_prompts=1, max_length=512
+        )
+        assert tokenizer.decode(prompt.token_ids).endswith(ending)
 
 
 def test_arguments_and_ends_are_counted() -> None:
