@@ -18,7 +18,7 @@ from redraft.distill.data.rows import read_rows
 from redraft.heads.files.checkpoint import end_ids, load_config, load_tokenizer
 from redraft.heads.files.folder import INDEX, WEIGHTS, check_model_folder, find_quantization, tensor_files
 from redraft.heads.files.served_target import WITHOUT_AUX, require_aux, require_served_alike
-from redraft.recipes.train import data as data_command
+from redraft.recipes.data import show as data_command
 
 TINY = Path("tests/assets/tiny-target")
 
