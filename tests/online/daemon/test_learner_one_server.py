@@ -16,9 +16,10 @@ from waiting import until
 
 from redraft.heads.files.artifact import fingerprint
 from redraft.online.daemon import control
+from redraft.online.fleet import server
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.rollout import Outcome
-from redraft.online.fleet.server import STATUS_TIMEOUT_S, SWAP_TIMEOUT_S
+from redraft.online.fleet.server import SWAP_TIMEOUT_S
 
 FIRST, SECOND = "v000001", "v000002"
 POLL_S = 1.0
@@ -60,7 +61,8 @@ def looks(world, fake):
     pytest.param({STATUS: "hang"}, marks=pytest.mark.slow),
     *(pytest.param({path: "drip"}, marks=pytest.mark.slow) for path in (STATUS, METRICS, SWAP)),
 ], ids=str)  # fmt: skip
-def test_one_server_that_hangs_neither_blinds_the_learner_nor_blocks_a_rollback(world, trouble):
+def test_one_server_that_hangs_neither_blinds_the_learner_nor_blocks_a_rollback(world, trouble, monkeypatch):
+    monkeypatch.setattr(server, "STATUS_TIMEOUT_S", 300)  # whoever waits for the answer waits as long
     hung, *well = world.fakes
     hung.trouble = trouble
 
@@ -83,7 +85,7 @@ def test_one_server_that_hangs_neither_blinds_the_learner_nor_blocks_a_rollback(
     asyncio.run(main())
     for fake in well:
         seen_s = looks(world, fake)
-        assert max(later - earlier for earlier, later in pairwise(seen_s)) < STATUS_TIMEOUT_S / 2
+        assert max(later - earlier for earlier, later in pairwise(seen_s)) < 60
 
 
 @pytest.mark.parametrize("number", range(3))
