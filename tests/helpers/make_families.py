@@ -80,7 +80,7 @@ def make_variant(name: str, variant: str, folder: Path | None = None, **options:
     model: Any = make_target() if folder is None or name != "mtp" else make_native_target(variant, folder)
     family = find_family(name)
     chosen, draft_ids = VARIANTS[name][variant]
-    config = family.config_class()(**{**OPTIONS[name], **chosen, **options})
+    config = family.options_class()(**{**OPTIONS[name], **chosen, **options})
     torch.manual_seed(0)
     vocabulary = () if draft_ids is None else (draft_ids,)
     return make_random(family.draft_class()(config, Target.from_model(model), *vocabulary)), model
