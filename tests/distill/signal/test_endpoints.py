@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from teachers import Teacher, log_probs, teaching
 from test_signals import make_batch
+from waiting import until
 
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
 from redraft.distill.signal.endpoints import Endpoints
@@ -33,13 +33,6 @@ async def ask(endpoints: Endpoints, num: int, first: int = 0) -> list[int]:
         return int(next(iter(answer["choices"][0]["prompt_logprobs"][1])))
 
     return await asyncio.gather(*(one(i) for i in range(first, first + num)))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 def test_a_server_gets_as_much_as_it_can_do() -> None:

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from safetensors.torch import save_file
 from teachers import Teacher, teaching
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Llama4Config
-from waiting import wait_until
+from waiting import until, wait_until
 
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, SampleStats, data_hash
@@ -561,13 +560,6 @@ def test_states_of_another_size_are_lost_and_not_written_anywhere(random_target:
         with teaching(teacher), pytest.raises(ValueError, match="do not arrive: states of another text or target"):
             from_teachers([teacher], random_target, tmp_path).require_target()
         assert len(teacher.requests) == 3
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.01)
 
 
 def test_a_target_whose_layers_are_elsewhere_leaves_the_gpu_too(random_target: Path) -> None:

@@ -12,10 +12,11 @@ import sys
 import time
 
 import httpx
+import psutil
 import pytest
 from fake_completions import Upstream
 from test_router import PATH
-from waiting import in_event_loop, until
+from waiting import in_event_loop, until, wait_until
 
 from redraft.online.traffic import front
 from redraft.online.traffic.front import AdminServer, BoundedProtocol, FrontServer
@@ -206,7 +207,7 @@ def test_a_request_sent_while_the_process_stood_still_is_answered(head_timeout_s
                 assert read_text(answers) == b"well"
                 time.sleep(0.3)
                 server.send_signal(signal.SIGSTOP)
-                time.sleep(0.1)
+                wait_until(lambda: psutil.Process(server.pid).status() == psutil.STATUS_STOPPED)
                 client.sendall(REQUEST)
                 time.sleep(2)
                 server.send_signal(signal.SIGCONT)
