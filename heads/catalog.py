@@ -3,226 +3,21 @@
 To add a family, write a module with a `Config` and an implementation of `heads.draft.Draft`, and add a row here.
 Training, export, forecast, doctor, serving and the learner need nothing else.
 
-Standard library only: the module of a draft, and with it torch, is imported when a row is asked for the class.
+Standard library only. The fields of a row are in `heads.family`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from importlib import import_module
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from redraft.heads.family import Family, FixedTokens, Training
 from redraft.heads.files.artifact import PROVENANCE, fingerprint
 from redraft.heads.files.folder import CONFIG, read_config
 from redraft.heads.files.foreign import find_foreign
-
-if TYPE_CHECKING:
-    import torch
-
-    from redraft.heads.draft import Draft
-    from redraft.heads.target import Target
-
-Reads = Literal["nothing", "layers", "last"]
-"""Input from the target: nothing, the streams after some layers, or the last hidden state after the final norm."""
-
-Parity = Literal["autoregressive", "recurrent", "parallel", "block", "prefix_and_masks"]
-"""How vLLM's drafter computes a block, for the doctor's comparison with training (`eval.parity.compare`).
-
-autoregressive   the prefix in one pass, then every drafted token
-recurrent        the prefix shifted by one token beside the target's features, then a row for every drafted token
-parallel         one pass over the target's last hidden state for all tokens
-block            one pass over the last known token and masks for the tokens to draft
-prefix_and_masks the prefix shifted by one token beside the target's features, and the masks, in one pass
-"""
-
-Decoder = Literal["v1", "v2", "reference"]
-"""vLLM's V1 or V2 model runner, or `eval.forecast.reference`."""
-
-
-@dataclass(frozen=True)
-class FixedTokens:
-    """The number of draft tokens is fixed by the checkpoint. This says where config.json has it."""
-
-    keys: tuple[str, ...]
-    """Keys of config.json, of which the first one present counts. Dots lead into nested sections."""
-    unused: int = 0
-    """Counted positions without a proposal, e.g. 1 for a block with the last known token in front."""
-    used_if: str = ""
-    """Key of config.json by which the unused positions propose too, unless it is false there."""
-
-    def read(self, config: Mapping[str, Any]) -> int | None:
-        """The most tokens of a draft with this config.json; None if none of the keys is there."""
-        # DFlash, block_size 16: 16 - 1 = 15 tokens. DSpark, block_size 7 and sample_from_anchor: 7.
-        count = next(filter(None, (_read_key(config, key) for key in self.keys)), None)
-        unused = 0 if self.used_if and config.get(self.used_if, True) else self.unused
-        return None if count is None else int(count) - unused
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """How a family is trained: the choices that it has, and its defaults."""
-
-    starts: tuple[str, ...] = ("random",)
-    """Initial weights to choose from (`distill.run.start`); the first is the default."""
-    layouts: tuple[str, ...] = ("vllm",)
-    """Formats of its export; the first is the default."""
-    draft_vocab_size: int | None = None
-    """Default size of the draft's vocabulary; None for a family that has the target's."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the family that differ from the defaults of its class."""
-    target: str = "meta-llama/Llama-3.1-8B-Instruct"
-    divergence: str = "lk_hybrid"
-    lr: float
-    max_grad_norm: float = 0.5
-    loop: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the loop's settings that differ from the defaults."""
-    text_steps: int = 0
-    """Steps of a first stage on text, by cross-entropy."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One row of the table."""
-
-    name: str
-    """In flags, TOML files and the `redraft` section of an exported config.json."""
-    title: str
-    """In reports."""
-    draft: str = ""
-    """The class that implements `Draft`, as "module:Class". Empty for a lookup in the text, which has no weights."""
-    method: str | None
-    """vLLM's name for it in --speculative-config; None if vLLM has no proposer."""
-    decoders: tuple[Decoder, ...]
-    """Decoders for serving."""
-    last_vllm: str = ""
-    """The last vLLM that serves it, e.g. "0.32"; empty for a family that the newest one serves."""
-    tensors: str = ""
-    """Pattern of a tensor name by which a checkpoint is recognised. The first matching row of the table wins."""
-    architectures: tuple[str, ...] = ()
-    """Names in `architectures` of config.json. No other family may use them."""
-    reads: Reads = "nothing"
-    """Input from the target. MTP layers of some targets read a stream instead of the last hidden state."""
-    layers_key: str = ""
-    """Key of config.json with the list of target layers to read. Dots lead into nested sections."""
-    layers_offset: int = 0
-    """Added to each of them: 1 if the checkpoint's k stands for the stream after k + 1 layers."""
-    speculators_layers_key: str = ""
-    """Key of the same list in the layout of the library `speculators`, whose k stands for the stream after k layers;
-    empty if it is `layers_key` there too."""
-    fixed_tokens: FixedTokens | None = None
-    """The limit on draft tokens; None for a family without one."""
-    is_parallel: bool = False
-    """vLLM must be told to draft all tokens in one pass: `parallel_drafting` beside the method."""
-    varies_tokens: bool = True
-    """The number of draft tokens may change from step to step. If false, vLLM exits when it does."""
-    chooses_locally: bool = False
-    """vLLM can choose the draft's most probable token among the draft's own vocabulary (`use_local_argmax_reduction`),
-    instead of copying the draft's logits into a row of the target's vocabulary first."""
-    keeps_cache: bool = False
-    """After a swap the keys of the draft before may stay in the cache: there are none, or a head of one layer with the
-    target's state of every token hardly depends on them. If false, they cost acceptance as long as they stay."""
-    can_sample: bool = False
-    """vLLM can draw draft tokens from q. If false, it always takes the most probable one."""
-    learns_online: bool = False
-    """`redraft learner` trains it from records."""
-    estimates_acceptance: bool = False
-    """A head may estimate the acceptance of its tokens. `correct_estimates` of its class corrects an export's."""
-    trains_lm_head: bool = False
-    """Training changes `lm_head.weight`. While it still equals the target's, vLLM shares the target's."""
-    is_in_target: bool = False
-    """The weights lie in the target's folder, so vLLM gets a method and no model."""
-    parity: Parity | None = None
-    """None if the doctor cannot compare the engine's passes with training."""
-    checks: str = ""
-    """The doctor's static checks for this family only, as "module:TUPLE"."""
-    options: str = ""
-    """The class of its options, as "module:Class"; empty for `Config` beside the draft's class."""
-    training: Training | None = None
-    """None for a lookup."""
-
-    @property
-    def is_lookup(self) -> bool:
-        """A lookup of tokens in the text: there is nothing to train, and no pass of a model."""
-        return not self.draft
-
-    @property
-    def speculative(self) -> dict[str, Any]:
-        """The keys of vLLM's --speculative-config that choose the proposer; empty without a method."""
-        chosen = {} if self.method is None else {"method": self.method}
-        return {**chosen, "parallel_drafting": True} if self.is_parallel else chosen
-
-    @property
-    def takes_lookup(self) -> bool:
-        """A server can look tokens up first, and ask this draft if it finds none (`eval.engine.lookup_first`)."""
-        return self.is_head and self.varies_tokens and "v1" in self.decoders
-
-    @property
-    def algorithm(self) -> str | None:
-        """The library `speculators` calls it so, in `speculators_model_type`."""
-        return self.name if self.is_parallel else self.method
-
-    @property
-    def is_head(self) -> bool:
-        """A head reads the target's hidden states and borrows embeddings, so loading one takes the target too."""
-        return self.reads != "nothing"
-
-    def draft_class(self) -> Any:
-        """The class that implements `Draft`."""
-        return _import(self.draft)
-
-    def options_class(self) -> Any:
-        """The class of a draft's options: `draft_class()(options_class()(...), target)` is an untrained head."""
-        return _import(self.options or f"{self.draft.partition(':')[0]}:Config")
-
-    def load(self, folder: Path, target: Callable[[], Target], dtype: torch.dtype | None = None) -> Draft:
-        """The draft of a folder, in `dtype` (None: a head in float32, a whole model as stored).
-
-        `target` is called only for a head, because reading a target takes time.
-
-        Raises:
-            ValueError: a tensor is missing, unknown or of another shape.
-        """
-        draft: Draft
-        if not self.is_head:
-            # cast while loading: `.to` would round the rotary frequencies of a transformers model too
-            draft = self.draft_class().load(folder, dtype=dtype)
-            return draft
-        draft = self.draft_class().load(folder, target())
-        return draft if dtype is None else draft.to(dtype)
-
-    def extract(self, target: Path, folder: Path) -> None:
-        """Write the draft that lies in a target's weights into a folder of its own, in the target's type.
-
-        Raises:
-            ValueError: the target holds no such draft, or in another layout.
-        """
-        from redraft.heads.target import Target  # here, because it imports torch
-
-        borrowed = Target.from_folder(target)
-        self.load(target, lambda: borrowed).export(folder, borrowed.config.dtype)
-
-    def read_layers(self, config: Mapping[str, Any]) -> list[int]:
-        """The target layers read by an export with this config.json, from `layers_key`; k stands for the stream after
-        k layers."""
-        if self.speculators_layers_key and "speculators_model_type" in config:
-            return list(config[self.speculators_layers_key])
-        *sections, last = self.layers_key.split(".")
-        for section in sections:
-            config = config[section]
-        return [layer + self.layers_offset for layer in config[last]]
-
-    def own_checks(self) -> tuple[Any, ...]:
-        """The doctor's checks for this family only."""
-        return tuple(_import(self.checks)) if self.checks else ()
-
-    def max_tokens(self, config: Mapping[str, Any]) -> int | None:
-        """The most draft tokens of an export with this config.json; None for any number."""
-        return None if self.fixed_tokens is None else self.fixed_tokens.read(config)
-
 
 # Order matters for `tensors` only: the row whose tensor is rarer comes first.
 FAMILIES: tuple[Family, ...] = (
@@ -566,14 +361,3 @@ def require_head(folder: Path, name: str, target: Path) -> None:
         raise ValueError(
             f"{folder} was trained for another target than {target}: {provenance.get('target', 'unnamed')}"
         )
-
-
-def _read_key(config: Mapping[str, Any], key: str) -> Any:
-    for name in key.split("."):
-        config = config.get(name) or {}
-    return config
-
-
-def _import(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)

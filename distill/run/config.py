@@ -20,7 +20,7 @@ from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.storage import DEFAULT_STORAGE, HiddenDtype
 from redraft.distill.train.optim import Optim
 from redraft.eval.engine.target_dtype import TargetDtype
-from redraft.heads.catalog import Family
+from redraft.heads.family import Family
 from redraft.heads.options import Standalone
 
 Options = TypeVar("Options")

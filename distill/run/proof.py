@@ -47,8 +47,8 @@ from redraft.eval.report.page import (
     offline_section,
     write_report,
 )
-from redraft.heads.catalog import Decoder
 from redraft.heads.draft import Draft
+from redraft.heads.family import Decoder
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
 from redraft.heads.files.folder import model_folder

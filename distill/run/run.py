@@ -46,10 +46,11 @@ from redraft.distill.train.step import Distillation, require_whole_matrices
 from redraft.eval.engine.server import require_runner
 from redraft.eval.forecast.calibration import Calibration
 from redraft.eval.forecast.greedy import Forecast, SignalFunction
-from redraft.heads.catalog import Family, Training, require_head
+from redraft.heads.catalog import require_head
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.families.mtp_layouts import detect_layout
 from redraft.heads.families.standalone import StandaloneDraft
+from redraft.heads.family import Family, Training
 from redraft.heads.files.artifact import publish, publishing
 from redraft.heads.files.checkpoint import load_text_config, refuse_quantised
 from redraft.heads.files.folder import check_model_folder, model_folder

@@ -23,10 +23,11 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from redraft.eval.engine.lookup_first import HeadLimits, mix
 from redraft.eval.forecast.ngram import Lookup, Mix, Ngram
 from redraft.eval.forecast.teacher_forced import Forecastable
-from redraft.heads.catalog import Family, list_lookups
+from redraft.heads.catalog import list_lookups
 from redraft.heads.doctor.pair import Pair, read_provenance
 from redraft.heads.draft import Batch, DraftStep, TargetSignal
 from redraft.heads.families.retrieval import BEFORE_HEAD, LEAST_FIRST, Retrieval, is_retrieval
+from redraft.heads.family import Family
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.folder import is_hub_name

@@ -23,9 +23,10 @@ from torch import Tensor
 from redraft.eval.engine.lossless import TIE_LOGIT_GAP, TIE_LOGIT_GAP_HALF
 from redraft.eval.forecast.greedy import SignalFunction
 from redraft.eval.parity.run import Block, Dump, relative_difference
-from redraft.heads.catalog import Parity, find_family
+from redraft.heads.catalog import find_family
 from redraft.heads.doctor.pair import Finding
 from redraft.heads.draft import Batch, DraftStep
+from redraft.heads.family import Parity
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 """Largest difference relative to a row's largest entry. Two kernels of the same function differ by less."""

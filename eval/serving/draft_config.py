@@ -9,9 +9,10 @@ from redraft.eval.engine.lookup_first import HeadLimits, mix
 from redraft.eval.engine.server import require_runner
 from redraft.eval.forecast.drafts import SampleMethod, draft_folder
 from redraft.eval.forecast.ngram import Mix, Ngram
-from redraft.heads.catalog import FAMILIES, Family, detect_family_by_tensors, find_method
+from redraft.heads.catalog import FAMILIES, detect_family_by_tensors, find_method
 from redraft.heads.doctor.checks import first_cure
 from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval, is_retrieval
+from redraft.heads.family import Family
 from redraft.heads.files.folder import tensor_files
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redraft.heads.catalog import Family, detect_family_by_tensors
+from redraft.heads.catalog import detect_family_by_tensors
+from redraft.heads.family import Family
 from redraft.heads.files.artifact import PROVENANCE, safetensors_header
 from redraft.heads.files.folder import TRAINED_WITH, check_model_folder, read_config, tensor_files
 

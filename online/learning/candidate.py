@@ -27,8 +27,9 @@ from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation, StepStats, fits
-from redraft.heads.catalog import Family, Reads, find_family, list_learning
+from redraft.heads.catalog import find_family, list_learning
 from redraft.heads.draft import Draft
+from redraft.heads.family import Family, Reads
 from redraft.heads.files.folder import read_config
 from redraft.heads.target import Target
 from redraft.online.learning.config import Training

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from redraft.distill.data.packing import pack
 from redraft.distill.signal.sources import recorded
-from redraft.heads.catalog import Reads
 from redraft.heads.draft import Batch, TargetSignal
+from redraft.heads.family import Reads
 from redraft.online.records.record import Record
 from redraft.online.records.sequences import TrainingSequence, training_sequences
 

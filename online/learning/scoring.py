@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from redraft.eval.counts import AcceptanceCounts, expected_blocks
 from redraft.eval.forecast.calibration import Outcomes
 from redraft.eval.forecast.rows import ROWS_A_CHUNK, step_rates, take_draft_steps, target_rows
-from redraft.heads.catalog import Reads
 from redraft.heads.draft import Draft, DraftStep, TargetSignal
+from redraft.heads.family import Reads
 from redraft.online.learning.evidence import OTHER
 from redraft.online.learning.penalties import penalise
 from redraft.online.learning.replay import RecordedBatch, make_batches

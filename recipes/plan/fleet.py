@@ -23,7 +23,8 @@ from redraft.distill.plan.choices import FamilyName
 from redraft.distill.plan.roofs import DEVICES
 from redraft.distill.plan.sizes import find_sizes
 from redraft.distill.plan.step import DRAFT, Counted, Plan, count_flops, count_step, make_models
-from redraft.heads.catalog import Reads, find_family
+from redraft.heads.catalog import find_family
+from redraft.heads.family import Reads
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import choose_reads
 from redraft.online.learning.config import BufferConfig, Training

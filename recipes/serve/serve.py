@@ -23,10 +23,11 @@ from redraft.eval.engine.lookup_first import HeadLimits, mix
 from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.server import engine_dtype, engine_is_cpu, require_servable, vllm_keys
 from redraft.eval.forecast.ngram import Ngram
-from redraft.heads.catalog import FAMILIES, Family, Method, find_family, list_methods
+from redraft.heads.catalog import FAMILIES, Method, find_family, list_methods
 from redraft.heads.doctor.method import lacks_confidence
 from redraft.heads.doctor.pair import read_provenance
 from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval, is_retrieval
+from redraft.heads.family import Family
 from redraft.heads.files.folder import is_hub_name, tensor_files
 from redraft.heads.files.folder import read_config as read_model_config
 from redraft.online.engine.config import PLUGIN_NAME, CaptureConfig, SwapConfig, read_config

@@ -11,8 +11,9 @@ import pytest
 import torch
 from make_heads import make_batch, make_signal, make_target
 
-from redraft.heads.catalog import FAMILIES, Family, detect_family, find_family, find_method, list_methods
+from redraft.heads.catalog import FAMILIES, detect_family, find_family, find_method, list_methods
 from redraft.heads.draft import Draft, TargetSignal
+from redraft.heads.family import Family
 from redraft.heads.target import Target
 
 WITH_WEIGHTS = [family for family in FAMILIES if not family.is_lookup]

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redraft.heads.catalog import Family, FixedTokens, Training
 from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.draft import Batch, Drafted, DraftStep, TargetSignal, draw, label_rows, require_tokens
+from redraft.heads.family import Family, FixedTokens, Training
 from redraft.heads.files.folder import read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.target import Target

@@ -12,7 +12,8 @@ import pytest
 from redraft.eval.engine import server
 from redraft.eval.engine.server import require_runner, require_servable, vllm_server
 from redraft.eval.serving.draft_config import draft_config
-from redraft.heads.catalog import FAMILIES, Family, find_family
+from redraft.heads.catalog import FAMILIES, find_family
+from redraft.heads.family import Family
 
 V2_ONLY = [family for family in FAMILIES if family.method and "v1" not in family.decoders]
 V1_ONLY = [
