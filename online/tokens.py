@@ -22,7 +22,7 @@ def read_token(path: Path) -> str:
         _require_private(path, os.fstat(file.fileno()).st_mode)
         token = file.read().strip()
     if not token:
-        raise ValueError(f"{path} is empty: `redraft token FILE` makes a token")
+        raise ValueError(f"{path} is empty: `redraft fleet token FILE` makes a token")
     if not _TOKEN.fullmatch(token):  # it could not be sent as a header
         raise ValueError(f"{path} holds no token: it must be one line of ASCII")
     return token

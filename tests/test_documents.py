@@ -36,6 +36,9 @@ def test_every_command_in_the_documents_exists():
     named = set(re.findall(r"^redraft ([a-z][a-z0-9-]*)", text, re.MULTILINE))
     assert len(named) > 10
     assert named <= COMMANDS.keys(), named - COMMANDS.keys()
+    parts = set(re.findall(r"^redraft fleet ([a-z-]+)", text, re.MULTILINE))
+    assert parts
+    assert parts <= COMMANDS["fleet"].parts.keys()
 
 
 def test_every_make_target_in_the_documents_exists():

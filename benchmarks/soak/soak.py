@@ -158,7 +158,7 @@ async def play(cfg: Config, stage: Stage, rng: random.Random) -> Seen:
 
 
 def build_processes(stage: Stage) -> dict[str, Supervised]:
-    async def store_probe() -> None:  # the liveness probe of docs/fleet.md: `redraft probe-log`
+    async def store_probe() -> None:  # the liveness probe of docs/fleet.md: `redraft fleet probe`
         await probe(stage.ingest, NATS)
 
     broker = Supervised("broker", stage.build_broker(), stage.log("broker"), liveness=store_probe)

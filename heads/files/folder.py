@@ -117,7 +117,8 @@ def refuse_gguf(name_or_path: str | Path) -> None:
     """Raise ValueError if a model is named by its GGUF file; the message is the command that makes a folder of it."""
     if Path(name_or_path).suffix.lower() == ".gguf":
         raise ValueError(
-            f"{name_or_path} is a GGUF file: run `redraft import-gguf {name_or_path} FOLDER`, then give FOLDER instead"
+            f"{name_or_path} is a GGUF file: run `redraft data import-gguf {name_or_path} FOLDER`, "
+            "then give FOLDER instead"
         )
 
 

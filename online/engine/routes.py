@@ -536,8 +536,8 @@ class _Found:
 def _no_version(name: str) -> HTTPException:
     return HTTPException(
         404,
-        f"no version {name!r} in the registry: ask for one that `redraft versions` lists, and copy the registry again "
-        "if this server reads a copy",
+        f"no version {name!r} in the registry: ask for one that `redraft fleet versions` lists, and copy the registry "
+        "again if this server reads a copy",
     )
 
 

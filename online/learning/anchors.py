@@ -31,15 +31,15 @@ def read_anchors(path: Path, target_fingerprint: str, hidden_shape: tuple[int, i
             reads.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file of anchors {path}: make it (redraft anchors), or remove `anchors`")
+        raise FileNotFoundError(f"there is no anchors file {path}: make it (redraft data anchors), or remove `anchors`")
     records = []
     for _, record in read_frames(path.read_bytes()):
         if isinstance(record, CorruptRecordError):
-            raise ValueError(f"{path} is damaged ({record}): make the anchors again (redraft anchors)")
+            raise ValueError(f"{path} is damaged ({record}): make the anchors again (redraft data anchors)")
         if record.target_fingerprint != target_fingerprint:
             raise ValueError(
                 f"{path} is of target {record.target_fingerprint[:12]}, this one is {target_fingerprint[:12]}: "
-                "make anchors for this target (redraft anchors)"
+                "make anchors for this target (redraft data anchors)"
             )
         if hidden_shape not in (None, record.hidden_shape):
             raise ValueError(
@@ -48,7 +48,7 @@ def read_anchors(path: Path, target_fingerprint: str, hidden_shape: tuple[int, i
             )
         records.append(record)
     if not records:
-        raise ValueError(f"{path} holds no record: make the anchors again (redraft anchors)")
+        raise ValueError(f"{path} holds no record: make the anchors again (redraft data anchors)")
     return records
 
 

@@ -99,7 +99,7 @@ class Cursor:
         for name in filter(None, lost):
             self.damage.append(f"{folder / name} was missing or damaged: {consequences[name]}")
         if all(lost):
-            self.damage.append("the list of forgotten tenants is lost: repeat `redraft forget` for each of them")
+            self.damage.append("the list of forgotten tenants is lost: repeat `redraft fleet forget` for each of them")
 
     def _read_one(self, path: Path) -> dict[str, Any]:
         """The file's fields; empty if it is missing or damaged."""

@@ -61,7 +61,7 @@ def compose_headline(
     )
     number = f"{tau:.2f} tokens"
     if tau < ALARM_TAU:
-        remedy = "If the learner does not roll it back, run redraft rollback."
+        remedy = "If the learner does not roll it back, run redraft fleet rollback."
         return Headline(
             before=f"Draft {name} is hardly accepted:",
             number=number,

@@ -190,10 +190,12 @@ class Clusters:
             names, made_of = tuple(map(str, settings["names"])), settings["features"]
             centroids_CF = load_file(folder / CENTROIDS)["centroids"]
         except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
-            raise ValueError(f"{folder} does not hold domains ({error!r}): make them with `redraft domains`") from error
+            raise ValueError(
+                f"{folder} does not hold domains ({error!r}): make them with `redraft data domains`"
+            ) from error
         if made_of != FEATURES or centroids_CF.shape != (len(names), NUM_FEATURES) or len(set(names)) < 2:
             raise ValueError(
-                f"{folder} was made for other features than this release uses: make it again with `redraft domains`"
+                f"{folder} was made for other features than this release uses: run `redraft data domains` again"
             )
         return cls(names, centroids_CF)
 

@@ -43,7 +43,7 @@ class RouterConfig(FrontConfig):
     """Path of fleet.toml, which lists the url of every server and the domain of its draft. Learners read the same file.
     The router rereads it every poll_s seconds."""
     clusters: Path | None = None
-    """Folder made by `redraft domains`. If set, requests without a label or alias get a domain from the text."""
+    """Folder made by `redraft data domains`. If set, requests without a label or alias get a domain from the text."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Domain by model name, for clients choosing a domain by the model they ask for. Every server must accept
     these names: list them in vLLM's --served-model-name."""

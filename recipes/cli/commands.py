@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -12,18 +13,30 @@ class Group(Enum):
     TRAIN = "Train a draft"
     DECIDE = "Decide which draft, and how many tokens"
     SERVE = "Serve, and learn from traffic"
-    OPERATE = "Operate a fleet"
     OURS = "Our own demos"
 
 
 @dataclass(frozen=True)
-class Command:
-    """One subcommand: the recipe with `Config` and `main`, and the lines in `redraft --help`."""
+class Part:
+    """A recipe with `Config` and `main`, and its lines in the help."""
 
-    group: Group
     module: str
     summary: str
     example: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand, with its lines in `redraft --help`: a recipe, or several parts of one name each."""
+
+    group: Group
+    module: str
+    """The recipe; empty for a command of parts."""
+    summary: str
+    example: str
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    default: str = ""
+    """The part to run if the first argument names none; empty if it has to."""
 
 
 COMMANDS = {
@@ -32,6 +45,35 @@ COMMANDS = {
         "redraft.recipes.train",
         "Train a draft of any family, prove it in a real vLLM",
         "redraft train eagle3 --target TARGET --data.source DATA",
+    ),
+    "data": Command(
+        Group.TRAIN,
+        "",
+        "Show what a draft would learn; prepare data",
+        "redraft data answers.jsonl --target TARGET",
+        parts={
+            "show": Part(
+                "redraft.recipes.data.show",
+                "Show what a draft would learn from a data set",
+                "redraft data show answers.jsonl --target TARGET",
+            ),
+            "domains": Part(
+                "redraft.recipes.serve.domains",
+                "Cluster prompts into domains, to train a draft for each",
+                "redraft data domains --data prompts.jsonl --num-domains 4",
+            ),
+            "anchors": Part(
+                "redraft.recipes.serve.anchors",
+                "Write offline data that the learner mixes with traffic",
+                "redraft data anchors --target TARGET --data answers.jsonl",
+            ),
+            "import-gguf": Part(
+                "redraft.recipes.data.import_gguf",
+                "Turn a GGUF file into a folder for training and vLLM",
+                "redraft data import-gguf MODEL.gguf models/target",
+            ),
+        },
+        default="show",
     ),
     "retrieval": Command(
         Group.TRAIN,
@@ -44,18 +86,6 @@ COMMANDS = {
         "redraft.recipes.data.regenerate",
         "Have the target answer a data set's prompts, to train on",
         "redraft regenerate --source DATA --output answers.jsonl",
-    ),
-    "import-gguf": Command(
-        Group.TRAIN,
-        "redraft.recipes.data.import_gguf",
-        "Turn a GGUF file into a folder for training and vLLM",
-        "redraft import-gguf MODEL.gguf models/target",
-    ),
-    "data": Command(
-        Group.TRAIN,
-        "redraft.recipes.data.show",
-        "Show what a draft would learn from a data set",
-        "redraft data answers.jsonl --target TARGET",
     ),
     "eval": Command(
         Group.DECIDE,
@@ -99,23 +129,11 @@ COMMANDS = {
         "Train on a fleet's traffic, test, swap, roll back",
         "redraft learner --config learner.toml",
     ),
-    "anchors": Command(
-        Group.SERVE,
-        "redraft.recipes.serve.anchors",
-        "Write offline data that the learner mixes with traffic",
-        "redraft anchors --target TARGET --data answers.jsonl",
-    ),
     "tap": Command(
         Group.SERVE,
         "redraft.recipes.serve.tap",
         "Record from a vLLM that you cannot change, as a proxy",
         "redraft tap --help",
-    ),
-    "domains": Command(
-        Group.SERVE,
-        "redraft.recipes.serve.domains",
-        "Cluster prompts into domains, to train a draft for each",
-        "redraft domains --data prompts.jsonl --num-domains 4",
     ),
     "router": Command(
         Group.SERVE,
@@ -129,59 +147,59 @@ COMMANDS = {
         "Serve a target's hidden states to heads in training",
         "redraft serve-features TARGET --layers 2 16 29",
     ),
-    "token": Command(
-        Group.OPERATE,
-        "redraft.recipes.operate.make_token",
-        "Create the token that protects the routes for swaps",
-        "redraft token FILE",
+    "fleet": Command(
+        Group.SERVE,
+        "",
+        "Operate a fleet: versions, swaps, roll-back, keys",
+        "redraft fleet versions --config learner.toml",
+        parts={
+            "versions": Part(
+                "redraft.recipes.operate.versions",
+                "List a draft's versions, and the version on each server",
+                "redraft fleet versions --config learner.toml",
+            ),
+            "swap": Part(
+                "redraft.recipes.operate.swap",
+                "Roll a version out to the fleet, after a canary",
+                "redraft fleet swap v000007 --config learner.toml",
+            ),
+            "rollback": Part(
+                "redraft.recipes.operate.rollback",
+                "Return the fleet to the previous version at once",
+                "redraft fleet rollback --config learner.toml",
+            ),
+            "forget": Part(
+                "redraft.recipes.operate.forget",
+                "Delete everything recorded from a tenant",
+                "redraft fleet forget acme --config learner.toml",
+            ),
+            "watch": Part(
+                "redraft.recipes.operate.watch",
+                "Watch the acceptance of running servers, with an alarm",
+                "redraft fleet watch http://gpu1:8000 --min-tau 1.8",
+            ),
+            "token": Part(
+                "redraft.recipes.operate.make_token",
+                "Create the token that protects the routes for swaps",
+                "redraft fleet token FILE",
+            ),
+            "keys": Part(
+                "redraft.recipes.operate.log_keys",
+                "Make the keys that open the ingest log",
+                "redraft fleet keys keys",
+            ),
+            "probe": Part(
+                "redraft.recipes.operate.probe_log",
+                "Check that the ingest log's broker still stores records",
+                "redraft fleet probe nats://127.0.0.1:4222",
+            ),
+        },
     ),
     "doctor": Command(
-        Group.OPERATE,
+        Group.DECIDE,
         "redraft.recipes.operate.doctor",
         "Check this environment, or a draft against its target",
         "redraft doctor --target TARGET --draft DRAFT",
-    ),
-    "watch": Command(
-        Group.OPERATE,
-        "redraft.recipes.operate.watch",
-        "Watch the acceptance of running servers, with an alarm",
-        "redraft watch http://gpu1:8000 --min-tau 1.8",
-    ),
-    "versions": Command(
-        Group.OPERATE,
-        "redraft.recipes.operate.versions",
-        "List a draft's versions, and the version on each server",
-        "redraft versions --config learner.toml",
-    ),
-    "swap": Command(
-        Group.OPERATE,
-        "redraft.recipes.operate.swap",
-        "Roll a version out to the fleet, after a canary",
-        "redraft swap v000007 --config learner.toml",
-    ),
-    "rollback": Command(
-        Group.OPERATE,
-        "redraft.recipes.operate.rollback",
-        "Return the fleet to the previous version at once",
-        "redraft rollback --config learner.toml",
-    ),
-    "forget": Command(
-        Group.OPERATE,
-        "redraft.recipes.operate.forget",
-        "Delete everything recorded from a tenant",
-        "redraft forget acme --config learner.toml",
-    ),
-    "probe-log": Command(
-        Group.OPERATE,
-        "redraft.recipes.operate.probe_log",
-        "Check that the ingest log's broker still stores records",
-        "redraft probe-log nats://127.0.0.1:4222",
-    ),
-    "log-keys": Command(
-        Group.OPERATE,
-        "redraft.recipes.operate.log_keys",
-        "Make the keys that open the ingest log",
-        "redraft log-keys keys",
     ),
     "demo": Command(
         Group.OURS,
@@ -190,3 +208,12 @@ COMMANDS = {
         "redraft demo --overwrite",
     ),
 }
+
+
+def list_recipes() -> Iterator[tuple[str, str]]:
+    """(words after `redraft`, module) of every recipe, e.g. ("fleet swap", "redraft.recipes.operate.swap")."""
+    for name, command in COMMANDS.items():
+        if command.module:
+            yield name, command.module
+        for part, recipe in command.parts.items():
+            yield f"{name} {part}", recipe.module

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from redraft.recipes.cli.commands import COMMANDS, Group
+from redraft.recipes.cli.commands import COMMANDS, Command, Group
 
 TRACEBACK_VARIABLE = "REDRAFT_TRACEBACK"
 
@@ -248,7 +248,10 @@ def find_recipe(name: str, args: Sequence[str]) -> tuple[Recipe, Sequence[str]]:
         ValueError: the first argument names no part of the command.
         SystemExit: after the help of a command of several parts.
     """
-    module = importlib.import_module(COMMANDS[name].module)
+    command, path = COMMANDS[name], COMMANDS[name].module
+    if command.parts:
+        name, path, args = _choose_part(name, command, args)
+    module = importlib.import_module(path)
     if hasattr(module, "choose_recipe"):
         chosen: tuple[Recipe, Sequence[str]] = module.choose_recipe(args, f"redraft {name}")
         return chosen
@@ -263,6 +266,31 @@ def find_recipe(name: str, args: Sequence[str]) -> tuple[Recipe, Sequence[str]]:
         ),
         args,
     )
+
+
+def _choose_part(name: str, command: Command, args: Sequence[str]) -> tuple[str, str, Sequence[str]]:
+    """(words of the part, its module, the arguments after its name)."""
+    first = args[0] if args else "--help"
+    if first in command.parts:
+        return f"{name} {first}", command.parts[first].module, args[1:]
+    if first in ("-h", "--help", "--help-all"):
+        print(format_parts(name, command))
+        raise SystemExit(0)
+    if not command.default:
+        raise ValueError(f"redraft {name} has no part {first!r}{_choices(first, command.parts)}")
+    return name, command.parts[command.default].module, args
+
+
+def format_parts(name: str, command: Command) -> str:
+    """The text of `redraft NAME --help`, for a command of several parts."""
+    lines = [f"{command.summary}.", "", f"usage: redraft {name} PART [flags]", ""]
+    width = max(map(len, command.parts))
+    for part, recipe in command.parts.items():
+        lines += [f"  {part:<{width}}  {recipe.summary}", f"  {'':<{width}}    $ {recipe.example}"]
+    lines += ["", f"  redraft {name} PART --help   all flags of a part"]
+    if command.default:
+        lines += [f"  Without PART: {command.default}."]
+    return "\n".join(lines)
 
 
 def _asks_for_help(args: Sequence[str]) -> bool:

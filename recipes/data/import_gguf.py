@@ -1,6 +1,6 @@
 """Turn a GGUF file into a model folder in bfloat16, which transformers, vLLM and every redraft command load.
 
-    $ redraft import-gguf SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2
+    $ redraft data import-gguf SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2
     $ redraft train standalone --target models/smollm2 --data.source answers.jsonl
 
 The folder has the tokenizer and the chat template of the file, both checked, and a manifest of SHA-256 sums. Quantised

@@ -1,7 +1,7 @@
 """Delete all records of a tenant, and name the drafts that may have learned from them.
 
-    $ redraft forget acme --dry-run --config learner.toml
-    $ redraft forget acme --config learner.toml
+    $ redraft fleet forget acme --dry-run --config learner.toml
+    $ redraft fleet forget acme --config learner.toml
 
 A tenant is the name sent by clients in X-Redraft-Tenant. The command reaches the learner's buffer and its quarantine,
 the spool, the ingest log with the broker's files, and anchors. Deleted bytes are overwritten. Records still on their
@@ -75,7 +75,7 @@ def _describe_learned(forgotten: Forgotten, cfg: Config) -> list[str]:
     lines = [f"these may have learned from the records, and cannot forget: {', '.join(learned)}"]
     if forgotten.clean is None:
         return [*lines, "no version is from before: start a new registry from draft.initial"]
-    command = f"redraft rollback --to {forgotten.clean} --config {shlex.quote(str(cfg.config))}"
+    command = f"redraft fleet rollback --to {forgotten.clean} --config {shlex.quote(str(cfg.config))}"
     return [*lines, f"to serve the version before and train on from it: {command}"]
 
 

@@ -1,6 +1,6 @@
 """Make the keys of an ingest log's two users, in a new folder.
 
-    $ redraft log-keys keys
+    $ redraft fleet keys keys
 
     servers.nk    private key of the servers: they may publish records, and read nothing (nats.credentials)
     learner.nk    private key of the learner: it reads records, and manages their stream (nats.credentials)

@@ -1,6 +1,6 @@
 """Create a bearer token for the routes that swap drafts, in a file that only you can read.
 
-    $ redraft token FILE
+    $ redraft fleet token FILE
 
 Servers and learner read the same file: `redraft serve --token-file FILE`, and `token_file` below `[fleet]` in the
 learner's settings. An existing file is never overwritten.

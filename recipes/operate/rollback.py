@@ -1,7 +1,7 @@
 """Return the whole fleet to the previous version at once.
 
-    $ redraft rollback --config learner.toml
-    $ redraft rollback --to v000003 --config learner.toml
+    $ redraft fleet rollback --config learner.toml
+    $ redraft fleet rollback --to v000003 --config learner.toml
 
 During a rollout, the candidate is taken back. Training begins again from the version then served. A running learner
 does the work; without one, this command does it.

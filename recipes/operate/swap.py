@@ -1,6 +1,6 @@
 """Roll out a version from the registry: the gate is skipped, the canary is not.
 
-    $ redraft swap v000007 --config learner.toml
+    $ redraft fleet swap v000007 --config learner.toml
 
 One server takes the version first and is compared with the others; if it accepts less, all servers go back. A running
 learner does the work after its current task; without a running learner, this command does it.
@@ -28,7 +28,7 @@ from redraft.recipes.cli import run_recipe
 @dataclass(frozen=True, kw_only=True)
 class Config:
     version: Annotated[str, tyro.conf.Positional]
-    """Version to roll out, e.g. v000007. `redraft versions` lists them."""
+    """Version to roll out, e.g. v000007. `redraft fleet versions` lists them."""
     config: Path = Path("learner.toml")
     """The learner's TOML file."""
 

@@ -1,7 +1,7 @@
 """List a draft's versions: the current one, the origin of each, and the gate's verdict.
 
-    $ redraft versions --config learner.toml
-    $ redraft versions --registry drafts/llama-8b
+    $ redraft fleet versions --config learner.toml
+    $ redraft fleet versions --registry drafts/llama-8b
 
 With --config, also show the version on every server and the state of the learner.
 """

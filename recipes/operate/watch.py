@@ -1,8 +1,8 @@
 """Watch the acceptance of a running fleet: tau and acceptance by position over time, from the servers' /metrics.
 
-$ redraft watch http://gpu1:8000 http://gpu2:8000                 # a line per server every 10 seconds
-$ redraft watch http://gpu1:8000 --min-tau 1.8                    # ends with status 1 once tau falls below
-$ redraft watch http://gpu1:8000 --min-tau 1.8 --polls 6          # for a cron job: one minute, then status 0 or 1
+$ redraft fleet watch http://gpu1:8000 http://gpu2:8000                 # a line per server every 10 seconds
+$ redraft fleet watch http://gpu1:8000 --min-tau 1.8                    # ends with status 1 once tau falls below
+$ redraft fleet watch http://gpu1:8000 --min-tau 1.8 --polls 6          # for a cron job: one minute, then status 0 or 1
 
 The first line of a server covers everything since its start, each further line the time since the line before. If a
 server is away, its line says why, and polling goes on. The exit status is 2 if a server is away at the first reading.

@@ -1,6 +1,6 @@
 """Write offline data as records that the learner replays beside live traffic, against forgetting.
 
-    $ redraft anchors --target models/llama-8b --data answers.jsonl --output anchors
+    $ redraft data anchors --target models/llama-8b --data answers.jsonl --output anchors
     $ redraft learner --config learner.toml --set 'anchors="anchors"'
 
 One pass of the target over every sample keeps the largest probabilities at each label, as capture does in a server.

@@ -1,7 +1,7 @@
 """Find the domains of a fleet's prompts, for a draft per domain behind redraft router.
 
-    $ redraft domains --data prompts.jsonl --num-domains 4 --output outputs/domains
-    $ redraft domains --data stdlib                                 # the demo's domains: code and prose
+    $ redraft data domains --data prompts.jsonl --num-domains 4 --output outputs/domains
+    $ redraft data domains --data stdlib                                 # the demo's domains: code and prose
 
 Use a few thousand prompts or more as they come in: exported requests, or the training data of the drafts. Prompts with
 similar wording form a domain (k-means over character trigrams). A draft per domain pays off if the domains' answers

@@ -16,8 +16,8 @@ With two servers started by `redraft serve`, this is enough:
     token_file = "token"                        # the servers' --token-file
 
 One learner owns a registry. It can be killed at any time: when restarted, it continues where it stopped. On several
-GPUs, start it with `accelerate launch -m redraft.recipes.serve.learner --config learner.toml`. `redraft versions`,
-`redraft swap` and `redraft rollback` talk to the running learner.
+GPUs, start it with `accelerate launch -m redraft.recipes.serve.learner --config learner.toml`.
+`redraft fleet versions`, `redraft fleet swap` and `redraft fleet rollback` talk to the running learner.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ from redraft.recipes.cli import dispatch
 
 def test_the_command_makes_a_token_of_256_bits_that_only_its_user_can_read(tmp_path, capsys):
     path = tmp_path / "token"
-    assert dispatch(["token", str(path)]) == 0
+    assert dispatch(["fleet", "token", str(path)]) == 0
     token = read_token(path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert len(bytes.fromhex(token)) == 32
     assert token not in capsys.readouterr().out
-    assert dispatch(["token", str(path)]) == 2
+    assert dispatch(["fleet", "token", str(path)]) == 2
     assert f"{path} exists" in capsys.readouterr().err
     assert read_token(path) == token, "never overwritten"
 

@@ -174,7 +174,7 @@ def test_anchors_of_a_day_are_the_same_on_another(
 ) -> None:
     def anchors(name: str, *flags: str) -> list[list[int]]:
         given = ["--target", str(target), "--data", source, "--output", str(tmp_path / name), "--top-k", "4"]
-        assert dispatch(["anchors", *given, "--num-conversations", "3", *flags]) == 0
+        assert dispatch(["data", "anchors", *given, "--num-conversations", "3", *flags]) == 0
         return [record.context_ids.tolist() for record in read_anchors(tmp_path / name, fingerprint(target))]
 
     def day_of(name: str) -> str:

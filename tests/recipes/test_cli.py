@@ -19,6 +19,7 @@ from benchmarks.studies.presets import make_preset
 from redraft.distill.run.config import Prove
 from redraft.heads.catalog import list_trained
 from redraft.recipes.cli import COMMANDS, Group, describe_error, dispatch, format_help, parse, parse_recipe, run_guarded
+from redraft.recipes.cli.commands import list_recipes
 from redraft.recipes.cli.run import find_recipe
 from redraft.recipes.decide import bench
 
@@ -63,6 +64,18 @@ def test_the_help_names_every_command_in_80_columns():
     assert max(len(line) for line in text.splitlines()) <= 80
 
 
+def test_a_command_of_parts_lists_them_and_names_the_closest(capsys):
+    with pytest.raises(SystemExit) as end:
+        dispatch(["fleet", "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"  {part} " in text for part in COMMANDS["fleet"].parts)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert dispatch(["fleet", "rolback"]) == 2
+    assert "rollback" in capsys.readouterr().err
+    assert len(COMMANDS) <= 20
+
+
 def test_the_help_groups_its_commands():
     text = format_help()
     places = [text.index(f"\n{group.value}:\n") for group in Group]
@@ -70,9 +83,9 @@ def test_the_help_groups_its_commands():
     assert text.index("\n  train ") < places[1] < text.index("\n  eval ") < places[2] < text.index("\n  learner ")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_a_recipe_in_this_folder(name):
-    source = (ROOT / f"{COMMANDS[name].module.replace('.', '/')}.py").read_text()
+@pytest.mark.parametrize(("name", "module"), list_recipes())
+def test_every_command_is_a_recipe_in_this_folder(name, module):
+    source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
     assert source.startswith('"""')
     assert "\nclass Config" in source or "\ndef choose_recipe(" in source
     assert "\ndef main(" in source
@@ -119,7 +132,7 @@ def test_the_module_runs_as_the_console_script_does(module):
     assert result.stdout.strip() == format_help().strip()
 
 
-HELPS = [*(name for name in COMMANDS if name != "train"), *(f"train {family}" for family in list_trained())]
+HELPS = [*(name for name, _ in list_recipes() if name != "train"), *(f"train {family}" for family in list_trained())]
 HEAVY = ("torch", "transformers", "vllm", "datasets", "accelerate")
 
 PRINT_EVERY_HELP = f"""
@@ -159,7 +172,7 @@ def test_the_help_of_a_command_loads_no_heavy_library(name, shown):
 def test_the_help_without_the_heavy_libraries_is_the_one_with_them(name, shown, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     command, *args = name.split()
-    importlib.import_module(COMMANDS[command].module)
+    importlib.import_module(dict(list_recipes()).get(name, "redraft.recipes.train"))
     with pytest.raises(SystemExit):
         parse_recipe(*find_recipe(command, [*args, "--help-all"]))
     assert capsys.readouterr().out == shown[name]["text"]
@@ -236,7 +249,7 @@ def test_every_file_is_a_command_and_runs(path):
     if path.stem == "distill_llama3b":  # a preset of a command
         assert "run_recipe(main, " in end
         return
-    assert module in {command.module for command in COMMANDS.values()}
+    assert module in dict(list_recipes()).values()
     assert end.startswith(("    run_recipe(main, Config, ", "    run_choice(choose_recipe)"))
 
 
@@ -277,15 +290,15 @@ def test_a_preset_that_is_not_there_is_refused(args, said):
 def test_every_demo_of_the_small_target_computes_in_float32_on_every_machine():
     """It is stored in bfloat16, in which a CPU computes by default if it can."""
     demos = {name: make_preset(name.replace("-", "_")).target_dtype for name in list_trained()}
-    for name, command in COMMANDS.items():
-        demo = getattr(importlib.import_module(command.module), "PRESETS", {}).get("demo")
+    for name, module in list_recipes():
+        demo = getattr(importlib.import_module(module), "PRESETS", {}).get("demo")
         if getattr(demo, "target", None) == "tests/assets/tiny-target":
             demos[name] = getattr(demo, "target_dtype", "float32")
     assert {"eagle3", "eval", "bench"} <= demos.keys()
     assert set(demos.values()) == {"float32"}
 
 
-@pytest.mark.parametrize("command", ["train eagle3", "eval", "anchors", "doctor", "bench"])
+@pytest.mark.parametrize("command", ["train eagle3", "eval", "data anchors", "doctor", "bench"])
 def test_the_type_of_the_target_has_one_flag(command, shown):
     assert "--target-dtype" in shown[command]["text"]
     assert " --dtype" not in shown[command]["text"]

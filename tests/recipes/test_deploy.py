@@ -160,8 +160,8 @@ def test_the_commands_of_the_files_are_ours(tmp_path):
 
     probes = [container("StatefulSet", "redraft-log")["livenessProbe"]["exec"]["command"]]
     probes.append(compose()["services"]["log"]["healthcheck"]["test"].partition(" || ")[0].split())
-    for redraft, name, *arguments in probes:
-        assert (redraft, name) == ("redraft", "probe-log")
+    for redraft, name, part, *arguments in probes:
+        assert (redraft, name, part) == ("redraft", "fleet", "probe")
         assert _can_open(parse(probe_log.Config, None, {}, mounted(arguments), prog="redraft"))
         assert arguments[0] == "tls://127.0.0.1:4222"
     assert _can_open(config.capture)

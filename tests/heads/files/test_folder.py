@@ -62,5 +62,5 @@ def test_a_model_without_its_weights_is_refused_in_one_line(tmp_path: Path, case
 
 def test_a_folder_is_left_alone(tmp_path: Path) -> None:
     assert fetch_model(tmp_path) == tmp_path
-    with pytest.raises(ValueError, match="redraft import-gguf"):
+    with pytest.raises(ValueError, match="redraft data import-gguf"):
         fetch_model("model.gguf")

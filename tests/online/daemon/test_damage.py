@@ -319,9 +319,9 @@ ONE_LINE = {
     "no intact version": (no_intact_version, "No version before v000002 is intact either: copy one back"),
     "state of a later release": (later_state, "written by a later release of redraft .*: upgrade"),
     "registry of a later release": (later_registry, "written by a later release of redraft .*: upgrade"),
-    "anchors missing": (read_anchors_of(None), r"make it \(redraft anchors\), or remove `anchors`"),
-    "anchors empty": (read_anchors_of(b""), r"holds no record: make the anchors again \(redraft anchors\)"),
-    "anchors torn": (read_anchors_of(b"RDR1abc"), r"is damaged .*: make the anchors again \(redraft anchors\)"),
+    "anchors missing": (read_anchors_of(None), r"make it \(redraft data anchors\), or remove `anchors`"),
+    "anchors empty": (read_anchors_of(b""), r"holds no record: make the anchors again \(redraft data anchors\)"),
+    "anchors torn": (read_anchors_of(b"RDR1abc"), r"is damaged .*: make the anchors again \(redraft data anchors\)"),
 }
 
 
@@ -381,7 +381,7 @@ def test_forgotten_tenants_stay_forgotten_if_one_of_the_two_files_is_lost(world,
     for lost in ("cursor.json", "forgotten.json"):
         (config.folder / lost).unlink()
     with Buffer(config, fingerprint(world.target)) as buffer:
-        assert "repeat `redraft forget` for each of them" in " ".join(buffer.damage)
+        assert "repeat `redraft fleet forget` for each of them" in " ".join(buffer.damage)
 
 
 # --- a clock that jumps

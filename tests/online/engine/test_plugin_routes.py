@@ -509,7 +509,7 @@ REFUSALS = {
         (
             "no such version",
             "no version 'v000009' in the registry",
-            "ask for one that `redraft versions` lists, and copy",
+            "ask for one that `redraft fleet versions` lists, and copy",
         ),
         (
             "another target",

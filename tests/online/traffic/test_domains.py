@@ -183,7 +183,7 @@ def test_what_was_published_but_is_no_domains_is_refused(clusters, tmp_path, cha
         change(folder)
 
     publish(tmp_path / "domains", write, {})
-    with pytest.raises(ValueError, match="redraft domains"):
+    with pytest.raises(ValueError, match="redraft data domains"):
         Clusters.read(tmp_path / "domains")
 
 

@@ -1,4 +1,4 @@
-"""`redraft forget`: everything it reaches, what it tells, and the way back from drafts that learned."""
+"""`redraft fleet forget`: everything it reaches, what it tells, and the way back from drafts that learned."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_versions_that_may_have_learned_are_named_with_the_way_back(world, some,
     assert forgotten.learned == tuple(after)
     assert (forgotten.clean, forgotten.is_in_training) == (before, False)
     lines = forget.describe(forgotten, forget.Config(tenant="acme", config=world.root / "learner.toml"))
-    assert any(f"redraft rollback --to {before} --config {world.root}/learner.toml" in line for line in lines)
+    assert any(f"redraft fleet rollback --to {before} --config {world.root}/learner.toml" in line for line in lines)
     assert delete(world, "acme").learned == (), "the records are gone, and nobody knows any more"
 
 
@@ -263,11 +263,11 @@ def test_the_command_tells_and_ends_with_1_if_there_was_nothing(world, some, cap
     config = f'target = "{world.target}"\nregistry = "registry"\nspool = "spool"\n'
     (world.root / "learner.toml").write_text(config + '[fleet]\nservers = ["http://127.0.0.1:1"]\n')
     fill(world, of("acme", some[:4]))
-    assert dispatch(["forget", "acme", "--dry-run"]) == 0
+    assert dispatch(["fleet", "forget", "acme", "--dry-run"]) == 0
     assert "4 records of acme would be deleted: 4 in the buffer" in capsys.readouterr().out
-    assert dispatch(["forget", "acme"]) == 0
+    assert dispatch(["fleet", "forget", "acme"]) == 0
     assert re.match(r"4 records of acme were deleted: 4 in the buffer\nrecords still on", capsys.readouterr().out)
     with pytest.raises(SystemExit) as ended:
-        dispatch(["forget", "acme"])
+        dispatch(["fleet", "forget", "acme"])
     assert ended.value.code == 1
     assert "nothing of this name was found: check the spelling" in capsys.readouterr().out

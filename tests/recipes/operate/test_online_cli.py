@@ -51,11 +51,11 @@ def test_the_printed_settings_can_be_read_back(capsys, tmp_path):
         (["learner", "--config", "absent.toml"], "redraft learner --print-config"),
         (["learner", "--set", "trainig.lr=1"], "did you mean training?"),
         (["learner"], "there is no server: set fleet.servers"),
-        (["versions"], "which registry"),
-        (["versions", "--registry", "absent"], "there is no registry absent"),
-        (["swap", "v000007"], "has no version v000007: the newest are v000001"),
-        (["rollback"], "has no version before v000001"),
-        (["forget", "acme", "--config", "absent.toml"], "redraft learner --print-config"),
+        (["fleet", "versions"], "which registry"),
+        (["fleet", "versions", "--registry", "absent"], "there is no registry absent"),
+        (["fleet", "swap", "v000007"], "has no version v000007: the newest are v000001"),
+        (["fleet", "rollback"], "has no version before v000001"),
+        (["fleet", "forget", "acme", "--config", "absent.toml"], "redraft learner --print-config"),
         (["tap", "localhost:8000", "--target", "t"], "is not the address of a server: it must be like http://"),
     ],
 )
@@ -76,7 +76,7 @@ def test_versions_are_listed_with_their_marks_and_reasons(capsys, world):
         publish(world)
     world.registry.promote("v000001")
     world.registry.promote("v000002")
-    assert dispatch(["versions", "--registry", str(world.registry.folder)]) == 0
+    assert dispatch(["fleet", "versions", "--registry", str(world.registry.folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "v000003            from v000001, promote: tau 2.000 -> 2.100",
         "v000002  current   from v000001, promote: tau 2.000 -> 2.100",

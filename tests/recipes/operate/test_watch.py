@@ -170,7 +170,7 @@ def test_a_server_that_cannot_be_watched_is_one_line_and_2(
     page: str | None, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(page) as url:
-        assert dispatch(["watch", url]) == 2
+        assert dispatch(["fleet", "watch", url]) == 2
     error = capsys.readouterr().err
     assert error.startswith("redraft: ")
     assert said in error
@@ -178,7 +178,7 @@ def test_a_server_that_cannot_be_watched_is_one_line_and_2(
 
 
 def test_an_address_where_nobody_is_is_one_line_and_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dispatch(["watch", "http://127.0.0.1:9"]) == 2
+    assert dispatch(["fleet", "watch", "http://127.0.0.1:9"]) == 2
     assert "cannot read http://127.0.0.1:9/metrics" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""`redraft anchors` from data to the records that a learner replays."""
+"""`redraft data anchors` from data to the records that a learner replays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_every_label_of_the_data_is_a_row_that_the_learner_reads(
 ) -> None:
     output = tmp_path / "anchors"
     flags = ["--target", str(random_target), "--data", str(data), "--output", str(output), "--max-length", "128"]
-    assert dispatch(["anchors", *flags, "--num-conversations", "6", "--top-k", "5"]) == 0
+    assert dispatch(["data", "anchors", *flags, "--num-conversations", "6", "--top-k", "5"]) == 0
     records = read_anchors(output, fingerprint(random_target))
     assert f"anchors: {len(records)} records" in capsys.readouterr().out
     for record in records:
@@ -33,7 +33,7 @@ def test_anchors_that_are_there_are_not_replaced_unasked(
 ) -> None:
     (tmp_path / "anchors").write_text("mine")
     flags = ["--target", str(random_target), "--data", str(data), "--output", str(tmp_path / "anchors")]
-    assert dispatch(["anchors", *flags]) == 2
+    assert dispatch(["data", "anchors", *flags]) == 2
     assert "already exists: choose another --output, or pass --overwrite" in capsys.readouterr().err
     assert (tmp_path / "anchors").read_text() == "mine"
 
@@ -48,5 +48,5 @@ def test_an_interrupted_run_leaves_the_provenance_of_the_anchors_that_are_there(
     (tmp_path / "anchors").write_text("mine")
     (tmp_path / "anchors.json").write_text("of mine")
     flags = ["--target", str(random_target), "--data", str(data), "--output", str(tmp_path / "anchors"), "--overwrite"]
-    assert dispatch(["anchors", *flags, "--num-conversations", "2"]) == 2
+    assert dispatch(["data", "anchors", *flags, "--num-conversations", "2"]) == 2
     assert (tmp_path / "anchors.json").read_text() == "of mine"

@@ -1,4 +1,4 @@
-"""`redraft domains` and `redraft router` as their user runs them."""
+"""`redraft data domains` and `redraft router` as their user runs them."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def make_prompts(path, *, with_labels=True):
 def test_it_says_how_large_and_how_pure_the_domains_are(tmp_path, capsys):
     data, output = make_prompts(tmp_path / "prompts.jsonl"), str(tmp_path / "domains")
     flags = ["--held-out", "0.3", "--domain-column", "topic"]
-    assert dispatch(["domains", "--data", data, "--output", output, *flags]) == 0
+    assert dispatch(["data", "domains", "--data", data, "--output", output, *flags]) == 0
     said = capsys.readouterr().out
     assert "e.g. Tell me a tale of" in said
     assert "100.0% code" in said
     assert "purity: 100.0%" in said
     assert Clusters.read(tmp_path / "domains").names == ("code", "tales")
-    assert dispatch(["domains", "--data", data, "--output", output]) == 2
+    assert dispatch(["data", "domains", "--data", data, "--output", output]) == 2
     assert "--overwrite" in capsys.readouterr().err
-    assert dispatch(["domains", "--data", data, "--output", output, "--overwrite", "--num-domains", "3"]) == 0
+    assert dispatch(["data", "domains", "--data", data, "--output", output, "--overwrite", "--num-domains", "3"]) == 0
     assert len(Clusters.read(tmp_path / "domains").names) == 3
 
 
 def test_without_labels_it_says_nothing_of_purity(tmp_path, capsys):
     data = make_prompts(tmp_path / "prompts.jsonl", with_labels=False)
-    assert dispatch(["domains", "--data", data, "--output", str(tmp_path / "domains")]) == 0
+    assert dispatch(["data", "domains", "--data", data, "--output", str(tmp_path / "domains")]) == 0
     said = capsys.readouterr().out
     assert "domain-0" in said
     assert "purity" not in said

@@ -180,7 +180,7 @@ def test_a_target_named_by_its_gguf_file_is_told_the_command(load: Any) -> None:
 
 def test_an_engine_is_not_started_on_a_gguf_file(tmp_path: Path) -> None:
     with (
-        pytest.raises(ValueError, match="redraft import-gguf"),
+        pytest.raises(ValueError, match="redraft data import-gguf"),
         vllm_server("models/x.gguf", log=tmp_path / "vllm.log"),
     ):
         pass
