@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ import psutil
 import pytest
 import zstandard
 from real_broker import running_broker
+from waiting import in_event_loop, until
 
 from benchmarks.soak import poison
 from benchmarks.soak.disks import mounted, unmount_below
@@ -30,23 +30,7 @@ from redraft.online.records.nats_link import connect
 from redraft.online.records.publisher import Publisher
 from redraft.online.records.record import MAX_RECORD_BYTES, encode_frame
 
-DEADLINE_S = 60.0
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
-
-
-def in_event_loop(test):
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        asyncio.run(test(*args, **kwargs))
-
-    return run
-
-
-async def until(is_so):
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.02)
 
 
 @contextlib.asynccontextmanager

@@ -15,14 +15,13 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from waiting import until
 
 from benchmarks.soak.clients import Clients
 from benchmarks.soak.hostile import send_hostile
 from benchmarks.soak.supervisor import Supervised
 from redraft.eval.engine.process import free_port
 from redraft.eval.prompts import Prompt
-
-DEADLINE_S = 60.0
 
 
 def build_app():
@@ -52,13 +51,6 @@ def build_app():
     return Starlette(
         routes=[Route("/health", lambda _: Response()), *(Route(p, complete, methods=["POST"]) for p in paths)]
     )
-
-
-async def until(is_so):
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.05)
 
 
 @pytest.mark.slow
