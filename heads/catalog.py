@@ -103,6 +103,7 @@ FAMILIES: tuple[Family, ...] = (
             starts=("last_layer", "least_squares", "random"),
             layouts=("vllm", "speculators"),
             draft_vocab_size=32000,
+            divergence="forward_kl",
             lr=1e-4,
             loop={"steps": 20000, "sequence_length": 2048},
         ),
