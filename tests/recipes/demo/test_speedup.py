@@ -142,7 +142,7 @@ def test_the_head_is_reported_as_measured_beside_its_forecast(random_target: Pat
     run = SimpleNamespace(
         cfg=SimpleNamespace(target=str(random_target)),
         forecasts={draft: forecast},
-        run=SimpleNamespace(metrics=[{"step": 1, "loss": 2.0}]),
+        folder=SimpleNamespace(metrics=[{"step": 1, "loss": 2.0}]),
     )
     results = make_results(1.3, 0.9)
     sections = training_sections(run, draft, forecast, results, results)  # type: ignore[arg-type]
