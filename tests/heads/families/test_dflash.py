@@ -275,7 +275,7 @@ def test_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"mask_token_id": VOCAB}, f"mask token {VOCAB} is not in the target's table of {VOCAB} embeddings"),
-        ({"block_size": 1}, "holds no draft token"),
+        ({"block_size": 1}, "block_size 2"),
         ({"aux_layer_ids": (0, 2)}, "this head cannot read layer 0, the embeddings"),
         ({"aux_layer_ids": (2, 6)}, "the target has layers 0 to 5"),
     ],

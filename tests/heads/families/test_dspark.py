@@ -315,8 +315,8 @@ def test_another_kind_of_head_is_refused(changed: dict[str, Any], message: str, 
     ("options", "message"),
     [
         ({"markov_rank": 0}, "a bias of rank 0"),
-        ({"block_size": 0}, "holds no draft token: give block_size 1 or more"),
-        ({"block_size": 1, "sample_from_anchor": False}, "holds no draft token: give block_size 2 or more"),
+        ({"block_size": 0}, "block_size 1"),
+        ({"block_size": 1, "sample_from_anchor": False}, "block_size 2"),
         ({"mask_token_id": VOCAB}, f"mask token {VOCAB} is not in the target's table"),
     ],
 )
