@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
 
+from redraft.heads.files.checkpoint import load_text_config
 from redraft.heads.files.folder import tensor_files
 from redraft.heads.files.tensors import read_tensors
 
@@ -50,7 +50,7 @@ class Target:
             raise ValueError(f"{folder} has no tensor embed_tokens.weight: give the folder of the target model")
         # A checkpoint with tied weights stores the embeddings only.
         head = next((t for name, t in tensors.items() if name.endswith("lm_head.weight")), embed)
-        return Target(config=AutoConfig.from_pretrained(folder).get_text_config(), embed_VD=embed, head_VD=head)
+        return Target(config=load_text_config(folder), embed_VD=embed, head_VD=head)
 
 
 @torch.no_grad()

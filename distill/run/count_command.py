@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from transformers import AutoConfig
 
 from redraft.distill.run.config import make_config
 from redraft.distill.run.inputs import choose_dtype
 from redraft.heads.catalog import find_family
+from redraft.heads.files.checkpoint import load_config
 
 NUM_STEPS = {"dflash": "block_size", "dspark": "block_size", "medusa": "num_heads", "mlp_speculator": "num_stages"}
 """The option of a family that says how many tokens it learns, if not `num_steps`."""
@@ -31,7 +31,7 @@ def _target(cfg: Any, accelerator: Accelerator) -> Iterator[str]:
     yield from ("--target", cfg.target)
     # None stands for the type of the files. The command counts one of two bytes, unless told of four.
     dtype = choose_dtype(cfg.target, cfg.target_dtype, accelerator.device)
-    if (dtype or AutoConfig.from_pretrained(cfg.target).dtype or torch.float32) == torch.float32:
+    if (dtype or load_config(cfg.target).dtype or torch.float32) == torch.float32:
         yield from ("--target-dtype", "float32")
 
 

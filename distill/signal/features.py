@@ -91,7 +91,7 @@ def load_part(target: str, dtype: torch.dtype | None, device: torch.device, is_w
         ValueError: if one of these tensors is missing or quantised.
     """
     folder = model_folder(target)
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     register_models()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)

@@ -104,7 +104,7 @@ def load_sharded(name: str, dtype: torch.dtype | None, device: torch.device) -> 
     register_models()
     # 2. The same architecture on every rank, without memory.
     with torch.device("meta"):
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config, dtype=chosen[0], attn_implementation="sdpa")
     model.requires_grad_(False).eval()
     # 3. Each layer is gathered by itself. The root is wrapped too, so the layers share one root, and one is

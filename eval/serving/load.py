@@ -303,7 +303,7 @@ def _require_prompts(path: Path) -> None:
 def _tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name)
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def write_sonnet(output: Path, text: Path | None, tokenizer: str, load: Load) -> None:

@@ -103,7 +103,7 @@ def read_config(path: Path, architecture: str) -> Any:
         ValueError: transformers does not read the architecture, or not as a causal language model.
     """
     try:
-        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
         with torch.device("meta"):  # also refuses encoders
             AutoModelForCausalLM.from_config(config)
     except Exception as error:
@@ -134,9 +134,14 @@ def load_gguf(path: Path, header: GgufHeader, config: Any) -> GgufModel:
     if hasattr(transformers, "GgufConfig"):  # since 5.19 quantised weights may stay packed, which cannot be saved
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, trust_remote_code=False)
         loaded, report = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=name, dtype=torch.bfloat16, output_loading_info=True, **options
+            folder,
+            gguf_file=name,
+            dtype=torch.bfloat16,
+            output_loading_info=True,
+            trust_remote_code=False,
+            **options,
         )
     except Exception as error:
         raise ValueError(f"cannot read {path}: {first_line(error)}") from error

@@ -34,7 +34,7 @@ from redraft.online.daemon.memory import release_memory
 from redraft.online.daemon.rollouts import Rollouts
 from redraft.online.daemon.sleep import Sleeper
 from redraft.online.daemon.state import LOOKS_AFTER_DAMAGE, Event, Move, Phase, SavedState, State, advance, load
-from redraft.online.fleet.registry import TRAINED_UNTIL, Registry, copy_model
+from redraft.online.fleet.registry import TRAINED_THROUGH, TRAINED_UNTIL, Registry, copy_model
 from redraft.online.fleet.rollout import Outcome, roll_waves, try_canary
 from redraft.online.fleet.server import ask_drafting
 from redraft.online.fleet.watch import JournaledServer
@@ -327,6 +327,7 @@ class Cycle:
                 "trained_from": self.current,
                 "records": self.trainer.progress.records,
                 TRAINED_UNTIL: self.trainer.progress.until_s,
+                TRAINED_THROUGH: self.trainer.progress.through,
             },
             evaluation={
                 "verdict": self.state.reason,

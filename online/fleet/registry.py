@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -37,7 +38,7 @@ STABLE = "STABLE"
 EVALUATION = "evaluation.json"
 REGISTRY = "registry.json"
 PROMOTED = "promoted.json"
-TRAINED_UNTIL = "trained_until_s"
+TRAINED_UNTIL, TRAINED_THROUGH = "trained_until_s", "trained_through"
 """Key in a version's provenance: the time of the last training step, in seconds since the epoch."""
 
 _VERSION = re.compile(r"v(\d{6,})")
@@ -284,21 +285,18 @@ class Registry:
         return promoted[: promoted.index(current) + 1] if current in promoted else []
 
     def list_training_ends(self) -> dict[str, float]:
-        """The time after which no record can have been trained into a version, in seconds since the epoch, by version.
+        """Number of the last record in the learner's buffer that may have been trained into a version, by version.
 
-        A copy of a draft from elsewhere learned from no record: 0. A version of an earlier release was trained before
-        it was published.
+        A copy of a draft from elsewhere learned from no record: 0. Infinite if the version does not say. Numbers, not
+        times: a clock may be set back between a record's arrival and its training.
         """
         ends = {}
         for version in self.versions():
-            folder = self.folder / version
             try:
-                provenance = json.loads((folder / artifact.PROVENANCE).read_bytes())
+                provenance = json.loads((self.folder / version / artifact.PROVENANCE).read_bytes())
             except (OSError, ValueError):
                 provenance = {}
-            published_s = (folder / STABLE).stat().st_mtime
-            # `or` and not a default: a checkpoint of an earlier release has no time, and is published with 0.
-            ends[version] = 0.0 if "copied_from" in provenance else provenance.get(TRAINED_UNTIL) or published_s
+            ends[version] = 0.0 if "copied_from" in provenance else provenance.get(TRAINED_THROUGH, math.inf)
         return ends
 
     def _read_promoted(self) -> list[str]:

@@ -85,8 +85,6 @@ class TenantRecords:
     num_records: int
     first_seq: int | None
     """Number of the first record that trains; None if there is none."""
-    first_s: float | None
-    """The first arrival of a record that trains, in seconds since the epoch."""
     num_examples: int
     """Examples in the quarantine, whoever sent them."""
     num_later_files: int
@@ -299,11 +297,10 @@ class Buffer:
         with self._lock:
             names = list_stored_names(tenant)
             found = list(chain.from_iterable(self._files.each(lambda file: file.find_tenant(names))))
-            trained = [(seq, time_s) for seq, time_s, held_out in found if not held_out]
+            trained = [seq for seq, _, held_out in found if not held_out]
             return TenantRecords(
                 num_records=len(found),
-                first_seq=trained[0][0] if trained else None,
-                first_s=min((time_s for _, time_s in trained), default=None),
+                first_seq=min(trained, default=None),
                 num_examples=0 if self.quarantine is None else len(self.quarantine),
                 num_later_files=len(self._files.later),
             )

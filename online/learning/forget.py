@@ -131,9 +131,9 @@ class Reach:
     def _tell(self, found: TenantRecords, **numbers: int) -> Forgotten:
         learned: list[str] = []
         clean = self.registry.current()
-        if found.first_s is not None and found.first_seq is not None:
+        if found.first_seq is not None:
             ends = self.registry.list_training_ends()
-            learned = [version for version, end_s in ends.items() if end_s >= found.first_s]
+            learned = [version for version, end in ends.items() if end >= found.first_seq]
             promoted = self.registry.promoted()
             clean = next((name for name in reversed(promoted) if name in ends and name not in learned), None)
         is_in_training = found.first_seq is not None and found.first_seq <= self.through

@@ -11,7 +11,9 @@ whole folder goes when any tenant is forgotten.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -107,13 +109,25 @@ class Quarantine:
 def overwrite(path: Path) -> None:
     """Overwrite the file's bytes on the disk with zeros, as SQLite overwrites what it deletes.
 
+    A link, a file of several names, a pipe or a folder stays as it is: whoever put it there chose the bytes behind it,
+    and they may be any file of this user.
+
     Raises:
         OSError: if it cannot be written.
     """
+    try:
+        # Without O_NONBLOCK, opening a pipe waits for its other end.
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            return
+        raise
     # In place: "wb" would truncate first, and the file system may then write the zeros to other blocks.
-    with path.open("r+b") as file:
-        left = os.fstat(file.fileno()).st_size
+    with os.fdopen(descriptor, "r+b", buffering=0) as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+            return
+        left = found.st_size
         while left > 0:
             left -= file.write(bytes(min(left, 1 << 20)))
-        file.flush()
-        os.fsync(file.fileno())
+        os.fsync(descriptor)

@@ -101,11 +101,12 @@ def open_file(path: Path) -> BinaryIO:
         OSError: if it cannot be read, or is a link, a folder, a pipe or a device: reading one might never return.
     """
     # Without O_NONBLOCK, opening a pipe without a writer waits forever.
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    # Before `fdopen`, which refuses a folder and leaves its descriptor open.
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return file
+    return os.fdopen(descriptor, "rb")
 
 
 def list_abandoned(folder: Path, age_s: float) -> list[Path]:

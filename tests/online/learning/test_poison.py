@@ -49,6 +49,7 @@ from redraft.online.records.record import (
     encode_record,
     read_frames,
 )
+from redraft.online.records.spool import ABANDONED_S
 
 GIB = 1 << 30
 fleets = count()
@@ -500,6 +501,31 @@ def test_a_file_that_cannot_be_removed_does_not_hold_up_the_next(buffer, spool, 
 
 
 # --- later layouts
+
+
+@pytest.mark.parametrize("name", ["9-x.records", ".9-x.records.partial"])
+@pytest.mark.parametrize("kind", ["symbolic link", "hard link", "pipe", "folder"])
+def test_whatever_lies_in_the_spool_nothing_outside_of_it_is_overwritten(buffer, spool, tmp_path, kind, name):
+    """Who may write to the spool must not reach the other files of the learner's user."""
+    precious = tmp_path / "precious.key"
+    precious.write_bytes(b"secret" * 100)
+    trap = spool / name
+    match kind:
+        case "symbolic link":
+            trap.symlink_to(precious)
+        case "hard link":
+            trap.hardlink_to(precious)
+        case "pipe":
+            os.mkfifo(trap)
+        case "folder":
+            trap.mkdir()
+            (trap / "inside").symlink_to(precious)
+    old = time.time() - 10 * ABANDONED_S
+    os.utime(trap, (old, old), follow_symlinks=False)
+    source = Spool(spool, buffer, VOCAB)
+    source.take(time.time())
+    source.erase_unattributed()
+    assert precious.read_bytes() == b"secret" * 100
 
 
 def test_a_later_layout_waits_in_the_spool_and_everything_else_is_taken(buffer, spool):

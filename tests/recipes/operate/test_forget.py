@@ -18,7 +18,7 @@ from waiting import until
 from redraft.heads.files.artifact import fingerprint
 from redraft.online.daemon import control
 from redraft.online.fleet.discovery import FleetConfig
-from redraft.online.fleet.registry import TRAINED_UNTIL
+from redraft.online.fleet.registry import TRAINED_THROUGH, TRAINED_UNTIL
 from redraft.online.learning.anchors import read_anchors
 from redraft.online.learning.buffer import CLOCK_SLACK_S, Buffer
 from redraft.online.learning.cursor import SERVED
@@ -63,8 +63,10 @@ def fill(world, records):
         buffer.append([(encode_record(record), record) for record in records], time.time())
 
 
-def publish(world, *, until_s=None, copied=False):
-    provenance = {"copied_from": "somewhere"} if copied else {"trained_from": "v000001", TRAINED_UNTIL: until_s}
+def publish(world, *, through=None, copied=False):
+    """A version that learned from the first `through` records of the buffer; None does not say."""
+    says = {} if through is None else {TRAINED_THROUGH: through, TRAINED_UNTIL: time.time() + 1e6}
+    provenance = {"copied_from": "somewhere"} if copied else {"trained_from": "v000001", **says}
     version = world.registry.publish(
         lambda folder: shutil.copytree(world.draft, folder, dirs_exist_ok=True),
         target_fingerprint=fingerprint(world.target),
@@ -173,10 +175,12 @@ def test_through_a_learner_the_same_is_reached_and_anchors_are_not_mixed_in_any_
 
 
 def test_versions_that_may_have_learned_are_named_with_the_way_back(world, some, capsys):
+    """By numbers of records: the clock was set back after `before`, whose training ended later than `after`'s."""
     publish(world, copied=True)
-    before = publish(world, until_s=time.time() - 10)
-    fill(world, of("acme", some))
-    after = [publish(world, until_s=time.time() + 1), publish(world)]  # the last one is of an earlier release
+    fill(world, of("other", some[:3]))
+    before = publish(world, through=3)
+    fill(world, of("acme", some[3:]))
+    after = [publish(world, through=len(some)), publish(world)]  # the last one does not say
     forgotten = delete(world, "acme")
     assert forgotten.learned == tuple(after)
     assert (forgotten.clean, forgotten.is_in_training) == (before, False)
@@ -185,13 +189,24 @@ def test_versions_that_may_have_learned_are_named_with_the_way_back(world, some,
     assert delete(world, "acme").learned == (), "the records are gone, and nobody knows any more"
 
 
+@pytest.mark.parametrize("name", ["", " "])
+def test_no_name_deletes_nothing(world, some, name):
+    """An unset variable in a script: in a fleet without tenants every record has this name."""
+    fill(world, of("", some[:3]))
+    with pytest.raises(ValueError, match="name"):
+        delete(world, name)
+    with Buffer(world.config().buffer_config, fingerprint(world.target)) as buffer:
+        assert buffer.find_tenant("acme").num_records == 0
+        assert sum(buffer.status().num_training.values()) + sum(buffer.status().num_held_out.values()) == 3
+
+
 def test_records_that_only_judge_taught_nothing(world, some):
-    publish(world, until_s=time.time() + 100)
+    publish(world, through=100)
     nearly_all_held_out = replace(world.config().buffer_config, held_out_fraction=1 - 1e-12)
     with Buffer(nearly_all_held_out, fingerprint(world.target)) as buffer:
         buffer.append([(encode_record(record), record) for record in of("acme", some)], time.time())
         assert buffer.find_tenant("acme").num_records == 12
-        assert buffer.find_tenant("acme").first_s is None
+        assert buffer.find_tenant("acme").first_seq is None
 
 
 def test_the_printed_command_serves_the_version_before_and_trains_on_from_it(world, some):
@@ -216,7 +231,7 @@ def test_without_a_learner_a_rollback_makes_the_next_one_begin_again(world):
         async with world.fleet():
             await learn_some(world)
             for _ in range(2):
-                publish(world, until_s=1.0)
+                publish(world, through=0)
             cfg = world.config()
             with pytest.raises(FileNotFoundError, match=r"v000009.*v000003.*v000001"):
                 await rollback.roll_back(cfg, "v000009")
@@ -231,7 +246,7 @@ def test_without_a_learner_a_swap_makes_the_next_one_begin_again(world):
     async def main():
         async with world.fleet():
             await learn_some(world)
-            chosen = publish(world, until_s=1.0)
+            chosen = publish(world, through=0)
             world.registry.rollback("v000001")
             assert (await swap.roll_out(world.config(), chosen)).passed
         assert begins_again(world)
@@ -259,7 +274,7 @@ def begins_again(world):
 
 def test_the_command_tells_and_ends_with_1_if_there_was_nothing(world, some, capsys, monkeypatch):
     monkeypatch.chdir(world.root)
-    publish(world, until_s=1.0)
+    publish(world, through=0)
     config = f'target = "{world.target}"\nregistry = "registry"\nspool = "spool"\n'
     (world.root / "learner.toml").write_text(config + '[fleet]\nservers = ["http://127.0.0.1:1"]\n')
     fill(world, of("acme", some[:4]))
