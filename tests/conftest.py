@@ -6,6 +6,7 @@ import ast
 import functools
 import os
 import string
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 from accelerators import reset_accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.studies.tiny_target import CHAT_TEMPLATE, SPECIAL_TOKENS
 from redraft.eval.engine.server import VllmServer, vllm_server
@@ -71,6 +72,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "engine" if uses_engine(nodeid) else nodeid.split("::")[0]
 
     return OneEngineAtATime(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_model_loads_at_a_time() -> Iterator[None]:
+    """Let no two threads load models at once.
+
+    While transformers loads a model, `PreTrainedModel.tie_weights` is replaced. If two threads overlap, it may stay
+    replaced, and no later model of this process has tied weights. The thread of a learner that a test has ended may
+    still be loading when the next test begins.
+    """
+    load, lock = PreTrainedModel.from_pretrained.__func__, threading.RLock()
+
+    def load_alone(cls: type[PreTrainedModel], *args: Any, **options: Any) -> Any:
+        with lock:
+            return load(cls, *args, **options)
+
+    PreTrainedModel.from_pretrained = classmethod(load_alone)
+    yield
+    PreTrainedModel.from_pretrained = classmethod(load)
 
 
 @pytest.fixture
