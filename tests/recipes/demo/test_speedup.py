@@ -205,7 +205,8 @@ def test_the_demo_of_a_small_target(tiny_target: Path, tmp_path: Path) -> None:
     report = json.loads((cfg.output / "report.json").read_text())
     assert report["target"] == str(tiny_target)
     assert report["speed"]["rounds"] == 6
-    assert report["speed"]["by_draft"].keys() >= {"none", "ngram", "retrieval"}
+    # What else is measured in the last rounds depends on the pilot, which a short run on a busy machine decides.
+    assert report["speed"]["by_draft"].keys() >= {"none", "ngram"}
     # the forecast is of the prompts that the engine answered, and of as many tokens
     forecast, engine = report["offline"]["forecast_per_position"], report["engine"]["acceptance_per_position"]
     assert engine == pytest.approx(forecast, abs=0.15)
