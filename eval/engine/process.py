@@ -23,12 +23,21 @@ PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 
 
+_RESERVED: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A free loopback port, for a child with the port as an argument."""
-    with socket.socket() as probe:
-        # Free again once the socket closes: another process may take it before the child binds it.
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A loopback port for a child with the port as an argument. No other process is given it before this one ends.
+
+    A child binds its port seconds later. Until then a socket of this process has it, without listening: Linux gives
+    the port to nobody who asks for any, and lets a server listen on it that sets SO_REUSEADDR, as vLLM, uvicorn and
+    nats-server do.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    _RESERVED.append(held)
+    return int(held.getsockname()[1])
 
 
 @contextlib.contextmanager

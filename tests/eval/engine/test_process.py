@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from redraft.eval.engine.process import process_group
+from redraft.eval.engine.process import free_port, process_group
 
 PARENT_OF_A_DEAF_CHILD = """
 import signal, subprocess, sys, time
@@ -101,3 +102,28 @@ def test_the_process_dies_with_a_killed_owner(tmp_path: Path):
     owner.kill()
     owner.wait()
     wait_until_gone(sleeper)
+
+
+TAKE_PORTS = """
+import socket
+sockets = []
+try:
+    while len(sockets) < 2000:
+        sockets.append(socket.socket())
+        sockets[-1].bind(("127.0.0.1", 0))
+except OSError:
+    pass  # no port is left, or no descriptor
+print(*(one.getsockname()[1] for one in sockets if one.fileno() >= 0))
+"""
+
+
+def test_a_port_for_a_child_is_given_to_nobody_else_and_the_child_can_listen_on_it() -> None:
+    """Another process asks for 2,000 ports. Without a reservation it gets some of the 200 in nearly every run."""
+    mine = {free_port() for _ in range(200)}
+    assert len(mine) == 200
+    code = f"import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (r.getrlimit(r.RLIMIT_NOFILE)[1],) * 2)\n{TAKE_PORTS}"
+    theirs = set(map(int, subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.split()))
+    assert len(theirs) > 500
+    assert not mine & theirs
+    with socket.create_server(("0.0.0.0", mine.pop())) as server:
+        socket.create_connection(("127.0.0.1", server.getsockname()[1])).close()
