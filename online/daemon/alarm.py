@@ -16,14 +16,15 @@ from collections import Counter
 
 from redraft.online.daemon.account import Account
 from redraft.online.daemon.cycle import Cycle
+from redraft.online.records.guard import Guard
 
 REST_S = 600.0
 """Seconds between two answers to the alarm: scoring two drafts takes the place of training."""
 
 
 class Alarm:
-    def __init__(self, cycle: Cycle, account: Account) -> None:
-        self.cycle, self.account = cycle, account
+    def __init__(self, cycle: Cycle, account: Account, guard: Guard) -> None:
+        self.cycle, self.account, self.guard = cycle, account, guard
         self._reported = asyncio.Event()
         self._server = self._version = ""
         self._looks = Counter[str]()
@@ -43,7 +44,8 @@ class Alarm:
         """Answer reports, one after the other, forever."""
         while True:
             await self._reported.wait()
-            await self._answer(self._server, self._version)
+            with self.guard.round("alarm"):
+                await self._answer(self._server, self._version)
             self._answered_s = time.monotonic()
             # Cleared last: reports made during the answer count as answered.
             self._reported.clear()

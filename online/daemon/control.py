@@ -34,6 +34,8 @@ class Standing:
     current: str
     is_asleep: bool
     steps_saved: int
+    failed_rounds: dict[str, int]
+    """Failures of the tasks beside the cycle, by task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,8 @@ async def serve(folder: Path, answer: Answer) -> AsyncIterator[None]:
                 reply = await answer(request)
             except (ValueError, OSError, KeyError) as error:
                 reply = {"error": str(error)}
+            except Exception as error:  # whoever asked would wait for an answer
+                reply = {"error": f"the request {request!r:.200} failed: {error!r:.400}"}
             writer.write(msgspec.json.encode(reply) + b"\n")
             await writer.drain()
         except (ValueError, ConnectionError):

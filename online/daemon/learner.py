@@ -51,6 +51,7 @@ from redraft.online.learning.intake import Spool, Sums, Taken, add_acceptance
 from redraft.online.learning.trainer import Trainer
 from redraft.online.page.app import build_app, serve_in_background
 from redraft.online.page.telemetry import Telemetry, to_wandb
+from redraft.online.records.guard import Guard
 from redraft.online.records.origin import list_stored_names
 from redraft.online.records.spool import is_in_memory
 
@@ -109,7 +110,9 @@ async def learn(cfg: LearnerConfig, target: str, registry: Registry, buffer: Buf
         for sentence in registry.mended:
             account.fault("registry_damaged", sentence)
         cycle = Cycle(cfg, target, registry, buffer, trainer, members.servers, account)
-        learner = Learner(cfg, target, buffer, trainer, cycle, members, account)
+        guard = Guard(lambda task, reason: account.fault("task_failed", f"{task}: {reason}", task))
+        telemetry.registry.register(guard)  # type: ignore[arg-type]  # only `collect` is called
+        learner = Learner(cfg, target, buffer, trainer, cycle, members, account, guard)
         async with AsyncExitStack() as stack:
             if cfg.page.port:
                 shown = build_app(cfg.folder / "journal", telemetry.registry)
@@ -132,13 +135,14 @@ class Learner:
         cycle: Cycle,
         members: Members[JournaledServer],
         account: Account,
+        guard: Guard,
     ) -> None:
         self.cfg, self.target_fingerprint = cfg, target_fingerprint
         self.buffer, self.trainer, self.cycle, self.rollouts = buffer, trainer, cycle, cycle.rollouts
-        self.members, self.account = members, account
+        self.members, self.account, self.guard = members, account, guard
         # With half a poll for the servers that hang, looks at the others keep their pace.
         self.watch = Watch(members.servers, min(STATUS_TIMEOUT_S, max(1.0, cfg.fleet.poll_s / 2)))
-        self.alarm = Alarm(cycle, account)
+        self.alarm = Alarm(cycle, account, guard)
         self.vocab_size = read_vocab_size(cfg.target)
         self._accepted: Sums = {}
         self._lost = Counter[str]()
@@ -153,7 +157,9 @@ class Learner:
         self._spool = Spool(cfg.spool, buffer, self.vocab_size) if cfg.spool else None
 
     async def run(self) -> None:
-        """Run until cancelled. A defect in one task ends all of them: a supervisor restarts, and nothing is lost."""
+        """Run until cancelled. The tasks beside the cycle survive their defects. One in the cycle ends the
+        learner, which a supervisor restarts from the saved state: nothing is lost.
+        """
         first_s = time.monotonic()
         await self._look()  # before anything is trained, because the servers may serve another target
         async with aclosing(self.watch), control.serve(self.cfg.folder, self.answer), asyncio.TaskGroup() as tasks:
@@ -168,19 +174,24 @@ class Learner:
 
     async def _ingest(self) -> None:
         while True:
-            try:
-                # Held by `_forget` while it drains: two readers would take records from each other.
-                async with self._intake:
-                    taken = await self._take()
-            except OSError as error:
-                self.account.begin_fault(_name_fault(error), str(error.errno), error.strerror or str(error))
-                await asyncio.sleep(INGEST_POLL_S if isinstance(error, FileNotFoundError) else FULL_DISK_RETRY_S)
-                continue
-            self.account.end_faults("disk_full", "spool_missing", "spool_unreadable", "broker_unreachable")
-            for key, accepted in taken.accepted.items():
-                add_acceptance(self._accepted, key, accepted)
-            if not taken.counts:
-                await asyncio.sleep(INGEST_POLL_S)
+            pause_s = FULL_DISK_RETRY_S
+            with self.guard.round("ingest"):
+                pause_s = await self._ingest_once()
+            await asyncio.sleep(pause_s)
+
+    async def _ingest_once(self) -> float:
+        """Take what waits in spool or log; returns the pause in seconds before the next look."""
+        try:
+            # Held by `_forget` while it drains: two readers would take records from each other.
+            async with self._intake:
+                taken = await self._take()
+        except OSError as error:
+            self.account.begin_fault(_name_fault(error), str(error.errno), error.strerror or str(error))
+            return INGEST_POLL_S if isinstance(error, FileNotFoundError) else FULL_DISK_RETRY_S
+        self.account.end_faults("disk_full", "spool_missing", "spool_unreadable", "broker_unreachable")
+        for key, accepted in taken.accepted.items():
+            add_acceptance(self._accepted, key, accepted)
+        return 0 if taken.counts else INGEST_POLL_S
 
     async def _take(self) -> Taken:
         if self._stream is not None:
@@ -196,8 +207,10 @@ class Learner:
             # From start to start: the time spent on a server that hangs is not added to the pause.
             next_s = max(next_s + self.cfg.fleet.poll_s, time.monotonic())
             await asyncio.sleep(next_s - time.monotonic())
-            await self._look()
-            await asyncio.to_thread(self.buffer.expire, self.clock.now_s())
+            with self.guard.round("watch"):
+                await self._look()
+            with self.guard.round("expiry"):
+                await asyncio.to_thread(self.buffer.expire, self.clock.now_s())
 
     async def _look(self) -> None:
         await self._find_servers()
@@ -318,7 +331,8 @@ class Learner:
     async def _keep_ranks_awake(self) -> None:
         while True:
             await asyncio.sleep(REST_S)
-            await self.cycle.in_thread(self.trainer.ranks.do, Candidate.rest)
+            with self.guard.round("rank-orders"):
+                await self.cycle.in_thread(self.trainer.ranks.do, Candidate.rest)
 
     # ----------------------------------------------------------------------------------------------- control
 
@@ -336,6 +350,7 @@ class Learner:
                     current=self.cycle.current,
                     is_asleep=self.cycle.sleeper.sleep.is_asleep_at(self.cycle.current),
                     steps_saved=self.cycle.sleeper.num_steps_saved,
+                    failed_rounds=dict(self.guard.failures),
                 )
             case "swap":
                 return await self.rollouts.request_swap(str(request["version"]))

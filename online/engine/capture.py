@@ -31,6 +31,7 @@ from redraft.online.engine.config import CaptureConfig
 from redraft.online.engine.reduction import ReducedSteps, ScratchMemory, reduce_steps
 from redraft.online.engine.request_log import RequestLog, States, VerifiedStep
 from redraft.online.engine.steps import EngineStep, StepPart, StepQueue
+from redraft.online.records.guard import Guard
 from redraft.online.records.outlet import open_outlet
 from redraft.online.records.record import Frame, encode_frame
 
@@ -58,7 +59,8 @@ class Capture:
         self.counts: Counter[str] = Counter()
         self.last_error = ""
         self.queue = StepQueue()
-        self._outlet = open_outlet(config, server_id)
+        self.guard = Guard()
+        self._outlet = open_outlet(config, server_id, self.guard)
         self._logs: dict[str, RequestLog] = {}
         self._scratch = ScratchMemory()
         self._waiting: list[Frame] = []
@@ -91,6 +93,7 @@ class Capture:
             "dropped_steps_queue_full": self.queue.num_dropped_steps,
             "steps_without_rows_queue_full": self.queue.num_steps_without_rows,
             **self._outlet.status(),
+            **{f"failed_rounds_{task}": count for task, count in self.guard.failures.copy().items()},
             "open_requests": len(self._logs),
             "last_error": self.last_error,
         }
@@ -108,21 +111,26 @@ class Capture:
         torch.set_num_threads(1)  # of this thread only: a thread pool would take the engine's cores
         while True:
             is_last = self._is_stopping.is_set()  # read before the queue: steps put before the stop are still taken
-            steps = self.queue.take()
-            if steps:
-                try:
-                    self._apply(steps)
-                except Exception as error:
-                    # Running requests now have a gap, and the next step closes them. Ended ones have no next step.
-                    self.report(error, "reduce")
-                    self._close_all(steps)
+            steps: list[EngineStep] = []
+            with self.guard.round("capture"):
+                steps = self.queue.take()
+                self._apply_or_close(steps)
+                if self._is_shipment_due() or (is_last and not steps):
+                    self._ship()
             if is_last and not steps:
-                self._ship()
                 return
-            if self._is_shipment_due():
-                self._ship()
             if not is_last:
                 self.queue.is_due.wait(POLL_INTERVAL_S)
+
+    def _apply_or_close(self, steps: list[EngineStep]) -> None:
+        if not steps:
+            return
+        try:
+            self._apply(steps)
+        except Exception as error:
+            # Running requests now have a gap, and the next step closes them. Ended ones have no next step.
+            self.report(error, "reduce")
+            self._close_all(steps)
 
     def _apply(self, steps: list[EngineStep]) -> None:
         for step in steps:

@@ -133,7 +133,7 @@ def list_servers(path: Path) -> list[ListedServer]:
     """
     try:
         return msgspec.convert(tomllib.loads(path.read_text()), FleetFile).servers
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ValueError(f"{path} lists no servers ({error}); each begins with [[servers]] and has a url") from error
 
 

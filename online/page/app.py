@@ -29,6 +29,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from redraft.online.journal import Journal
 from redraft.online.page.history import History
@@ -114,7 +115,15 @@ async def serve_in_background(app: Starlette, host: str, port: int) -> AsyncIter
     Raises: OSError if the port is taken, or the host is not an address of this machine.
     """
     listening = _listen(host, port)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(
+        app,
+        http=_QuietProtocol,
+        ws="none",  # an upgrade is a request like any other
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=2,
+    )
     server = _EmbeddedServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
@@ -123,6 +132,11 @@ async def serve_in_background(app: Starlette, host: str, port: int) -> AsyncIter
     finally:
         server.should_exit = True
         await serving
+
+
+class _QuietProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # chosen by uvicorn
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: uvicorn would log two lines for each such request of a client."""
 
 
 class _EmbeddedServer(uvicorn.Server):

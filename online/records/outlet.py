@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from redraft.online.records.guard import Guard
 from redraft.online.records.nats_config import Nats, parse_addresses
 from redraft.online.records.origin import to_label
 from redraft.online.records.record import Frame
@@ -71,15 +72,15 @@ class Outlet(Protocol):
         """Send everything still waiting."""
 
 
-def open_outlet(config: Recording, server_id: str) -> Outlet:
-    """Open the configured outlet.
+def open_outlet(config: Recording, server_id: str, guard: Guard) -> Outlet:
+    """Open the configured outlet, whose thread, if it has one, runs under the guard.
 
     Raises: ValueError if they name neither a spool nor a log.
     """
     if config.ingest:
         from redraft.online.records.publisher import Publisher  # nats-py is an extra
 
-        return Publisher(config.ingest, config.nats)
+        return Publisher(config.ingest, config.nats, guard=guard)
     if config.spool is None:
         raise ValueError("records go to a spool or to an ingest log: set one of them")
     return SpoolWriter(config.spool, server_id, config.spool_bytes)

@@ -23,6 +23,7 @@ from typing import Any
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
 
+from redraft.online.records.guard import Guard
 from redraft.online.records.nats_config import Nats
 from redraft.online.records.nats_link import BrokerError, connect, wrap_broker_errors
 from redraft.online.records.record import Frame
@@ -48,8 +49,16 @@ HEADER_BYTES = 256
 class Publisher:
     """One server's end of the log. `write` never waits; call it from one thread only."""
 
-    def __init__(self, ingest: str, config: Nats, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
+    def __init__(
+        self,
+        ingest: str,
+        config: Nats,
+        *,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
+        guard: Guard | None = None,
+    ) -> None:
         self.ingest, self.config, self.max_waiting_bytes = ingest, config, max_waiting_bytes
+        self.guard = guard or Guard()
         self.counts: Counter[str] = Counter()
         self.last_error = ""
         self._waiting: deque[Frame] = deque()
@@ -86,16 +95,21 @@ class Publisher:
 
     async def _run(self) -> None:
         while not self._is_done():
+            with self.guard.round("publisher"):
+                try:
+                    await self._connect_and_publish()
+                    continue
+                except BrokerError as error:
+                    self.last_error = str(error)
+            await asyncio.sleep(RETRY_S)
+
+    async def _connect_and_publish(self) -> None:
+        with wrap_broker_errors(self.ingest):
+            client = await connect(self.ingest, self.config)
             try:
-                with wrap_broker_errors(self.ingest):
-                    client = await connect(self.ingest, self.config)
-                    try:
-                        await self._publish(client)
-                    finally:
-                        await client.close()
-            except BrokerError as error:
-                self.last_error = str(error)
-                await asyncio.sleep(RETRY_S)
+                await self._publish(client)
+            finally:
+                await client.close()
 
     async def _publish(self, client: Any) -> None:
         """Publish until the connection is lost or nothing is left to do."""
@@ -106,7 +120,11 @@ class Publisher:
             if not frames:
                 await asyncio.sleep(POLL_S)
                 continue
-            refused = await self._send(client, stream, frames)
+            try:
+                refused = await self._send(client, stream, frames)
+            except Exception:
+                self._put_back(frames)  # the broker recognises those that it has stored already
+                raise
             self._put_back(refused)
             # Frames on the way cannot be dropped. If they filled a small queue, it would have to drop new records.
             window_bytes = 1 if refused else min(WINDOW_BYTES, self.max_waiting_bytes // 4)

@@ -21,6 +21,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from redraft.online.records.guard import Guard
+
 logger = logging.getLogger("redraft.proxy")
 
 MAX_HEAD_BYTES = 64 << 10
@@ -153,15 +155,20 @@ class AdminServer(uvicorn.Server):
 class FrontServer(uvicorn.Server):
     """uvicorn's server, which also closes connections waiting too long for the rest of a request."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, admin: AdminServer | None = None) -> None:
-        super().__init__(_configure(app, host=host, port=port, http=BoundedProtocol))
-        self.admin = admin
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        admin: AdminServer | None = None,
+        guard: Guard | None = None,
+    ) -> None:
+        super().__init__(_configure(app, host=host, port=port))
+        self.admin, self.guard = admin, guard or Guard()
         self.max_unfinished = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * MAX_UNFINISHED_SHARE)
         self._unfinished: dict[Any, tuple[_Wait, float]] = {}
         """Connections without a complete request: the missing part, and the start of the wait in seconds."""
         self._num_ticks = 0
-        self.num_failed_looks = 0
-        """Looks at unfinished requests that ended in an exception."""
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         beside = asyncio.create_task(self.admin.run_beside()) if self.admin else None
@@ -175,12 +182,8 @@ class FrontServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         self._num_ticks += 1
         if counter % TICKS_BETWEEN_LOOKS == 0 or len(self.server_state.connections) > self.max_unfinished:
-            try:
+            with self.guard.round("unfinished-requests"):
                 self.close_unfinished(self._num_ticks * TICK_S)
-            except Exception:  # from here it would end the server, and with it every stream
-                if not self.num_failed_looks:
-                    logger.exception("unfinished requests could not be looked at; the next failures are counted only")
-                self.num_failed_looks += 1
         return await super().on_tick(counter)
 
     def close_unfinished(self, now_s: float) -> None:
@@ -216,10 +219,10 @@ def _find_wait(connection: Any) -> _Wait | None:
     return _Wait(False, cycle, connection.body_bytes) if cycle.more_body else None
 
 
-def serve(app: ASGIApp, host: str, port: int, admin: AdminServer | None = None) -> None:
+def serve(app: ASGIApp, host: str, port: int, admin: AdminServer | None = None, guard: Guard | None = None) -> None:
     """Serve until the process is told to end. Date and Server headers are those of the answering server."""
     raise_file_limit()
-    FrontServer(app, host, port, admin).run()
+    FrontServer(app, host, port, admin, guard).run()
 
 
 def raise_file_limit() -> None:
@@ -241,5 +244,12 @@ def _configure(app: ASGIApp, **settings: Any) -> uvicorn.Config:
     # Without websockets: uvicorn hands an upgrade to another class of connection, which has neither our limits nor an
     # answer for a client that sends no valid one. As plain HTTP it goes to the server like any other request.
     return uvicorn.Config(
-        app, ws="none", log_level="warning", access_log=False, date_header=False, server_header=False, **settings
+        app,
+        http=BoundedProtocol,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        date_header=False,
+        server_header=False,
+        **settings,
     )

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 
+from redraft.online.records.guard import Guard
 from redraft.online.traffic.upstream import ForwardedRequest, OutOfFilesError, RefusedError, Reply, Upstream
 
 logger = logging.getLogger("redraft.pools")
@@ -42,12 +43,17 @@ class NoServerError(Exception):
 class Pools:
     """All servers. Those of a domain form its pool; the others take requests of domains without a pool."""
 
-    def __init__(self, find: Callable[[], Iterable[tuple[str, str]]], poll_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        find: Callable[[], Iterable[tuple[str, str]]],
+        poll_s: float = 2.0,
+        guard: Guard | None = None,
+    ) -> None:
         """Call `find` for the address and domain of every server, now and then every `poll_s` seconds.
 
         Raises: any error of `find`. Later errors are logged, and the known servers are kept.
         """
-        self.find, self.poll_s = find, poll_s
+        self.find, self.poll_s, self.guard = find, poll_s, guard or Guard()
         self.upstreams: list[Upstream] = []
         self.requests: Counter[tuple[str, str]] = Counter()
         """Requests taken, by domain and by the pool they went to."""
@@ -137,14 +143,13 @@ class Pools:
     async def _maintain_forever(self) -> None:
         while True:
             await asyncio.sleep(self.poll_s)
-            try:
-                self.update()
-            except (ValueError, OSError) as error:
-                logger.warning("the list of servers could not be read, the known ones stay: %s", error)
-            try:
+            with self.guard.round("server-list"):
+                try:
+                    self.update()
+                except (ValueError, OSError) as error:
+                    logger.warning("the list of servers could not be read, the known ones stay: %s", error)
+            with self.guard.round("server-checks"):
                 await self._maintain()
-            except Exception:  # otherwise the loop would end, and unreachable servers would never come back
-                logger.exception("checking the servers failed; the next check follows")
 
     async def _maintain(self) -> None:
         """Check the health of unreachable and silent servers, and close connections no longer needed."""

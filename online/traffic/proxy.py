@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, Router
@@ -179,9 +180,16 @@ class Proxy:
         ]
         return Router(own, lifespan=self._lifespan)  # a full application's middleware would slow down every chunk
 
-    def admin_app(self, routes: Sequence[BaseRoute] = ()) -> Router:
-        """For operators: `routes` and the state of the tap. They name servers, and are not for clients."""
-        return Router([*routes, Route("/redraft/tap", self._tap_status)])
+    def admin_app(self, routes: Sequence[BaseRoute] = (), metrics: CollectorRegistry | None = None) -> Router:
+        """For operators: `routes`, /metrics, and the state of the tap. They name servers, and are not for clients."""
+        metrics = metrics or CollectorRegistry()
+        metrics.register(self.pools.guard)  # type: ignore[arg-type]  # only `collect` is called
+
+        async def show_metrics(request: Request) -> Response:
+            return Response(generate_latest(metrics), media_type=CONTENT_TYPE_LATEST)
+
+        own = [Route("/metrics", show_metrics), Route("/redraft/tap", self._tap_status)]
+        return Router([*routes, *own])
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: object) -> AsyncIterator[None]:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
@@ -29,6 +29,7 @@ from starlette.routing import Route, Router
 from redraft.eval.engine.sampling import read_defaults
 from redraft.heads.files.artifact import fingerprint
 from redraft.online.fleet.discovery import list_servers
+from redraft.online.records.guard import Guard
 from redraft.online.records.origin import require_label
 from redraft.online.traffic.domains import Clusters, Domains, load_token_decoder
 from redraft.online.traffic.front import FrontConfig
@@ -69,33 +70,33 @@ class RouterConfig(FrontConfig):
             raise ValueError("recording needs the fingerprint of the target: set target to the folder of the model")
 
 
-def build_router(cfg: RouterConfig) -> tuple[Router, Router]:
+def build_router(cfg: RouterConfig, guard: Guard | None = None) -> tuple[Router, Router]:
     """Build the application for clients, which forwards requests, and the one for operators, with the router's state.
 
     Raises: ValueError or OSError for a mistake in the settings or files.
     """
-    pools = Pools(lambda: read_servers(cfg.fleet), cfg.poll_s)
+    guard = guard or Guard()
+    pools = Pools(lambda: read_servers(cfg.fleet), cfg.poll_s, guard)
     domains = Domains(
         aliases=cfg.aliases,
         clusters=Clusters.read(cfg.clusters) if cfg.clusters else None,
         decode=load_token_decoder(cfg.target) if cfg.clusters and cfg.target else None,
     )
-    tap = Tap(cfg.tap, fingerprint(cfg.target), read_defaults(cfg.target)) if cfg.tap.is_on and cfg.target else None
+    tap = None
+    if cfg.tap.is_on and cfg.target:
+        tap = Tap(cfg.tap, fingerprint(cfg.target), read_defaults(cfg.target), guard)
     proxy = Proxy(pools, domains=domains, tap=tap, max_body_bytes=cfg.max_body_bytes)
     metrics = CollectorRegistry()
     metrics.register(PoolCollector(pools))
-
-    async def show_metrics(request: Request) -> Response:
-        return Response(generate_latest(metrics), media_type=CONTENT_TYPE_LATEST)
 
     async def show_servers(request: Request) -> Response:
         shown = [
             {"url": m.url, "domain": m.domain, "is_down": m.is_down, "requests": m.requests} for m in pools.upstreams
         ]
-        return JSONResponse({"servers": shown})
+        return JSONResponse({"servers": shown, "failed_rounds": guard.failures})
 
-    routes = [Route("/metrics", show_metrics), Route("/redraft/router", show_servers)]
-    return proxy.app(hidden=["/metrics", "/metrics/{path:path}"]), proxy.admin_app(routes)
+    routes = [Route("/redraft/router", show_servers)]
+    return proxy.app(hidden=["/metrics", "/metrics/{path:path}"]), proxy.admin_app(routes, metrics)
 
 
 def read_servers(fleet: Path) -> list[tuple[str, str]]:

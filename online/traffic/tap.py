@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from redraft.online.records.guard import Guard
 from redraft.online.records.origin import Origin
 from redraft.online.records.outlet import Recording, open_outlet
 from redraft.online.records.record import Record, encode_frame
@@ -49,18 +50,22 @@ class Tap:
     """Decides which answers are recorded, reads them, and ships the records."""
 
     def __init__(
-        self, config: TapConfig, target_fingerprint: str, defaults: Mapping[str, float] = MappingProxyType({})
+        self,
+        config: TapConfig,
+        target_fingerprint: str,
+        defaults: Mapping[str, float] = MappingProxyType({}),
+        guard: Guard | None = None,
     ) -> None:
         """`defaults` are the sampling parameters that the server takes for a request that does not set them."""
-        self.config, self.defaults = config, defaults
+        self.config, self.defaults, self.guard = config, defaults, guard or Guard()
         self.target_fingerprint = target_fingerprint
         self.server_id = uuid.uuid4().hex[:16]
         self.counts: Counter[str] = Counter()
-        self._outlet = open_outlet(config, self.server_id)
+        self._outlet = open_outlet(config, self.server_id, self.guard)
         self._waiting: deque[Record] = deque()
 
     def status(self) -> dict[str, Any]:
-        return self.counts | self._outlet.status()
+        return {**self.counts, **self._outlet.status(), "failed_rounds": self.guard.failures}
 
     def should_record(self, payload: Any, origin: Origin, *, is_read: bool = True) -> bool:
         """Whether to record the answer to this request, whose JSON body is `payload`. Counts the decision.
@@ -182,7 +187,8 @@ class Tap:
     async def _ship_periodically(self) -> None:
         while True:
             await asyncio.sleep(SHIP_INTERVAL_S)
-            await asyncio.to_thread(self._ship, self._take_waiting())
+            with self.guard.round("shipping"):
+                await asyncio.to_thread(self._ship, self._take_waiting())
 
     def _take_waiting(self) -> deque[Record]:
         # In the event loop, which alone appends: a thread that took them could meet `_keep` at the full queue.

@@ -28,6 +28,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from redraft.online.records.guard import Guard
 from redraft.online.settings import SettingsFile, read_toml, render_example
 from redraft.online.traffic.front import AdminServer, serve
 from redraft.online.traffic.router import RouterConfig, build_router, read_servers
@@ -45,12 +46,13 @@ def main(cfg: Config) -> None:
         print(render_example(RouterConfig))
         return
     settings = read_toml(cfg.config, RouterConfig, cfg.set)
-    app, admin_app = build_router(settings)
+    guard = Guard()
+    app, admin_app = build_router(settings, guard)
     admin = AdminServer(admin_app, settings.admin_host, settings.admin_port) if settings.admin_port else None
     by_domain = Counter(domain or "any" for _, domain in read_servers(settings.fleet))
     shown = ", ".join(f"{count} for {domain}" for domain, count in sorted(by_domain.items()))
     print(f"router: http://{settings.host}:{settings.port}, servers: {shown}", flush=True)
-    serve(app, settings.host, settings.port, admin)
+    serve(app, settings.host, settings.port, admin, guard)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import tyro
 from redraft.eval.engine.sampling import read_defaults
 from redraft.heads.files.artifact import fingerprint
 from redraft.online.fleet.server import require_address
+from redraft.online.records.guard import Guard
 from redraft.online.traffic.front import AdminServer, FrontConfig, serve
 from redraft.online.traffic.pools import Pools
 from redraft.online.traffic.proxy import Proxy
@@ -34,7 +35,8 @@ class Config(TapConfig, FrontConfig):
     port: int = 8001
     """Port on which clients are accepted."""
     admin_port: int = 8082
-    """Port of /redraft/tap, which counts recorded and lost answers; 0 turns the port off."""
+    """Port of /redraft/tap, which counts recorded and lost answers, and of /metrics; 0 turns the port
+    off."""
 
     def __post_init__(self) -> None:
         # Both parents check the settings. By itself, Python would call the first one's check only.
@@ -44,12 +46,14 @@ class Config(TapConfig, FrontConfig):
 
 def main(cfg: Config) -> None:
     require_address(cfg.upstream)
+    guard = Guard()
     # One server, of no domain: a tap routes nothing.
-    pools, tap = Pools(lambda: [(cfg.upstream, "")]), Tap(cfg, fingerprint(cfg.target), read_defaults(cfg.target))
+    pools = Pools(lambda: [(cfg.upstream, "")], guard=guard)
+    tap = Tap(cfg, fingerprint(cfg.target), read_defaults(cfg.target), guard)
     proxy = Proxy(pools, tap=tap, max_body_bytes=cfg.max_body_bytes)
     admin = AdminServer(proxy.admin_app(), cfg.admin_host, cfg.admin_port) if cfg.admin_port else None
     print(f"tap: http://{cfg.host}:{cfg.port}, in front of {cfg.upstream}", flush=True)
-    serve(proxy.app(), cfg.host, cfg.port, admin)
+    serve(proxy.app(), cfg.host, cfg.port, admin, guard)
 
 
 if __name__ == "__main__":

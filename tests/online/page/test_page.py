@@ -308,6 +308,21 @@ def test_the_daemon_keeps_its_signals_and_its_life(tmp_path: Path):
     assert asyncio.run(daemon()) == ["terminated"]
 
 
+def test_an_upgrade_is_answered_as_plain_http(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    upgrade = b"GET /overview.json HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n"
+
+    async def ask() -> bytes:
+        async with serve_in_background(build_app(tmp_path), "127.0.0.1", 0) as url:
+            reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+            writer.write(upgrade + b"X-Long: " + 9000 * b"0" + b"\r\n\r\n")
+            answer = await asyncio.wait_for(reader.read(), TIMEOUT_S)
+            writer.close()
+            return answer
+
+    assert asyncio.run(ask()).startswith(b"HTTP/1.1 200")
+    assert not caplog.records
+
+
 # ---------------------------------------------------------------- in a browser
 @contextmanager
 def serving(folder: Path, port: int = 0) -> Iterator[str]:

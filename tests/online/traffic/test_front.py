@@ -160,7 +160,7 @@ async def test_a_failing_look_at_unfinished_requests_ends_no_stream_and_is_logge
         server.close_unfinished = None  # calling it raises a TypeError
         for _ in range(3):
             assert not await server.on_tick(0)
-        assert server.num_failed_looks == 3
+        assert server.guard.failures.total() == 3
         assert len(caplog.records) == 1
         assert b"200" in (await ask(server))[0]
 

@@ -1,0 +1,63 @@
+"""The guard of periodic tasks: an exception ends a round of a task, never the task or its process.
+
+    while True:
+        await asyncio.sleep(pause_s)
+        with guard.round("server-checks"):
+            check_servers()
+
+Router, tap, learner and plugin each have one. `failures` goes into their status and metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from traceback import extract_tb
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+logger = logging.getLogger("redraft.guard")
+
+
+class Guard:
+    def __init__(self, report: Callable[[str, str], None] | None = None) -> None:
+        """Give `report` the task and the reason of its first failure, beside the log."""
+        self.failures: Counter[str] = Counter()
+        """Failed rounds, by task."""
+        self._report = report
+        self._logged: set[tuple[str, str]] = set()
+
+    @contextmanager
+    def round(self, task: str) -> Iterator[None]:
+        """Count an exception of the block instead of raising it. The first of each type is logged."""
+        try:
+            yield
+        except Exception as error:
+            self.failures[task] += 1
+            kind = type(error).__name__
+            if (task, kind) in self._logged:
+                return
+            self._logged.add((task, kind))
+            # The place instead of the message, which may quote a user's words.
+            frame = extract_tb(error.__traceback__)[-1]
+            reason = f"{kind} in {frame.name}, {frame.filename}:{frame.lineno}"
+            logger.error("%s: failure %d, it continues: %s", task, self.failures[task], reason)
+            if self._report is not None:
+                try:
+                    self._report(task, reason)
+                except Exception:  # e.g. the journal's disk is full
+                    logger.exception("%s: the failure could not be reported", task)
+
+    def collect(self) -> list[Metric]:
+        """Prometheus' counter of failed rounds, for `CollectorRegistry.register`."""
+        # Imported here: the plugin, which has no metrics, loads this module in every worker.
+        from prometheus_client.core import CounterMetricFamily
+
+        failed = CounterMetricFamily("redraft_failed_rounds", "Rounds of periodic tasks that failed", labels=["task"])
+        for task, count in self.failures.copy().items():
+            failed.add_metric([task], count)
+        return [failed]
