@@ -57,7 +57,6 @@ from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_prob
 LOADS = (1, 8)
 """Requests in flight."""
 
-RECIPES = Path(__file__).parents[1]
 LAYERS = re.compile(r"layers-(\d+)")
 HEAD = re.compile(r"(eagle3|dflash|peagle)-(\d+)k")
 OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {
@@ -231,7 +230,8 @@ def make_drafts(cfg: Config, target: str) -> Iterator[Candidate]:
     if cfg.known_answers:
         # A folder with a config.json is whole: `redraft retrieval` publishes with one rename.
         counted = cfg.output / RETRIEVAL
-        command = ["train/retrieval.py", "--target", target, "--source", cfg.known_answers, "--output", str(counted)]
+        module = ("-m", "redraft.recipes.data.retrieval")
+        command = [*module, "--target", target, "--source", cfg.known_answers, "--output", str(counted)]
         run_once(counted, counted / "config.json", command, cfg, target)
         yield Candidate(RETRIEVAL, "counted answers", draft_config(str(counted.absolute())), LOOKUP_TOKENS[RETRIEVAL])
     # A head with a lookup before it is the same head, trained once.

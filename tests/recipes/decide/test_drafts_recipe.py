@@ -7,11 +7,13 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import tyro
 from safetensors.torch import save_file
 
 from redraft.distill.data.conversations import load_conversations
@@ -200,6 +202,9 @@ def test_the_answers_in_redraft_are_for_the_target_in_it(tmp_path: Path, monkeyp
     assert names() == ["ngram", "retrieval"]
     assert names(target="t", answers="mine.jsonl") == ["ngram", "retrieval"]
     assert [command[command.index("--source") + 1] for command in counted] == [str(ANSWERS), "mine.jsonl"]
+    for flag, module, *args in counted:
+        parsed = tyro.cli(import_module(module).Config, args=args)
+        assert (flag, parsed.output) == ("-m", tmp_path / "retrieval"), "a command that can be started"
     # finished drafts only: without answers nothing is counted
     assert names(target="t") == ["ngram"]
     assert len(counted) == 2
