@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from redraft.eval.engine.draft_source import DraftSource
 from redraft.eval.engine.sampling import GREEDY
 from redraft.eval.engine.server import IDLE_S, VllmServer, vllm_server
 from redraft.eval.report.page import write_results
 from redraft.eval.serving.cost import Advice, StepCosts, advise
-from redraft.eval.serving.draft_config import draft_config
 from redraft.eval.serving.load import Load, LoadResult, run_load
 from redraft.heads.progress import Progress
 from redraft.recipes.cli import run_recipe
@@ -104,7 +104,9 @@ def start_servers(cfg: Config, draft: str) -> Iterator[dict[int, VllmServer]]:
                 vllm_server(
                     cfg.target,
                     log=cfg.output.parent / "logs" / f"advice-{k}.log",
-                    speculative_config={**draft_config(draft), "num_speculative_tokens": k} if k else None,
+                    speculative_config={**DraftSource.parse(draft).speculative(), "num_speculative_tokens": k}
+                    if k
+                    else None,
                     dtype="float32",  # as the preset that trains the draft
                     max_num_seqs=max(cfg.concurrency),
                     kv_cache_bytes=128 << 20,

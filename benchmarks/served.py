@@ -22,10 +22,11 @@ from redraft.distill.data.conversations import load_conversations, split_held_ou
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.draft_source import SampleMethod
 from redraft.eval.engine.measure import Output, measure
 from redraft.eval.engine.sampling import GENERATION_CONFIG, Sampling, read_sampling
 from redraft.eval.engine.server import vllm_server
-from redraft.eval.forecast.drafts import LoadedTarget, SampleMethod, load_drafts
+from redraft.eval.forecast.drafts import LoadedTarget, load_drafts
 from redraft.eval.forecast.greedy import Continuation, generate_answers
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Forecastable, PromptRows, Protocol, evaluate_batch

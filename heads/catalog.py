@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from redraft.heads.family import Family, FixedTokens, Training
 from redraft.heads.files.artifact import PROVENANCE, fingerprint
-from redraft.heads.files.folder import CONFIG, read_config
+from redraft.heads.files.folder import CONFIG, read_config, tensor_files
 from redraft.heads.files.foreign import find_foreign
 
 # Order matters for `tensors` only: the row whose tensor is rarer comes first.
@@ -314,44 +314,39 @@ else:
 
 
 def detect_family(folder: Path) -> Family:
-    """The family of an exported head, by config.json.
+    """The family of a draft's folder, by its tensors. The config.json may claim another.
 
     Raises:
-        ValueError: the config names no known family.
+        FileNotFoundError: the folder has no weights.
+        ValueError: no row matches, or the draft is of a kind without a module here.
     """
-    config = read_config(folder)
-    if (foreign := find_foreign(config)) is not None:
-        raise ValueError(f"{folder} holds {foreign}")
-    architecture = (config.get("architectures") or [""])[0]
-    # It decides alone if it is there: our EAGLE-1 heads have the architecture of any Llama.
-    named = config.get("redraft", {}).get("family")  # only in exports of redraft
-    for family in FAMILIES:
-        if (family.is_head and named == family.name) or (not named and architecture in family.architectures):
-            return family
-    raise ValueError(f"{folder} is not a head of a known family (architecture {architecture or 'not given'})")
+    return detect_family_by_tensors(tensor_files(folder), folder)
 
 
 def detect_family_by_tensors(names: Collection[str], folder: Path) -> Family:
-    """The family of a draft by its tensor names. The config.json may claim another.
-
-    Raises:
-        ValueError: no row matches, or the draft is of a kind without a module here.
-    """
+    """`detect_family` of a folder whose tensors are known by name. Raises ValueError as it does."""
     config = read_config(folder) if (folder / CONFIG).is_file() else {}
     if (foreign := find_foreign(config, names)) is not None:
         raise ValueError(f"{folder} holds {foreign}")
+    if (family := match_tensors(names)) is not None:
+        return family
+    example = min(names, default="none")
+    raise ValueError(f"{folder} holds no draft of a known family: its tensors are such as {example}")
+
+
+def match_tensors(names: Collection[str]) -> Family | None:
+    """The first row with one of these tensors; None if there is none."""
     for family in FAMILIES:
         if family.tensors and any(re.fullmatch(family.tensors, name) for name in names):
             return family
-    example = min(names, default="none")
-    raise ValueError(f"{folder} holds no draft of a known family: its tensors are such as {example}")
+    return None
 
 
 def require_head(folder: Path, name: str, target: Path) -> None:
     """Raise ValueError unless `folder` holds a head of family `name` whose provenance, if any, names this target.
 
     Raises:
-        FileNotFoundError: the folder has no config.json.
+        FileNotFoundError: the folder has no weights.
         ValueError: it is a head of another family, or was trained for another target.
     """
     if (found := detect_family(folder).name) != name:

@@ -15,29 +15,22 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-from redraft.eval.engine.lookup_first import HeadLimits, mix
-from redraft.eval.forecast.ngram import Lookup, Mix, Ngram
+from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups, SampleMethod
+from redraft.eval.forecast.ngram import Lookup, Ngram
 from redraft.eval.forecast.teacher_forced import Forecastable
-from redraft.heads.catalog import list_lookups
 from redraft.heads.doctor.pair import Pair, read_provenance
 from redraft.heads.draft import Batch, DraftStep, TargetSignal
-from redraft.heads.families.retrieval import BEFORE_HEAD, LEAST_FIRST, Retrieval, is_retrieval
+from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval
 from redraft.heads.family import Family
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.heads.files.folder import is_hub_name
 from redraft.heads.files.tokenizers import check_same_tokenizer
 from redraft.heads.target import Target
 
 SUFFIX_PACKAGE = "arctic_inference"
 """Package for vLLM's suffix decoding."""
-
-SampleMethod = Literal["greedy", "probabilistic"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,28 +68,15 @@ class LoadedTarget:
 
 
 def load_drafts(named: Sequence[str], target: LoadedTarget, ngram: Ngram, sampling: SampleMethod) -> list[NamedDraft]:
-    """The drafts given as `SOURCE` or `NAME=SOURCE`, on the target's device.
+    """The drafts with these names (`eval.draft_source`), on the target's device.
 
     Raises:
         FileNotFoundError: there is no such draft.
         ValueError: it is not a draft of this target, or two drafts have one name.
     """
-    parts = [_split_name(text) for text in named]
-    _require_distinct([name for name, _ in parts])
-    return [_load(name, source, target, ngram, sampling) for name, source in parts]
-
-
-def _split_name(text: str) -> tuple[str, str]:
-    """The name and the source of `NAME=SOURCE`. Without NAME, the folder's, or its run's if it is called `draft`."""
-    name, separator, source = text.partition("=")
-    # a folder may have an = in its name
-    if separator and not Path(text).exists():
-        return name, source
-    if mixed := Mix.parse(text):
-        lookup, head = (_split_name(part)[0] for part in (mixed.lookup, mixed.head))
-        return str(replace(mixed, lookup=lookup, head=head)), text
-    path = Path(text)
-    return (path.resolve().parent.name if path.name == "draft" else path.name or path.resolve().name), text
+    drafts = [DraftSource.parse(text) for text in named]
+    _require_distinct([draft.name for draft in drafts])
+    return [_load(draft, target, Lookups(ngram=ngram), sampling) for draft in drafts]
 
 
 def _require_distinct(names: Sequence[str]) -> None:
@@ -107,33 +87,34 @@ def _require_distinct(names: Sequence[str]) -> None:
         raise ValueError(f"two drafts are called {twice}: tell them apart as --draft NAME=FOLDER")
 
 
-def _load(name: str, source: str, target: LoadedTarget, ngram: Ngram, sampling: SampleMethod) -> NamedDraft:
-    # Names before folders: ./ngram is a folder of this name.
-    if source == "ngram":
-        return _make_ngram(name, ngram)
-    if source == "suffix":
-        return _make_suffix(name)
-    if mixed := Mix.parse(source):
-        lookup, head = (_load(name, part, target, ngram, sampling) for part in (mixed.lookup, mixed.head))
-        return _make_mix(name, mixed, lookup, head)
-    folder = draft_folder(source, list_lookups())
-    if is_retrieval(folder):
+def _load(draft: DraftSource, target: LoadedTarget, lookups: Lookups, sampling: SampleMethod) -> NamedDraft:
+    if draft.lookup is not None:
+        lookup, head = (_load(part, target, lookups, sampling) for part in draft.parts)
+        return _make_mix(draft, lookup, head, lookups, sampling)
+    if draft.source == "suffix":
+        return _make_suffix(draft)
+    if draft.source == NGRAM:
+        return _make_ngram(draft, lookups)
+    folder = draft.folder or target.folder
+    if draft.is_answers:
         _require_target(folder, read_provenance(folder), target)
-        return _make_retrieval(name, folder)
+        return _make_retrieval(draft, folder)
     pair = Pair.read(target.folder, folder)
     family = pair.family
     # A head reads the hidden states of one target. A standalone draft reads tokens: `_make_forecast` compares
     # the tokenizers.
     if family.is_head:
         _require_target(folder, pair.provenance, target)
+    # vLLM finds such a draft in the folder that it serves.
+    served = DraftSource(source=family.name) if family.is_in_target else draft
     return NamedDraft(
-        name=name,
-        source=source,
+        name=draft.name,
+        source=str(draft),
         family=family.name,
         folder=folder,
         fingerprint=fingerprint(folder),
         forecast=_make_forecast(pair, target, sampling == "probabilistic" and family.can_sample),
-        speculative=_speculative_config(pair, sampling),
+        speculative=served.speculative(sampling) if family.method else None,
         served=folder if family.is_in_target and not pair.is_own_target else None,
         notes=_notes(family, sampling),
     )
@@ -143,55 +124,57 @@ def _identify(ngram: Ngram) -> str:
     return f"ngram-{ngram.min}-{ngram.max}"
 
 
-def _make_ngram(name: str, ngram: Ngram) -> NamedDraft:
-    identity = _identify(ngram)
+def _make_ngram(draft: DraftSource, lookups: Lookups) -> NamedDraft:
+    identity = _identify(lookups.ngram)
     return NamedDraft(
-        name=name,
-        source="ngram",
+        name=draft.name,
+        source=str(draft),
         family="ngram",
         fingerprint=identity,
-        forecast=Forecastable(fingerprint=identity, steps=ngram),
-        speculative=ngram.speculative_config,
+        forecast=Forecastable(fingerprint=identity, steps=lookups.ngram),
+        speculative=draft.speculative(lookups=lookups),
     )
 
 
-def _make_retrieval(name: str, folder: Path) -> NamedDraft:
+def _make_retrieval(draft: DraftSource, folder: Path) -> NamedDraft:
     identity = fingerprint(folder)
     return NamedDraft(
-        name=name,
-        source=str(folder),
+        name=draft.name,
+        source=str(draft),
         family="retrieval",
         folder=folder,
         fingerprint=identity,
         forecast=Forecastable(fingerprint=identity, steps=Retrieval.read(folder)),
-        speculative=Retrieval.speculative_config(folder),
+        speculative=draft.speculative(),
     )
 
 
-def _make_mix(name: str, mixed: Mix, lookup: NamedDraft, head: NamedDraft) -> NamedDraft:
+def _make_mix(
+    draft: DraftSource, lookup: NamedDraft, head: NamedDraft, lookups: Lookups, sampling: SampleMethod
+) -> NamedDraft:
     """The lookup first, then the head. Raises ValueError if no lookup goes before this draft."""
-    assert lookup.speculative is not None
     assert lookup.forecast is not None
     assert isinstance(lookup.forecast.steps, Lookup)
-    config, first, identity = lookup.speculative, lookup.forecast.steps, lookup.fingerprint
+    first, identity = lookup.forecast.steps, lookup.fingerprint
     if isinstance(first, Retrieval):
-        config, identity = {**config, LEAST_FIRST: BEFORE_HEAD}, f"{identity}-{BEFORE_HEAD}"
+        identity = f"{identity}-{BEFORE_HEAD}"
         first = Retrieval(first.config, first.entries, first.run_probability, least_first=BEFORE_HEAD)
-    speculative = mix(config, head.speculative or {}, HeadLimits(tokens=mixed.head_tokens))
+    speculative = draft.speculative(sampling, lookups)
     assert head.forecast is not None, "a head has one"
-    identity = f"{identity}+{head.fingerprint}:{mixed.head_tokens}"
+    tokens = draft.head_tokens
+    identity = f"{identity}+{head.fingerprint}:{tokens}"
     return replace(
         head,
-        name=name,
-        source=str(mixed),
-        family=str(Mix(lookup=lookup.family, head=head.family)),
+        name=draft.name,
+        source=str(draft),
+        family=str(replace(draft, lookup=lookup.family, source=head.family)),
         fingerprint=identity,
-        forecast=replace(head.forecast, fingerprint=identity, first=first, head_tokens=mixed.head_tokens),
+        forecast=replace(head.forecast, fingerprint=identity, first=first, head_tokens=tokens),
         speculative=speculative,
     )
 
 
-def _make_suffix(name: str) -> NamedDraft:
+def _make_suffix(draft: DraftSource) -> NamedDraft:
     """Raises ValueError if vLLM's package for it is not installed."""
     if importlib.util.find_spec(SUFFIX_PACKAGE) is None:
         raise ValueError("suffix decoding needs a separate package: pip install arctic-inference==0.1.1")
@@ -200,30 +183,14 @@ def _make_suffix(name: str) -> NamedDraft:
         "its earlier answers"
     )
     return NamedDraft(
-        name=name,
-        source="suffix",
+        name=draft.name,
+        source=str(draft),
         family="suffix",
         fingerprint="suffix",
         forecast=None,
-        speculative={"method": "suffix"},
+        speculative=draft.speculative(),
         notes=(note,),
     )
-
-
-def draft_folder(source: str, others: Sequence[str]) -> Path:
-    """The draft's folder, downloaded if `source` is a hub name; `others` are named as alternatives in the error.
-
-    Raises:
-        FileNotFoundError: there is no such folder, here or on the hub.
-    """
-    if not is_hub_name(source):
-        if not Path(source).is_dir():
-            raise FileNotFoundError(f"there is no draft {source}: give a folder, a hub name or {' or '.join(others)}")
-        return Path(source)
-    try:
-        return Path(snapshot_download(source))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise FileNotFoundError(f"{source} is not a folder here, and the hub does not give it") from error
 
 
 def _require_target(draft: Path, provenance: Mapping[str, Any] | None, target: LoadedTarget) -> None:
@@ -268,18 +235,6 @@ def _require_rows(folder: Path, draft: Any, target: Any) -> None:
     rows, its = (len(model.get_output_embeddings().weight) for model in (draft, target))
     if rows != its:
         raise ValueError(f"{folder} has {rows} logits and the target {its}: an engine refuses the pair")
-
-
-def _speculative_config(pair: Pair, sampling: SampleMethod) -> dict[str, Any] | None:
-    family = pair.family
-    if family.method is None:
-        return None
-    config = family.speculative
-    if not family.is_in_target:
-        config["model"] = str(pair.draft.absolute())
-    if sampling == "probabilistic" and family.can_sample:
-        config["draft_sample_method"] = sampling
-    return config
 
 
 def _notes(family: Family, sampling: SampleMethod) -> tuple[str, ...]:

@@ -6,13 +6,9 @@ its earliest occurrence. K = num_speculative_tokens.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
-
-from redraft.heads.families.retrieval import is_retrieval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,43 +45,6 @@ class Lookup(Protocol):
     ) -> Iterator[list[int]]:
         """For each prefix ids[:first], ids[:first + 1], ...: at most K tokens."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mix:
-    """The name of a draft with a lookup before it: `ngram+HEAD`, or `ANSWERS+HEAD` with a folder of counted answers.
-
-    `:TOKENS` at the end limits the head, as in `ngram+HEAD:2`.
-    """
-
-    lookup: str = "ngram"
-    """`ngram`, or the folder of the answers."""
-    head: str
-    """Folder, hub name or family of the head."""
-    head_tokens: int | None = None
-    """Most tokens of the head in a step; None for as many as the lookup may have."""
-
-    def __str__(self) -> str:
-        name = f"{self.lookup}+{self.head}"
-        return name if self.head_tokens is None else f"{name}:{self.head_tokens}"
-
-    @staticmethod
-    def parse(name: str, lookups: Collection[str] = ()) -> Mix | None:
-        """The inverse of `str`; None for the name of another draft. `lookups` are further names of lookups."""
-        # A path may have a plus in it, so all are tried.
-        for plus in re.finditer(r"\+", name):
-            lookup, head = name[: plus.start()], re.fullmatch(r"(.+?)(?::(\d+))?", name[plus.end() :])
-            if head and (lookup in ("ngram", *lookups) or is_retrieval(lookup)):
-                return Mix(lookup=lookup, head=head[1], head_tokens=int(head[2]) if head[2] else None)
-        return None
-
-
-def shorten_name(draft: str) -> str:
-    """A draft's name in tables: the last part of the path or hub name, or the one before it if the last is `draft`."""
-    if mixed := Mix.parse(draft):
-        return str(replace(mixed, lookup=shorten_name(mixed.lookup), head=shorten_name(mixed.head)))
-    path = Path(draft)
-    return path.parent.name if path.name == "draft" and path.parent.name else path.name or draft
 
 
 def propose_ngrams(

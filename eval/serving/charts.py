@@ -7,7 +7,7 @@ from typing import Any
 
 import altair as alt
 
-from redraft.eval.forecast.ngram import shorten_name
+from redraft.eval.engine.draft_source import shorten_name
 from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, to_spec
 
 WITH, WITHOUT, IDEAL = "with the draft", "no draft", "every token accepted"

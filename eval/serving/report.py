@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from redraft.eval.engine.draft_source import shorten_name
 from redraft.eval.engine.sampling import GREEDY, Sampling
 from redraft.eval.engine.server import vllm_keys
-from redraft.eval.forecast.ngram import shorten_name
 from redraft.eval.report.page import TEMPLATES, write_page
 from redraft.eval.serving.cost import advise
 from redraft.eval.serving.sweep import QUESTIONS, fit_step_costs, pool_acceptance

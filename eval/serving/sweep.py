@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from redraft.eval.engine.draft_source import NGRAM, DraftSource
 from redraft.eval.engine.sampling import Sampling
-from redraft.eval.forecast.ngram import Mix
 from redraft.eval.intervals import paired_ratio_interval
 from redraft.eval.serving.cost import StepCosts
 from redraft.eval.serving.load import Load, LoadResult, median_run
@@ -204,9 +204,11 @@ class Results:
 
     def path(self, cell: Cell, repeat: int) -> Path:
         # `ngram+HEAD` is no path: the files of its parts tell whether the draft has changed.
-        mixed = Mix.parse(cell.variant.draft or "")
-        read = (*((mixed.lookup, mixed.head) if mixed else (cell.variant.draft,)), cell.load.file)
-        files = [fingerprint_path(name) for name in read if name and not (mixed and name == "ngram")]
+        draft = DraftSource.parse(cell.variant.draft or "")
+        read = [draft.source, cell.load.file]
+        if draft.lookup not in (None, NGRAM):
+            read.insert(0, draft.lookup)
+        files = [fingerprint_path(name) for name in read if name]
         named = {"cell": asdict(cell), "served": self._served, "files": files, "repeat": repeat, "format": FORMAT}
         return self.folder / f"{hash_key(named)[:16]}.json"
 

@@ -144,14 +144,21 @@ FOREIGN: tuple[Foreign, ...] = (
 )
 
 
-def find_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
-    """The kind of a draft that redraft has no module for, and its method in vLLM; None if it may be ours."""
+def match_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> Foreign | None:
+    """The kind of a draft that redraft has no module for; None if it may be ours."""
     for kind in FOREIGN:
         is_named = kind.architecture and _is_named(kind.architecture, config)
         if is_named or kind.matches(config, names):
-            config_text = f'"method": "{kind.method}"'
-            serves = f"vLLM serves it with {config_text}" if kind.method else "vLLM has no method to serve it"
-            return f"{kind.name}: {serves}; redraft can neither train nor forecast nor check it"
+            return kind
+    return None
+
+
+def find_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
+    """The kind of a draft that redraft has no module for, and its method in vLLM; None if it may be ours."""
+    if (kind := match_foreign(config, names)) is not None:
+        config_text = f'"method": "{kind.method}"'
+        serves = f"vLLM serves it with {config_text}" if kind.method else "vLLM has no method to serve it"
+        return f"{kind.name}: {serves}; redraft can neither train nor forecast nor check it"
     if (method := find_quantization(config)) and "d2t" in names:
         return f"a quantized head ({method}): vLLM serves it; give redraft the weights from before quantization"
     return None

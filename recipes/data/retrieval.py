@@ -4,7 +4,7 @@
     $ redraft retrieval --target TARGET --source answers.jsonl --output drafts/answers
     $ redraft eval --target TARGET --draft drafts/answers --draft ngram                    # how much is accepted?
     $ redraft serve TARGET --draft drafts/answers --num-speculative-tokens 6
-    $ redraft serve TARGET --draft HEAD --answers drafts/answers --num-speculative-tokens 6 --head-tokens 2
+    $ redraft serve TARGET --draft drafts/answers+HEAD:2 --num-speculative-tokens 6
 
 It proposes the token that followed the last few tokens most often, in the request or in the answers (heads/families/
 retrieval.py). Answers that repeat phrases, such as code and reports, gain most.

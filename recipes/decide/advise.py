@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.counts import cumulative, tau
+from redraft.eval.engine.draft_source import shorten_name
 from redraft.eval.engine.lookups import lookup_env, needs_plugin
 from redraft.eval.engine.server import vllm_keys
-from redraft.eval.forecast.ngram import Ngram, shorten_name
+from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.serving.acceptance_source import Acceptance, read_acceptance, read_sample_method_advice
 from redraft.eval.serving.cost import Advice, StepCosts, advise, has_fixed_tokens
 from redraft.eval.serving.report import (

@@ -26,13 +26,11 @@ from typing import Annotated, Any
 
 import tyro
 
+from redraft.eval.engine.draft_source import DraftSource, SampleMethod, shorten_name
 from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
 from redraft.eval.engine.server import VllmServer, engine_is_cpu, forget_requests, require_servable, vllm_server
 from redraft.eval.engine.target_dtype import default_target_dtype
-from redraft.eval.forecast.drafts import SampleMethod
-from redraft.eval.forecast.ngram import shorten_name
 from redraft.eval.machine import engine_environment, environment
-from redraft.eval.serving.draft_config import cure, draft_config
 from redraft.eval.serving.load import LoadResult, run_load
 from redraft.eval.serving.report import build_serving_report, compose_answer, write_serving
 from redraft.eval.serving.sweep import (
@@ -128,7 +126,7 @@ PRESETS = {
 def main(cfg: Config) -> None:
     started = time.monotonic()
     # 1. the cells of every table, and the configuration of each draft
-    configs = {draft: draft_config(draft, cfg.draft_sample_method) for draft in cfg.draft}
+    configs = {draft: DraftSource.parse(draft).speculative(cfg.draft_sample_method) for draft in cfg.draft}
     questions = plan(sweep(cfg))
     cells = group_by_variant(cell for some in questions.values() for cell in some)
     for variant in cells:
@@ -305,7 +303,8 @@ def excuse_refusal(cfg: Config, variant: Variant, error: ChildProcessError) -> s
     if variant.draft is None:
         raise error
     if not variant.may_be_refused:
-        raise ValueError(f"{error}{cure(cfg.target, variant.draft, variant.num_speculative_tokens)}") from error
+        cure = DraftSource.parse(variant.draft).find_cure(cfg.target, variant.num_speculative_tokens)
+        raise ValueError(f"{error}{cure}") from error
     return str(error)
 
 

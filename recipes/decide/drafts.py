@@ -35,13 +35,12 @@ import tyro
 from redraft.distill.data.conversations import Conversation, load_conversations
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
+from redraft.eval.engine.draft_source import NGRAM, DraftSource
 from redraft.eval.engine.server import engine_is_cpu, require_servable
 from redraft.eval.engine.target_dtype import computes_bfloat16
-from redraft.eval.forecast.ngram import Mix, shorten_name
 from redraft.eval.machine import engine_environment, environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import TEMPLATES, write_page
-from redraft.eval.serving.draft_config import draft_config
 from redraft.eval.serving.drafts import Candidate, Choice, choose, predict
 from redraft.eval.serving.drafts_charts import build_charts
 from redraft.eval.serving.rounds import PLAIN, Plan, Results, compare, keep_rounds, run_rounds, start_servers
@@ -78,7 +77,7 @@ time for the long memory of a higher momentum."""
 MUON_RATE, STARTED_RATE = "2e-3", "5e-4"
 """Muon's learning rate, and that of a head that starts by least squares: a higher one would undo the start."""
 
-NGRAM, RETRIEVAL = "ngram", "retrieval"
+RETRIEVAL = "retrieval"
 LOOKUP_TITLES = {NGRAM: "n-grams", RETRIEVAL: "counted answers"}
 LOOKUP_TOKENS = {NGRAM: 4, RETRIEVAL: 6}
 """Most draft tokens of a step. Counted answers propose fewer if they are unlikely."""
@@ -148,10 +147,11 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in self.train:
-            head, mixed = trained(name)
+            draft = parse_trained(name)
+            head = draft.source
             if not (head == "medusa" or LAYERS.fullmatch(head) or HEAD.fullmatch(head)):
                 raise ValueError(f"--train {name}: give layers-N, medusa, or eagle3-Nk, dflash-Nk, peagle-Nk")
-            if mixed and (mixed.lookup not in LOOKUP_TOKENS or not head.startswith("eagle3")):
+            if draft.lookup and not (draft.lookup in LOOKUP_TOKENS and head.startswith("eagle3")):
                 raise ValueError(f"--train {name}: {' or '.join(LOOKUP_TOKENS)} goes before eagle3-Nk only")
             if self.train.count(name) > 1:
                 raise ValueError(f"--train {name} is given twice")
@@ -226,31 +226,31 @@ def main(cfg: Config) -> None:
 
 def make_drafts(cfg: Config, target: str) -> Iterator[Candidate]:
     """The drafts without training, and those to train; a finished one is kept."""
-    yield Candidate(NGRAM, "n-grams", draft_config(NGRAM), LOOKUP_TOKENS[NGRAM])
+    yield Candidate(NGRAM, "n-grams", DraftSource(source=NGRAM).speculative(), LOOKUP_TOKENS[NGRAM])
     if cfg.known_answers:
         # A folder with a config.json is whole: `redraft retrieval` publishes with one rename.
         counted = cfg.output / RETRIEVAL
         module = ("-m", "redraft.recipes.data.retrieval")
         command = [*module, "--target", target, "--source", cfg.known_answers, "--output", str(counted)]
         run_once(counted, counted / "config.json", command, cfg, target)
-        yield Candidate(RETRIEVAL, "counted answers", draft_config(str(counted.absolute())), LOOKUP_TOKENS[RETRIEVAL])
+        config = DraftSource(source=str(counted)).speculative()
+        yield Candidate(RETRIEVAL, "counted answers", config, LOOKUP_TOKENS[RETRIEVAL])
     # A head with a lookup before it is the same head, trained once.
-    heads = list(dict.fromkeys(trained(name)[0] for name in cfg.train))
+    heads = list(dict.fromkeys(parse_trained(name).source for name in cfg.train))
     for number, name in enumerate(heads, 1):
         print(f"\n{number} of {len(heads)}: {name}", flush=True)
         folder = cfg.output / name
         # The report is written last, so it stands for a finished training.
         run_once(folder, folder / "report.json", training_command(cfg, target, name), cfg, target)
     for name in cfg.train:
-        head, mixed = trained(name)
-        draft = (cfg.output / head / "draft").absolute()
-        served = str(draft)
-        if mixed:
-            lookup = NGRAM if mixed.lookup == NGRAM else str(cfg.output / RETRIEVAL)
-            served = str(replace(mixed, lookup=lookup, head=served))
-        most = LOOKUP_TOKENS[mixed.lookup] if mixed else cfg.num_speculative_tokens
-        report = json.loads((cfg.output / head / "report.json").read_text())["train"]
-        yield Candidate(name, title(name), draft_config(served), most, count_parameters(draft), report)
+        draft = parse_trained(name)
+        run = cfg.output / draft.source
+        lookup = str(cfg.output / RETRIEVAL) if draft.lookup == RETRIEVAL else draft.lookup
+        served = replace(draft, source=str(run / "draft"), lookup=lookup)
+        most = LOOKUP_TOKENS[draft.lookup] if draft.lookup else cfg.num_speculative_tokens
+        report = json.loads((run / "report.json").read_text())["train"]
+        size = count_parameters(run / "draft")
+        yield Candidate(name, title(name), served.speculative(), most, size, report)
 
 
 def require_answers(cfg: Config) -> None:
@@ -263,37 +263,35 @@ def require_answers(cfg: Config) -> None:
         )
 
 
-def trained(name: str) -> tuple[str, Mix | None]:
-    """(draft to train for a name of --train, the lookup before it)."""
-    mixed = Mix.parse(name, (RETRIEVAL,))
-    return mixed.head if mixed else name, mixed
+def parse_trained(name: str) -> DraftSource:
+    """A name of --train; `source` is the draft to train."""
+    return DraftSource.parse(name, (RETRIEVAL,))
 
 
 def finished_drafts(cfg: Config) -> Iterator[Candidate]:
     """The drafts of --draft. Raises ValueError or FileNotFoundError if one is none, or would not be served so."""
-    for name, source in name_drafts(cfg).items():
-        config = draft_config(source)
-        size = count_parameters(Path(source)) if Path(source).is_dir() else None
-        candidate = Candidate(name, name, config, cfg.num_speculative_tokens, size)
+    for name, draft in name_drafts(cfg).items():
+        size = count_parameters(draft.folder) if draft.folder else None
+        candidate = Candidate(name, name, draft.speculative(), cfg.num_speculative_tokens, size)
         require_servable(candidate.speculative_config)
         yield candidate
 
 
-def name_drafts(cfg: Config) -> dict[str, str]:
-    """The sources of --draft by name: the short name, or the whole source if another draft has the short one too.
+def name_drafts(cfg: Config) -> dict[str, DraftSource]:
+    """The drafts of --draft by name; one whose short name another draft has too is called by its whole source.
 
     Raises:
         ValueError: a source is given twice, or has the name of a draft that is made here.
     """
     made = [PLAIN, NGRAM, RETRIEVAL, *cfg.train]
-    short = {source: shorten_name(source) for source in cfg.draft}
+    drafts = [DraftSource.parse(source) for source in cfg.draft]
     for source in cfg.draft:
         if cfg.draft.count(source) > 1:
             raise ValueError(f"--draft {source} is given twice")
         if source in made:
             raise ValueError(f"--draft {source}: the comparison has one of this name; a folder is ./{source}")
-    names = [*made, *short.values()]
-    return {name if names.count(name) == 1 else source: source for source, name in short.items()}
+    names = [*made, *(draft.name for draft in drafts)]
+    return {draft.name if names.count(draft.name) == 1 else str(draft): draft for draft in drafts}
 
 
 def training_command(cfg: Config, target: str, name: str) -> list[str]:
@@ -342,10 +340,10 @@ def spread(count: int, target: str) -> list[int]:
 
 def title(name: str) -> str:
     """The name of a draft on the page."""
-    head, mixed = trained(name)
-    if mixed:
-        limit = "" if mixed.head_tokens is None else f", up to {mixed.head_tokens} of its own"
-        return f"{LOOKUP_TITLES[mixed.lookup]} before {title(head)}{limit}"
+    draft = parse_trained(name)
+    if draft.lookup:
+        limit = "" if draft.head_tokens is None else f", up to {draft.head_tokens} of its own"
+        return f"{LOOKUP_TITLES[draft.lookup]} before {title(draft.source)}{limit}"
     if found := LAYERS.fullmatch(name):
         return f"{found[1]} of the target's layers"
     if found := HEAD.fullmatch(name):

@@ -35,11 +35,12 @@ from redraft.distill.signal.features import load_skeleton
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import write_offline_unless_logged_in
 from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.draft_source import SampleMethod
 from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
 from redraft.eval.engine.served import EngineOptions, serve_and_count
 from redraft.eval.engine.server import require_runner
 from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
-from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft, SampleMethod, load_drafts
+from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft, load_drafts
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Protocol, Rows, forecast_drafts
 from redraft.eval.prompts import Prompt

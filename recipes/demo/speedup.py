@@ -32,19 +32,18 @@ from redraft.distill.run.run import Run
 from redraft.distill.run.start import start
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import leave
-from redraft.eval.engine.lookup_first import HeadLimits, mix
+from redraft.eval.engine.draft_source import DraftSource, Lookups
 from redraft.eval.engine.lossless import compare_lossless
 from redraft.eval.engine.target_dtype import computes_bfloat16
 from redraft.eval.forecast.greedy import Forecast
 from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import Speed, domain_section, engine_section, offline_section, write_page
-from redraft.eval.serving.draft_config import draft_config
 from redraft.eval.serving.rounds import PLAIN, Plan, Results, compare, merge, run_rounds, start_servers
 from redraft.heads.catalog import find_family
 from redraft.heads.draft import label_rows
-from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval, Text, count_answers
 from redraft.heads.families.retrieval import Config as RetrievalConfig
+from redraft.heads.families.retrieval import Text, count_answers
 from redraft.heads.files.artifact import publish
 from redraft.heads.options import Eagle3
 from redraft.recipes.cli import run_recipe
@@ -246,15 +245,15 @@ def labels_in(run: Run, steps: int) -> int:
 
 def speculative_configs(cfg: Config, head: Path, counted: Path) -> dict[str, Mapping[str, Any] | None]:
     """vLLM's --speculative-config of every draft in the comparison."""
-    alone = draft_config(str(head.absolute()))
-    lookup = Retrieval.speculative_config(counted, least_first=BEFORE_HEAD)
-    limits = HeadLimits(tokens=cfg.head_tokens, requests=HEAD_REQUESTS)
+    ngram, answers, alone = (DraftSource(source=source) for source in (NGRAM, str(counted), str(head)))
+    both = replace(alone, lookup=str(counted), head_tokens=cfg.head_tokens)
+    lookups = Lookups(head_requests=HEAD_REQUESTS)
     return {
         PLAIN: None,
-        NGRAM: {**draft_config(NGRAM), "num_speculative_tokens": NGRAM_TOKENS},
-        RETRIEVAL: {**draft_config(str(counted.absolute())), "num_speculative_tokens": RETRIEVAL_TOKENS},
-        HEAD: {**alone, "num_speculative_tokens": cfg.head_tokens},
-        BOTH: {**mix(lookup, alone, limits), "num_speculative_tokens": RETRIEVAL_TOKENS},
+        NGRAM: {**ngram.speculative(), "num_speculative_tokens": NGRAM_TOKENS},
+        RETRIEVAL: {**answers.speculative(), "num_speculative_tokens": RETRIEVAL_TOKENS},
+        HEAD: {**alone.speculative(), "num_speculative_tokens": cfg.head_tokens},
+        BOTH: {**both.speculative(lookups=lookups), "num_speculative_tokens": RETRIEVAL_TOKENS},
     }
 
 

@@ -26,7 +26,8 @@ class Config:
     target: str | None = None
     """Folder or hub name of the served model. If it contains an MTP layer, it is also the draft."""
     draft: str | None = None
-    """Folder or hub name of the draft to check."""
+    """Folder or hub name of the draft to check, or `mtp` for the target's MTP layer. Of `ngram+HEAD` the head is
+    checked."""
     method: Method | None = None
     """vLLM's method to serve the draft with. By default the method of its family."""
     num_speculative_tokens: int | None = None
@@ -72,9 +73,13 @@ def check_pair(cfg: Config) -> list[Finding]:
     # torch, which an environment may lack
     from redraft.distill.doctor.check_draft import check_draft
     from redraft.distill.doctor.in_engine import EngineCheck
+    from redraft.eval.engine.draft_source import DraftSource
 
     if cfg.target is None:
         raise ValueError(f"--draft {cfg.draft} needs a target to be checked against: give --target as well")
+    draft = DraftSource.parse(cfg.draft or cfg.target)
+    if draft.lookup is None and draft.is_without_folder and draft.is_lookup:
+        raise ValueError(f"{draft} is looked up: no model computes it, so there is nothing to compare")
     engine = EngineCheck(
         dtype=cfg.target_dtype,
         prompts=cfg.prompts,
@@ -84,7 +89,7 @@ def check_pair(cfg: Config) -> list[Finding]:
     )
     checked = check_draft(
         cfg.target,
-        cfg.draft or cfg.target,
+        cfg.target if draft.is_without_folder else draft.source,
         method=cfg.method,
         num_speculative_tokens=cfg.num_speculative_tokens,
         engine=engine if cfg.engine else None,

@@ -14,22 +14,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
 from redraft.eval.engine.command import vllm_command
-from redraft.eval.engine.lookup_first import HeadLimits, mix
+from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups, SampleMethod
 from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.server import engine_dtype, engine_is_cpu, require_servable, vllm_keys
-from redraft.eval.forecast.ngram import Ngram
-from redraft.heads.catalog import FAMILIES, Method, find_family, list_methods
+from redraft.heads.catalog import Method
 from redraft.heads.doctor.method import lacks_confidence
 from redraft.heads.doctor.pair import read_provenance
-from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval, is_retrieval
-from redraft.heads.family import Family
-from redraft.heads.files.folder import is_hub_name, tensor_files
 from redraft.heads.files.folder import read_config as read_model_config
+from redraft.heads.files.folder import tensor_files
 from redraft.online.engine.config import PLUGIN_NAME, CaptureConfig, SwapConfig, read_config
 from redraft.recipes.cli import run_recipe
 
@@ -44,11 +41,8 @@ RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 """vLLM's variable with prefixes of those that Ray workers get; workers on other machines inherit none."""
 
 
-HEAD_FLAGS = (
-    *("ngrams", "answers", "least_first", "head_tokens", "head_requests"),
-    *("method", "draft_sample_method", "draft_quantization", "adaptive_verification"),
-)
-"""Options without a meaning for counted answers alone."""
+MODEL_FLAGS = ("method", "draft_sample_method", "draft_quantization", "adaptive_verification")
+"""Options without a meaning for a lookup alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,37 +52,31 @@ class Config:
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Further arguments of vLLM's server, after `--`."""
     draft: str | None = None
-    """Folder or hub name of the draft. By default the current version of the registry."""
+    """Folder or hub name of the draft, `ngram`, `suffix`, or `mtp` for the target's MTP layer. `ngram+HEAD` looks the
+    last 2 to 4 tokens up in the text first, `ANSWERS+HEAD:2` in counted answers too (`redraft retrieval`), and takes at
+    most 2 tokens of the head a step. HEAD is EAGLE-1, EAGLE-3 or MTP. By default the current version of the
+    registry."""
     registry: Path | None = None
     """Folder of the draft's versions (v000001, ..., current). Required for swapping."""
     num_speculative_tokens: int = 3
     """Draft tokens per step."""
     method: Method | None = None
-    """vLLM's method for the draft. By default it follows from the draft's config.json."""
-    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    """vLLM's method for the draft. By default it follows from the draft's tensors."""
+    draft_sample_method: SampleMethod = "greedy"
     """How draft tokens are chosen. With `greedy` the acceptance is p(argmax q); with `probabilistic` it is
     sum min(p, q), which is higher at temperatures above 0."""
     draft_quantization: str | None = None
     """Quantisation of the draft when it is loaded, as vLLM calls it (`fp8`); of every version that is swapped in, too.
     The registry holds plain weights."""
-    ngrams: bool = False
-    """Look the last 2 to 4 tokens up in the text first, and ask the draft only if they did not occur before. For
-    EAGLE-1, EAGLE-3 and MTP, with greedy drafts; vLLM then takes the V1 model runner."""
-    answers: Path | None = None
-    """Folder of `redraft retrieval`: look the tokens up in the text and in the target's answers first, and ask the
-    draft only if nothing probable is found. For the same drafts as --ngrams."""
-    head_tokens: int | None = None
-    """With --ngrams or --answers: most tokens that the draft itself proposes per step. By default
-    --num-speculative-tokens."""
     head_requests: int | None = None
-    """With --ngrams or --answers: if more requests than this are answered at once, only tokens looked up are
+    """With a lookup before the head: if more requests than this are answered at once, only tokens looked up are
     proposed."""
     verify_cost: float | None = None
     """For counted answers: cost of verifying one more token, in target steps of one request. A token is proposed if its
     probability is at least this times the requests in the step. By default as `redraft retrieval` was told."""
     least_first: float | None = None
-    """With --answers: least probability of the first token looked up. If it is lower, the draft is asked. By default
-    0.5."""
+    """With counted answers before a head: least probability of the first token looked up. If it is lower, the head is
+    asked. By default 0.5."""
     adaptive_verification: bool = False
     """Verify fewer draft tokens where the draft is unsure, the more so the busier the server is. Only for a DSpark head
     with a confidence head; nothing is captured then."""
@@ -115,8 +103,9 @@ def server_command(cfg: Config) -> list[str]:
         ValueError: if neither a draft nor a registry is given, or vLLM would not serve the draft so.
         FileNotFoundError: if the registry has no current version.
     """
-    draft = ["--speculative-config", json.dumps(vllm_keys(speculative_config(cfg)))]
-    arguments = [*draft, *template_arguments(Path(_draft(cfg)))]
+    folder = _draft(cfg).folder
+    arguments = ["--speculative-config", json.dumps(vllm_keys(speculative_config(cfg)))]
+    arguments += template_arguments(folder) if folder else []
     # Before the user's arguments, which win.
     return vllm_command(cfg.target, ["--dtype", engine_dtype(cfg.target), *arguments, *cfg.vllm_args])
 
@@ -130,49 +119,34 @@ def template_arguments(draft: Path) -> list[str]:
 def speculative_config(cfg: Config) -> dict[str, Any]:
     """The draft and how it is served. Raises ValueError, FileNotFoundError as `server_command`."""
     draft = _draft(cfg)
-    if is_retrieval(draft):
-        if changed := [name for name in HEAD_FLAGS if getattr(cfg, name) != getattr(Config, name)]:
-            raise ValueError(f"--{changed[0].replace('_', '-')} is for a model, and {draft} holds counted answers")
-        config = Retrieval.speculative_config(Path(draft), verify_cost=cfg.verify_cost)
-        return {**config, "num_speculative_tokens": cfg.num_speculative_tokens}
-    if cfg.verify_cost is not None and cfg.answers is None:
-        raise ValueError(f"--verify-cost is for counted answers (`redraft retrieval`), which {draft} is not")
-    speculative: dict[str, Any] = {
-        "model": draft,
-        **({"method": cfg.method} if cfg.method else _choose_proposer(draft)),
-        "num_speculative_tokens": cfg.num_speculative_tokens,
-        "draft_sample_method": cfg.draft_sample_method,
-    }
+    _refuse_idle(cfg, draft)
+    lookups = Lookups(verify_cost=cfg.verify_cost, least_first=cfg.least_first, head_requests=cfg.head_requests)
+    config = draft.speculative(cfg.draft_sample_method, lookups, method=cfg.method)
+    config["num_speculative_tokens"] = cfg.num_speculative_tokens
     if cfg.draft_quantization:
-        speculative["quantization"] = cfg.draft_quantization
-    require_servable(speculative)
+        config["quantization"] = cfg.draft_quantization
+    require_servable(config)
     if cfg.adaptive_verification:
         _require_confidence(draft)
-        speculative["enable_adaptive_verification"] = True
-    limits = HeadLimits(tokens=cfg.head_tokens, requests=cfg.head_requests)
-    if lookup := _lookup(cfg):
-        return mix(lookup, speculative, limits)
-    # Limits would be ignored without a lookup. A flag without effect is an error.
-    if limits != HeadLimits():
+        config["enable_adaptive_verification"] = True
+    return config
+
+
+def _refuse_idle(cfg: Config, draft: DraftSource) -> None:
+    """Raise ValueError for a flag without an effect on this draft."""
+    if draft.lookup is None and draft.is_lookup:
+        changed = (name for name in MODEL_FLAGS if getattr(cfg, name) != getattr(Config, name))
+        if flag := next(changed, None):
+            raise ValueError(f"--{flag.replace('_', '-')} is for a model, and {draft} is looked up")
+    if cfg.verify_cost is not None and not draft.has_answers:
+        raise ValueError(f"--verify-cost is for counted answers (`redraft retrieval`), which {draft} has not")
+    if cfg.least_first is not None and draft.lookup in (None, NGRAM):
+        raise ValueError(f"--least-first is for counted answers before a head: give --draft ANSWERS+{draft.source}")
+    if cfg.head_requests is not None and draft.lookup is None:
         raise ValueError(
-            "--head-tokens and --head-requests limit the draft when a lookup comes first: add --ngrams or --answers"
+            f"--head-requests limits a head behind a lookup: give --draft ngram+{draft.source} or "
+            f"ANSWERS+{draft.source}"
         )
-    return speculative
-
-
-def _lookup(cfg: Config) -> dict[str, Any] | None:
-    """vLLM's config of the lookup before the draft; None without one. Raises ValueError for flags that exclude each
-    other, or if --answers is no folder of counted answers."""
-    if cfg.answers is None:
-        if cfg.least_first is not None:
-            raise ValueError("--least-first is about the tokens looked up in --answers: add --answers")
-        return Ngram().speculative_config if cfg.ngrams else None
-    if cfg.ngrams:
-        raise ValueError("--answers also looks tokens up in the text: leave out --ngrams")
-    if not is_retrieval(cfg.answers):
-        raise ValueError(f"--answers {cfg.answers} holds no counted answers: `redraft retrieval` writes such a folder")
-    least = BEFORE_HEAD if cfg.least_first is None else cfg.least_first
-    return Retrieval.speculative_config(cfg.answers, verify_cost=cfg.verify_cost, least_first=least)
 
 
 def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str, str]:
@@ -233,60 +207,24 @@ def _with_prefix(prefixes: str) -> str:
     return ",".join(dict.fromkeys([*names, "REDRAFT_"]))
 
 
-def _draft(cfg: Config) -> str:
+def _draft(cfg: Config) -> DraftSource:
     if cfg.draft is not None:
-        if not is_hub_name(cfg.draft) and not Path(cfg.draft).is_dir():
-            raise FileNotFoundError(
-                f"there is no draft folder {cfg.draft}, and it is not a hub name (owner/name) either"
-            )
-        return cfg.draft
+        return DraftSource.parse(cfg.draft)
     if cfg.registry is None:
         raise ValueError("no draft: give --draft, or --registry to serve its current version")
     current = cfg.registry / "current"
     if not current.is_dir():
         raise FileNotFoundError(f"{cfg.registry} has no current version: give --draft, or publish one first")
-    # Resolved: the server names a draft by the folder, and the link may move on while vLLM loads.
-    return str(current.resolve())
+    return DraftSource(source=str(current))
 
 
-def _require_confidence(draft: str) -> None:
-    """Raise ValueError if the draft has no confidence head. A hub name is not read: vLLM fetches it later."""
-    if is_hub_name(draft):
-        return
-    folder = Path(draft)
+def _require_confidence(draft: DraftSource) -> None:
+    """Raise ValueError if the draft has no confidence head."""
+    folder = draft.folder
+    if folder is None:
+        raise ValueError(f"--adaptive-verification needs a draft with a confidence head, which {draft} has not")
     if problem := lacks_confidence(read_model_config(folder), tensor_files(folder)):
         raise ValueError(f"--adaptive-verification {problem}: {draft}")
-
-
-def _choose_proposer(draft: str) -> dict[str, Any]:
-    """vLLM's method for a draft, and the flags beside it, by its config.json.
-
-    A plain language model, or an unread hub name, is `draft_model`.
-
-    Raises:
-        ValueError: vLLM has no proposer for its family.
-    """
-    # The order: redraft's section of config.json, then an architecture of one family only, then any method's
-    # name inside the architecture or model type.
-    path = Path(draft) / "config.json"
-    if not path.is_file():  # a hub name: vLLM fetches it later
-        return {"method": "draft_model"}
-    config = json.loads(path.read_text())
-    if family := _find_family(config):
-        if not family.speculative:
-            raise ValueError(f"vLLM has no proposer for {draft}, a draft of the family {family.name}")
-        return family.speculative
-    names = " ".join([*config.get("architectures", []), config.get("model_type", "")]).lower()
-    methods = sorted(list_methods(), key=len, reverse=True)  # longest first: eagle is a part of eagle3
-    return {"method": next((method for method in methods if method in names), "draft_model")}
-
-
-def _find_family(config: Mapping[str, Any]) -> Family | None:
-    """The family that config.json names, as redraft or as an architecture of that family only."""
-    if name := config.get("redraft", {}).get("family"):
-        return find_family(name)
-    named = set(config.get("architectures") or ())
-    return next((family for family in FAMILIES if named.intersection(family.architectures)), None)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from make_heads import make_batch, make_signal, make_target
+from safetensors.torch import save_file
 
 from redraft.heads.catalog import FAMILIES, detect_family, find_family, find_method, list_methods
 from redraft.heads.draft import Draft, TargetSignal
@@ -102,11 +103,13 @@ def test_layers_are_counted_alike_in_every_layout(name: str) -> None:
     assert family.max_tokens(of_speculators) == {"dflash": 6, "dspark": 7}[name]
 
 
-def test_a_head_of_others_is_recognised_by_its_architecture(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
-    assert detect_family(tmp_path).name == "eagle3"
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM\)"):
+def test_a_head_is_recognised_by_its_tensors_whatever_its_config_says(tmp_path: Path) -> None:
+    save_file({"midlayer.hidden_norm.weight": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    for config in ({"architectures": ["LlamaForCausalLM"]}, {"redraft": {"family": "medusa"}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert detect_family(tmp_path).name == "eagle3"
+    save_file({"a.weight": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"such as a\.weight"):
         detect_family(tmp_path)
 
 

@@ -27,12 +27,12 @@ from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
+from redraft.eval.engine.draft_source import DraftSource
 from redraft.eval.forecast.drafts import LoadedTarget, load_drafts
 from redraft.eval.forecast.greedy import greedy_continuations
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Protocol, evaluate_batch
 from redraft.eval.prompts import Prompt
-from redraft.eval.serving.draft_config import draft_config
 from redraft.heads import catalog
 from redraft.heads.catalog import detect_family, find_family
 from redraft.heads.doctor.checks import notes, static_findings
@@ -119,7 +119,7 @@ def test_it_has_a_command(random_target: Path, tmp_path: Path) -> None:
 def test_its_export_is_recognised_loaded_and_checked(model: Any, target_folder: Path, tmp_path: Path) -> None:
     make_random(make_head(model)).export(tmp_path)
     assert detect_family(tmp_path) is find_family("tiny") is ROW
-    assert draft_config(str(tmp_path)) == {"method": "tiny", "model": str(tmp_path)}
+    assert DraftSource.parse(str(tmp_path)).speculative() == {"method": "tiny", "model": str(tmp_path)}
     pair = Pair.read(target_folder, tmp_path)
     assert pair.family is ROW
     assert static_findings(pair, method="tiny", num_speculative_tokens=K) == []

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from redraft.eval.engine import server
+from redraft.eval.engine.draft_source import DraftSource
 from redraft.eval.engine.server import require_runner, require_servable, vllm_server
-from redraft.eval.serving.draft_config import draft_config
 from redraft.heads.catalog import FAMILIES, find_family
 from redraft.heads.family import Family
 
@@ -61,7 +61,7 @@ def test_p_eagle_is_among_the_drafts_of_v1_and_eagle_3_is_not(monkeypatch: pytes
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     require_runner(find_family("eagle3").speculative)  # the same method without the flag
     with pytest.raises(ValueError, match="V1 model runner serves suffix decoding"):
-        draft_config("suffix")
+        require_runner(DraftSource.parse("suffix").speculative())
 
 
 @pytest.mark.parametrize("name", BLOCKS)

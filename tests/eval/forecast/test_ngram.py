@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redraft.eval.forecast.ngram import Mix, Ngram, propose_ngrams
+from redraft.eval.forecast.ngram import Ngram, propose_ngrams
 
 SMALL = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 LENGTHS = st.tuples(st.integers(1, 4), st.integers(1, 4)).map(lambda pair: Ngram(min=min(pair), max=max(pair)))
@@ -49,18 +49,3 @@ def test_vllm_proposes_the_same() -> None:
 def test_impossible_lengths_are_refused(low: int, high: int) -> None:
     with pytest.raises(ValueError, match="n-grams of"):
         Ngram(min=low, max=high)
-
-
-@pytest.mark.parametrize(
-    ("name", "mixed"),
-    [
-        ("ngram+runs/a/draft", Mix(head="runs/a/draft")),
-        ("ngram+runs/a:b:2", Mix(head="runs/a:b", head_tokens=2)),
-        ("ngram+mtp:0", Mix(head="mtp", head_tokens=0)),
-        ("ngram", None),
-        ("runs/ngram+a", None),
-    ],
-)
-def test_the_name_of_a_mix_is_read_back(name: str, mixed: Mix | None) -> None:
-    assert Mix.parse(name) == mixed
-    assert mixed is None or str(mixed) == name

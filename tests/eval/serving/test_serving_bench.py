@@ -13,7 +13,7 @@ import pytest
 from chromium import browser, open_in_chromium
 from make_serving import ACCEPTED, make_load_result, make_serving_report, make_sweep, serve, step_s
 
-from redraft.eval.forecast.ngram import shorten_name
+from redraft.eval.engine.draft_source import shorten_name
 from redraft.eval.serving import report as serving_report
 from redraft.eval.serving.cost import StepCosts, advise
 from redraft.eval.serving.load import Load

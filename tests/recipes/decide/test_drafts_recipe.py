@@ -22,6 +22,8 @@ from redraft.eval.engine.measure import Measurement, Output
 from redraft.eval.prompts import Prompt
 from redraft.eval.serving.drafts import Candidate
 from redraft.eval.serving.rounds import PLAIN, Plan, Results
+from redraft.heads.families.retrieval import Config as Counts
+from redraft.heads.families.retrieval import Retrieval
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.folder import read_config
 from redraft.recipes import train
@@ -193,8 +195,13 @@ def test_a_target_that_cannot_be_had_is_told_before_the_trainings(
 
 def test_the_answers_in_redraft_are_for_the_target_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[list[str]] = []
-    monkeypatch.setattr(drafts, "run_once", lambda folder, result, command, *_: counted.append(command))
-    monkeypatch.setattr(drafts, "draft_config", lambda source: {"method": "ngram", "model": source})
+
+    def count(folder: Path, result: Path, command: list[str], *_: Any) -> None:
+        counted.append(command)
+        folder.mkdir(exist_ok=True)
+        Retrieval(Counts(max_run=1), {(5,): (6, 0.9)}, [0.0, 0.1]).write(folder)
+
+    monkeypatch.setattr(drafts, "run_once", count)
 
     def names(**changes: Any) -> list[str]:
         return [made.name for made in make_drafts(Config(train=(), output=tmp_path, **changes), "a target")]
@@ -222,7 +229,7 @@ def test_trainings_without_answers_of_the_target_are_refused_with_the_command_th
 def test_finished_drafts_have_different_names(tmp_path: Path) -> None:
     def names(*sources: str) -> list[str]:
         named = name_drafts(Config(draft=sources, train=("layers-2",)))
-        assert tuple(named.values()) == sources
+        assert tuple(map(str, named.values())) == sources
         return list(named)
 
     assert names("a/draft", "b/draft", "Qwen/Qwen3-0.6B") == ["a", "b", "Qwen3-0.6B"]

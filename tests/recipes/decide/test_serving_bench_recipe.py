@@ -20,10 +20,10 @@ from transformers import LlamaForCausalLM
 from benchmarks.advice import Config as AdviceConfig
 from benchmarks.advice import cells_acceptance, cells_costs, lines, verdict
 from redraft.eval.engine import target_dtype
+from redraft.eval.engine.draft_source import DraftSource
 from redraft.eval.engine.server import VllmServer
 from redraft.eval.serving import report as serving_report
 from redraft.eval.serving.cost import StepCosts
-from redraft.eval.serving.draft_config import cure, draft_config
 from redraft.eval.serving.load import LoadResult
 from redraft.eval.serving.sweep import Variant
 from redraft.recipes.cli import dispatch
@@ -221,32 +221,14 @@ def test_another_type_of_the_target_is_measured_again_also_by_default(
     assert bench.served(cfg)["dtype"] is None, "as stored"
 
 
-def test_a_draft_is_served_by_what_its_tensors_say(served_pair: tuple[Path, Path]) -> None:
-    draft = str(served_pair[1])
-    assert draft_config(draft) == {"method": "draft_model", "model": draft}
-    assert draft_config("ngram") == {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    assert draft_config("mtp") == {"method": "mtp"}
-    sampled = {"method": "draft_model", "model": draft, "draft_sample_method": "probabilistic"}
-    assert draft_config(draft, "probabilistic") == sampled
-    assert draft_config("ngram", "probabilistic") == draft_config("ngram"), "what is looked up is never sampled"
-    mixed = {**draft_config("mtp"), **draft_config("ngram"), "method": "mtp", "disable_padded_drafter_batch": True}
-    assert draft_config("ngram+mtp") == mixed
-    assert draft_config("ngram+mtp:2") == {**mixed, "head_tokens": 2}
-    with pytest.raises(ValueError, match="MTP, EAGLE-3, EAGLE-1"):
-        draft_config(f"ngram+{draft}")
-    with pytest.raises(FileNotFoundError, match="there is no draft /nowhere"):
-        draft_config("/nowhere")
-
-
 def test_a_draft_that_only_v2_serves_is_refused_before_any_server_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_file({"markov_head.markov_w1.weight": torch.zeros(1, 1)}, tmp_path / "model.safetensors", {"format": "pt"})
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    monkeypatch.setattr(bench, "vllm_server", lambda *_, **__: pytest.fail("a server was started"))
     with pytest.raises(ValueError, match=r"V2.*DSpark.*VLLM_USE_V2_MODEL_RUNNER=0"):
-        draft_config(str(tmp_path))
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert draft_config(str(tmp_path)) == {"method": "dspark", "model": str(tmp_path)}
+        main(make_config(served_pair, tmp_path / "bench", draft=(str(tmp_path),)))
 
 
 def test_more_tokens_than_a_draft_proposes_are_refused_before_any_server_starts(
@@ -263,8 +245,8 @@ def test_more_tokens_than_a_draft_proposes_are_refused_before_any_server_starts(
 
 
 def test_doctor_finds_nothing_wrong_with_what_is_looked_up(served_pair: tuple[Path, Path]) -> None:
-    assert cure(str(served_pair[0]), "ngram", 3) == ""
-    assert cure(str(served_pair[0]), str(served_pair[1]), 3) == ""
+    assert DraftSource.parse("ngram").find_cure(str(served_pair[0]), 3) == ""
+    assert DraftSource.parse(str(served_pair[1])).find_cure(str(served_pair[0]), 3) == ""
 
 
 def test_the_ideal_is_asked_of_the_engine_in_its_own_words() -> None:

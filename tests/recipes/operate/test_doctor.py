@@ -201,6 +201,8 @@ def test_mlp_speculator_is_checked_without_the_engine(random_target, tmp_path, c
     [
         ({"draft": "{draft}"}, "give --target as well"),
         ({"target": "{target}", "draft": "{tmp}/nowhere"}, "/nowhere holds no config.json"),
+        ({"target": "{target}", "draft": "ngram+{tmp}/nowhere:2"}, "/nowhere holds no config.json"),
+        ({"target": "{target}", "draft": "ngram"}, "ngram is looked up"),
         ({"target": "{tmp}/nowhere", "draft": "{draft}"}, "there is no model folder"),
     ],
 )

@@ -16,20 +16,44 @@ from safetensors.torch import save_file
 from redraft.eval.engine import server, target_dtype
 from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.server import vllm_keys
-from redraft.eval.forecast.ngram import Mix
-from redraft.eval.serving.draft_config import lookup_config
 from redraft.heads.families.retrieval import Config as Counts
 from redraft.heads.families.retrieval import Retrieval
 from redraft.online.engine.config import is_enabled, read_config
 from redraft.recipes.serve import serve_features
 from redraft.recipes.serve.serve import RAY_PREFIXES, Config, plugin_environment, server_command, speculative_config
 
+TENSORS = {
+    "draft_model": "model.layers.0.mlp.weight",
+    "eagle3": "midlayer.hidden_norm.weight",
+    "eagle": "fc.weight",
+    "medusa": "blocks.0.weight",
+    "mtp": "model.mtp_layers.0.weight",
+    "peagle": "mask_hidden",
+    "dflash": "hidden_norm.weight",
+    "mlp_speculator": "speculator.emb.0.weight",
+}
+"""A tensor by which a draft of each method is recognised."""
+
 
 def parse(*arguments):
     return tyro.cli(Config, args=list(arguments))
 
 
+def write_draft(folder, kind="draft_model", **config):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({TENSORS[kind]: torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def write_answers(folder):
+    folder.mkdir(exist_ok=True)
+    Retrieval(Counts(max_run=1), {(5,): (6, 0.9)}, [0.0, 0.1]).write(folder)
+    return str(folder)
+
+
 def test_what_stands_behind_the_dashes_goes_to_vllm_as_it_is(tmp_path):
+    write_draft(tmp_path)
     cfg = parse("target", "--draft", str(tmp_path), "--num-speculative-tokens", "5", "--", "--port", "81", "-tp", "2")
     command = server_command(cfg)
     assert command[-4:] == ["--port", "81", "-tp", "2"]
@@ -45,7 +69,7 @@ def test_the_target_is_served_in_the_type_of_training_unless_the_user_names_one(
     """A CPU without instructions for bfloat16 computes it a hundred times slower, and vLLM would still do so."""
     monkeypatch.setattr(target_dtype, "cpu_computes_bfloat16", lambda: False)
     monkeypatch.setattr(server, "engine_is_cpu", lambda: on_cpu)
-    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    write_draft(tmp_path, dtype="bfloat16")
     for command in (
         server_command(parse(str(tmp_path), "--draft", str(tmp_path), "--", "--dtype", "half")),
         serve_features.server_command(serve_features.Config(target=str(tmp_path), vllm_args=("--dtype", "half")), 4),
@@ -54,25 +78,18 @@ def test_the_target_is_served_in_the_type_of_training_unless_the_user_names_one(
         assert given == [asked, "half"], "vLLM takes the last one"
 
 
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "eagle", "medusa", "mtp"])
 @pytest.mark.parametrize(
-    ("config", "method"),
-    [
-        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "draft_model"),
-        ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "eagle3"),
-        ({"architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
-        ({"model_type": "medusa"}, "medusa"),
-        ({"architectures": ["MiMoMTPModel"]}, "mtp"),
-        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "redraft": {"family": "eagle1"}}, "eagle"),
-    ],
+    "config", [{}, {"architectures": ["LlamaForCausalLMEagle3"]}, {"redraft": {"family": "medusa"}}]
 )
-def test_the_method_follows_from_the_drafts_configuration(tmp_path, config, method):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    command = server_command(parse("target", "--draft", str(tmp_path)))
-    assert json.loads(command[command.index("--speculative-config") + 1])["method"] == method
+def test_the_method_follows_from_the_drafts_tensors(tmp_path, kind, config):
+    draft = write_draft(tmp_path / "draft", kind, **config)
+    command = server_command(parse("target", "--draft", draft))
+    assert json.loads(command[command.index("--speculative-config") + 1])["method"] == kind
 
 
 def test_the_template_is_served_with_the_arguments_of_the_training(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "medusa"}))
+    write_draft(tmp_path, "medusa")
     command = server_command(parse("target", "--draft", str(tmp_path)))
     assert "--default-chat-template-kwargs" not in command
     arguments = {"enable_thinking": False}
@@ -82,22 +99,21 @@ def test_the_template_is_served_with_the_arguments_of_the_training(tmp_path):
 
 
 def test_a_draft_that_vllm_has_no_proposer_for_is_told_before_it_starts(tmp_path):
-    for config in ({"redraft": {"family": "mlp_speculator"}}, {"architectures": ["MLPSpeculatorPreTrainedModel"]}):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ValueError, match="mlp_speculator"):
-            server_command(parse("target", "--draft", str(tmp_path)))
+    write_draft(tmp_path, "mlp_speculator")
+    with pytest.raises(ValueError, match="mlp_speculator"):
+        server_command(parse("target", "--draft", str(tmp_path)))
 
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.33.1+cu130", "1.0"])
 def test_a_newer_vllm_that_no_longer_has_the_proposer_is_told_before_it_starts(tmp_path, monkeypatch, version):
     versions = {"vllm": "0.32.4"}
     monkeypatch.setattr("redraft.eval.engine.server._find_version", versions.get)
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MedusaModel"]}))
+    write_draft(tmp_path, "medusa")
     assert "medusa" in str(server_command(parse("target", "--draft", str(tmp_path))))
     versions["vllm"] = version
     with pytest.raises(ValueError, match=f"^vLLM {re.escape(version)} no longer serves Medusa: install vLLM 0.32, or "):
         server_command(parse("target", "--draft", str(tmp_path)))
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    write_draft(tmp_path, "eagle3")
     assert "eagle3" in str(server_command(parse("target", "--draft", str(tmp_path))))
 
 
@@ -123,7 +139,7 @@ def test_a_draft_of_v2_is_refused_in_a_line_where_vllm_takes_v1(tmp_path, monkey
 
 
 def test_a_draft_of_v1_is_refused_in_a_line_where_v2_is_asked_for(tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["PeagleLlamaForCausalLM"]}))
+    write_draft(tmp_path, "peagle")
     assert "parallel_drafting" in str(server_command(parse("target", "--draft", str(tmp_path))))
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     message = "only vLLM's V1 model runner serves P-EAGLE, and VLLM_USE_V2_MODEL_RUNNER=1 asks for V2: unset it"
@@ -132,7 +148,7 @@ def test_a_draft_of_v1_is_refused_in_a_line_where_v2_is_asked_for(tmp_path, monk
 
 
 def test_more_tokens_than_the_draft_proposes_are_refused_in_a_line(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "block_size": 4}))
+    write_draft(tmp_path, "dflash", block_size=4)
     assert "dflash" in str(server_command(parse("target", "--draft", str(tmp_path), "--num-speculative-tokens", "3")))
     asked = f"4 draft tokens asked of {tmp_path}, a DFlash draft that proposes 3: "
     with pytest.raises(ValueError, match=f"^{re.escape(asked)}give --num-speculative-tokens 3 at most$"):
@@ -155,99 +171,86 @@ def test_adaptive_verification_is_asked_only_of_a_draft_with_a_confidence_head(t
         assert "enable_adaptive_verification" not in plain[plain.index("--speculative-config") + 1]
 
 
-def test_vllm_is_told_to_quantise_the_draft():
-    command = server_command(parse("target", "--draft", "some/draft", "--draft-quantization", "fp8"))
+def test_vllm_is_told_to_quantise_the_draft(tmp_path):
+    command = server_command(parse("target", "--draft", write_draft(tmp_path), "--draft-quantization", "fp8"))
     assert json.loads(command[command.index("--speculative-config") + 1])["quantization"] == "fp8"
 
 
 def test_ngrams_go_before_a_head(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
-    flags = ("target", "--draft", str(tmp_path), "--num-speculative-tokens", "4")
-    mixed = parse(*flags, "--ngrams", "--head-tokens", "2", "--head-requests", "6")
+    head = write_draft(tmp_path / "head", "eagle3")
+    flags = ("--num-speculative-tokens", "4", "--head-requests", "6")
+    mixed = parse("target", "--draft", f"ngram+{head}:2", *flags)
     command = server_command(mixed)
     speculative = json.loads(command[command.index("--speculative-config") + 1])
     assert (speculative["method"], speculative["num_speculative_tokens"]) == ("eagle3", 4)
+    assert speculative["model"] == head
     assert not {"prompt_lookup_max", "head_tokens"} & speculative.keys(), "vLLM would refuse them, or set them to 0"
     told = {"NGRAM_MIN": "2", "NGRAM_MAX": "4", "HEAD_TOKENS": "2", "HEAD_REQUESTS": "6"}
     environment = {f"REDRAFT_{name}": value for name, value in told.items()}
     assert lookup_env(speculative_config(mixed)) == {"VLLM_USE_V2_MODEL_RUNNER": "0", **environment}
-    with pytest.raises(ValueError, match=r"--head-tokens.*--head-requests"):
-        server_command(parse(*flags, "--head-tokens", "2"))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    model = write_draft(tmp_path / "model")
     with pytest.raises(ValueError, match="draft_model"):
-        server_command(parse(*flags, "--ngrams"))
+        server_command(parse("target", "--draft", f"ngram+{model}"))
 
 
 def test_counted_answers_go_before_a_head(tmp_path):
-    head, answers = tmp_path / "head", tmp_path / "answers"
-    for folder in (head, answers):
-        folder.mkdir()
-    (head / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
-    Retrieval(Counts(max_run=1), {(5,): (6, 0.9)}, [0.0, 0.1]).write(answers)
-    flags = ("target", "--draft", str(head), "--num-speculative-tokens", "6")
-    mixed = speculative_config(parse(*flags, "--answers", str(answers), "--head-tokens", "2"))
+    head, answers = write_draft(tmp_path / "head", "eagle3"), write_answers(tmp_path / "answers")
+    flags = ("target", "--draft", f"{answers}+{head}:2", "--num-speculative-tokens", "6")
+    mixed = speculative_config(parse(*flags))
     assert vllm_keys(mixed).keys() & {"retrieval", "least_first", "prompt_lookup_max", "head_tokens"} == set()
-    told = {"RETRIEVAL": str(answers), "LEAST_FIRST": "0.5", "HEAD_TOKENS": "2", "NGRAM_MIN": "1", "NGRAM_MAX": "1"}
+    told = {"RETRIEVAL": answers, "LEAST_FIRST": "0.5", "HEAD_TOKENS": "2", "NGRAM_MIN": "1", "NGRAM_MAX": "1"}
     environment = {f"REDRAFT_{name}": value for name, value in told.items()}
     assert lookup_env(mixed) == {"VLLM_USE_V2_MODEL_RUNNER": "0", **environment}
-    dear = parse(*flags, "--answers", str(answers), "--least-first", "0.8", "--verify-cost", "0.1")
+    dear = parse(*flags, "--least-first", "0.8", "--verify-cost", "0.1")
     assert lookup_env(speculative_config(dear)).items() >= {
         ("REDRAFT_LEAST_FIRST", "0.8"),
         ("REDRAFT_VERIFY_COST", "0.1"),
     }
-    named = Mix.parse(f"{answers}+{head}:2")
-    assert named is not None
-    assert (named.head, named.head_tokens, str(named)) == (str(head), 2, f"{answers}+{head}:2")
-    assert lookup_config(named).items() <= {**mixed, "method": "ngram"}.items()
-    assert Mix.parse(f"{head}+{head}:2") is None, "a head is no lookup"
-    answers.rename(tmp_path / "a+b")
-    assert Mix.parse(f"{tmp_path}/a+b+{head}") == Mix(lookup=f"{tmp_path}/a+b", head=str(head))
+
+
+@pytest.mark.parametrize("draft", ["ngram", "suffix", "mtp"])
+def test_a_draft_without_a_folder_is_served_by_its_name(draft):
+    config = speculative_config(parse("target", "--draft", draft, "--num-speculative-tokens", "2"))
+    assert (config["method"], config["num_speculative_tokens"]) == (draft, 2)
+    assert "model" not in config
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("draft", "flags", "said"),
     [
-        (("--answers", "{answers}", "--ngrams"), "leave out --ngrams"),
-        (("--least-first", "0.8"), "add --answers"),
-        (("--answers", "{answers}", "--least-first", "2"), r"first token is 2\.0: give 0 to 1"),
-        (("--answers", "{head}"), "holds no counted answers"),
-        (("--verify-cost", "0.1"), "is for counted answers"),
-        (("--ngrams", "--head-tokens", "-1"), "--head-tokens is -1: give 0 or more"),
+        ("HEAD", ("--least-first", "0.8"), "--least-first"),
+        ("ngram+HEAD", ("--least-first", "0.8"), "--least-first"),
+        ("ANSWERS+HEAD", ("--least-first", "2"), r"2\.0.*0 to 1"),
+        ("HEAD", ("--verify-cost", "0.1"), "--verify-cost"),
+        ("ngram+HEAD", ("--verify-cost", "0.1"), "--verify-cost"),
+        ("HEAD", ("--head-requests", "2"), "--head-requests"),
+        ("ngram+HEAD", ("--head-requests", "-1"), "--head-requests is -1"),
+        ("ANSWERS", ("--head-requests", "2"), "--head-requests"),
+        ("ANSWERS", ("--least-first", "0"), "--least-first"),
+        ("ANSWERS", ("--method", "eagle3"), "--method is for a model"),
+        ("ngram", ("--draft-quantization", "fp8"), "--draft-quantization is for a model"),
+        ("mtp", ("--adaptive-verification",), "--adaptive-verification"),
     ],
 )
-def test_a_flag_about_a_lookup_that_is_not_there_is_refused(tmp_path, flags, said):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
-    answers = tmp_path / "answers"
-    answers.mkdir()
-    Retrieval(Counts(max_run=1), {(5,): (6, 0.9)}, [0.0, 0.1]).write(answers)
-    named = [flag.format(answers=answers, head=tmp_path) for flag in flags]
+def test_a_flag_without_an_effect_on_the_draft_is_refused(tmp_path, draft, flags, said):
+    head, answers = write_draft(tmp_path / "head", "eagle3"), write_answers(tmp_path / "answers")
+    draft = draft.replace("HEAD", head).replace("ANSWERS", answers)
     with pytest.raises(ValueError, match=said):
-        server_command(parse("target", "--draft", str(tmp_path), *named))
+        server_command(parse("target", "--draft", draft, *flags))
 
 
-@pytest.mark.parametrize("flags", [("--head-tokens", "2"), ("--method", "eagle3"), ("--least-first", "0")])
-def test_a_flag_for_a_model_is_refused_beside_counted_answers(tmp_path, flags):
-    Retrieval(Counts(max_run=1), {(5,): (6, 0.9)}, [0.0, 0.1]).write(tmp_path)
-    with pytest.raises(ValueError, match=f"^{flags[0]} is for a model, and .* holds counted answers$"):
-        server_command(parse("target", "--draft", str(tmp_path), *flags))
-
-
-def test_counted_answers_take_no_lookup_before_them(tmp_path):
-    Retrieval(Counts(max_run=1), {(5,): (6, 0.9)}, [0.0, 0.1]).write(tmp_path)
-    with pytest.raises(ValueError, match=r"--ngrams is for a model, and .* holds counted answers"):
-        server_command(parse("target", "--draft", str(tmp_path), "--ngrams"))
-
-
-def test_a_draft_that_is_not_there_is_told_before_vllm_starts(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no draft folder .*/none, and it is not a hub name"):
+def test_a_draft_that_is_not_there_is_told_before_vllm_starts(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"there is no draft .*/none"):
         server_command(parse("target", "--draft", str(tmp_path / "none")))
-    assert "owner/name" in str(server_command(parse("target", "--draft", "owner/name")))
+    monkeypatch.setattr("redraft.heads.files.folder._download", lambda name: "no network")
+    with pytest.raises(FileNotFoundError, match="owner/name"):
+        server_command(parse("target", "--draft", "owner/name"))
 
 
 def test_a_registry_alone_serves_its_current_version(tmp_path):
     with pytest.raises(FileNotFoundError, match="no current version"):
         server_command(parse("target", "--registry", str(tmp_path)))
-    (tmp_path / "v000003").mkdir()
+    write_draft(tmp_path / "v000003")
     (tmp_path / "current").symlink_to("v000003")
     command = server_command(parse("target", "--registry", str(tmp_path)))
     assert str(tmp_path / "v000003") in command[command.index("--speculative-config") + 1]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from local_hub import NAME, run_with_hub, serve_model
 
-from redraft.eval.serving.draft_config import draft_config
+from redraft.eval.engine.draft_source import DraftSource
 from redraft.heads.catalog import detect_family_by_tensors
 from redraft.heads.families.retrieval import Retrieval
 from redraft.heads.files.artifact import fingerprint
@@ -41,7 +41,7 @@ def test_counted_answers_are_a_draft_for_every_command(
     assert Retrieval.read(folder).entries
     assert detect_family_by_tensors(tensor_files(folder), folder).name == "retrieval"
     assert json.loads((folder / "provenance.json").read_text())["target"] == TARGET
-    config = draft_config(str(folder))
+    config = DraftSource.parse(str(folder)).speculative()
     assert (config["method"], config["retrieval"]) == ("ngram", str(folder))
     served = speculative_config(Config(target=TARGET, draft=str(folder), num_speculative_tokens=6))
     assert served == {**config, "num_speculative_tokens": 6}

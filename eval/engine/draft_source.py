@@ -1,0 +1,269 @@
+"""A draft by its name on a command line: what it is, and how vLLM serves it.
+
+    DRAFT            a folder or hub name: a head, a draft model, counted answers (`redraft retrieval`)
+    ngram, suffix    a lookup in the text, without a folder
+    mtp              the layers in the target's own folder
+    ngram+HEAD:2     n-grams first, then a head with at most 2 tokens of its own in a step
+    ANSWERS+HEAD:2   counted answers first
+    NAME=DRAFT       any of these, under a name for reports
+
+A folder is recognised by its tensors; its config.json may claim another family. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from redraft.eval.engine.lookup_first import HeadLimits, mix
+from redraft.eval.forecast.ngram import Ngram
+from redraft.heads.catalog import FAMILIES, detect_family, find_method, list_methods, match_tensors
+from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval, is_retrieval
+from redraft.heads.family import Family
+from redraft.heads.files.folder import (
+    CONFIG,
+    OLD_WEIGHTS,
+    fetch_model,
+    is_hub_name,
+    read_config,
+    refuse_gguf,
+    tensor_files,
+)
+from redraft.heads.files.foreign import match_foreign
+
+SampleMethod = Literal["greedy", "probabilistic"]
+"""How draft tokens are chosen: the most probable one, or one drawn from q."""
+
+NGRAM = "ngram"
+
+NAMED = re.compile(r"([^=/+]+)=(.+)")
+
+WHOLE_MODEL = re.compile(r"(?!mtp\.)(\w+\.)*layers\.0\..*")
+"""A tensor of a model's first layer. An MTP layer in a folder of its own has none of this name."""
+
+CAUSAL_LM = re.compile(r"\w+(ForCausalLM|LMHeadModel)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookups:
+    """How tokens are looked up, alone or before a head."""
+
+    ngram: Ngram = field(default_factory=Ngram)
+    verify_cost: float | None = None
+    """Cost of verifying one more token, for counted answers; None for the one in their folder."""
+    least_first: float | None = None
+    """Least probability of counted answers before a head; None for the default."""
+    head_requests: int | None = None
+    """Most requests in a step for which the head drafts too; None for any number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSource:
+    """A draft by its name; with `lookup`, a head that is asked if the lookup finds nothing."""
+
+    source: str
+    """Folder, hub name, or the name of a draft without a folder; with `lookup`, the head's."""
+    lookup: str | None = None
+    """`ngram`, or the folder of counted answers."""
+    head_tokens: int | None = None
+    """Most tokens of the head in a step; None for as many as the lookup may have."""
+    given_name: str | None = None
+
+    @staticmethod
+    def parse(text: str, lookups: Collection[str] = ()) -> DraftSource:
+        """The inverse of `str`, also of `NAME=DRAFT`. `lookups` are further names of lookups.
+
+        Nothing is opened but a folder of counted answers before a plus.
+        """
+        name = None if Path(text).exists() else NAMED.fullmatch(text)
+        if name:
+            return replace(DraftSource.parse(name[2], lookups), given_name=name[1])
+        # A path may have a plus in it, so all are tried.
+        for plus in re.finditer(r"\+", text):
+            lookup, head = text[: plus.start()], re.fullmatch(r"(.+?)(?::(\d+))?", text[plus.end() :])
+            if head and (lookup in (NGRAM, *lookups) or is_retrieval(lookup)):
+                tokens = int(head[2]) if head[2] else None
+                return DraftSource(source=head[1], lookup=lookup, head_tokens=tokens)
+        return DraftSource(source=text)
+
+    def __str__(self) -> str:
+        return self._spell(self.lookup, self.source)
+
+    @property
+    def name(self) -> str:
+        """In reports: the given name, or the folder's, or its run's if that is `draft`."""
+        return self.given_name or self._spell(self.lookup and _shorten(self.lookup), _shorten(self.source))
+
+    def _spell(self, lookup: str | None, head: str) -> str:
+        limit = "" if self.head_tokens is None else f":{self.head_tokens}"
+        return head if lookup is None else f"{lookup}+{head}{limit}"
+
+    @cached_property
+    def parts(self) -> tuple[DraftSource, DraftSource]:
+        """The lookup and the head of a mix, each alone."""
+        assert self.lookup is not None
+        return DraftSource(source=self.lookup), DraftSource(source=self.source)
+
+    @property
+    def is_without_folder(self) -> bool:
+        """A lookup in the text, or the layers in the target's folder."""
+        # ./ngram is a folder of this name
+        return self.source in list_without_folder()
+
+    @cached_property
+    def folder(self) -> Path | None:
+        """The folder of the draft, or of the head; a hub name is downloaded. None if there is none.
+
+        Raises:
+            FileNotFoundError: there is no such folder, here or on the hub.
+            ValueError: the name is a GGUF file.
+        """
+        if self.is_without_folder:
+            return None
+        refuse_gguf(self.source)
+        if not is_hub_name(self.source) and not Path(self.source).is_dir():
+            names = " or ".join(list_without_folder())
+            raise FileNotFoundError(f"there is no draft {self.source}: give a folder, a hub name, {names}")
+        folder = fetch_model(self.source)
+        # A registry's `current` may move on while vLLM loads.
+        return folder.resolve() if folder.is_symlink() else folder
+
+    @cached_property
+    def is_answers(self) -> bool:
+        """Counted answers, alone."""
+        return self.folder is not None and is_retrieval(self.folder)
+
+    @property
+    def is_lookup(self) -> bool:
+        """A lookup alone: no model computes the draft."""
+        return self.is_answers or (self.is_without_folder and not self.family.is_in_target)
+
+    @property
+    def has_answers(self) -> bool:
+        """Counted answers, alone or before a head."""
+        return self.is_answers or self.lookup not in (None, NGRAM)
+
+    @cached_property
+    def family(self) -> Family:
+        """The family of the draft, or of the head.
+
+        Raises:
+            FileNotFoundError: there is no such draft.
+            ValueError: redraft has no module for it; the message names its layout.
+        """
+        if self.folder is None:
+            return next(family for family in FAMILIES if family.name == self.source)
+        return detect_family(self.folder)
+
+    def speculative(
+        self, sampling: SampleMethod = "greedy", lookups: Lookups | None = None, *, method: str | None = None
+    ) -> dict[str, Any]:
+        """vLLM's --speculative-config without the number of tokens.
+
+        A draft that cannot be sampled is greedy whatever `sampling` says. `method` replaces the one that follows
+        from the draft's tensors. A draft without a module here may be served too.
+
+        Raises:
+            FileNotFoundError: there is no such draft.
+            ValueError: vLLM cannot serve it next to a target.
+        """
+        lookups = lookups or Lookups()
+        if self.lookup is not None:
+            least = BEFORE_HEAD if lookups.least_first is None else lookups.least_first
+            first = _look_up(self.lookup, lookups, least)
+            limits = HeadLimits(tokens=self.head_tokens, requests=lookups.head_requests)
+            return mix(first, self.parts[1].speculative(sampling, method=method), limits)
+        if self.source == NGRAM or self.is_answers:
+            return _look_up(self.source, lookups)
+        if self.folder is None:
+            chosen = {"method": self.source}
+        else:
+            # A hub name stays one: whoever reads a report can use it.
+            model = self.source if is_hub_name(self.source) else str(self.folder.absolute())
+            chosen = {"model": model, **({"method": method} if method else choose_proposer(self.folder))}
+        family = find_method(chosen["method"])
+        can_sample = family is not None and family.can_sample
+        return {**chosen, "draft_sample_method": sampling} if can_sample and sampling == "probabilistic" else chosen
+
+    def find_cure(self, target: str, num_speculative_tokens: int) -> str:
+        """The doctor's first finding in a refused draft, with the cure; empty if there is none."""
+        from redraft.heads.doctor.checks import first_cure  # loads torch
+
+        # The doctor reads the folder of a head, also behind a lookup.
+        if self.is_without_folder or self.is_answers:
+            return ""
+        return first_cure(target, self.source, num_speculative_tokens)
+
+
+def list_without_folder() -> list[str]:
+    """Names of the drafts without a folder: lookups in the text, and layers of the target."""
+    return [family.name for family in FAMILIES if (family.is_lookup and not family.tensors) or family.is_in_target]
+
+
+def shorten_name(draft: str) -> str:
+    """A draft's name in tables."""
+    return DraftSource.parse(draft).name
+
+
+def _shorten(source: str) -> str:
+    # A report is read elsewhere too: only a folder that is here has a place.
+    path = Path(source).absolute() if Path(source).is_dir() else Path(source)
+    return path.parent.name if path.name == "draft" and path.parent.name else path.name or source
+
+
+def _look_up(lookup: str, lookups: Lookups, least_first: float | None = None) -> dict[str, Any]:
+    if lookup == NGRAM:
+        return lookups.ngram.speculative_config
+    return Retrieval.speculative_config(fetch_model(lookup), verify_cost=lookups.verify_cost, least_first=least_first)
+
+
+def choose_proposer(folder: Path) -> dict[str, Any]:
+    """vLLM's method for a draft's folder, and the flags beside it: by the tensors, else by config.json.
+
+    Raises:
+        FileNotFoundError: it holds no weights.
+        ValueError: vLLM has no proposer for it, or not beside its target.
+    """
+    config = read_config(folder) if (folder / CONFIG).is_file() else {}
+    # vLLM also reads the old files of weights, whose tensors cannot be listed without loading them.
+    names = () if _has_old_weights(folder) else tensor_files(folder)
+    if (foreign := match_foreign(config, names)) is not None:
+        if foreign.method is None:
+            detect_family(folder)  # raises, with the name of the kind
+        return {"method": foreign.method}
+    family = match_tensors(names) or _match_architecture(config)
+    if family is None:
+        return {"method": _guess_method(config) or detect_family(folder).method}
+    if family.method is None:
+        raise ValueError(f"vLLM has no proposer for {folder}, a draft of the family {family.name}")
+    if family.is_in_target and any(WHOLE_MODEL.fullmatch(name) for name in names):
+        raise ValueError(
+            f"{folder} is a target with its {family.title} layer in it: serve it as the target, with --draft "
+            f"{family.name}"
+        )
+    return family.speculative
+
+
+def _has_old_weights(folder: Path) -> bool:
+    return not any(folder.glob("*.safetensors")) and any(folder.glob(OLD_WEIGHTS))
+
+
+def _match_architecture(config: Mapping[str, Any]) -> Family | None:
+    """The family with an architecture that no other family has."""
+    named = set(config.get("architectures") or ())
+    return next((family for family in FAMILIES if named.intersection(family.architectures)), None)
+
+
+def _guess_method(config: Mapping[str, Any]) -> str | None:
+    """A method whose name is inside the architecture or model type; that of a draft model for any causal LM."""
+    architectures = config.get("architectures") or []
+    names = " ".join([*architectures, config.get("model_type") or ""]).lower()
+    # longest first: eagle is a part of eagle3
+    for method in sorted(list_methods(), key=len, reverse=True):
+        if method in names:
+            return method
+    return "draft_model" if any(map(CAUSAL_LM.fullmatch, architectures)) else None
