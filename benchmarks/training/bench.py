@@ -50,7 +50,7 @@ from benchmarks.training.measure import (
     profile,
     round_ratios,
 )
-from redraft.eval.engine.target_dtype import computes_bfloat16
+from redraft.eval.hardware import Machine, this_machine
 from redraft.eval.machine import environment
 from redraft.heads.files.artifact import write_whole
 from redraft.recipes.cli import run_recipe
@@ -95,7 +95,7 @@ def main(cfg: Config) -> None:
 
 def measure_cases(cfg: Config) -> None:
     """Measure and print the cases. Raises ValueError if no case has this name."""
-    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = cfg.device or this_machine().device
     every = list_cases(device)
     cases = [case for case in every if cfg.cases.lower() in case.name.lower()]
     if not cases:
@@ -104,7 +104,8 @@ def measure_cases(cfg: Config) -> None:
     print("  ".join(f"{name} {value}" for name, value in environment().items()), flush=True)
     output = cfg.output or Path("outputs/bench/report.json")
     measured: list[tuple[Case, Measurement]] = []
-    for case in worth_measuring(cases, device):
+    machine = this_machine()
+    for case in worth_measuring(cases, machine if device == "cuda" else machine.without_gpu):
         result = measure(case, rounds=cfg.rounds, threads=cfg.threads, device=device)
         measured.append((case, result))
         print(*lines(case, result), sep="\n", flush=True)
@@ -183,11 +184,11 @@ def compare_memory(case: Case, result: Measurement, side: str) -> Compared:
 # ----------------------------------------------------------------------------------------------------------- the tables
 
 
-def worth_measuring(cases: Sequence[Case], device: str) -> Sequence[Case]:
-    """The cases in dtypes with hardware support on the device."""
-    if device != "cpu" or computes_bfloat16():
+def worth_measuring(cases: Sequence[Case], machine: Machine) -> Sequence[Case]:
+    """The cases in dtypes with hardware support."""
+    if machine.has_bfloat16:
         return cases
-    print("this CPU has no bfloat16 instructions: measuring float32 only", flush=True)
+    print("no hardware for bfloat16 here: measuring float32 only", flush=True)
     return [case for case in cases if case.dtype == "float32"]
 
 

@@ -23,8 +23,9 @@ from redraft.distill.run.memory import require_target_room
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.server import engine_is_cpu
-from redraft.eval.engine.target_dtype import cpu_computes_bfloat16, default_target_dtype
+from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.eval.forecast.stored import StoredForecast
+from redraft.eval.hardware import Machine, this_machine
 from redraft.eval.parity.acceptance import (
     MIN_DRAFTS,
     find_dead,
@@ -93,17 +94,19 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck) -> Plan:
-    """The run of a draft with `num_tokens` tokens a step.
+def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck, machine: Machine | None = None) -> Plan:
+    """The run of a draft with `num_tokens` tokens a step; by default on this machine.
 
     Raises:
         ValueError: the target, which judges the run afterwards in this process, does not fit.
     """
     stored = read_forecast(pair)
-    dtype = engine.dtype or _choose_dtype(pair, stored)
+    dtype = engine.dtype or _choose_dtype(pair, stored, machine or this_machine())
     if pair.family.is_head:
         way_out = "give --no-engine, which reads configs and tensors only, and count with redraft eval --no-forecast"
-        require_target_room(str(pair.target), torch.device(_device()), getattr(torch, dtype), way_out=way_out)
+        require_target_room(
+            str(pair.target), torch.device(this_machine().device), getattr(torch, dtype), way_out=way_out
+        )
     max_tokens = engine.max_tokens or (stored.max_tokens if stored else DEFAULT_MAX_TOKENS)
     notes: list[str] = []
     prompts, are_held_out = _prompts(pair, num_tokens, max_tokens, engine, notes)
@@ -124,13 +127,13 @@ def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck) -> Plan:
     return Plan(run=run, stored=stored, are_held_out=are_held_out, notes=notes)
 
 
-def _choose_dtype(pair: Pair, stored: StoredForecast | None) -> str:
+def _choose_dtype(pair: Pair, stored: StoredForecast | None, machine: Machine) -> str:
     """The type of an engine's run, if the user names none. In the forecast's, an engine counts as it does."""
     on_cpu = engine_is_cpu()
     known = stored.dtype if stored else None
-    if known and (not on_cpu or known == "float32" or (known == "bfloat16" and cpu_computes_bfloat16())):
+    if known and (not on_cpu or known == "float32" or (known == "bfloat16" and machine.cpu_has_bfloat16)):
         return known
-    return default_target_dtype(pair.target, on_cpu=on_cpu) or "bfloat16"
+    return default_target_dtype(pair.target, on_cpu=on_cpu, machine=machine) or "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +151,7 @@ class Served:
 def judge_dump(pair: Pair, plan: Plan, dump: Dump, facts: dict[str, str]) -> Iterator[Finding | str]:
     """Findings, and notes as text; numbers are added to `facts`."""
     draft, signal = load_as_trained(pair, dump.run.dtype)
-    yield from compare(draft, pair.family.name, signal, dump, device=_device())
+    yield from compare(draft, pair.family.name, signal, dump, device=this_machine().device)
     num_tokens = dump.run.num_speculative_tokens
     facts["compared"] = f"{len(dump.recorded())} blocks of {num_tokens} tokens, {dump.run.dtype}"
     served = Served(outputs=dump.outputs, counts=dump.counts_by_prompt())
@@ -176,7 +179,9 @@ def judge_acceptance(
         yield from _judge_without_forecast(pair, plan, total)
     if signal is not None:
         answers = list(zip(plan.run.prompts, served.outputs, strict=True))
-        yield from find_better_readings(pair, draft, signal, answers, plan.run.num_speculative_tokens, _device())
+        yield from find_better_readings(
+            pair, draft, signal, answers, plan.run.num_speculative_tokens, this_machine().device
+        )
 
 
 def _in_forecast(plan: Plan, served: Served) -> list[tuple[AcceptanceCounts, AcceptanceCounts]]:
@@ -252,14 +257,10 @@ def ask_fallback(tokenizer: Any, num_prompts: int, day: datetime.date | None = N
 
 def load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | None]:
     """The draft as the module of training, and the target's signal; None if the draft reads nothing of the target."""
-    torch_dtype, device = getattr(torch, dtype), _device()
+    torch_dtype, device = getattr(torch, dtype), this_machine().device
     if not pair.family.is_head:
         whole = pair.family.load(pair.draft, lambda: Target.from_folder(pair.target), torch_dtype)
         return whole.to(device).eval(), None
     model = load_causal_lm(pair.target, torch_dtype).to(device)
     head = pair.family.load(pair.draft, lambda: Target.from_model(model), torch_dtype).to(device).eval()
     return head, InProcessTarget(model, head.aux_layer_ids)
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -226,7 +226,8 @@ class TrainConfig:
     overwrite: bool = False
     """Delete the run in --output and start again."""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """Precision of training; by default as `accelerate config` says. bf16 keeps the weights in float32."""
+    """Precision of training; by default bf16 on a GPU with bfloat16 units, elsewhere as `accelerate config` says. bf16
+    keeps the weights in float32."""
     wandb: str | None = None
     """Weights & Biases project to log to; by default none. Without a login the log is kept offline."""
 

@@ -25,6 +25,7 @@ from redraft.distill.data.tokens import Content as TokenContent
 from redraft.distill.data.tokens import Origin, describe_tokenizer, keep_tokens, read_tokens
 from redraft.distill.run.config import Data, Loop, Signal
 from redraft.distill.run.folder import TOKENS, RunFolder
+from redraft.distill.run.head_size import require_target_heads
 from redraft.distill.signal.ahead import OneAhead
 from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, HiddenStates, TopK
 from redraft.distill.signal.endpoint import Endpoint
@@ -36,15 +37,21 @@ from redraft.distill.signal.sources import EndpointTarget, InProcessTarget
 from redraft.distill.train.loop import LoadedData
 from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.greedy import SignalFunction
+from redraft.eval.hardware import Machine, this_machine
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_text_config, load_tokenizer, refuse_quantised
 from redraft.heads.files.folder import model_folder
 from redraft.heads.files.served_target import require_served_alike
 
 
-def choose_dtype(target: str, dtype: TargetDtype | None, device: torch.device) -> torch.dtype | None:
+def choose_dtype(
+    target: str,
+    dtype: TargetDtype | None,
+    device: torch.device,
+    machine: Machine | None = None,
+) -> torch.dtype | None:
     """The type of a target's weights: `dtype`, or by default that of `default_target_dtype`; None for as stored."""
-    chosen = dtype or default_target_dtype(target, on_cpu=device.type == "cpu")
+    chosen = dtype or default_target_dtype(target, on_cpu=device.type == "cpu", machine=machine)
     return None if chosen is None else getattr(torch, chosen)
 
 
@@ -57,13 +64,21 @@ def require_no_engine(signal: Signal, *, engine: bool) -> None:
         raise ValueError("a target in shards leaves no room for an engine: add --prove.no-engine, and run redraft eval")
 
 
-def load_target(target: str, signal: Signal, device: torch.device, dtype: TargetDtype | None = None) -> tuple[Any, Any]:
-    """The target, frozen, and its tokenizer.
+def load_target(
+    target: str,
+    signal: Signal,
+    device: torch.device,
+    dtype: TargetDtype | None = None,
+    machine: Machine | None = None,
+) -> tuple[Any, Any]:
+    """The target, frozen, and its tokenizer; by default on this machine.
 
     Without a `dtype` it is in the type of our servers (`default_target_dtype`). With an url, only the embeddings, final
     norm and head are loaded here.
 
-    Raises: FileNotFoundError or ValueError, naming the missing or corrupt file.
+    Raises:
+        FileNotFoundError, ValueError: a file is missing or corrupt.
+        ValueError: the target's attention would not launch on the GPU.
     """
     tokenizer = load_tokenizer(target)
     require_served_alike(target, tokenizer)
@@ -71,7 +86,10 @@ def load_target(target: str, signal: Signal, device: torch.device, dtype: Target
         refuse_quantised(
             load_text_config(target), f"{target} in the training process", f"{SERVERS}, which serve it as it is"
         )
-    chosen = choose_dtype(target, dtype, device)
+    chosen = choose_dtype(target, dtype, device, machine)
+    if device.type == "cuda" and not signal.url:
+        config = load_text_config(target)
+        require_target_heads(target, config, chosen or config.dtype or torch.float32, machine or this_machine())
     if signal.url:
         return load_skeleton(target, chosen, device), tokenizer
     if signal.shard and PartialState().num_processes > 1:

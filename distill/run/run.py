@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 
 from redraft.distill.data.vocabulary import require_smaller
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.plan.held import count_head, count_standalone
+from redraft.distill.plan.held import count_head, count_standalone, standalone_config
 from redraft.distill.run.config import HeadConfig, Loop, StandaloneConfig
 from redraft.distill.run.count_command import count_command
 from redraft.distill.run.folder import RunFolder
+from redraft.distill.run.head_size import WITHOUT_ATTENTION, require_head_size
 from redraft.distill.run.inputs import live_signal, load_data, load_target, require_no_engine, target_signal
 from redraft.distill.run.memory import require_room
 from redraft.distill.run.proof import (
@@ -46,6 +48,7 @@ from redraft.distill.train.step import Distillation, require_whole_matrices
 from redraft.eval.engine.server import require_runner
 from redraft.eval.forecast.calibration import Calibration
 from redraft.eval.forecast.greedy import Forecast, SignalFunction
+from redraft.eval.hardware import Machine, this_machine
 from redraft.heads.catalog import require_head
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.families.mtp_layouts import detect_layout
@@ -64,14 +67,14 @@ TEXT_STAGE = "text"
 """Folder of the first stage in a run's folder."""
 
 
-def run(family: Family, cfg: Config) -> None:
-    """Train a draft of a family, publish it, prove it and write the report.
+def run(family: Family, cfg: Config, machine: Machine | None = None) -> None:
+    """Train a draft of a family, by default on this machine, publish it, prove it and write the report.
 
     Raises:
         ValueError, OSError: the flags do not fit each other, the target or the machine. Nothing is left behind.
     """
     started_s = time.perf_counter()
-    training = Run(family, cfg)
+    training = Run(family, cfg, machine)
     draft = start(training)
     before = training.forecast(draft)
     baseline = training.train_baseline(draft)
@@ -85,7 +88,7 @@ def run(family: Family, cfg: Config) -> None:
 class Run:
     """The opened target, data and folder of a training, and the steps after the start."""
 
-    def __init__(self, family: Family, cfg: Config) -> None:
+    def __init__(self, family: Family, cfg: Config, machine: Machine | None = None) -> None:
         """Refuse what cannot work, then open. Torch's random state is seeded at the end, so a draft made next starts
         the same in every run.
 
@@ -97,7 +100,8 @@ class Run:
         # 1. Flags against each other and against the target, before anything is joined, written or loaded.
         self.shape = refuse(family, cfg)
         # 2. The ranks, the memory, the folder: a run that is too large leaves no folder to overwrite.
-        self.accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb)
+        self.accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb, machine)
+        self._require_attention(machine or this_machine())
         require_whole_matrices(cfg.optim, self.accelerator)
         self._require_room()
         self.folder = RunFolder.open(
@@ -116,6 +120,13 @@ class Run:
     def _rewrites(self) -> bool:
         """Whether the target is rewritten into a layout with room for the head."""
         return isinstance(self.cfg, HeadConfig) and getattr(self.cfg.head, "as_mimo", False)
+
+    def _require_attention(self, machine: Machine) -> None:
+        if parse_flag_from_env("ACCELERATE_USE_CPU") or self.family.name in WITHOUT_ATTENTION:
+            return
+        cfg, dtype = self.cfg, torch.float32 if self.accelerator.mixed_precision == "no" else torch.bfloat16
+        config = standalone_config(cfg.draft, self.shape) if isinstance(cfg, StandaloneConfig) else self.shape
+        require_head_size("the draft", config, dtype, machine)
 
     def _require_room(self) -> None:
         cfg = self.cfg

@@ -18,6 +18,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     broadcast_object_list,
+    parse_flag_from_env,
 )
 
 from redraft.distill.data.on_policy import draft_written, is_on_policy
@@ -35,11 +36,13 @@ from redraft.distill.train.ranks import (
     uses_deepspeed,
 )
 from redraft.distill.train.step import Distillation, StepOutcome, StepStats
-from redraft.eval.engine.target_dtype import computes_bfloat16
+from redraft.eval.hardware import Machine, this_machine
 from redraft.eval.prompts import Prompt
 from redraft.heads.draft import Batch
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.progress import Progress
+
+PRECISIONS = {"no": "float32", "bf16": "bfloat16, weights in float32,", "fp16": "float16, weights in float32,"}
 
 TIMED_STEPS = 3
 """Steps to measure the speed of training by, after a first one that also warms up."""
@@ -77,13 +80,43 @@ def write_offline_unless_logged_in() -> None:
         os.environ.setdefault("WANDB_MODE", "offline")
 
 
-def make_accelerator(accumulation: int, mixed_precision: str | None, wandb_project: str | None) -> Accelerator:
-    """The accelerator of this launch; wandb writes offline unless somebody is logged in.
+def choose_precision(asked: str | None, launched: str | None, machine: Machine) -> tuple[str, str]:
+    """(mixed precision of a training on this machine, the line that names it).
 
-    bf16 becomes float32 on a CPU without instructions for bfloat16, which is about a hundred times slower in it.
+    Args:
+        asked: By the user: no or bf16; None for the default.
+        launched: By `accelerate launch`: no, bf16, fp16 or fp8; None under another launcher.
+        machine: With a GPU, the training runs there.
     """
-    asked = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
-    is_refused = asked == "bf16" and not computes_bfloat16()
+    default = launched or "no"
+    # Without a config, `accelerate launch` says "no" as well, so there "no" is nobody's wish.
+    if machine.gpu and machine.has_bfloat16 and default == "no":
+        default = "bf16"
+    precision = asked or default
+    is_refused = precision == "bf16" and not machine.has_bfloat16
+    if is_refused:
+        precision = "no"
+    line = f"training in {PRECISIONS.get(precision, precision)} on {machine.gpu or 'the CPU'}"
+    if precision == "no" and not machine.has_bfloat16 and (is_refused or machine.gpu):
+        line = f"warning: {line}, which has no hardware for bfloat16"
+    return precision, line
+
+
+def make_accelerator(
+    accumulation: int,
+    mixed_precision: str | None,
+    wandb_project: str | None,
+    machine: Machine | None = None,
+) -> Accelerator:
+    """The accelerator of this launch, on this machine by default. The main process prints the precision
+    (`choose_precision`); wandb writes offline unless somebody is logged in."""
+    machine = machine or this_machine()
+    if parse_flag_from_env("ACCELERATE_USE_CPU"):
+        machine = machine.without_gpu
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    precision, line = choose_precision(mixed_precision, launched, machine)
+    # If nobody has a wish, a second accelerator of a process takes the first one's.
+    is_wish = mixed_precision is not None or precision != (launched or "no")
     if wandb_project:
         write_offline_unless_logged_in()
     die_with_launcher()
@@ -93,7 +126,7 @@ def make_accelerator(accumulation: int, mixed_precision: str | None, wandb_proje
     accelerator = Accelerator(
         # the plain argument `gradient_accumulation_steps` would give way to the launcher's config
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation),
-        mixed_precision="no" if is_refused else mixed_precision,
+        mixed_precision=precision if is_wish else None,
         log_with="wandb" if wandb_project else None,
         kwargs_handlers=[
             # Gradients live in DDP's buckets, not a second time beside them.
@@ -101,8 +134,8 @@ def make_accelerator(accumulation: int, mixed_precision: str | None, wandb_proje
             InitProcessGroupKwargs(timeout=LONGEST_WAIT),
         ],
     )
-    if is_refused and accelerator.is_main_process:
-        print("mixed precision: float32 instead of bf16, for which this CPU has no instructions")
+    if accelerator.is_main_process:
+        print(line)
     if uses_deepspeed():
         keep_models_whole()
     if wandb_project:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redraft.eval.engine.target_dtype import cpu_computes_bfloat16
+from redraft.eval.hardware import this_machine
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Factors of x, x^3 and x^5. Five such polynomials bring singular values of 0.02 to 1 between 0.7 and 1.2."""
@@ -63,7 +63,7 @@ def orthogonalise(matrix_RC: Tensor, dtype: torch.dtype | None = None) -> Tensor
     wide = matrix_RC.shape[0] <= matrix_RC.shape[1]
     if dtype is None:
         # The iteration corrects its own rounding, so 8 bits do.
-        is_fast = matrix_RC.device.type != "cpu" or cpu_computes_bfloat16()
+        is_fast = matrix_RC.device.type != "cpu" or this_machine().cpu_has_bfloat16
         dtype = torch.bfloat16 if is_fast else torch.float32
     x = (matrix_RC if wide else matrix_RC.mT).to(dtype)
     # A matrix of zeros stays one.

@@ -15,20 +15,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from redraft.eval.hardware import Machine, this_machine
 from redraft.heads.files.folder import CONFIG, is_hub_name, read_config, refuse_gguf
 
 TargetDtype = Literal["float32", "bfloat16"]
 """Types in which a target computes here and is served."""
 
 
-def default_target_dtype(target: str | Path, *, on_cpu: bool) -> TargetDtype | None:
-    """The type for a target, by folder or hub name; None for the type in which it is stored."""
+def default_target_dtype(target: str | Path, *, on_cpu: bool, machine: Machine | None = None) -> TargetDtype | None:
+    """The type for a target, by folder or hub name; None for the type in which it is stored. By default for this
+    machine."""
     if not on_cpu:
         return None
     sections = _sections(target)
     if any("quantization_config" in section for section in sections):
         return None
-    return "bfloat16" if _read_dtype(sections) == "bfloat16" and cpu_computes_bfloat16() else "float32"
+    if _read_dtype(sections) == "bfloat16" and (machine or this_machine()).cpu_has_bfloat16:
+        return "bfloat16"
+    return "float32"
 
 
 def stored_dtype(name_or_path: str | Path) -> str | None:
@@ -59,18 +63,3 @@ def _config_folder(name_or_path: str | Path) -> Path:
 
     # From the network if need be: the first run must choose as later ones, which find the model in the hub's cache.
     return Path(hf_hub_download(str(name_or_path), CONFIG)).parent
-
-
-def computes_bfloat16() -> bool:
-    """Whether this machine multiplies bfloat16 matrices about as fast as float32. A CPU without AMX or AVX-512 is a
-    hundred times slower."""
-    import torch
-
-    return torch.cuda.is_available() or cpu_computes_bfloat16()
-
-
-def cpu_computes_bfloat16() -> bool:
-    """`computes_bfloat16` of the CPU, also if there is a GPU."""
-    import torch
-
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

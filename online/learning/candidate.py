@@ -22,14 +22,17 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from redraft.distill.loss.choice import Divergence
+from redraft.distill.run.head_size import require_head_size
 from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation, StepStats, fits
+from redraft.eval.hardware import Machine, this_machine
 from redraft.heads.catalog import find_family, list_learning
 from redraft.heads.draft import Draft
 from redraft.heads.family import Family, Reads
+from redraft.heads.files.checkpoint import load_text_config
 from redraft.heads.files.folder import read_config
 from redraft.heads.target import Target
 from redraft.online.learning.config import Training
@@ -78,10 +81,12 @@ class Candidate:
     A step whose loss is not finite changes nothing.
     """
 
-    def __init__(self, cfg: Training, name: str, target: Path) -> None:
-        """`name` is the family's; `target` is the folder of the target, whose embeddings a head borrows."""
+    def __init__(self, cfg: Training, name: str, target: Path, machine: Machine | None = None) -> None:
+        """`name` is the family's; `target` is the folder of the target, whose embeddings a head borrows. By default on
+        this machine."""
         self.cfg, self.family, self.target = cfg, _find_learning(name), target
-        self.accelerator = make_accelerator(cfg.accumulation, cfg.mixed_precision, None)
+        self._machine = machine or this_machine()
+        self.accelerator = make_accelerator(cfg.accumulation, cfg.mixed_precision, None, machine)
         self._distillation: Distillation | None = None
 
     @property
@@ -110,7 +115,11 @@ class Candidate:
         return replace(found, embed_VD=found.embed_VD.to(device), head_VD=found.head_VD.to(device))
 
     def begin(self, version: Path) -> None:
-        """Start from the weights of a version, with a fresh optimizer."""
+        """Start from the weights of a version, with a fresh optimizer.
+
+        Raises: ValueError if its attention would not launch on the GPU.
+        """
+        self._require_attention(version)
         if self._distillation is not None:
             self._distillation.close()  # frees its memory before the next draft is loaded
         draft = self.load(version)
@@ -130,6 +139,11 @@ class Candidate:
         self._distillation = Distillation(
             draft.float(), read_signal, divergence, optim, cfg.warmup_steps, self.accelerator
         )
+
+    def _require_attention(self, version: Path) -> None:
+        config = load_text_config(self.target if self.family.is_head else version)
+        dtype = torch.float32 if self.accelerator.mixed_precision == "no" else torch.bfloat16
+        require_head_size(f"the draft {version.name}", config, dtype, self._machine)
 
     def resume(self, version: Path, checkpoint: Path) -> None:
         """Continue from `checkpoint`; `version` gives the shape.

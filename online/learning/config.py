@@ -32,9 +32,9 @@ class Training:
     """The gradient is scaled down to this norm if it is larger."""
     divergence: str = "forward_kl"
     """Training loss: forward_kl, reverse_kl, jensen_shannon, total_variation, neg_log_alpha or lk_hybrid."""
-    mixed_precision: Literal["no", "bf16"] = "no"
-    """Precision of the forward and backward pass: "no" is float32, "bf16" is faster on a GPU. Weights and optimizer
-    stay in float32."""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """Precision of the forward and backward pass; by default bf16 on a GPU with bfloat16 units, elsewhere as
+    `accelerate launch` says. "no" is float32. Weights and optimizer stay in float32."""
     fresh_per_step: int = 4
     """New records in each optimizer step, in order of arrival. Every record is new once."""
     replay_per_step: int = 28

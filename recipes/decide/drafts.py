@@ -37,7 +37,7 @@ from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.eval.engine.draft_source import NGRAM, DraftSource
 from redraft.eval.engine.server import engine_is_cpu, require_servable
-from redraft.eval.engine.target_dtype import computes_bfloat16
+from redraft.eval.hardware import this_machine
 from redraft.eval.machine import engine_environment, environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import TEMPLATES, write_page
@@ -312,7 +312,7 @@ def training_command(cfg: Config, target: str, name: str) -> list[str]:
         family, own = "medusa", OWN_FLAGS[name](cfg.num_speculative_tokens)
     return [
         *("-m", "redraft.recipes.train", family, "--target", target, "--output", str(cfg.output / name), *own),
-        *("--mixed-precision", "bf16" if computes_bfloat16() else "no"),
+        *("--mixed-precision", "bf16" if this_machine().has_bfloat16 else "no"),
         *("--data.source", cfg.known_answers, "--data.held-out", "0.02", "--data.num-prompts", "8"),
         *("--divergence.name", "lk_hybrid", "--optim.max-grad-norm", "0.5"),
         *(ADAMW if name == "medusa" else (*MUON, STARTED_RATE if name.startswith("eagle3") else MUON_RATE)),

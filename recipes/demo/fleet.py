@@ -32,7 +32,8 @@ from redraft.eval.engine.measure import Measurement
 from redraft.eval.engine.process import process_group
 from redraft.eval.engine.sampling import GREEDY, PENALTIES
 from redraft.eval.engine.server import ONE_SPEED, VllmServer, engine_is_cpu, wait_until_healthy
-from redraft.eval.engine.target_dtype import TargetDtype, computes_bfloat16
+from redraft.eval.engine.target_dtype import TargetDtype
+from redraft.eval.hardware import this_machine
 from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt
 from redraft.heads.families.standalone import StandaloneDraft
@@ -97,7 +98,7 @@ def begin_report(cfg: Any, day: datetime.date) -> dict[str, Any]:
 
 def fastest_precision() -> Literal["no", "bf16"]:
     """The faster mixed precision for training on this machine."""
-    return "bf16" if computes_bfloat16() else "no"
+    return "bf16" if this_machine().has_bfloat16 else "no"
 
 
 def distil(

@@ -34,8 +34,8 @@ from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import leave
 from redraft.eval.engine.draft_source import DraftSource, Lookups
 from redraft.eval.engine.lossless import compare_lossless
-from redraft.eval.engine.target_dtype import computes_bfloat16
 from redraft.eval.forecast.greedy import Forecast
+from redraft.eval.hardware import this_machine
 from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import Speed, domain_section, engine_section, offline_section, write_page
@@ -209,7 +209,7 @@ def training_config(cfg: Config, target: str) -> HeadConfig[Eagle3]:
         optim=Optim(name="muon", lr=5e-4, momentum=0.8, max_grad_norm=0.5),
         loop=Loop(minutes=cfg.minutes, batch_size=4, sequence_length=512, eval_every=0, save_every=50),
         prove=Prove(num_speculative_tokens=cfg.head_tokens, max_tokens=cfg.pilot_tokens),
-        mixed_precision="bf16" if computes_bfloat16() else "no",
+        mixed_precision="bf16" if this_machine().has_bfloat16 else "no",
         output=cfg.output,
         resume=cfg.resume,
         overwrite=cfg.overwrite,

@@ -40,6 +40,7 @@ from benchmarks.training.measure import (
     measure,
 )
 from benchmarks.training.peers import PEERS, Peer, describe_absent, list_sides
+from redraft.eval.hardware import Machine
 from redraft.heads import catalog
 
 TINY = dataclasses.replace(
@@ -475,10 +476,8 @@ def test_a_case_that_does_not_exist_is_told_with_those_that_do() -> None:
         main(Config(cases="eagle-9"))
 
 
-def test_a_cpu_is_measured_in_the_types_that_it_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_is_measured_in_the_types_that_it_computes_in() -> None:
     cases = head_cases()
-    monkeypatch.setattr(bench_training, "computes_bfloat16", lambda: False)
-    assert {case.dtype for case in worth_measuring(cases, "cpu")} == {"float32"}
-    assert worth_measuring(cases, "cuda") == cases
-    monkeypatch.setattr(bench_training, "computes_bfloat16", lambda: True)
-    assert worth_measuring(cases, "cpu") == cases
+    assert {case.dtype for case in worth_measuring(cases, Machine())} == {"float32"}
+    assert worth_measuring(cases, Machine(gpu="H100", gpu_has_bfloat16=True)) == cases
+    assert worth_measuring(cases, Machine(cpu_has_bfloat16=True)) == cases

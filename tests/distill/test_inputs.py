@@ -22,7 +22,7 @@ from redraft.distill.run.folder import RunFolder
 from redraft.distill.run.inputs import choose_dtype, load_data, load_target
 from redraft.distill.run.run import run as run_training
 from redraft.distill.train.loop import LoadedData
-from redraft.eval.engine import target_dtype
+from redraft.eval.hardware import Machine
 from redraft.heads.catalog import find_family
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.options import Mtp
@@ -116,16 +116,16 @@ def test_a_target_computes_in_the_type_asked_for(random_target: Path) -> None:
 
 @pytest.mark.parametrize("computes", [True, False])
 def test_a_target_stored_in_bfloat16_computes_in_it_on_a_cpu_that_can(
-    computes: bool, random_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    computes: bool, random_target: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(target_dtype, "cpu_computes_bfloat16", lambda: computes)
+    machine = Machine(cpu_has_bfloat16=computes)
     stored, cpu = tmp_path / "target", torch.device("cpu")
     AutoModelForCausalLM.from_pretrained(random_target, dtype=torch.bfloat16).save_pretrained(stored)
     load_tokenizer(random_target).save_pretrained(stored)
     chosen = torch.bfloat16 if computes else torch.float32
     served = Signal(kind="endpoint", url=("http://t1:8001",))
     for signal in (Signal(), served):
-        model = load_target(str(stored), signal, cpu)[0]
+        model = load_target(str(stored), signal, cpu, machine=machine)[0]
         assert model.dtype == chosen
         assert prove._computed_in(model) == (None if signal.url else str(chosen).removeprefix("torch."))
         assert load_target(str(stored), signal, cpu, "float32")[0].dtype == torch.float32

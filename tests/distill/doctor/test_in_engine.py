@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM
 from redraft.distill.doctor import in_engine
 from redraft.distill.doctor.in_engine import EngineCheck, Plan, Served, ask_fallback, judge_acceptance, plan_run
 from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine import target_dtype
 from redraft.eval.forecast.stored import StoredForecast, digest_prompt
+from redraft.eval.hardware import Machine
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.families.eagle1 import Config, Eagle1
 from redraft.heads.files.artifact import publish
@@ -23,16 +23,13 @@ NUM_TOKENS = 3
 DRAFTS, ACCEPTED = 40, 30
 
 
+FAST, SLOW = Machine(cpu_has_bfloat16=True), Machine()
+
+
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU with instructions for bfloat16."""
+    """The engine is built for the CPU."""
     monkeypatch.setattr(in_engine, "engine_is_cpu", lambda: True)
-    pretend(monkeypatch, computes=True)
-
-
-def pretend(monkeypatch: pytest.MonkeyPatch, *, computes: bool) -> None:
-    for module in (in_engine, target_dtype):
-        monkeypatch.setattr(module, "cpu_computes_bfloat16", lambda: computes)
 
 
 def make_pair(target: Path, folder: Path, dtype: str | None, **provenance: Any) -> Pair:
@@ -49,8 +46,8 @@ def make_pair(target: Path, folder: Path, dtype: str | None, **provenance: Any) 
     return Pair.read(target, folder)
 
 
-def make_plan(pair: Pair, folder: Path, dtype: str | None = None) -> Plan:
-    return plan_run(pair, NUM_TOKENS, EngineCheck(folder=folder, dtype=dtype))
+def make_plan(pair: Pair, folder: Path, dtype: str | None = None, machine: Machine = FAST) -> Plan:
+    return plan_run(pair, NUM_TOKENS, EngineCheck(folder=folder, dtype=dtype), machine)
 
 
 def judge(pair: Pair, plan: Plan, changes: list[int]) -> list[str]:
@@ -96,9 +93,8 @@ def test_the_engine_runs_in_the_type_of_the_forecast(
         pair = make_pair(random_target, tmp_path / dtype, dtype)
         assert make_plan(pair, tmp_path).run.dtype == dtype
         assert make_plan(pair, tmp_path, "float32").run.dtype == "float32", "as asked for"
-    pretend(monkeypatch, computes=False)
     pair = make_pair(random_target, tmp_path / "elsewhere", "bfloat16")
-    assert make_plan(pair, tmp_path).run.dtype == "float32", "this CPU has no instructions for bfloat16"
+    assert make_plan(pair, tmp_path, machine=SLOW).run.dtype == "float32", "this CPU has no instructions for bfloat16"
     monkeypatch.setattr(in_engine, "engine_is_cpu", lambda: False)
     assert make_plan(pair, tmp_path).run.dtype == "bfloat16"
     unknown = make_pair(random_target, tmp_path / "unknown", None)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from make_heads import make_ids, make_signal, make_target
 from train_on_ranks import make_standalone
 
@@ -19,46 +20,62 @@ from redraft.distill.loss.choice import Divergence
 from redraft.distill.run.config import Loop
 from redraft.distill.run.folder import RunFolder
 from redraft.distill.train import loop
-from redraft.distill.train.loop import LoadedData
+from redraft.distill.train.loop import LoadedData, choose_precision
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
+from redraft.eval.hardware import Machine
+from redraft.online.learning.config import Training
+
+H100 = Machine(gpu="NVIDIA H100", gpu_has_bfloat16=True)
+V100 = Machine(gpu="Tesla V100", cpu_has_bfloat16=True)
+FAST_CPU, SLOW_CPU = Machine(cpu_has_bfloat16=True), Machine()
 
 
 @pytest.mark.parametrize(
-    ("given", "launched", "computes", "taken"),
+    ("machine", "asked", "launched", "taken", "named"),
     [
-        ("bf16", None, False, "no"),
-        (None, "bf16", False, "no"),
-        ("bf16", None, True, "bf16"),
-        (None, "bf16", True, None),
-        ("no", "bf16", False, "no"),
-        (None, None, False, None),
+        (H100, None, None, "bf16", "bfloat16"),
+        (H100, None, "no", "bf16", "bfloat16"),  # by `accelerate launch` without a config
+        (H100, None, "fp16", "fp16", "float16"),
+        (H100, "no", "bf16", "no", "float32"),
+        (V100, None, None, "no", "warning"),
+        (V100, None, "bf16", "no", "warning"),
+        (V100, "bf16", None, "no", "warning"),
+        (V100, None, "fp16", "fp16", "float16"),
+        (FAST_CPU, None, None, "no", "float32"),
+        (FAST_CPU, None, "bf16", "bf16", "bfloat16"),
+        (FAST_CPU, "bf16", "no", "bf16", "bfloat16"),
+        (SLOW_CPU, None, None, "no", "float32"),
+        (SLOW_CPU, "bf16", None, "no", "warning"),
+        (SLOW_CPU, None, "bf16", "no", "warning"),
+        (SLOW_CPU, "no", "bf16", "no", "float32"),
     ],
 )
-def test_a_cpu_without_instructions_for_bfloat16_computes_in_float32_and_says_so(
-    given: str | None,
-    launched: str | None,
-    computes: bool,
-    taken: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_gpu_trains_in_bfloat16_and_a_machine_that_cannot_says_so(
+    machine: Machine, asked: str | None, launched: str | None, taken: str, named: str
 ) -> None:
-    asked = []
+    precision, line = choose_precision(asked, launched, machine)
+    assert precision == taken
+    assert named in line
+    assert (machine.gpu or "the CPU") in line
+    assert line.startswith("warning") == (named == "warning")
 
-    def accelerator(**of: Any) -> SimpleNamespace:
-        asked.append(of["mixed_precision"])
-        return SimpleNamespace(is_main_process=True)
 
-    if launched:  # by `accelerate launch --mixed_precision`
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
-    else:
-        monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    monkeypatch.setattr(loop, "Accelerator", accelerator)
-    monkeypatch.setattr(loop, "computes_bfloat16", lambda: computes)
-    loop.make_accelerator(1, given, None)
-    assert asked == [taken]
-    is_replaced = not computes and given != "no" and "bf16" in (given, launched)
-    assert ("no instructions" in capsys.readouterr().out) == is_replaced
+def test_the_default_precision_reaches_autocast_and_is_named_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    AcceleratorState._reset_state()
+    try:
+        made = loop.make_accelerator(1, Training().mixed_precision, None, H100)
+        assert made.mixed_precision == "bf16"
+        assert "bfloat16" in capsys.readouterr().out
+        AcceleratorState._reset_state()
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+        assert loop.make_accelerator(1, None, None, H100).mixed_precision == "no"
+        assert "the CPU" in capsys.readouterr().out
+    finally:
+        AcceleratorState._reset_state()
 
 
 def test_no_more_held_out_batches_are_made_than_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:

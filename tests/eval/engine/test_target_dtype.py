@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from redraft.distill.run import proof as prove
 from redraft.eval.engine import server, target_dtype
 from redraft.eval.engine.server import vllm_server
-from redraft.eval.engine.target_dtype import computes_bfloat16, default_target_dtype, stored_dtype
+from redraft.eval.engine.target_dtype import default_target_dtype, stored_dtype
+from redraft.eval.hardware import Machine, this_machine
 from redraft.eval.prompts import Prompt
 
 
@@ -24,8 +26,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, *, computes: bool) -> None:
-    monkeypatch.setattr(target_dtype, "cpu_computes_bfloat16", lambda: computes)
+FAST, SLOW = Machine(cpu_has_bfloat16=True), Machine()
 
 
 @pytest.mark.parametrize(
@@ -44,28 +45,26 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, computes: bool) -> None:
     ],
 )
 def test_a_cpu_computes_in_bfloat16_if_it_can_and_the_target_is_stored_so(
-    config: dict[str, Any], computes: bool, chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], computes: bool, chosen: str | None, tmp_path: Path
 ) -> None:
-    pretend(monkeypatch, computes=computes)
+    machine = FAST if computes else SLOW
     folder = write_config(tmp_path / "target", config)
-    assert default_target_dtype(folder, on_cpu=True) == chosen
-    assert default_target_dtype(folder, on_cpu=False) is None, "as stored"
+    assert default_target_dtype(folder, on_cpu=True, machine=machine) == chosen
+    assert default_target_dtype(folder, on_cpu=False, machine=machine) is None, "as stored"
 
 
-def test_a_target_that_cannot_be_read_is_left_to_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, computes=True)
+def test_a_target_that_cannot_be_read_is_left_to_loading(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     for name in (tmp_path, tmp_path / "nowhere", "target.gguf"):
-        assert default_target_dtype(name, on_cpu=True) == "float32"
+        assert default_target_dtype(name, on_cpu=True, machine=FAST) == "float32"
 
 
 def test_the_config_of_a_hub_name_is_fetched_before_the_first_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend(monkeypatch, computes=True)
     write_config(tmp_path, {"dtype": "bfloat16"})
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file: str(tmp_path / file))
-    assert default_target_dtype("owner/name", on_cpu=True) == "bfloat16"
+    assert default_target_dtype("owner/name", on_cpu=True, machine=FAST) == "bfloat16"
 
     def fail(*_: str) -> str:
         raise huggingface_hub.errors.LocalEntryNotFoundError("no network")
@@ -96,7 +95,7 @@ def test_an_engine_is_started_in_the_same_type(
         started.extend(command)
         raise StartedError
 
-    pretend(monkeypatch, computes=computes)
+    monkeypatch.setattr(target_dtype, "this_machine", lambda: FAST if computes else SLOW)
     monkeypatch.setattr(server, "engine_is_cpu", lambda: on_cpu)
     monkeypatch.setattr(server, "process_group", start)
     target = write_config(tmp_path / "target", {"dtype": "bfloat16"})
@@ -116,7 +115,7 @@ def test_the_proof_serves_a_copy_of_the_target_in_the_type_of_the_target(
         started.append((model, dtype))
         raise StartedError
 
-    pretend(monkeypatch, computes=computes)
+    monkeypatch.setattr(target_dtype, "this_machine", lambda: FAST if computes else SLOW)
     monkeypatch.setattr(prove, "engine_is_cpu", lambda: True)
     monkeypatch.setattr(prove, "vllm_server", start)
     target = write_config(tmp_path / "target", {"dtype": "bfloat16"})
@@ -130,14 +129,15 @@ def test_the_proof_serves_a_copy_of_the_target_in_the_type_of_the_target(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of CPUs")
 def test_a_cpu_that_computes_in_bfloat16_has_the_instructions_for_it() -> None:
-    if computes_bfloat16():
+    machine = this_machine()
+    assert (machine.gpu, machine.device) == (None, "cpu")
+    if machine.has_bfloat16:
         assert torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
 
 
-@pytest.mark.parametrize(("gpu", "cpu", "found"), [(True, False, True), (False, True, True), (False, False, False)])
-def test_a_machine_computes_in_bfloat16_on_its_gpu_or_its_cpu(
-    gpu: bool, cpu: bool, found: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    pretend(monkeypatch, computes=cpu)
-    assert computes_bfloat16() == found
+def test_a_machine_computes_in_bfloat16_on_its_gpu_or_its_cpu() -> None:
+    old = Machine(gpu="Tesla V100", cpu_has_bfloat16=True)
+    assert not old.has_bfloat16
+    assert old.without_gpu == FAST
+    assert replace(old, gpu_has_bfloat16=True).has_bfloat16
+    assert (FAST.has_bfloat16, SLOW.has_bfloat16) == (True, False)

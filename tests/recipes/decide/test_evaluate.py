@@ -21,6 +21,7 @@ from redraft.eval.engine.sampling import Sampling
 from redraft.eval.engine.server import VllmServer
 from redraft.eval.forecast import teacher_forced
 from redraft.eval.forecast.greedy import generate_answers
+from redraft.eval.hardware import Machine
 from redraft.eval.prompts import Prompt
 from redraft.heads.families import eagle1, medusa
 from redraft.heads.files.checkpoint import load_tokenizer
@@ -132,7 +133,8 @@ def test_the_report_names_the_type_and_another_one_is_measured_again(
     load_tokenizer(served_pair[0]).save_pretrained(stored)
     flags, kept = ("--no-engine", "--target", str(stored), "--draft", "ngram"), tmp_path / "out" / "kept"
     for computes, chosen in ((False, "float32"), (True, "bfloat16")):
-        monkeypatch.setattr(target_dtype, "cpu_computes_bfloat16", lambda computes=computes: computes)
+        machine = Machine(cpu_has_bfloat16=computes)
+        monkeypatch.setattr(target_dtype, "this_machine", lambda machine=machine: machine)
         assert run(*flags) == 0
         assert report_of(tmp_path / "out")["settings"]["target_dtype"] == chosen
         assert list((kept / chosen).iterdir())

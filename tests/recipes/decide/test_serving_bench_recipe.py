@@ -22,6 +22,7 @@ from benchmarks.advice import cells_acceptance, cells_costs, lines, verdict
 from redraft.eval.engine import target_dtype
 from redraft.eval.engine.draft_source import DraftSource
 from redraft.eval.engine.server import VllmServer
+from redraft.eval.hardware import Machine
 from redraft.eval.serving import report as serving_report
 from redraft.eval.serving.cost import StepCosts
 from redraft.eval.serving.load import LoadResult
@@ -213,7 +214,8 @@ def test_another_type_of_the_target_is_measured_again_also_by_default(
     monkeypatch.setattr(bench, "engine_is_cpu", lambda: True)
     served = {}
     for computes in (True, False):
-        monkeypatch.setattr(target_dtype, "cpu_computes_bfloat16", lambda computes=computes: computes)
+        machine = Machine(cpu_has_bfloat16=computes)
+        monkeypatch.setattr(target_dtype, "this_machine", lambda machine=machine: machine)
         served[computes] = bench.served(cfg)
         assert bench.served(replace(cfg, target_dtype="float32"))["dtype"] == "float32"
     assert (served[True]["dtype"], served[False]["dtype"]) == ("bfloat16", "float32")

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from redraft.eval.engine import server, target_dtype
 from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.server import vllm_keys
+from redraft.eval.hardware import Machine
 from redraft.heads.families.retrieval import Config as Counts
 from redraft.heads.families.retrieval import Retrieval
 from redraft.online.engine.config import is_enabled, read_config
@@ -67,7 +68,7 @@ def test_what_stands_behind_the_dashes_goes_to_vllm_as_it_is(tmp_path):
 @pytest.mark.parametrize(("on_cpu", "asked"), [(True, "float32"), (False, "auto")])
 def test_the_target_is_served_in_the_type_of_training_unless_the_user_names_one(tmp_path, monkeypatch, on_cpu, asked):
     """A CPU without instructions for bfloat16 computes it a hundred times slower, and vLLM would still do so."""
-    monkeypatch.setattr(target_dtype, "cpu_computes_bfloat16", lambda: False)
+    monkeypatch.setattr(target_dtype, "this_machine", Machine)
     monkeypatch.setattr(server, "engine_is_cpu", lambda: on_cpu)
     write_draft(tmp_path, dtype="bfloat16")
     for command in (

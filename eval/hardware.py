@@ -1,0 +1,53 @@
+"""The hardware of this machine, a value that decides defaults: a test passes in another machine."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine, or a part of one: the first GPU stands for all."""
+
+    gpu: str | None = None
+    """Name of the GPU; None on a machine without one."""
+    gpu_has_bfloat16: bool = False
+    """Whether the GPU has matrix units for bfloat16, as from compute capability 8.0 on."""
+    gpu_shared_bytes: int = 0
+    """Shared memory that one program of the GPU may have."""
+    cpu_has_bfloat16: bool = False
+    """Whether the CPU has instructions for bfloat16 (AMX, AVX-512). Without them bfloat16 is about a hundred times
+    slower than float32."""
+
+    @property
+    def device(self) -> str:
+        """cuda or cpu: where a process of this machine computes."""
+        return "cpu" if self.gpu is None else "cuda"
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether `device` multiplies bfloat16 matrices about as fast as float32 or faster."""
+        return self.cpu_has_bfloat16 if self.gpu is None else self.gpu_has_bfloat16
+
+    @property
+    def without_gpu(self) -> Machine:
+        """The same machine in a process that computes on the CPU."""
+        return Machine(cpu_has_bfloat16=self.cpu_has_bfloat16)
+
+
+@functools.cache
+def this_machine() -> Machine:
+    """The machine of this process. Loads torch."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    properties: Any = torch.cuda.get_device_properties() if has_gpu else None
+    return Machine(
+        gpu=torch.cuda.get_device_name() if has_gpu else None,
+        # Emulated, it is slower than float32.
+        gpu_has_bfloat16=has_gpu and torch.cuda.is_bf16_supported(including_emulation=False),
+        gpu_shared_bytes=properties.shared_memory_per_block_optin if properties else 0,
+        cpu_has_bfloat16=bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    )
