@@ -1,4 +1,4 @@
-"""A patch of vLLM's CPU build, to take requests while it computes.
+"""A patch of vLLM's CPU build, to take requests while it computes, and to keep one speed.
 
 The engine core waits for the worker by calling `sched_yield` in a loop. Each call gives up the interpreter for less
 than a microsecond, but a thread waiting for it takes fifty to wake up. So the thread for new requests may not
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from redraft.eval.engine.gemm_release import patch_gemm_release
 from redraft.eval.engine.grouped_norm import patch_grouped_norm
 from redraft.eval.engine.lookups import patch_lookups
 
@@ -30,6 +31,7 @@ def register() -> None:
     """Entry point of vLLM's general plugins. Does nothing unless ENABLED is set."""
     if os.environ.get(ENABLED) == "1":
         patch_engine_wait()
+        patch_gemm_release()
         patch_grouped_norm()
         patch_lookups()
 

@@ -17,6 +17,7 @@ def register() -> None:
     if not is_enabled():
         return
     # imported late: vLLM calls this in every process of every server, also of those that do not use redraft
+    from redraft.eval.engine.gemm_release import patch_gemm_release
     from redraft.eval.engine.grouped_norm import patch_grouped_norm
     from redraft.eval.engine.lookups import patch_lookups
     from redraft.eval.engine.wait import patch_engine_wait
@@ -25,7 +26,7 @@ def register() -> None:
     from redraft.online.engine.worker import register_worker
 
     steps = (
-        *(fix_cpu_sampling, patch_engine_wait, patch_grouped_norm, patch_lookups),
+        *(fix_cpu_sampling, patch_engine_wait, patch_gemm_release, patch_grouped_norm, patch_lookups),
         # Both patch classes. In a process without scheduler or worker they change nothing.
         *(count_domains, register_worker),
     )

@@ -120,6 +120,10 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "shm_broadcast": ("distributed.device_communicators.shm_broadcast",),
         "EngineCoreProc": ("v1.engine.core:EngineCoreProc",),
     },
+    "eval/engine/gemm_release.py": {
+        "current_platform": ("platforms.interface:Platform",),
+        "CPUDNNLGEMMHandler": ("_custom_ops:CPUDNNLGEMMHandler",),
+    },
     "eval/engine/grouped_norm.py": {
         "current_platform": ("platforms.interface:Platform",),
         "_custom_ops": ("_custom_ops",),

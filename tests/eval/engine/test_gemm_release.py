@@ -1,0 +1,31 @@
+"""A handle of oneDNN that is collected while torch traces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from redraft.eval.engine.gemm_release import release_outside_traces
+
+
+class Handle:
+    """As vLLM's: the address is a tensor, so that no trace bakes it in."""
+
+    def __init__(self, released: list[int]) -> None:
+        self.address, self.released = torch.tensor(1 << 40), released
+
+    def release(self) -> None:
+        self.released.append(int(self.address.item()))
+
+
+def test_a_handle_is_released_while_torch_traces() -> None:
+    released: list[int] = []
+    handle = Handle(released)
+    with FakeTensorMode(), enable_python_dispatcher():
+        with pytest.raises((AssertionError, RuntimeError)):
+            Handle.release(handle)
+        release_outside_traces(Handle.release)(handle)
+        assert isinstance(torch.ones(2), torch._subclasses.FakeTensor), "the trace continues"
+    assert released == [1 << 40]
