@@ -48,10 +48,10 @@ lock:  ## write requirements/*.txt again from pyproject.toml; UPGRADE=1: with th
 	UPGRADE=$(UPGRADE) bash requirements/lock.sh
 
 demo: $(STAMP)  ## make a real model faster: two drafts, the one that pays in a real vLLM, outputs/demo/report.html
-	$(BIN)/python recipes/demo/speedup.py --overwrite
+	$(BIN)/redraft compare --preset smollm2 --overwrite
 
-drafts: $(STAMP)  ## make thirteen drafts for a real model in an hour, and find the one that pays, write outputs/drafts/report.html
-	$(BIN)/redraft drafts
+drafts: $(STAMP)  ## make thirteen drafts for a real model in an hour, and find the one that pays, write outputs/compare/report.html
+	$(BIN)/redraft compare
 
 demo-tiny: $(STAMP)  ## distil a small draft, serve it in a real vLLM, write outputs/demo-tiny/report.html
 	$(BIN)/python -m benchmarks.studies.presets standalone --overwrite

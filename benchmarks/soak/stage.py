@@ -24,7 +24,6 @@ from benchmarks.soak.supervisor import Supervised
 from redraft.distill.data.conversations import load_conversations
 from redraft.distill.data.samples import held_out_prompts
 from redraft.eval.engine.process import free_port
-from redraft.eval.engine.server import ONE_SPEED
 from redraft.eval.prompts import Prompt
 from redraft.heads.families.standalone import Init, StandaloneDraft, make_draft
 from redraft.heads.files.artifact import fingerprint
@@ -103,7 +102,7 @@ class Stage:
             *("--capture.ingest", self.ingest, "--capture.nats.fleet", NATS.fleet),
             *("--", "--port", str(self.ports[name]), "--host", "127.0.0.1", "--served-model-name", "m"),
             *("--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"),
-            *("--kv-cache-memory-bytes", str(128 << 20), "--no-enable-prefix-caching", ONE_SPEED),
+            *("--kv-cache-memory-bytes", str(128 << 20), "--no-enable-prefix-caching"),
         ]
         # By default vLLM would bind both servers to the first core.
         core = str((number - 1) % (os.cpu_count() or 1))

@@ -41,6 +41,9 @@ class Data:
     every run holds out the same ones, with all answers to the same first question on one side."""
     num_prompts: int = 64
     """Number of held-out prompts for the forecast and the engine, in equal parts from every domain."""
+    prompts: str | None = None
+    """Conversations whose last questions are the held-out prompts, in the forms of --data.source, e.g. your evaluation
+    set. By default the prompts are of the held-out conversations."""
     max_prompt_tokens: int = 1024
     """Longest held-out prompt, in tokens; longer ones are left out."""
     date: str | None = None

@@ -17,6 +17,7 @@ from redraft.distill.data.conversations import (
     load_conversations,
     remove_overlap,
     split_held_out,
+    split_key,
 )
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.packing import PackedDataset
@@ -131,8 +132,10 @@ def load_data(data: Data, target: str, tokenizer: Any, loop: Loop, run: RunFolde
 
 def _describe_origin(data: Data, tokenizer: Any, loop: Loop, day: datetime.date) -> Origin:
     settings = {name: getattr(data, name) for name in ("held_out", "num_prompts", "max_prompt_tokens", "strict")}
+    asked = {"the prompts": [data.prompts, *identify_conversations(data.prompts, data.split)]} if data.prompts else {}
     return {
         "the data": [data.source, *identify_conversations(data.source, data.split)],
+        **asked,
         "the settings": {**settings, "sequence_length": loop.sequence_length},
         **describe_tokenizer(tokenizer, day.isoformat()),
     }
@@ -143,7 +146,13 @@ def _tokenise(data: Data, tokenizer: Any, max_length: int, day: datetime.date, e
     conversations = load_conversations(data.source, split=data.split, strict=data.strict)
     train, held_out = split_held_out(conversations, data.held_out)
     # After the split, which is by question: an answer may stand below questions of both parts.
-    train, overlap = remove_overlap(train, held_out)
+    asked, unseen = held_out, held_out
+    if data.prompts:
+        asked = load_conversations(data.prompts, split=data.split, strict=data.strict)
+        questions = set(map(split_key, asked))
+        train = [conversation for conversation in train if split_key(conversation) not in questions]
+        unseen = [*held_out, *asked]
+    train, overlap = remove_overlap(train, unseen)
     if not train or not held_out:
         raise ValueError(
             f"{data.source}: {len(train)} conversations to train on and {len(held_out)} held out; "
@@ -155,7 +164,7 @@ def _tokenise(data: Data, tokenizer: Any, max_length: int, day: datetime.date, e
         train=stream(train, stats=stats),
         held_out=_stream_held_out(stream(held_out, stats=held_out_stats, progress=False)),
         prompts=lambda: held_out_prompts(
-            held_out,
+            asked,
             tokenizer,
             num_prompts=data.num_prompts,
             max_length=data.max_prompt_tokens,

@@ -47,13 +47,13 @@ from redraft.eval.report.page import (
     offline_section,
     write_report,
 )
+from redraft.eval.serving.rounds import PLAIN, Plan, run_rounds
 from redraft.heads.draft import Draft
 from redraft.heads.family import Decoder
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
 from redraft.heads.files.folder import model_folder
 from redraft.heads.files.kept import compute_once
-from redraft.heads.progress import Progress
 
 if TYPE_CHECKING:
     from redraft.distill.run.run import Run
@@ -224,6 +224,8 @@ def prove_in_engine(
             # The last block may reach past the answer by all of the draft tokens.
             max_model_len=max(len(p.token_ids) for p in prompts) + cfg.max_tokens + cfg.num_speculative_tokens,
             dtype=dtype,
+            # A speed-up over a server that no user would start means nothing: compiled, as vLLM starts.
+            mode="compiled" if cfg.speed_rounds else None,
             extra_args=cfg.engine_args,
         )
 
@@ -242,7 +244,14 @@ def prove_in_engine(
         with_draft = measured(ours)
         if cfg.speed_rounds:
             with start("beside", target, None) as theirs:
-                speed = compare_speed(ours, theirs, prompts, cfg)
+                plan = Plan(
+                    rounds=cfg.speed_rounds,
+                    prompts={cfg.concurrency: SPEED_PROMPTS * cfg.concurrency},
+                    max_tokens=cfg.max_tokens,
+                )
+                rounds = run_rounds({"draft": ours, PLAIN: theirs}, prompts, plan)
+                rates = {name: [run.tokens_per_s for run in runs] for (name, _), runs in rounds.items()}
+                speed = Speed(with_draft=rates["draft"], without_draft=rates[PLAIN])
     without_draft = compute_once(
         cfg.reference or folder,
         "without-draft",
@@ -264,19 +273,6 @@ def prove_in_engine(
         speed=speed,
         runner=read_runner(folder / "vllm-with-draft.log"),
     )
-
-
-def compare_speed(ours: VllmServer, theirs: VllmServer, prompts: Sequence[Prompt], cfg: Prove) -> Speed:
-    """Tokens/s of two servers on the same prompts, one after the other in every round; the order alternates."""
-    some = prompts[: SPEED_PROMPTS * cfg.concurrency]
-    rates: dict[str, list[float]] = {ours.url: [], theirs.url: []}
-    for number in Progress(range(cfg.speed_rounds), desc="speed", unit="round"):
-        # Alternating, so a drift of the machine's speed within a round does not favour one of them.
-        order = (ours, theirs) if number % 2 else (theirs, ours)
-        for server in order:
-            run = measure(server, some, max_tokens=cfg.max_tokens, concurrency=cfg.concurrency)
-            rates[server.url].append(run.tokens_per_s)
-    return Speed(with_draft=rates[ours.url], without_draft=rates[theirs.url])
 
 
 def prove_by_reference(cfg: Prove, model: Any, head: Any, continuations: Sequence[Continuation]) -> EngineProof:
@@ -333,7 +329,7 @@ def report(
         "duration_s": round(time.perf_counter() - started, 1),
     }
     if engine:
-        section = engine_section(engine.with_draft, engine.lossless, after, engine.speed)
+        section = engine_section(engine.with_draft, engine.lossless, after.overall.tau, engine.speed)
         sections["engine"] = {**section, "decoder": engine.decoder, "runner": engine.runner}
     if calibration:
         sections["calibration"] = calibration.to_json()

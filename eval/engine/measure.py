@@ -6,6 +6,9 @@ warm-up ──► counters ──► prompts, `concurrency` at a time ──► 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +28,15 @@ WARM_UP_TOKENS = 16
 STATISTICS_TIMEOUT_S = 5
 """The statistics of the last step reach /metrics shortly after the tokens reach the client."""
 
+CHANGED = 1.5
+"""Two step times of one server that differ by this factor are two speeds: the slower is a third below the faster."""
+
+LEAST_STEPS = 8
+"""Steps in half of a measurement that are enough to know its speed."""
+
+FAST_STEPS = 0.1
+"""Share of the fastest steps that tell a half's speed: a step with more draft tokens takes longer at any speed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
@@ -33,6 +45,8 @@ class Output:
     token_ids: list[int]
     counts: AcceptanceCounts | None
     """Counts of this request; None if nothing is drafted."""
+    times_s: tuple[float, ...] = ()
+    """When the request was sent, and when each step's tokens arrived, by this process's clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +61,17 @@ class Measurement:
     """Counts over the whole run, by the engine's counters; equal to the sum over the requests."""
     decode_s: float | None = None
     """Time of all requests after the first token, in seconds, by the engine's clock; None if other requests ran too."""
+    step_s: float | None = None
+    """Median time of a step without a prefill, in seconds; None if there are few."""
+    half_step_s: tuple[float, float] | None = None
+    """Time of the fast steps (`FAST_STEPS`) in the first and in the second half, in seconds; None if there are few."""
+    repeats: int = 0
+    """Earlier measurements of the same load that were discarded because a server changed its speed."""
+
+    @property
+    def changed_speed(self) -> bool:
+        """Whether the server lost or gained more than a third of its speed between the two halves."""
+        return self.half_step_s is not None and max(self.half_step_s) > CHANGED * min(self.half_step_s)
 
     @property
     def num_output_tokens(self) -> int:
@@ -106,12 +131,31 @@ def measure(
     now = wait_for_decode_time(server, expected)
     return Measurement(
         prompts=prompts,
-        outputs=outputs,
+        # Only the medians are kept of the times.
+        outputs=[replace(output, times_s=()) for output in outputs],
         duration_s=duration_s,
         dtype=server.dtype,
         counts=counts,
         decode_s=now.seconds - decode.seconds if now.requests == expected else None,
+        **_time_steps([output.times_s for output in outputs]),
     )
+
+
+def _time_steps(requests: Sequence[tuple[float, ...]]) -> dict[str, Any]:
+    """`step_s` and `half_step_s` from the times of every request, without steps that also compute a prefill."""
+    prefills = [(times_s[0], times_s[1]) for times_s in requests if len(times_s) > 1]
+    steps: list[tuple[float, float]] = []
+    for times_s in requests:
+        for begin_s, end_s in itertools.pairwise(times_s[1:]):
+            if not any(sent_s < end_s and first_s > begin_s for sent_s, first_s in prefills):
+                steps.append((end_s, end_s - begin_s))
+    steps.sort()
+    half = len(steps) // 2
+    if half < LEAST_STEPS:
+        return {}
+    durations_s = [duration_s for _, duration_s in steps]
+    fast = [sorted(part)[int(FAST_STEPS * len(part))] for part in (durations_s[:half], durations_s[half:])]
+    return {"step_s": statistics.median(durations_s), "half_step_s": (fast[0], fast[1])}
 
 
 async def complete_all(
@@ -127,7 +171,7 @@ async def complete_all(
     Raises: ValueError, ConnectionError as `measure`.
     """
     slots = asyncio.Semaphore(concurrency)
-    # No timeout: nothing is streamed, and a long answer takes minutes.
+    # No timeout: the prefill of a long prompt takes minutes on a CPU.
     async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=concurrency)) as client:
         with Progress(total=len(prompts), desc=label, unit="prompt") as bar:
 
@@ -154,19 +198,41 @@ async def _complete(
         "max_tokens": max_tokens,
         # Ids, because decoded text may split into other tokens when it is encoded again.
         "return_token_ids": True,
+        # As users read answers; the arrival of each step shows its time. The usage chunk brings the metrics.
+        "stream": True,
+        "stream_options": {"include_usage": True},
         # All of them: a server takes what is not set from the target's generation_config.json.
         **({} if sampling is None else asdict(sampling) | PENALTIES),
     }
-    response = await client.post(f"{server.url}/v1/completions", json=request)
-    if response.is_error:
-        raise ValueError(f"the engine refused a prompt of {len(prompt.token_ids)} tokens: {_error_message(response)}")
-    answer = response.json()
+    token_ids: list[int] = []
+    times_s = [time.perf_counter()]
+    metrics: dict[str, Any] | None = None
+    async with client.stream("POST", f"{server.url}/v1/completions", json=request) as response:
+        if response.is_error:
+            await response.aread()
+            raise _refused(prompt, _error_message(response))
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise _refused(prompt, str(event["error"].get("message")))
+            for choice in event["choices"]:
+                if choice.get("token_ids"):
+                    times_s.append(time.perf_counter())
+                    token_ids += choice["token_ids"]
+            metrics = event.get("metrics") or metrics
     # Servers send them with --per-request-spec-decode-metrics.
-    metrics = (answer.get("metrics") or {}).get("speculative_decoding")
+    drafted = (metrics or {}).get("speculative_decoding")
     return Output(
-        token_ids=answer["choices"][0]["token_ids"],
-        counts=_request_counts(metrics, server.num_speculative_tokens) if server.num_speculative_tokens else None,
+        token_ids=token_ids,
+        counts=_request_counts(drafted, server.num_speculative_tokens) if server.num_speculative_tokens else None,
+        times_s=tuple(times_s),
     )
+
+
+def _refused(prompt: Prompt, reason: str) -> ValueError:
+    return ValueError(f"the engine refused a prompt of {len(prompt.token_ids)} tokens: {reason}")
 
 
 def _error_message(response: httpx.Response) -> str:

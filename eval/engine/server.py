@@ -31,8 +31,8 @@ START_TIMEOUT_S = 600
 """Time for a server to become healthy. A 70B target on network storage takes minutes; a dead engine is noticed at once.
 """
 
-ONE_SPEED = "--no-async-scheduling"
-"""vLLM's CPU build has two speeds, one a third of the other. With this flag it is at the slow one less often."""
+Mode = Literal["compiled", "eager"]
+"""How vLLM runs the target: `compiled` is its default; `eager` starts in a third of the time."""
 
 IDLE_S = 1.2
 """A worker of vLLM spins for a second after the last step. Wait this long before measuring on that core."""
@@ -47,6 +47,7 @@ class VllmServer:
     dtype: str
     num_speculative_tokens: int
     """0 if nothing is drafted."""
+    mode: Mode = "compiled"
 
 
 @contextlib.contextmanager
@@ -58,6 +59,7 @@ def vllm_server(
     max_model_len: int = 1024,
     max_num_seqs: int = 16,
     dtype: str | None = None,
+    mode: Mode | None = None,
     kv_cache_bytes: int = 256 << 20,
     cpu_cores: str | None = None,
     extra_args: Sequence[str] = (),
@@ -66,8 +68,10 @@ def vllm_server(
 ) -> Iterator[VllmServer]:
     """A vLLM server of `model` on a free loopback port: healthy on entry, always stopped on exit.
 
-    The default dtype is that of training (`default_target_dtype`). `cpu_cores` ("0-3") keeps two servers of one machine
-    off each other's cores: by default, vLLM starts both at core 0. `given_up` ends the wait for a healthy server.
+    The default dtype is that of training (`default_target_dtype`). The default mode is vLLM's on a GPU, and eager on a
+    CPU, where compilation takes a minute: whoever measures speed chooses one (`serving.baseline`). `cpu_cores` ("0-3")
+    keeps two servers of one machine off each other's cores: by default, vLLM starts both at core 0. `given_up` ends the
+    wait for a healthy server.
 
     Raises:
         ChildProcessError: the engine died; the message is the engine's. Or it was given up.
@@ -82,8 +86,11 @@ def vllm_server(
     arguments += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
     # A cached prompt skips its prefill, and vLLM counts the first step after a full hit as a failed draft.
     arguments += ["--no-enable-prefix-caching"]
+    mode = mode or ("eager" if on_cpu else "compiled")
+    if mode == "eager":
+        arguments += ["--enforce-eager"]
     if on_cpu:
-        arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(kv_cache_bytes), ONE_SPEED]
+        arguments += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
     if speculative_config is not None:
         arguments += ["--speculative-config", json.dumps(vllm_keys(speculative_config))]
         arguments += ["--per-request-spec-decode-metrics", "detailed"]
@@ -97,6 +104,7 @@ def vllm_server(
             model=str(model),
             dtype=dtype,
             num_speculative_tokens=int((speculative_config or {}).get("num_speculative_tokens", 0)),
+            mode="eager" if "--enforce-eager" in (*arguments, *extra_args) else "compiled",
         )
         wait_until_healthy(server.url, process, log, given_up=given_up)
         yield server
@@ -191,6 +199,20 @@ def _require_tokens(speculative_config: Mapping[str, Any]) -> None:
 def read_runner(log: Path) -> Literal["v1", "v2"]:
     """The model runner of a server, by its log: vLLM names only V2."""
     return "v2" if "Using V2 Model Runner" in log.read_text(errors="replace") else "v1"
+
+
+def find_two_speeds(environment: Mapping[str, str], num_cores: int) -> str:
+    """A warning if vLLM's CPU build would run at two speeds with these variables; else "".
+
+    The loop of the engine core needs a core of its own (`engine.wait`).
+    """
+    threads = int(environment.get("OMP_NUM_THREADS") or num_cores)
+    if environment.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind" or threads < num_cores or num_cores == 1:
+        return ""
+    return (
+        f"VLLM_CPU_OMP_THREADS_BIND=nobind lets {threads} threads compete with vLLM's own loop for {num_cores} cores, "
+        f"and a step may take three times as long: unset it, or set OMP_NUM_THREADS={num_cores - 1}"
+    )
 
 
 def engine_is_cpu() -> bool:

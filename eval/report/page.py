@@ -102,7 +102,7 @@ class Speed:
 
 
 def engine_section(
-    with_draft: Measurement, lossless: Lossless, forecast: Forecast, speed: Speed | None = None
+    with_draft: Measurement, lossless: Lossless, tau_forecast: float, speed: Speed | None = None
 ) -> dict[str, Any]:
     """The measurements of a real engine, and the error of the forecast: |tau_forecast - tau| / tau.
 
@@ -116,7 +116,7 @@ def engine_section(
         "draft_acceptance_rate": counts.draft_acceptance_rate,
         "num_drafts": counts.num_drafts,
         "num_speculative_tokens": len(counts.accepted_per_position),
-        "forecast_error": abs(forecast.overall.tau - counts.tau) / counts.tau,
+        "forecast_error": abs(tau_forecast - counts.tau) / counts.tau,
         "lossless": lossless.lossless,
         "ties": [asdict(difference) for difference in lossless.differences if difference.is_tie],
         "differences": [asdict(difference) for difference in lossless.differences if not difference.is_tie],

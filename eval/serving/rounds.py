@@ -1,9 +1,9 @@
 """Speed of several servers of one target in interleaved rounds, by number of requests in flight.
 
-    round ─► requests in flight ─► every server in turn, on the same prompts     the order moves on by one each round
+    round ─► requests in flight ─► every server in turn, on the same prompts     each round starts with the next server
 
-How much memory bandwidth the neighbours of a machine leave changes a step more than a draft does, so a speed is only
-told as a ratio within a round.
+Other tenants' memory traffic changes a step more than a draft does, so a speed is only reported as a ratio within a
+round.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ from redraft.heads.progress import Progress
 
 PLAIN = "none"
 """Name of the server without a draft."""
+
+MOST_REPEATS = 2
+"""Times a load is measured again because a server changed its speed."""
 
 MEMORY_SHARE = "--gpu-memory-utilization"
 USED_MEMORY = 0.9
@@ -51,11 +54,11 @@ class Plan:
 def start_servers(
     target: str, drafts: Mapping[str, Mapping[str, Any] | None], logs: Path, **options: Any
 ) -> Iterator[dict[str, VllmServer]]:
-    """A server for each draft's --speculative-config. They compute in turns, so they share the cores, and the memory of
-    a GPU in equal parts. `options` are those of `vllm_server`.
+    """A server for each draft's --speculative-config, by name. `options` are those of `vllm_server`.
 
-    On a CPU all start at the same time. On a GPU they start one after the other: until a server is ready, vLLM counts
-    all new use of the GPU's memory as this server's.
+    The servers compute in turns, so they share the cores, and the memory of a GPU in equal parts. On a CPU all start
+    at the same time. On a GPU they start one after the other: until a server is ready, vLLM counts all new use of the
+    GPU's memory as this server's.
 
     Raises: as `vllm_server`, as soon as one server does not start.
     """
@@ -117,22 +120,41 @@ def keep_rounds(folder: Path, key: object, run: Callable[[], Results]) -> Result
 
 
 def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], plan: Plan) -> Results:
-    """Measure every server in every round. A round goes on in the prompts where the one before stopped."""
+    """Measure every server in every round; a round starts at the prompt after the last one of the round before.
+
+    A load in which a server changes its speed by more than a third is measured again on all servers
+    (`Measurement.changed_speed`), at most `MOST_REPEATS` times.
+
+    Raises:
+        ValueError: the servers run in different modes, so a ratio of speeds would measure the compiler.
+    """
+    if len(modes := {server.mode for server in servers.values()}) > 1:
+        found = ", ".join(f"{name} is {server.mode}" for name, server in servers.items())
+        raise ValueError(f"servers of {len(modes)} modes are not compared: {found}")
     results: dict[tuple[str, int], list[Measurement]] = {(n, c): [] for n in servers for c in plan.prompts}
     names = list(servers)
     with Progress(total=plan.rounds * len(results), desc="rounds", unit="load") as bar:
         for number in range(plan.rounds):
             turn = number % len(names)
+            order = (*names[turn:], *names[:turn])
             for concurrency, count in plan.prompts.items():
                 # In rounds of 8: prompts 0 to 7, then 8 to 15, and from 0 again after the last.
                 some = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
-                for name in (*names[turn:], *names[:turn]):
-                    # The servers share the cores, and the worker of the one before still spins.
-                    time.sleep(IDLE_S)
-                    run = measure(servers[name], some, max_tokens=plan.max_tokens, concurrency=concurrency)
-                    results[name, concurrency].append(run)
-                    bar.update()
+                runs = {name: _take_turn(servers[name], some, plan, concurrency) for name in order}
+                repeats = 0
+                while repeats < MOST_REPEATS and any(run.changed_speed for run in runs.values()):
+                    runs = {name: _take_turn(servers[name], some, plan, concurrency) for name in order}
+                    repeats += 1
+                for name, run in runs.items():
+                    results[name, concurrency].append(replace(run, repeats=repeats))
+                bar.update(len(runs))
     return results
+
+
+def _take_turn(server: VllmServer, prompts: Sequence[Prompt], plan: Plan, concurrency: int) -> Measurement:
+    # The servers share the cores, and the worker of the one before still spins.
+    time.sleep(IDLE_S)
+    return measure(server, prompts, max_tokens=plan.max_tokens, concurrency=concurrency)
 
 
 def merge(runs: Sequence[Measurement]) -> Measurement:

@@ -13,7 +13,6 @@ class Group(Enum):
     TRAIN = "Train a draft"
     DECIDE = "Decide which draft, and how many tokens"
     SERVE = "Serve, and learn from traffic"
-    OURS = "Our own demos"
 
 
 @dataclass(frozen=True)
@@ -105,11 +104,11 @@ COMMANDS = {
         "Recommend a draft and a number of draft tokens",
         "redraft advise --serving serving.json",
     ),
-    "drafts": Command(
+    "compare": Command(
         Group.DECIDE,
-        "redraft.recipes.decide.drafts",
-        "Make every kind of draft for a target: which one pays?",
-        "redraft drafts --target TARGET --answers answers.jsonl",
+        "redraft.recipes.decide.compare",
+        "Make or take drafts for a target: which one pays?",
+        "redraft compare --target TARGET --answers answers.jsonl",
     ),
     "plan": Command(
         Group.DECIDE,
@@ -200,12 +199,6 @@ COMMANDS = {
         "redraft.recipes.operate.doctor",
         "Check this environment, or a draft against its target",
         "redraft doctor --target TARGET --draft DRAFT",
-    ),
-    "demo": Command(
-        Group.OURS,
-        "redraft.recipes.demo.speedup",
-        "Train a head for a real model, serve the draft that pays",
-        "redraft demo --overwrite",
     ),
 }
 

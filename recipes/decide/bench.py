@@ -288,6 +288,8 @@ def server(
         max_model_len=cfg.max_model_len,
         max_num_seqs=max_num_seqs(cfg),
         dtype=target_dtype(cfg),
+        # As a user starts it, the target alone too: --vllm-args=--enforce-eager measures eager servers.
+        mode="compiled",
         extra_args=cfg.vllm_args,
         extra_env=sampling_environment(os.environ),
     )

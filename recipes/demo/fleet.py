@@ -31,7 +31,7 @@ from redraft.distill.train.step import Distillation
 from redraft.eval.engine.measure import Measurement
 from redraft.eval.engine.process import process_group
 from redraft.eval.engine.sampling import GREEDY, PENALTIES
-from redraft.eval.engine.server import ONE_SPEED, VllmServer, engine_is_cpu, wait_until_healthy
+from redraft.eval.engine.server import VllmServer, engine_is_cpu, wait_until_healthy
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.eval.hardware import this_machine
 from redraft.eval.machine import environment
@@ -170,7 +170,7 @@ def start_server(
         *("--enforce-eager", "--max-model-len", str(max_model_len), "--max-num-seqs", str(MAX_NUM_SEQS)),
         *("--kv-cache-memory-bytes", str(kv_cache_bytes), "--no-enable-prefix-caching"),
         # Of two contrary flags the last counts, so `arguments` may turn the prefix cache on.
-        *(ONE_SPEED, "--per-request-spec-decode-metrics", "detailed", *arguments),
+        *("--per-request-spec-decode-metrics", "detailed", *arguments),
     ]
     # By default vLLM would bind both servers to the first core.
     bound = {"VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)), "VLLM_NO_USAGE_STATS": "1"}

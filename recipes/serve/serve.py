@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -21,7 +22,8 @@ import tyro
 from redraft.eval.engine.command import vllm_command
 from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups, SampleMethod
 from redraft.eval.engine.lookups import lookup_env
-from redraft.eval.engine.server import engine_dtype, engine_is_cpu, require_servable, vllm_keys
+from redraft.eval.engine.server import engine_dtype, engine_is_cpu, find_two_speeds, require_servable, vllm_keys
+from redraft.eval.machine import count_cores
 from redraft.heads.catalog import Method
 from redraft.heads.doctor.method import lacks_confidence
 from redraft.heads.doctor.pair import read_provenance
@@ -92,6 +94,8 @@ def main(cfg: Config) -> None:
     environment = os.environ | plugin_environment(cfg, os.environ)
     read_config(environment)  # report a wrong setting now, not after vLLM has loaded for minutes
     command = server_command(cfg)
+    if engine_is_cpu() and (warning := find_two_speeds(environment, count_cores())):
+        print(f"warning: {warning}", file=sys.stderr)
     # exec, not a child process: signals of systemd or Kubernetes reach vLLM directly.
     os.execve(command[0], command, environment | lookup_env(speculative_config(cfg)))
 

@@ -78,6 +78,27 @@ def test_every_row_is_used_or_counted_in_both_parts(
     assert len(data.prompts) == 3
 
 
+def test_prompts_of_a_file_replace_those_of_the_held_out_part_and_are_never_trained_on(
+    random_target: Path, tmp_path: Path
+) -> None:
+    rows = [{"messages": [ask(f"question {n}"), say(f"answer {n}")]} for n in range(40)]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    # One question is new, one is trained on otherwise.
+    asked = write_rows(
+        tmp_path / "asked.jsonl", [{"messages": [ask("a question of my own")]}, {"messages": [rows[0]["messages"][0]]}]
+    )
+    usual = load(source, random_target, tmp_path / "usual", held_out=0.2)
+    mine = load(source, random_target, tmp_path / "mine", held_out=0.2, prompts=str(asked))
+    tokenizer = load_tokenizer(str(random_target))
+    texts = sorted(tokenizer.decode(prompt.token_ids) for prompt in mine.prompts)
+    assert len(texts) == 2
+    assert any("a question of my own" in text for text in texts)
+    assert any("question 0" in text for text in texts)
+    assert len(mine.prompts) != len(usual.prompts)
+    trained = [tokenizer.decode(sample.input_ids) for sample in mine.train.samples]
+    assert not any("question 0" in text for text in trained)
+
+
 def test_a_held_out_part_without_an_answer_is_named(random_target: Path, tmp_path: Path) -> None:
     """All held-out rows are questions only: nothing is wrong with the training part."""
     rows = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(8)]

@@ -233,8 +233,8 @@ def test_arguments_for_vllm_are_given_one_by_one():
     assert parse(heads.Config, None, {}, args, prog="x").flags == ("--loop.steps", "2")
 
 
-PARTS = ("capture", "count", "fleet")
-"""Files of `redraft plan` beside the command."""
+PARTS = ("capture", "count", "fleet", "compare_report", "made_drafts")
+"""Files of `redraft plan` and `redraft compare` beside the command."""
 COMMAND_FILES = [
     path
     for path in sorted((ROOT / "recipes").rglob("*.py"))

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from redraft.eval.engine import wait as engine_wait
+from redraft.eval.engine.server import find_two_speeds
 
 CASES = {
     "another's server": ({}, False),
@@ -68,3 +69,22 @@ def loaded() -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_the_engine_core_of_our_servers_waits_with_sleeps(name: str, loaded: str) -> None:
     assert f"{name} mended {CASES[name][1]}\n" in loaded
+
+
+@pytest.mark.parametrize(
+    ("variables", "num_cores", "warned"),
+    [
+        ({}, 2, False),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, 2, True),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "8"}, 8, True),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "7"}, 8, False),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "0-7"}, 8, False),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, 1, False),
+    ],
+)
+def test_threads_that_leave_the_loop_no_core_are_warned_of(
+    variables: dict[str, str], num_cores: int, warned: bool
+) -> None:
+    warning = find_two_speeds(variables, num_cores)
+    assert bool(warning) == warned
+    assert (f"OMP_NUM_THREADS={num_cores - 1}" in warning) == warned

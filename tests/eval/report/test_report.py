@@ -68,7 +68,7 @@ def make_report(*differences: Difference, **changes: Any) -> dict[str, Any]:
         "engine": engine_section(
             with_draft,
             Lossless(num_prompts=2, differences=list(differences)),
-            after,
+            after.overall.tau,
             Speed(with_draft=WITH, without_draft=[25.0] * 8),
         ),
         "by_domain": domain_section(after, with_draft),
@@ -156,7 +156,8 @@ def test_the_page_begins_with_the_answer(tmp_path: Path):
 )
 def test_a_speed_that_the_rounds_do_not_tell_is_not_told(tmp_path: Path, rates: list[float] | None, answer: str):
     speed = Speed(with_draft=rates, without_draft=[25.0] * 8) if rates else None
-    section = engine_section(make_measurement(2, 1.0), Lossless(num_prompts=2, differences=[]), make_forecast(3), speed)
+    lossless = Lossless(num_prompts=2, differences=[])
+    section = engine_section(make_measurement(2, 1.0), lossless, make_forecast(3).overall.tau, speed)
     html = write_report(tmp_path, make_report(engine=section)).read_text()
     heading = re.sub(r"<[^>]+>", "", html.split("<h1>")[1].split("</h1>")[0])
     assert heading.endswith(answer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +9,8 @@ import pytest
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.measure import Measurement, Output
 from redraft.eval.prompts import Prompt
-from redraft.eval.report.page import TEMPLATES, write_page
 from redraft.eval.serving.drafts import Candidate, choose, predict
-from redraft.eval.serving.drafts_charts import build_charts
-from redraft.eval.serving.rounds import PLAIN, compare
+from redraft.eval.serving.rounds import PLAIN
 
 LOADS = (1, 8)
 HEAD = Candidate("head", "a head", {"method": "eagle3", "model": "x"}, 3, 10_000_000)
@@ -108,26 +105,3 @@ def test_the_drafts_that_pay_are_confirmed_in_the_order_of_their_speed_at_one_re
     assert [choice.candidate.name for choice in choose([slow, head, ngram], 3)] == ["ngram", "head"]
     assert [choice.candidate.name for choice in choose([slow, head, ngram], 1)] == ["ngram"]
     assert choose([slow], 3) == []
-
-
-@pytest.mark.parametrize("pays", [True, False])
-def test_the_page_tells_which_draft_pays(pays: bool, tmp_path: Path) -> None:
-    pytest.importorskip("vl_convert")
-    results = make_rounds("ngram", {1: 11.0, 8: 14.0}, (30, 20, 10, 0))
-    choices = [predict(NGRAM, results, LOADS)]
-    best = {"name": "ngram", "title": "n-grams", "predicted": choices[0].speedups}
-    best |= {str(load): {**compare(results, "ngram", load), "interval": [1.2, 1.6]} for load in LOADS}
-    report = {
-        "target": "models/target",
-        "command": "redraft drafts",
-        "drafts": [choice.to_json() for choice in choices],
-        "confirmed": [best] if pays else [],
-        "plain": {str(load): compare(results, PLAIN, load) for load in LOADS},
-        "settings": {"minutes": 2.5, "rounds": 3, "confirm_rounds": 6},
-        "environment": {"date": "2026-01-01"},
-        "duration_s": 60.0,
-    }
-    page = write_page(tmp_path, report, TEMPLATES / "drafts.html.j2", build_charts).read_text()
-    assert ("n-grams pay most: <em>1.45×</em>" in page) == pays
-    assert ("No draft should make this model faster here" in page) != pays
-    assert all(f'id="{name}"' in page for name in ("pays-1", "pays-8", "tokens-1", "tokens-8"))

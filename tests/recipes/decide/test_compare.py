@@ -1,4 +1,4 @@
-"""`redraft drafts`: the flags, and the whole command on the small target with real servers."""
+"""`redraft compare`: the flags, and the whole command on the small target with real servers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,12 @@ from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.folder import read_config
 from redraft.recipes import train
 from redraft.recipes.cli import dispatch, parse_recipe
-from redraft.recipes.cli.commands import COMMANDS
-from redraft.recipes.decide import drafts
-from redraft.recipes.decide.drafts import (
-    Config,
+from redraft.recipes.decide import compare, made_drafts
+from redraft.recipes.decide.compare import Config, Rounds, main
+from redraft.recipes.decide.made_drafts import (
+    Making,
     identify,
-    main,
-    make_drafts,
-    measure_all,
+    make_lookups,
     name_drafts,
     run_once,
     spread,
@@ -61,6 +59,7 @@ def test_layers_are_taken_at_equal_distances_with_the_first_and_the_last(tiny_ta
         ({"train": ("ngram+dflash-8k",)}, "ngram or retrieval goes before eagle3-Nk only"),
         ({"confirm_rounds": 5}, "no 95% interval"),
         ({"rounds": 0}, "--rounds must be at least 1"),
+        ({"resume": True, "overwrite": True}, "--resume.*--overwrite"),
     ],
 )
 def test_bad_flags_are_one_line(changes: dict[str, Any], message: str) -> None:
@@ -68,13 +67,26 @@ def test_bad_flags_are_one_line(changes: dict[str, Any], message: str) -> None:
         Config(**changes)
 
 
+def make_making(output: Path, target: object, **changes: Any) -> Making:
+    settings: dict[str, Any] = {
+        "answers": "answers.jsonl",
+        "prompts": output / "prompts.jsonl",
+        "num_prompts": 8,
+        "num_speculative_tokens": 3,
+        "max_tokens": 16,
+        "minutes": 0.5,
+    }
+    return Making(target=str(target), output=output, **settings | changes)
+
+
 @pytest.mark.parametrize("name", ["layers-2", "medusa", "eagle3-4k", "dflash-4k", "peagle-4k"])
 def test_every_family_takes_the_flags_of_its_training(name: str, tiny_target: Path, tmp_path: Path) -> None:
-    cfg = Config(answers=str(tmp_path / "answers.jsonl"), output=tmp_path)
-    _, module, *args = training_command(cfg, str(tiny_target), name)
+    _, module, *args = training_command(make_making(tmp_path, tiny_target), name)
     assert module == "redraft.recipes.train"
     parsed = parse_recipe(*train.choose_recipe(args, module))
-    assert parsed.loop.minutes == cfg.minutes
+    assert parsed.loop.minutes == 0.5
+    # The forecast is of the prompts of the first rounds.
+    assert (parsed.data.prompts, parsed.data.num_prompts) == (str(tmp_path / "prompts.jsonl"), 8)
     assert parsed.output == tmp_path / name
     assert not parsed.prove.engine
 
@@ -83,13 +95,14 @@ def test_a_finished_draft_is_kept_and_one_of_other_flags_or_another_target_refus
     tmp_path: Path, tiny_target: Path
 ) -> None:
     target = shutil.copytree(tiny_target, tmp_path / "target")
-    cfg, folder = Config(output=tmp_path), tmp_path / "layers-2"
+    folder = tmp_path / "layers-2"
     folder.mkdir()
     (folder / "report.json").write_text("{}")
 
     def run(*command: str) -> None:
         identify.cache_clear()
-        run_once(folder, folder / "report.json", [*command], cfg, str(target))  # there is no recipe x.py
+        # There is no recipe x.py.
+        run_once(folder, folder / "report.json", [*command], make_making(tmp_path, target))
 
     def keep(made: object) -> None:
         (tmp_path / "layers-2.command.json").write_text(json.dumps(made))
@@ -101,14 +114,48 @@ def test_a_finished_draft_is_kept_and_one_of_other_flags_or_another_target_refus
     (target / "config.json").write_text(json.dumps({**read_config(target), "rope_theta": 1.0}))
     with pytest.raises(ValueError, match=r"/target.*--overwrite"):
         run("x.py", "--a")
-    # of a release that did not know the target's files
-    keep(["x.py", "--a"])
-    with pytest.raises(ValueError, match="give --overwrite"):
-        run("x.py", "--a")
-    assert "redraft.recipes.decide.drafts" in {command.module for command in COMMANDS.values()}
 
 
-class Rounds:
+def test_an_interrupted_training_starts_again_or_is_resumed(tmp_path: Path, tiny_target: Path) -> None:
+    folder = tmp_path / "layers-2"
+    script = tmp_path / "recipe.py"
+    # The first run is interrupted after its checkpoint; later ones finish, and report their arguments.
+    script.write_text(
+        "import pathlib, sys\n"
+        f"folder = pathlib.Path({str(folder)!r})\n"
+        "new = not (folder / 'checkpoints').is_dir()\n"
+        "(folder / 'checkpoints').mkdir(parents=True, exist_ok=True)\n"
+        "sys.exit(1) if new else (folder / 'report.json').write_text(' '.join(sys.argv[1:]))\n"
+    )
+
+    def run(**changes: Any) -> None:
+        run_once(folder, folder / "report.json", [str(script)], make_making(tmp_path, tiny_target, **changes))
+
+    with pytest.raises(ValueError, match="layers-2"):
+        run()
+    # Without --resume it starts anew, so it is interrupted again.
+    with pytest.raises(ValueError, match="layers-2"):
+        run()
+    run(resume=True)
+    assert (folder / "report.json").read_text() == "--resume"
+
+
+def test_a_head_behind_two_lookups_is_trained_once(tmp_path: Path, tiny_target: Path) -> None:
+    script, folder = tmp_path / "recipe.py", tmp_path / "eagle3-8k"
+    script.write_text(
+        "import pathlib\n"
+        f"folder = pathlib.Path({str(folder)!r})\n"
+        "folder.mkdir()\n"
+        "(folder / 'report.json').write_text('{}')\n"
+        f"with open({str(tmp_path / 'runs')!r}, 'a') as file: file.write('x')\n"
+    )
+    making = make_making(tmp_path, tiny_target, overwrite=True)
+    for _ in range(2):
+        run_once(folder, folder / "report.json", [str(script)], making)
+    assert (tmp_path / "runs").read_text() == "x"
+
+
+class Servers:
     """Servers that do not start, and rounds of them; the group with the draft `broken` is interrupted."""
 
     def __init__(self) -> None:
@@ -137,9 +184,9 @@ class Rounds:
 def test_finished_groups_of_rounds_are_kept_whole(
     tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds = Rounds()
-    monkeypatch.setattr(drafts, "start_servers", rounds.start)
-    monkeypatch.setattr(drafts, "run_rounds", rounds.run)
+    servers = Servers()
+    monkeypatch.setattr(compare, "start_servers", servers.start)
+    monkeypatch.setattr(compare, "run_rounds", servers.run)
     (tmp_path / "c").mkdir()
     candidates = [
         *(Candidate(name, name, {"method": "ngram"}, 2) for name in ("a", "b")),
@@ -147,28 +194,28 @@ def test_finished_groups_of_rounds_are_kept_whole(
     ]
     prompts = [Prompt(token_ids=[1, 2])]
 
-    def measure(**changes: Any) -> dict[str, Results]:
+    def measure(**changes: Any) -> list[Results]:
         cfg = Config(together=3, output=tmp_path / "drafts", **changes)
-        return measure_all(cfg, str(tiny_target), candidates, prompts)
+        rounds = Rounds(cfg, str(tiny_target), "compiled", {})
+        return [rounds.measure_first(group, prompts) for group in (candidates[:2], candidates[2:])]
 
-    rounds.broken = "c"
+    servers.broken = "c"
     with pytest.raises(KeyboardInterrupt):
         measure()
-    rounds.broken = ""
-    results = measure()
+    servers.broken = ""
+    first, last = measure()
     # two drafts beside the target alone, then the last one; the first group was finished
-    assert rounds.started == [["none", "a", "b"], ["none", "c"], ["none", "c"]]
-    assert results["a"] == results["b"]
-    assert set(results["c"]) == {("none", 1), ("none", 8), ("none", 4), ("none", 32), ("c", 1), ("c", 8)}
-    assert results["c"] != results["a"], "each group has rounds of the target alone"
-    assert measure() == results
-    assert len(rounds.started) == 3
+    assert servers.started == [["none", "a", "b"], ["none", "c"], ["none", "c"]]
+    assert set(last) == {("none", 1), ("none", 8), ("none", 4), ("none", 32), ("c", 1), ("c", 8)}
+    assert last["none", 1] != first["none", 1], "each group has rounds of the target alone"
+    assert measure() == [first, last]
+    assert len(servers.started) == 3
     # a draft that was trained again, and other settings
     (tmp_path / "c" / "model.safetensors").write_text("new")
-    assert measure()["a"] == results["a"]
-    assert rounds.started[3:] == [["none", "c"]]
+    assert measure()[0] == first
+    assert servers.started[3:] == [["none", "c"]]
     measure(max_tokens=32)
-    assert len(rounds.started) == 6
+    assert len(servers.started) == 6
 
 
 def test_a_finished_draft_that_proposes_less_is_refused_before_the_trainings(
@@ -176,8 +223,8 @@ def test_a_finished_draft_that_proposes_less_is_refused_before_the_trainings(
 ) -> None:
     save_file({"hidden_norm.weight": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "block_size": 4}))
-    monkeypatch.setattr(drafts, "load_prompts", lambda *_: ([], []))
-    monkeypatch.setattr(drafts, "run_once", lambda *_: pytest.fail("a training was started"))
+    monkeypatch.setattr(compare, "load_prompts", lambda *_: ([], []))
+    monkeypatch.setattr(made_drafts, "run_once", lambda *_: pytest.fail("a training was started"))
     draft: dict[str, Any] = {"draft": (str(tmp_path),), "num_speculative_tokens": 5}
     cfg = Config(target="target", answers="answers.jsonl", output=tmp_path / "drafts", **draft)
     with pytest.raises(ValueError, match=r"5.*DFlash.*3"):
@@ -188,7 +235,7 @@ def test_a_target_that_cannot_be_had_is_told_before_the_trainings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("redraft.heads.files.folder._download", lambda name: "no network")
-    monkeypatch.setattr(drafts, "run_once", lambda *_: pytest.fail("a training was started"))
+    monkeypatch.setattr(made_drafts, "run_once", lambda *_: pytest.fail("a training was started"))
     with pytest.raises(FileNotFoundError, match="redraft-tests/none"):
         main(Config(target="redraft-tests/none", answers="answers.jsonl", output=tmp_path))
 
@@ -201,10 +248,12 @@ def test_the_answers_in_redraft_are_for_the_target_in_it(tmp_path: Path, monkeyp
         folder.mkdir(exist_ok=True)
         Retrieval(Counts(max_run=1), {(5,): (6, 0.9)}, [0.0, 0.1]).write(folder)
 
-    monkeypatch.setattr(drafts, "run_once", count)
+    monkeypatch.setattr(made_drafts, "run_once", count)
 
     def names(**changes: Any) -> list[str]:
-        return [made.name for made in make_drafts(Config(train=(), output=tmp_path, **changes), "a target")]
+        cfg = Config(train=(), output=tmp_path, **changes)
+        making = make_making(tmp_path, "a target", answers=cfg.known_answers)
+        return [made.name for made in make_lookups(making)]
 
     assert names() == ["ngram", "retrieval"]
     assert names(target="t", answers="mine.jsonl") == ["ngram", "retrieval"]
@@ -220,7 +269,7 @@ def test_the_answers_in_redraft_are_for_the_target_in_it(tmp_path: Path, monkeyp
 def test_trainings_without_answers_of_the_target_are_refused_with_the_command_that_writes_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert dispatch(["drafts", "--target", "models/t"]) == 2
+    assert dispatch(["compare", "--target", "models/t"]) == 2
     error = capsys.readouterr().err
     assert "`redraft regenerate --target models/t --source stdlib-functions --output answers.jsonl`" in error
     assert error.count("\n") == 1
@@ -228,7 +277,7 @@ def test_trainings_without_answers_of_the_target_are_refused_with_the_command_th
 
 def test_finished_drafts_have_different_names(tmp_path: Path) -> None:
     def names(*sources: str) -> list[str]:
-        named = name_drafts(Config(draft=sources, train=("layers-2",)))
+        named = name_drafts(sources, ("layers-2",))
         assert tuple(map(str, named.values())) == sources
         return list(named)
 
@@ -280,4 +329,11 @@ def test_the_command_makes_serves_and_compares_drafts(tiny_target: Path, tmp_pat
         assert served["num_speculative_tokens"] == draft["num_speculative_tokens"]
         assert served["speedup"] == pytest.approx(draft["measured"]["1"]["ratio"], rel=0.5)
     assert all(len(row["1"]["ratios"]) == 6 for row in report["confirmed"])
+    assert report["baseline"].keys() >= {"mode", "tokens_s", "step_ms", "limit_share", "speeds"}
+    assert report["speed"]["rounds"] == 6
+    assert report["speed"]["by_draft"].keys() >= {"none", "ngram"}
+    assert report["served"]["lossless"]
+    # The forecast is of the prompts that the engine answered.
+    forecast, engine = report["offline"]["forecast_per_position"], report["engine"]["acceptance_per_position"]
+    assert engine == pytest.approx(forecast, abs=0.15)
     assert (cfg.output / "report.html").is_file()

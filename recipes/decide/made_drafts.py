@@ -1,0 +1,254 @@
+"""The drafts of a comparison: lookups that need no training, finished drafts, and drafts that are trained here.
+
+Each training is a process of its own, with the flags that a user would type. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups
+from redraft.eval.engine.server import require_servable
+from redraft.eval.hardware import this_machine
+from redraft.eval.serving.drafts import Candidate
+from redraft.eval.serving.rounds import PLAIN
+from redraft.heads.files.artifact import fingerprint, write_whole
+from redraft.heads.files.checkpoint import load_text_config
+from redraft.heads.files.folder import count_parameters, model_folder
+
+LAYERS = re.compile(r"layers-(\d+)")
+HEAD = re.compile(r"(eagle3|dflash|peagle)-(\d+)k")
+OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {
+    "eagle3": lambda tokens: [
+        *("--head.num-steps", str(tokens), "--head.fc-norm", "--init", "least_squares", "--init-tokens", "32768")
+    ],
+    "medusa": lambda tokens: ["--head.num-heads", str(tokens)],
+    # A block of the known token and the drafted ones. The default, 512 blocks of 16, is for GPUs: on a CPU a step would
+    # take half a minute.
+    "dflash": lambda tokens: ["--head.block-size", str(tokens + 1), "--head.num-anchors", "64"],
+}
+"""Flags of the recipes that depend on the number of draft tokens."""
+
+ADAMW = ("--optim.lr", "1e-3")
+MUON = ("--optim.name", "muon", "--optim.momentum", "0.8", "--optim.lr")
+"""Flags of the optimizers. In a short run all families learn more with Muon, but Medusa. A training of minutes has no
+time for the long memory of a higher momentum."""
+
+MUON_RATE, STARTED_RATE = "2e-3", "5e-4"
+"""Muon's learning rate, and that of a head that starts by least squares: a higher one would undo the start."""
+
+RETRIEVAL = "retrieval"
+LOOKUP_TITLES = {NGRAM: "n-grams", RETRIEVAL: "counted answers"}
+LOOKUP_TOKENS = {NGRAM: 4, RETRIEVAL: 6}
+"""Most draft tokens of a step. Counted answers propose fewer if they are unlikely."""
+
+MAX_PROMPT_TOKENS = 360
+"""Longest prompt of the rounds, in tokens."""
+
+CHECKPOINTS = "checkpoints"
+"""Folder of a training's checkpoints in its run."""
+
+HEAD_REQUESTS = 4
+"""A head behind counted answers drafts in steps of at most so many requests. In larger ones a token costs more to
+verify than it gains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Making:
+    """How drafts are made for a target."""
+
+    target: str
+    output: Path
+    answers: str | None
+    """Answers of the target; None if nothing is trained or counted."""
+    prompts: Path
+    """Conversations that the trainings forecast on: those of the first rounds."""
+    num_prompts: int
+    num_speculative_tokens: int
+    max_tokens: int
+    minutes: float
+    flags: tuple[str, ...] = ()
+    """Further flags of every training."""
+    resume: bool = False
+    overwrite: bool = False
+    made: set[Path] = field(default_factory=set)
+    """Folders made by this process: a head behind two lookups is trained once."""
+
+
+def parse_trained(name: str) -> DraftSource:
+    """A name of --train; `source` is the draft to train."""
+    return DraftSource.parse(name, (RETRIEVAL,))
+
+
+def make_lookups(making: Making) -> Iterator[Candidate]:
+    """The drafts that need no training: n-grams, and counted answers if there are answers."""
+    yield Candidate(NGRAM, "n-grams", DraftSource(source=NGRAM).speculative(), LOOKUP_TOKENS[NGRAM])
+    if making.answers:
+        # A folder with a config.json is whole: `redraft retrieval` publishes with one rename.
+        counted = making.output / RETRIEVAL
+        module = ("-m", "redraft.recipes.data.retrieval")
+        command = [*module, "--target", making.target, "--source", making.answers, "--output", str(counted)]
+        run_once(counted, counted / "config.json", command, making)
+        config = DraftSource(source=str(counted)).speculative()
+        yield Candidate(RETRIEVAL, "counted answers", config, LOOKUP_TOKENS[RETRIEVAL])
+
+
+def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:
+    """The trained drafts, each trained when it is asked for; a finished one is kept.
+
+    A head with a lookup before it is the same head, trained once.
+    """
+    for name in names:
+        draft = parse_trained(name)
+        run = making.output / draft.source
+        # The report is written last, so it stands for a finished training.
+        run_once(run, run / "report.json", training_command(making, draft.source), making)
+        lookup = str(making.output / RETRIEVAL) if draft.lookup == RETRIEVAL else draft.lookup
+        served = replace(draft, source=str(run / "draft"), lookup=lookup)
+        most = LOOKUP_TOKENS[draft.lookup] if draft.lookup else making.num_speculative_tokens
+        config = served.speculative(lookups=Lookups(head_requests=HEAD_REQUESTS))
+        report = json.loads((run / "report.json").read_text())["train"]
+        yield Candidate(name, title(name), config, most, count_parameters(run / "draft"), report)
+
+
+def finished_drafts(sources: Sequence[str], made: Sequence[str], num_speculative_tokens: int) -> Iterator[Candidate]:
+    """The drafts of --draft; `made` are the names of those to train.
+
+    Raises: ValueError or FileNotFoundError if one is none, or would not be served so.
+    """
+    for name, draft in name_drafts(sources, made).items():
+        size = count_parameters(draft.folder) if draft.folder else None
+        candidate = Candidate(name, name, draft.speculative(), num_speculative_tokens, size)
+        require_servable(candidate.speculative_config)
+        yield candidate
+
+
+def name_drafts(sources: Sequence[str], trained: Sequence[str]) -> dict[str, DraftSource]:
+    """The drafts of --draft by name; one whose short name another draft has too is called by its whole source.
+
+    Raises:
+        ValueError: a source is given twice, or has the name of a draft that is made here.
+    """
+    made = [PLAIN, NGRAM, RETRIEVAL, *trained]
+    drafts = [DraftSource.parse(source) for source in sources]
+    for source in sources:
+        if sources.count(source) > 1:
+            raise ValueError(f"--draft {source} is given twice")
+        if source in made:
+            raise ValueError(f"--draft {source}: the comparison has one of this name; a folder is ./{source}")
+    names = [*made, *(draft.name for draft in drafts)]
+    return {draft.name if names.count(draft.name) == 1 else str(draft): draft for draft in drafts}
+
+
+def training_command(making: Making, name: str) -> list[str]:
+    """The recipe of a draft, and the flags. All see the same answers for the same time. The start of an EAGLE-3 head is
+    fitted before.
+
+    Raises:
+        ValueError: the target has too few layers.
+    """
+    assert making.answers is not None, "a training without answers is refused before"
+    tokens = str(making.num_speculative_tokens)
+    if found := LAYERS.fullmatch(name):
+        family, own = "standalone", ["--draft.layers", *map(str, spread(int(found[1]), making.target))]
+    elif found := HEAD.fullmatch(name):
+        family, own = found[1], ["--draft-vocab-size", str(1024 * int(found[2]))]
+        own += OWN_FLAGS[found[1]](making.num_speculative_tokens) if found[1] in OWN_FLAGS else []
+    else:
+        family, own = "medusa", OWN_FLAGS[name](making.num_speculative_tokens)
+    return [
+        *(
+            "-m",
+            "redraft.recipes.train",
+            family,
+            "--target",
+            making.target,
+            "--output",
+            str(making.output / name),
+            *own,
+        ),
+        *("--mixed-precision", "bf16" if this_machine().has_bfloat16 else "no"),
+        *("--data.source", making.answers, "--data.held-out", "0.02"),
+        # The forecast is of the prompts that the first rounds measure.
+        *("--data.prompts", str(making.prompts), "--data.num-prompts", str(making.num_prompts)),
+        *("--data.max-prompt-tokens", str(MAX_PROMPT_TOKENS), "--prove.max-tokens", str(making.max_tokens)),
+        *("--divergence.name", "lk_hybrid", "--optim.max-grad-norm", "0.5"),
+        *(ADAMW if name == "medusa" else (*MUON, STARTED_RATE if name.startswith("eagle3") else MUON_RATE)),
+        *("--loop.minutes", str(making.minutes), "--loop.batch-size", "4", "--loop.sequence-length", "512"),
+        # No evaluation or engine in between: the minutes are for steps, and the rounds measure later.
+        *("--loop.eval-every", "0", "--loop.save-every", "50", "--prove.no-engine"),
+        # The target answers the held-out prompts once, for all trainings.
+        *("--prove.num-speculative-tokens", tokens, "--prove.reference", str(making.output / "target"), *making.flags),
+    ]
+
+
+def spread(count: int, target: str) -> list[int]:
+    """`count` layers of the target at equal distances, the first and the last included.
+
+    Raises:
+        ValueError: the target has fewer.
+    """
+    layers = int(load_text_config(target).num_hidden_layers)
+    if not 1 <= count < layers:
+        raise ValueError(f"--train layers-{count}: {target} has {layers} layers, so give 1 to {layers - 1}")
+    # E.g. 4 of 30 layers: 0, 10, 19, 29. A single one is the first.
+    return [round(i * (layers - 1) / max(1, count - 1)) for i in range(count)]
+
+
+def title(name: str) -> str:
+    """The name of a draft on the page."""
+    draft = parse_trained(name)
+    if draft.lookup:
+        limit = "" if draft.head_tokens is None else f", up to {draft.head_tokens} of its own"
+        return f"{LOOKUP_TITLES[draft.lookup]} before {title(draft.source)}{limit}"
+    if found := LAYERS.fullmatch(name):
+        return f"{found[1]} of the target's layers"
+    if found := HEAD.fullmatch(name):
+        family = {"eagle3": "EAGLE-3", "dflash": "DFlash", "peagle": "P-EAGLE"}[found[1]]
+        return f"{family}, {found[2]}k ids"
+    return "Medusa"
+
+
+def run_once(folder: Path, result: Path, command: list[str], making: Making) -> None:
+    """Run a recipe in a separate process, unless the result exists. `making.resume` continues an interrupted one.
+
+    Raises:
+        ValueError: it fails, after it has printed the reason; or the result is of other flags, or of other files of the
+            target.
+    """
+    if folder in making.made:
+        return
+    making.made.add(folder)
+    kept = making.output / f"{folder.name}.command.json"
+    made = {"command": command, "target": identify(making.target)}
+    is_same = kept.is_file() and json.loads(kept.read_text()) == made
+    if result.is_file() and not making.overwrite:
+        if not is_same:
+            raise ValueError(
+                f"{folder} was made with other flags, or the files of {making.target} have changed since: give "
+                "--overwrite, or another --output"
+            )
+        print(f"{folder} is already done")
+        return
+    resumes = making.resume and is_same and (folder / CHECKPOINTS).is_dir()
+    if not resumes:
+        shutil.rmtree(folder, ignore_errors=True)
+    # Before the run, so that an interrupted one is known by its flags.
+    write_whole(kept, json.dumps(made))
+    print(f"\nmake {folder.name}", flush=True)
+    if subprocess.run([sys.executable, *command, *(["--resume"] if resumes else [])]).returncode:
+        raise ValueError(f"{folder.name} failed, see above")
+
+
+@functools.cache
+def identify(target: str) -> str:
+    """The fingerprint of the target's files."""
+    return fingerprint(model_folder(target))
