@@ -19,6 +19,14 @@ import tyro
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 
+class RefusedConfigError(Exception):
+    """A config refused its values for `reason`, which tyro, if it caught it, would print in a box."""
+
+    def __init__(self, reason: ValueError) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 def make_registry(common: Container[str] | None = None) -> ConstructorRegistry:
     """The rule below for tyro. Help leaves out flags whose "Class.field" is not in `common`; None leaves out none."""
     registry = ConstructorRegistry()
@@ -27,7 +35,10 @@ def make_registry(common: Container[str] | None = None) -> ConstructorRegistry:
 
 
 def describe_dataclass(info: StructTypeInfo, *, common: Container[str] | None = None) -> StructConstructorSpec | None:
-    """The fields of a dataclass, as in tyro's rule, with folded help."""
+    """The fields of a dataclass, as in tyro's rule, with folded help.
+
+    The config raises RefusedConfigError where `__post_init__` raises a ValueError.
+    """
     if not dataclasses.is_dataclass(info.type):
         return None
     hints = get_type_hints(info.type, include_extras=True)
@@ -48,13 +59,22 @@ def describe_dataclass(info: StructTypeInfo, *, common: Container[str] | None = 
         if tyro.conf.UseAppendAction not in getattr(hint, "__metadata__", ()):  # tyro calls those repeatable
             if default in ((), "", {}):
                 hint = Annotated[hint, tyro.conf.arg(help_behavior_hint="(default: none)")]
+            elif default is True:  # help prints --no-FLAG
+                hint = Annotated[hint, tyro.conf.arg(help_behavior_hint="(on; this flag turns it off)")]
             elif default is tyro.MISSING_NONPROP:  # positional ones, of which tyro would accept none
                 hint = Annotated[hint, tyro.conf.arg(help_behavior_hint="(required)")]
         text = docs.get(field.name)
         if common is not None and text is not None:
             text = text.partition(". ")[0].rstrip(".") + "."  # `--help-all` prints all of it
         fields.append(StructFieldSpec(name=field.name, type=hint, default=default, helptext=text))
-    return StructConstructorSpec(instantiate=info.type, fields=tuple(fields))
+
+    def instantiate(**values: Any) -> Any:
+        try:
+            return info.type(**values)
+        except ValueError as error:
+            raise RefusedConfigError(error) from error
+
+    return StructConstructorSpec(instantiate=instantiate, fields=tuple(fields))
 
 
 def find_owner(config_type: type, name: str) -> type:

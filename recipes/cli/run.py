@@ -127,13 +127,13 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
     the result as such a file, and ends.
 
     Raises:
-        ValueError: for an unknown preset or a bad file.
+        ValueError: for an unknown preset, a bad file or a value that the config refuses.
         SystemExit: 2 from tyro for anything unreadable; 0 after `--help` and `--print-config`.
     """
     import tyro  # a tenth of a second, too long for `redraft --help`
 
     from redraft.recipes.cli.config_file import read_config, render_config
-    from redraft.recipes.cli.flags import make_registry
+    from redraft.recipes.cli.flags import RefusedConfigError, make_registry
 
     description, presets, default = recipe.description, recipe.presets, recipe.default
     # tyro knows neither presets nor files: the flags are taken out, and become the default of the whole config.
@@ -156,14 +156,20 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
     common = recipe.common if _asks_for_help(rest) and not every else None
     if common is not None and description is not None:
         description = f"{description}\n--help-all prints all flags; --print-config writes them as a file for --config."
-    config = tyro.cli(
-        recipe.config_type,
-        description=description,
-        args=[*rest, "--help"] if every else rest,
-        prog=recipe.prog,
-        registry=make_registry(common),
-        **({} if default is None else {"default": default}),
-    )
+    # Help prints the form of a boolean flag that changes the default; the parser takes both.
+    markers = (tyro.conf.FlagCreatePairsOff,) if every or _asks_for_help(rest) else ()
+    try:
+        config = tyro.cli(
+            recipe.config_type,
+            description=description,
+            args=[*rest, "--help"] if every else rest,
+            prog=recipe.prog,
+            config=markers,
+            registry=make_registry(common),
+            **({} if default is None else {"default": default}),
+        )
+    except RefusedConfigError as error:
+        raise error.reason from None
     if prints:
         print(render_config(config), end="")
         raise SystemExit(0)

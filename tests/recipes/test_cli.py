@@ -42,6 +42,14 @@ class Config:
     optim: Optim = field(default_factory=Optim)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Switches:
+    quick: bool = True
+    """Skips the slow part."""
+    dry: bool = False
+    """Changes nothing."""
+
+
 PRESETS = {"demo": Config(steps=2, optim=Optim(lr=0.5))}
 
 
@@ -216,6 +224,29 @@ def test_every_flag_says_what_it_does(name, shown):
     assert "-h, --help" in flags
     assert not [flag for flag, text in flags.items() if re.fullmatch(r"(\((default|required|repeatable).*)?", text)]
     assert "(default: )" not in shown[name]["text"]
+
+
+def test_all_commands_together_have_at_most_250_flags(shown):
+    flags = {flag for name in shown for flag in re.findall(r"--[a-z][\w.-]+", shown[name]["text"])}
+    assert len(flags) <= 250, f"{len(flags)} flags"
+
+
+def test_help_shows_the_form_of_a_switch_that_changes_it_and_the_parser_takes_both(capsys):
+    with pytest.raises(SystemExit):
+        parse(Switches, "x", {}, ["--help"], prog="redraft x")
+    flags = read_flags(capsys.readouterr().out)
+    assert flags.keys() == {"-h, --help", "--no-quick", "--dry"}
+    assert flags["--no-quick"] == "Skips the slow part. (on; this flag turns it off)"
+    assert parse(Switches, "x", {}, ["--quick", "--no-dry"], prog="x") == Switches()
+    assert parse(Switches, "x", {}, ["--no-quick", "--dry"], prog="x") == Switches(quick=False, dry=True)
+
+
+def test_a_value_that_a_config_refuses_is_one_line(capsys):
+    assert dispatch(["train", "eagle3", "--optim.lr", "-1"]) == 2
+    assert dispatch(["plan", "train", "--devices", "0"]) == 2
+    shown = capsys.readouterr()
+    first, second = shown.err.splitlines()
+    assert ("-1.0" in first, "--devices is 0" in second, shown.out) == (True, True, "")
 
 
 def test_the_docstring_of_a_field_is_folded_into_whole_lines(capsys):
