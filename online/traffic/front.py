@@ -2,6 +2,7 @@
 
     clients ──► port          the servers' API only        heads: 64 KiB, 10 s      bodies: no pause above 30 s
     operators ─► admin_port   /metrics, /redraft/...       unfinished requests: at most a quarter of the descriptors
+    SIGTERM ──► the end        running answers: 20 s          unfinished requests: 1 s
 
 uvicorn limits none of these: one client's half-sent requests would take every descriptor for as long as it likes.
 """
@@ -52,6 +53,10 @@ TICK_S = 0.1
 read what clients sent."""
 
 TICKS_BETWEEN_LOOKS = 10
+
+ENDING_S = 20.0
+"""Time for running answers to end after SIGTERM. The records are shipped then: with the 10 s of the
+ingest log the process ends within 30 s, after which Kubernetes would kill it."""
 
 REFUSED_HEAD = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -163,7 +168,9 @@ class FrontServer(uvicorn.Server):
         admin: AdminServer | None = None,
         guard: Guard | None = None,
     ) -> None:
-        super().__init__(_configure(app, host=host, port=port))
+        # Our own end comes first: uvicorn's would cancel a stream, and not wait for its record.
+        limit_s = int(ENDING_S) + 2
+        super().__init__(_configure(app, host=host, port=port, timeout_graceful_shutdown=limit_s))
         self.admin, self.guard = admin, guard or Guard()
         self.max_unfinished = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * MAX_UNFINISHED_SHARE)
         self._unfinished: dict[Any, tuple[_Wait, float]] = {}
@@ -185,6 +192,24 @@ class FrontServer(uvicorn.Server):
             with self.guard.round("unfinished-requests"):
                 self.close_unfinished(self._num_ticks * TICK_S)
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End after the running answers, at most `ENDING_S` later. What has not arrived is not awaited."""
+        ending = asyncio.create_task(self._end_connections())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_connections(self) -> None:
+        self.max_unfinished = 0  # so all of them are closed, once they make no progress
+        for _ in range(int(ENDING_S / TICK_S)):
+            self._num_ticks += 1
+            with self.guard.round("unfinished-requests"):
+                self.close_unfinished(self._num_ticks * TICK_S)
+            await asyncio.sleep(TICK_S)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # as if the client had left: what was answered is recorded
 
     def close_unfinished(self, now_s: float) -> None:
         """Close connections after too long a wait, and the oldest if there are too many."""

@@ -43,6 +43,10 @@ RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 """vLLM's variable with prefixes of those that Ray workers get; workers on other machines inherit none."""
 
 
+SHUTDOWN_TIMEOUT_S = 30
+"""vLLM's --shutdown-timeout: the time after SIGTERM for running answers, and for the records that wait.
+vLLM's default of 0 kills the workers, and their records, at once."""
+
 MODEL_FLAGS = ("method", "draft_sample_method", "draft_quantization", "adaptive_verification")
 """Options without a meaning for a lookup alone."""
 
@@ -110,6 +114,8 @@ def server_command(cfg: Config) -> list[str]:
     folder = _draft(cfg).folder
     arguments = ["--speculative-config", json.dumps(vllm_keys(speculative_config(cfg)))]
     arguments += template_arguments(folder) if folder else []
+    if cfg.capture.is_on:
+        arguments += ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
     # Before the user's arguments, which win.
     return vllm_command(cfg.target, ["--dtype", engine_dtype(cfg.target), *arguments, *cfg.vllm_args])
 

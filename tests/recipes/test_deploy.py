@@ -276,6 +276,15 @@ def test_a_policy_of_the_network_selects_every_pod_and_lets_none_at_the_log_but_
     assert [source["podSelector"]["matchLabels"]["app"] for source in rule["from"]] == ["vllm", "redraft-learner"]
 
 
+def test_a_pod_has_the_time_to_end_its_answers_and_ship_its_records():
+    pod = manifest("Deployment", "vllm")["spec"]["template"]["spec"]
+    (server,) = pod["containers"]
+    (timeout_s,) = (int(arg.split("=")[1]) for arg in server["args"] if arg.startswith("--shutdown-timeout"))
+    _, pause_s = server["lifecycle"]["preStop"]["exec"]["command"]
+    assert timeout_s == serve.SHUTDOWN_TIMEOUT_S
+    assert int(pause_s) + timeout_s + 20 <= pod["terminationGracePeriodSeconds"]
+
+
 def test_a_drain_takes_one_server_at_a_time():
     budget = manifest("PodDisruptionBudget", "vllm")["spec"]
     assert budget["maxUnavailable"] == 1

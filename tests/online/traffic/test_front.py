@@ -12,15 +12,19 @@ import sys
 import time
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 from fake_completions import Upstream
 from test_router import PATH
 from waiting import in_event_loop, until, wait_until
 
+from redraft.online.records.record import read_frames
+from redraft.online.records.spool import spool_files
 from redraft.online.traffic import front
 from redraft.online.traffic.front import AdminServer, BoundedProtocol, FrontServer
 from redraft.online.traffic.router import RouterConfig, build_router
+from redraft.online.traffic.tap import TapConfig
 
 
 class Front(FrontServer):
@@ -154,6 +158,44 @@ async def test_an_upgrade_is_a_request_like_any_other(tmp_path, caplog, method, 
         assert not caplog.records
 
 
+STREAM = b'{"prompt": "x", "stream": true}'
+HALVES = (
+    b"POST / HTTP/1.1\r\nHost:",
+    b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\na",
+    b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n",
+)
+
+
+@pytest.mark.parametrize("sent", HALVES)
+@in_event_loop
+async def test_half_a_request_does_not_delay_the_end(tmp_path, monkeypatch, sent):
+    monkeypatch.setattr(front, "ENDING_S", 1e9)
+    async with fronted(tmp_path) as (server, _):
+        client = await connect(server, sent)
+        await settle(server, 1)
+        server.should_exit = True
+        await until(lambda: not server.server_state.connections, timeout_s=60)
+        await until(lambda: server.lifespan.shutdown_event.is_set(), timeout_s=60)
+        assert await client[0].read() == b""
+
+
+@in_event_loop
+async def test_an_answer_without_an_end_is_cut_at_the_end_and_its_record_is_shipped(
+    tmp_path, monkeypatch, random_target
+):
+    monkeypatch.setattr(front, "ENDING_S", 0.3)
+    settings = {"tap": TapConfig(spool=tmp_path / "spool", top_k=2), "target": random_target}
+    async with fronted(tmp_path, **settings) as (server, upstream):
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(STREAM)}\r\n\r\n".encode()
+        reader, _client = await connect(server, head + STREAM)
+        await reader.readuntil(b"data: {")
+        server.should_exit = True
+        await until(lambda: server.lifespan.shutdown_event.is_set(), timeout_s=60)
+        assert not upstream.gate.is_set(), "the server still answers"
+    (record,) = (r for path in spool_files(tmp_path / "spool") for _, r in read_frames(path.read_bytes()))
+    np.testing.assert_array_equal(record.output_ids, [7, 8])
+
+
 @in_event_loop
 async def test_a_failing_look_at_unfinished_requests_ends_no_stream_and_is_logged_once(tmp_path, caplog):
     async with fronted(tmp_path) as (server, _):
@@ -168,6 +210,8 @@ async def test_a_failing_look_at_unfinished_requests_ends_no_stream_and_is_logge
 STANDING_STILL = """
 import asyncio, sys
 from starlette.responses import PlainTextResponse
+from redraft.online.records.record import read_frames
+from redraft.online.records.spool import spool_files
 from redraft.online.traffic import front
 
 async def main():

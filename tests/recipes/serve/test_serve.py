@@ -65,6 +65,14 @@ def test_what_stands_behind_the_dashes_goes_to_vllm_as_it_is(tmp_path):
     assert speculative["method"] == "draft_model"
 
 
+def test_a_server_that_records_ships_its_records_before_it_ends(tmp_path):
+    write_draft(tmp_path)
+    given = ("target", "--draft", str(tmp_path))
+    assert "--shutdown-timeout" not in server_command(parse(*given))
+    command = server_command(parse(*given, "--capture.spool", str(tmp_path), "--", "--shutdown-timeout", "5"))
+    assert [value for flag, value in itertools.pairwise(command) if flag == "--shutdown-timeout"] == ["30", "5"]
+
+
 @pytest.mark.parametrize(("on_cpu", "asked"), [(True, "float32"), (False, "auto")])
 def test_the_target_is_served_in_the_type_of_training_unless_the_user_names_one(tmp_path, monkeypatch, on_cpu, asked):
     """A CPU without instructions for bfloat16 computes it a hundred times slower, and vLLM would still do so."""
