@@ -91,13 +91,17 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "speculative": (SPECULATIVE,),
         "WorkerWrapperBase": ("v1.worker.worker_base:WorkerWrapperBase",),
     },
-    "online/engine/routes.py": {
-        "self.engine": (ENGINE,),
+    "online/engine/routes.py": {"engine_client": (ENGINE,)},
+    "online/engine/client_origin.py": {
         "engine_client": (ENGINE,),
+        "sampling_params": ("sampling_params:SamplingParams",),
+    },
+    "online/engine/engine_calls.py": {"self.engine": (ENGINE,)},
+    "online/engine/swap_transaction.py": {
+        "self.engine": (ENGINE,),
         "vllm_config": (VLLM_CONFIG,),
         "vllm_config.model_config": ("config.model:ModelConfig",),
         "parallel": ("config.parallel:ParallelConfig",),
-        "sampling_params": ("sampling_params:SamplingParams",),
     },
     "online/engine/domains.py": {
         "Scheduler": ("v1.core.sched.scheduler:Scheduler",),

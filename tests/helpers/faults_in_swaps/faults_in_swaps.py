@@ -22,7 +22,7 @@ import torch
 def register() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from redraft.online.engine import routes
+    from redraft.online.engine import swap_transaction
     from redraft.online.engine import worker as engine_worker
     from redraft.online.engine.staging import Staging
 
@@ -58,7 +58,7 @@ def register() -> None:
 
     engine_worker._load, Staging._stage = begin_or_fail, stage_or_die
     AsyncLLM.pause_generation = pause_or_hang
-    routes.PAUSE_TIMEOUT_S = float(os.environ["PAUSE_TIMEOUT_S"])
+    swap_transaction.PAUSE_TIMEOUT_S = float(os.environ["PAUSE_TIMEOUT_S"])
 
 
 def _take(fault: str) -> bool:

@@ -15,15 +15,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI
 from starlette.testclient import TestClient
+from waiting import in_event_loop, until
 
 from redraft.heads.files.artifact import publish
-from redraft.online.engine import domains
+from redraft.online.engine import domains, swap_transaction
 from redraft.online.engine import routes as plugin_routes
 from redraft.online.engine.config import PluginConfig
+from redraft.online.engine.engine_calls import DEAD, RefusedError
 from redraft.online.engine.routes import Endpoint
 from redraft.online.engine.swap import Layout, require_same_layout
+from redraft.online.engine.swap_transaction import Asked, Swaps
 from redraft.online.fleet.registry import Registry, hash_manifest
 
 READ = ["redraft_stage", "redraft_staged"]
@@ -116,10 +119,10 @@ def staged(registry, version="v000002", **changes):
     return read | changes
 
 
-def make_client(registry, engine, endpoint=None):
-    endpoint = endpoint or Endpoint()
+def make_client(registry, engine, *, can_pause=True):
+    endpoint = Endpoint()
     endpoint.config = PluginConfig(registry=registry, token="right", allow_remote=True)
-    endpoint.engine = engine
+    endpoint.swaps = Swaps(registry, engine, can_pause=can_pause)
     app = FastAPI()
     endpoint.attach_router(app)
     return TestClient(app, raise_server_exceptions=False, headers={"Authorization": "Bearer right"})
@@ -162,9 +165,8 @@ def test_the_ranks_can_tell_one_api_process_from_another(registry):
 @pytest.mark.parametrize("can_pause", [True, False])
 def test_the_target_reads_again_only_if_asked(registry, cache, can_pause):
     engine = Engine({"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2}, cache=cache)
-    endpoint = Endpoint()
-    endpoint._can_pause = can_pause
-    assert make_client(registry, engine, endpoint).post("/redraft/swap", json={"version": "v000002"}).is_success
+    client = make_client(registry, engine, can_pause=can_pause)
+    assert client.post("/redraft/swap", json={"version": "v000002"}).is_success
     assert ("pause" in engine.calls) is can_pause  # which has asserted whether it clears
     assert ("reset_prefix_cache" in engine.calls) is (cache == "clear" and not can_pause)
 
@@ -284,10 +286,10 @@ def test_replicas_with_shared_experts_pause_only_together():
         return SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=is_moe))
 
     for balancer in ("data_parallel_external_lb", "data_parallel_hybrid_lb"):
-        assert not plugin_routes.can_pause(make(is_moe=True, **{balancer: True}))
-        assert plugin_routes.can_pause(make(is_moe=False, **{balancer: True}))
-    assert plugin_routes.can_pause(make(is_moe=True, data_parallel_size_local=2))
-    assert plugin_routes.can_pause(make(is_moe=True, data_parallel_size=1))
+        assert not swap_transaction.can_pause(make(is_moe=True, **{balancer: True}))
+        assert swap_transaction.can_pause(make(is_moe=False, **{balancer: True}))
+    assert swap_transaction.can_pause(make(is_moe=True, data_parallel_size_local=2))
+    assert swap_transaction.can_pause(make(is_moe=True, data_parallel_size=1))
 
 
 def test_tokens_are_compared_in_constant_time(registry, monkeypatch):
@@ -323,7 +325,7 @@ def test_a_version_that_cannot_be_read_never_pauses_the_engine(registry, rank, c
 
 
 def test_a_storage_that_hangs_on_the_ranks_ends_in_504_without_a_pause(registry, monkeypatch):
-    monkeypatch.setattr(plugin_routes, "STAGE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(swap_transaction, "STAGE_TIMEOUT_S", 0.3)
     answer, calls = swap(registry, redraft_staged=[staged(registry), staged(registry, done=False)])
     assert (answer.status_code, "took longer than" in answer.text) == (504, True)
     assert "still serving v000001" in answer.text
@@ -333,26 +335,66 @@ def test_a_storage_that_hangs_on_the_ranks_ends_in_504_without_a_pause(registry,
 
 def test_a_storage_that_hangs_in_the_api_process_leaves_other_routes_alone(registry, monkeypatch):
     """Also its event loop, and the threads that vLLM shares with asyncio."""
-    monkeypatch.setattr(plugin_routes, "STAGE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(swap_transaction, "STAGE_TIMEOUT_S", 0.3)
     hangs = threading.Event()
-    monkeypatch.setattr(plugin_routes, "_read_version", lambda folder: hangs.wait(30))
+    monkeypatch.setattr(swap_transaction, "_read_version", lambda folder: hangs.wait(30))
     engine = Engine({})
     codes = []
     with make_client(registry, engine) as client:
-        for number in range(plugin_routes.MAX_STUCK_READS + 1):
+        for number in range(swap_transaction.MAX_STUCK_READS + 1):
             asked = threading.Thread(target=lambda: codes.append(client.post(SWAP, json=BODY).status_code))
             asked.start()
             began_s = time.monotonic()
             assert client.get("/redraft/status").status_code == 200
             assert time.monotonic() - began_s < 0.25
             asked.join()
-            assert codes[-1] == (504 if number < plugin_routes.MAX_STUCK_READS else 503)
+            assert codes[-1] == (504 if number < swap_transaction.MAX_STUCK_READS else 503)
     hangs.set()
     assert engine.calls == []
 
 
+class HungVersion(Engine):
+    """An engine whose ranks never finish reading v000002."""
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        answers = await super().collective_rpc(method, args)
+        if method == "redraft_stage":
+            self.reading = Path(args[0]).name
+        if method == "redraft_staged" and self.reading == "v000002":
+            return [answer | {"done": False} for answer in answers]
+        return answers
+
+
+@in_event_loop
+async def test_a_version_that_hangs_gives_way_to_the_next_one_and_to_the_way_back(registry):
+    publish(registry / "v000001", lambda folder: (folder / "weights").touch(), {})
+    publish(registry / "v000003", lambda folder: (folder / "weights").touch(), {})
+    answers = {"redraft_staged": [staged(registry, "v000003")] * 2, "redraft_load": [LOADED] * 2}
+    engine = HungVersion(answers)
+    swaps = Swaps(registry, engine)
+    for version, is_swapped in (("v000003", True), ("v000001", False)):
+        engine.calls.clear()
+        hung = [asyncio.ensure_future(swaps.swap(Asked(version="v000002"))) for _ in range(3)]
+        await until(lambda: "redraft_staged" in engine.calls)
+        report = await asyncio.wait_for(swaps.swap(Asked(version=version)), 60)
+        assert (report["version"], report["swapped"]) == (version, is_swapped)
+        for refusal in await asyncio.gather(*hung, return_exceptions=True):
+            assert isinstance(refusal, RefusedError)
+            assert (refusal.code, version in refusal.why) == (409, True)
+        assert engine.calls.count("redraft_stage") == 1 + is_swapped, "those behind it read nothing"
+
+
+@in_event_loop
+async def test_a_swap_asked_for_twice_does_not_begin_again(registry):
+    engine = Engine({"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2})
+    swaps = Swaps(registry, engine)
+    reports = await asyncio.gather(*(swaps.swap(Asked(version="v000002")) for _ in range(2)))
+    assert [report["version"] for report in reports] == ["v000002"] * 2
+    assert engine.calls.index("redraft_commit") < engine.calls.index("redraft_stage", 2)
+
+
 def test_a_load_that_hangs_is_given_up_and_generation_resumed(registry, monkeypatch):
-    monkeypatch.setattr(plugin_routes, "PAUSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(swap_transaction, "PAUSE_TIMEOUT_S", 0.2)
     answer, calls = swap(registry, load_s=30, redraft_load=[LOADED, LOADED])
     assert (answer.status_code, "was not loaded within" in answer.text) == (504, True)
     assert calls == [*READ, "pause", "redraft_load", "resume", "redraft_discard"]
@@ -371,9 +413,7 @@ def swap_refused(registry, refuses=None, *, can_pause=True, restored=LOADED, **e
     """The answer of an engine that refuses, in a line, and its calls after the draft was read."""
     answers = {"redraft_load": [LOADED] * 2, "redraft_restore": [restored] * 2}
     engine = Engine({"redraft_staged": [staged(registry)] * 2, **answers}, refuses=dict(refuses or {}), **engine)
-    endpoint = Endpoint()
-    endpoint._can_pause = can_pause
-    answer = make_client(registry, engine, endpoint).post(SWAP, json=BODY)
+    answer = make_client(registry, engine, can_pause=can_pause).post(SWAP, json=BODY)
     assert "\n" not in answer.text
     assert engine.calls.pop() == "redraft_discard"
     return answer.status_code, answer.json()["detail"], engine.calls[len(READ) :]
@@ -408,15 +448,15 @@ def test_where_the_cache_cannot_be_emptied_the_last_good_draft_is_restored(regis
 
 
 def test_generation_is_resumed_as_soon_as_the_pause_is_complete(registry, monkeypatch):
-    monkeypatch.setattr(plugin_routes, "RESUME_POLL_S", 0.01)
+    monkeypatch.setattr(swap_transaction, "RESUME_POLL_S", 0.01)
     engine = Engine({"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2}, refuses={"resume": 3})
     assert make_client(registry, engine).post(SWAP, json=BODY).is_success
     assert engine.calls[-5:] == [*["resume"] * 4, "redraft_discard"]
 
 
 def test_an_engine_that_never_resumes_is_told(registry, monkeypatch):
-    monkeypatch.setattr(plugin_routes, "RESUME_POLL_S", 0.01)
-    monkeypatch.setattr(plugin_routes, "RESUME_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(swap_transaction, "RESUME_POLL_S", 0.01)
+    monkeypatch.setattr(swap_transaction, "RESUME_TIMEOUT_S", 0.2)
     code, told, calls = swap_refused(registry, refuses={"resume": 10**6})
     assert code == 503
     assert told == "generation was not resumed: Call to resume method failed: not now: restart this server"
@@ -426,7 +466,7 @@ def test_an_engine_that_never_resumes_is_told(registry, monkeypatch):
 @pytest.mark.parametrize("refused", ["pause", "resume"])
 def test_a_dead_engine_is_not_asked_again(registry, refused):
     code, told, calls = swap_refused(registry, refuses={refused: 10**6}, errored=True)
-    assert (code, told) == (503, plugin_routes.DEAD)
+    assert (code, told) == (503, DEAD)
     assert calls.count("resume") == 1
 
 
@@ -494,9 +534,9 @@ def make_layout(name, **changes):
 
 
 REFUSALS = {
-    "no such version": lambda registry: plugin_routes._read_version(registry / "v000009"),
-    "another target": lambda registry: plugin_routes._require_target(
-        plugin_routes._read_version(registry / "v000002"), "x"
+    "no such version": lambda registry: swap_transaction._read_version(registry / "v000009"),
+    "another target": lambda registry: swap_transaction._require_target(
+        swap_transaction._read_version(registry / "v000002"), "x"
     ),
     "other settings": lambda _: require_same_layout(make_layout("v1"), make_layout("v2", settings={"hidden_size": 8})),
     "other tensors": lambda _: require_same_layout(make_layout("v1"), make_layout("v2", shapes={"w": [8]})),
@@ -529,9 +569,9 @@ REFUSALS = {
     ],
 )
 def test_whoever_is_refused_a_version_reads_what_to_do(registry, case, told, cure):
-    with pytest.raises((HTTPException, ValueError)) as error:
+    with pytest.raises((RefusedError, ValueError)) as error:
         REFUSALS[case](registry)
-    message = getattr(error.value, "detail", str(error.value))
+    message = str(error.value)
     assert f"{told}: {cure}" in message
     assert "\n" not in message
 

@@ -1,0 +1,134 @@
+"""Calls of the API process to its engines: all replicas, all ranks, and none that outlives the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from itertools import chain
+from typing import Any, TypeVar
+
+from redraft.online.engine import domains
+
+DEATH_POLL_S = 1.0
+"""Seconds between two looks whether the engine that is asked still lives."""
+
+DEAD = "the engine has died: start this server again"
+
+MAX_SAID = 400
+"""Most characters of an error of the engine in an answer."""
+
+T = TypeVar("T")
+
+
+class RefusedError(Exception):
+    """What was asked for is refused; `code` is the HTTP status that fits the reason."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(why)
+        self.code, self.why = code, why
+
+
+class EngineCalls:
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        """vLLM's engine client."""
+
+    async def ask(self, method: str, *args: Any) -> list[Any]:
+        """The answers of all ranks of all replicas, to a method of the worker."""
+        return await self.while_alive(self._ask_replicas(method, args))
+
+    async def ask_for_draft(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """The answers of the ranks with the draft. The stages of a pipeline before the last one have
+        none."""
+        ranks = [rank for rank in await self.ask(method, *args) if rank is not None]
+        if not ranks:
+            raise RefusedError(409, "no rank of this server has a draft to swap: restart it with one")
+        return ranks
+
+    async def while_alive(self, call: Awaitable[T]) -> T:
+        """The result of a call to the engine.
+
+        vLLM never answers a call that was running when its engine died. A server ends only after its
+        last request, so one such call would keep a dead server from being started again.
+
+        Raises:
+            RefusedError: 503, if the engine dies meanwhile.
+        """
+        running = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait({running}, timeout=DEATH_POLL_S))[0]:
+                if self.engine.errored:
+                    raise RefusedError(503, DEAD)
+            return running.result()
+        finally:
+            running.cancel()
+
+    async def request(self, call: Awaitable[T], problem: str, then: str = "") -> T:
+        """The result of a call that the engine may refuse.
+
+        Raises:
+            RefusedError: 503 with the problem, what the engine said about it, and `then`.
+        """
+        try:
+            return await self.while_alive(call)
+        except RefusedError:
+            raise
+        except Exception as error:
+            if self.engine.errored:
+                raise RefusedError(503, DEAD) from error
+            raise RefusedError(503, f"{problem}: {say(error)}{then}") from error
+
+    async def status(self) -> dict[str, Any]:
+        """Status of the recording rank, vLLM's version, and whether all ranks agree on the draft."""
+        import vllm
+
+        ranks = await self.ask("redraft_status")
+        recording = [rank for rank in ranks if rank["capture"]]
+        return {
+            # One rank's answer. The keys below replace those that depend on all ranks.
+            **(recording or ranks)[0],
+            "capture": _add_up([rank["capture"] for rank in recording]) if recording else None,
+            "vllm_version": vllm.__version__,
+            "num_ranks": len(ranks),
+            **{
+                name: next(filter(None, (rank.get(name) for rank in ranks)), "")
+                for name in ("swap_off", "capture_off", "swap_cache")
+            },
+            "draft_intact": all(rank["draft_intact"] for rank in ranks)
+            and len({rank["draft_version"] for rank in ranks}) == 1,
+            "target_intact": all(rank["target_intact"] for rank in ranks),
+            "asleep": any(rank["asleep"] for rank in ranks),
+            "domains": await self._count_domains(),
+        }
+
+    async def _ask_replicas(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        """With data parallelism each replica has an engine. vLLM's `collective_rpc` asks all engines,
+        but returns only the first one's answers."""
+        ask_all = getattr(getattr(self.engine, "engine_core", None), "call_utility_all_async", None)
+        if ask_all is None:  # e.g. an engine in this process
+            answers: list[Any] = await self.engine.collective_rpc(method, args=args)
+            return answers
+        return list(chain.from_iterable(await ask_all("collective_rpc", method, None, args, None)))
+
+    async def _count_domains(self) -> domains.Counts:
+        """Drafts and accepted tokens by domain, of all replicas; none from an engine that does not
+        count them."""
+        ask = getattr(getattr(self.engine, "engine_core", None), "call_utility_all_async", None)
+        if ask is None or not domains.are_counted():
+            return {}
+        return domains.sum_counts(await self.while_alive(ask("redraft_domains")))
+
+
+def say(error: Exception) -> str:
+    """The engine's words about an error, in one line."""
+    return " ".join(str(error).split())[:MAX_SAID].rstrip(".") or type(error).__name__
+
+
+def _add_up(captures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The sums of all counters; of each text, the first that is not empty."""
+    names = dict.fromkeys(chain.from_iterable(captures))
+    values = {name: [capture[name] for capture in captures if name in capture] for name in names}
+    return {
+        name: next(filter(None, found), "") if isinstance(found[0], str) else sum(found)
+        for name, found in values.items()
+    }

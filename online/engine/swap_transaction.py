@@ -1,0 +1,392 @@
+"""The swap as a transaction: all ranks serve the version, or go back to the last good draft.
+
+find ─► stage: the ranks read it into memory, and serve ─► pause ─► load ─► commit ─► resume
+ └────────┴─ a swap to another version takes over here       └─ a failure: restore the last good draft
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from redraft.heads.files.artifact import PROVENANCE
+from redraft.online.engine.engine_calls import EngineCalls, RefusedError, say
+from redraft.online.fleet.registry import hash_manifest, read_id
+
+VERSION = re.compile(r"v[0-9]{6,18}")
+
+STAGE_TIMEOUT_S = 200.0
+"""Deadline for reading a version from the registry's storage into memory. Serving goes on meanwhile."""
+
+STAGE_POLL_S = 0.05
+
+PAUSE_TIMEOUT_S = 60.0
+"""Deadline for the pause, in which the weights are copied from memory. Afterwards the engine is resumed in any case."""
+
+RESUME_TIMEOUT_S = 30.0
+
+RESUME_POLL_S = 0.5
+"""Seconds between two attempts to resume: vLLM refuses while its pause is not complete."""
+
+CACHE_CURE = "swap again when no request waits for keys of another server, or restart this one with --swap.cache keep"
+
+MAX_STUCK_READS = 4
+"""Hung readers of the registry allowed before further swaps are refused."""
+
+logger = logging.getLogger("vllm.redraft")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The version asked for. Its hash and its registry's id are empty if they may be any."""
+
+    version: str
+    manifest_sha256: str = ""
+    registry: str = ""
+
+
+class Swaps:
+    """The swaps of one API process, one at a time. Where two want different versions, the later wins."""
+
+    def __init__(self, registry: Path | None, engine: Any, *, can_pause: bool = True) -> None:
+        self.registry, self.engine, self.calls = registry, engine, EngineCalls(engine)
+        self.registry_id = ""
+        """Id of the served registry, from its folder or, if that has none, from the first swap."""
+        self._id = uuid.uuid4().hex
+        """For the workers, which let one API process swap at a time."""
+        self._can_pause = can_pause
+        self._swapping = asyncio.Lock()
+        self._latest = ""
+        """The version asked for last."""
+        self._staged = ""
+        """The version of `_staging`."""
+        self._staging: asyncio.Future[_Found | None] | None = None
+        self._readers: list[threading.Thread] = []
+
+    async def swap(self, asked: Asked) -> dict[str, Any]:
+        """Swap to a version. Returns what the client is answered. Raises: RefusedError."""
+        self._latest = asked.version
+        if self._staging is not None and self._staged != asked.version:
+            self._staging.cancel()  # its storage may hang, and this may be the way back
+        async with self._swapping:
+            self._require_latest(asked)
+            # asked within the lock, because the swap before may have loaded this very version
+            status = await self.calls.status()
+            if status.get("swap_off"):
+                raise RefusedError(409, f"this server cannot swap drafts: {status['swap_off']}")
+            serving = status["draft_version"]
+            await self._require_awake()
+            found = await self._find_and_stage(asked, status)
+            if found is None:
+                return {"version": serving, "previous": serving, "swapped": False}
+            try:
+                report = await self._exchange(found, serving, clears=status["swap_cache"] == "clear")
+            finally:
+                await self._discard()
+            # After the swap: a refused one must not bind this server to a registry.
+            self.registry_id = found.registry or self.registry_id or asked.registry
+            return report
+
+    def _require_latest(self, asked: Asked) -> None:
+        if asked.version != self._latest:
+            raise RefusedError(409, f"the swap to {asked.version} gave way to the next, to {self._latest}")
+
+    async def _find_and_stage(self, asked: Asked, status: dict[str, Any]) -> _Found | None:
+        """The version, in the memory of all ranks; None if they serve it already."""
+        serving = status["draft_version"]
+        self._require_latest(asked)
+        self._staged = asked.version
+        self._staging = asyncio.ensure_future(self._find_and_read(asked, status))
+        try:
+            async with asyncio.timeout(STAGE_TIMEOUT_S):
+                return await self._staging
+        except TimeoutError:
+            why = f"reading {asked.version} took longer than {STAGE_TIMEOUT_S:.0f} s"
+            raise RefusedError(504, f"{why}; still serving {serving}") from None
+        except asyncio.CancelledError:
+            self._require_latest(asked)
+            raise
+        finally:
+            self._staging = None
+
+    async def _find_and_read(self, asked: Asked, status: dict[str, Any]) -> _Found | None:
+        found = await self._find(asked)
+        # A copy of the registry may hold another v000012, so the name alone proves nothing.
+        is_same = status.get("manifest_sha256") in ("", None, found.manifest_sha256)
+        if status["draft_version"] == found.name and status["draft_intact"] and is_same:
+            return None
+        _require_target(found, status["target_fingerprint"])
+        await self._stage(found, status["draft_version"])
+        return found
+
+    async def _find(self, asked: Asked) -> _Found:
+        """The version in the registry's folder. Raises RefusedError if it is not there, or not the one asked for."""
+        assert self.registry is not None
+        folder = self.registry / asked.version
+        found = await self._read(lambda: _read_version(folder))
+        known = found.registry or self.registry_id
+        if asked.registry and known and asked.registry != known:
+            raise RefusedError(
+                409,
+                f"this server serves the drafts of registry {known[:12]}, not of {asked.registry[:12]}: "
+                "give each server one learner, and restart it to change that",
+            )
+        if asked.manifest_sha256 and asked.manifest_sha256 != found.manifest_sha256:
+            raise RefusedError(
+                409,
+                f"{found.name} has manifest {found.manifest_sha256[:12]} here, not {asked.manifest_sha256[:12]}: "
+                "copy the registry again",
+            )
+        return found
+
+    async def _read(self, work: Callable[[], T]) -> T:
+        """The result of `work` in a separate thread: a storage that hangs would fill the pool that vLLM uses too."""
+        self._readers = [reader for reader in self._readers if reader.is_alive()]
+        if len(self._readers) >= MAX_STUCK_READS:
+            raise RefusedError(503, "the registry's storage hangs: earlier swaps are still reading")
+        future: Future[T] = Future()
+
+        def run() -> None:
+            # From here on a swap that gives up cannot cancel the future: `set_result` would then raise.
+            future.set_running_or_notify_cancel()
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        reader = threading.Thread(target=run, name="redraft-registry", daemon=True)
+        self._readers.append(reader)
+        reader.start()
+        return await asyncio.wrap_future(future)
+
+    async def _stage(self, found: _Found, serving: str) -> None:
+        """Have all ranks read the version into memory, while they serve."""
+        try:
+            for rank in await self._stage_on_ranks(str(found.folder)):
+                if rank["damaged"]:
+                    raise RefusedError(422, f"{found.name} is damaged: {rank['error']}")
+                if rank["error"]:
+                    raise RefusedError(409, f"{rank['error']}; still serving {serving}")
+                if rank["manifest_sha256"] != found.manifest_sha256:
+                    raise RefusedError(409, f"{found.name} changed while it was read; still serving {serving}")
+        except BaseException:
+            await self._discard()
+            raise
+
+    async def _stage_on_ranks(self, folder: str | None) -> list[dict[str, Any]]:
+        """Read a draft into the memory of all ranks; None is the last good one.
+
+        Returns the ranks' answers when all have read it or one has failed.
+        """
+        started = await self.calls.ask_for_draft("redraft_stage", folder, self._id)
+        if not all(rank["ok"] for rank in started):
+            return [{"damaged": False, "error": rank["error"]} for rank in started if not rank["ok"]]
+        while True:
+            # Polled in short calls, because the engine takes no step while one is running.
+            ranks = await self.calls.ask_for_draft("redraft_staged")
+            failed = [rank for rank in ranks if rank["error"]]
+            if failed or all(rank["done"] for rank in ranks):
+                return failed or ranks
+            await asyncio.sleep(STAGE_POLL_S)
+
+    async def _discard(self) -> None:
+        """Free the staged version's memory. If this fails, the next swap does it."""
+        with suppress(Exception):
+            async with asyncio.timeout(RESUME_TIMEOUT_S):
+                await self.calls.ask("redraft_discard", self._id)
+
+    async def _exchange(self, found: _Found, serving: str, *, clears: bool) -> dict[str, Any]:
+        """Load the staged version on all ranks while the engine pauses, or between two steps if it cannot pause.
+
+        `clears`: the target reads everything again. Keys of the old draft would be gone at once.
+        """
+        await self._require_awake()
+        began_s = time.perf_counter()
+        try:
+            async with asyncio.timeout(PAUSE_TIMEOUT_S):
+                if self._can_pause:
+                    await self._pause(serving, clears=clears)
+                loaded = await self._load(found, serving, resets=clears and not self._can_pause)
+        except TimeoutError:
+            detail = f"{found.name} was not loaded within {PAUSE_TIMEOUT_S:.0f} s, and generation goes on: swap again"
+            raise RefusedError(504, detail) from None
+        finally:
+            if self._can_pause:
+                await self._resume()
+        pause_ms = 1e3 * (time.perf_counter() - began_s)
+        return {"version": found.name, "previous": serving, "swapped": True, "pause_ms": pause_ms, **loaded}
+
+    async def _pause(self, serving: str, *, clears: bool) -> None:
+        """Pause generation, and empty the cache if asked to. Raises RefusedError 503 if the engine refuses."""
+        problem, cure = ("pause and empty its cache", CACHE_CURE) if clears else ("pause", "swap again")
+        pause = self.engine.pause_generation(mode="keep", clear_cache=clears)
+        await self.calls.request(pause, f"the engine could not {problem}", f"; still serving {serving}: {cure}")
+
+    async def _reset_cache(self) -> None:
+        """Empty the cache between two steps. Raises RefusedError 503 if the engine refuses."""
+        problem = "the engine could not empty its cache"
+        reset = self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        if await self.calls.request(reset, problem) is False:  # as vLLM answers about an external cache
+            raise RefusedError(503, f"{problem}: its KV connector did not reset")
+
+    async def _require_awake(self) -> None:
+        """Refuse to touch an engine that somebody has put to sleep or paused: a swap would also resume it."""
+        if await self.calls.while_alive(self.engine.is_sleeping()):
+            raise RefusedError(409, "the engine sleeps or is paused: wake it up, then swap again")
+
+    async def _resume(self) -> None:
+        """Resume, unless the engine fell asleep meanwhile: then it is resumed when it is woken up."""
+        refusal: RefusedError | None = None
+        try:
+            async with asyncio.timeout(RESUME_TIMEOUT_S):
+                while not await self._is_asleep():
+                    try:
+                        resume = self.engine.resume_generation()
+                        return await self.calls.request(resume, "generation was not resumed", ": restart this server")
+                    except RefusedError as error:
+                        if self.engine.errored:
+                            raise
+                        refusal = error
+                    await asyncio.sleep(RESUME_POLL_S)
+        except TimeoutError:
+            raise refusal or RefusedError(504, "the engine does not answer: restart this server") from None
+
+    async def _is_asleep(self) -> bool:
+        with suppress(Exception):  # a server that cannot say is resumed
+            return any(rank["asleep"] for rank in await self.calls.ask("redraft_status"))
+        return False
+
+    async def _load(self, found: _Found, serving: str, *, resets: bool) -> dict[str, Any]:
+        """Load on all ranks, then empty the cache if it `resets`. If either fails, restore the last good draft."""
+        try:
+            # All ranks load, or all go back.
+            ranks = await self.calls.ask_for_draft("redraft_load", str(found.folder))
+        # The engine has died, or has no draft: there is nothing to restore.
+        except RefusedError:
+            raise
+        except Exception as silence:  # e.g. a call between processes failed: some ranks may have loaded
+            raise await self._go_back(RefusedError(500, f"a rank gave no answer: {say(silence)}"), serving) from silence
+        failed = [rank for rank in ranks if not rank["ok"]]
+        if failed:
+            error = failed[0]["error"]
+            # Ranks with different drafts would propose nonsense, so all go back.
+            if any(rank["ok"] or rank["touched"] for rank in ranks):
+                raise await self._go_back(RefusedError(500, error), serving)
+            raise RefusedError(409, f"{error}; still serving {serving}")
+        if resets:
+            try:
+                await self._reset_cache()
+            except RefusedError as refusal:
+                if self.engine.errored:
+                    raise
+                raise await self._go_back(refusal, serving, f": {CACHE_CURE}") from refusal
+        # only now: if anything fails, the ranks need the last good draft to go back to
+        await self.calls.ask("redraft_commit", found.name)
+        if any(rank["checksum_before"] != rank["checksum_after"] for rank in ranks):
+            raise RefusedError(500, "the target's weights changed: restart this server")
+        return {
+            "load_ms": max(rank["load_ms"] for rank in ranks),
+            "target_checksum_before": ranks[0]["checksum_before"],
+            "target_checksum_after": ranks[0]["checksum_after"],
+        }
+
+    async def _go_back(self, refusal: RefusedError, serving: str, cure: str = "") -> RefusedError:
+        """Restore the last good draft, and add that to the refusal."""
+        if not await self._restore():
+            told = f"{refusal.why}; and {serving} could not be restored: swap to a good version"
+            return RefusedError(500, told)
+        return RefusedError(refusal.code, f"{refusal.why}; {serving} was restored{cure}")
+
+    async def _restore(self) -> bool:
+        """Load the last good draft again on all ranks. Generation waits for it, at most PAUSE_TIMEOUT_S in all."""
+        try:
+            if any(rank["error"] for rank in await self._stage_on_ranks(None)):
+                return False
+            return all(rank["ok"] for rank in await self.calls.ask_for_draft("redraft_restore"))
+        except RefusedError:
+            raise
+        except Exception:
+            logger.exception("the last good draft could not be restored")
+            return False
+
+
+def can_pause(vllm_config: Any) -> bool:
+    """Whether this API server can pause its engines by itself.
+
+    Replicas that share experts step together, and pause together: vLLM waits until all of them have been told to.
+    Behind an external or hybrid balancer an API server reaches only some of them.
+    """
+    parallel = vllm_config.parallel_config
+    shares_experts = vllm_config.model_config.is_moe and parallel.data_parallel_size > 1
+    return not (shares_experts and parallel.local_engines_only)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """A version in the registry's folder."""
+
+    folder: Path
+    manifest_sha256: str
+    registry: str
+    """The registry's id; empty if it has none."""
+    target_fingerprint: str
+    """Empty if its provenance names none."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+
+def require_version(name: str) -> None:
+    """Accept an id only: a path could name any folder of this machine. Raises: RefusedError."""
+    if not VERSION.fullmatch(name):
+        raise _no_version(name[:40])
+
+
+def _no_version(name: str) -> RefusedError:
+    return RefusedError(
+        404,
+        f"no version {name!r} in the registry: ask for one that `redraft fleet versions` lists, and copy the registry "
+        "again if this server reads a copy",
+    )
+
+
+def _read_version(folder: Path) -> _Found:
+    """Read the small files of a version. Blocking; raises RefusedError if there is no such version."""
+    if not folder.is_dir():
+        raise _no_version(folder.name)
+    try:
+        path = folder / PROVENANCE
+        provenance = json.loads(path.read_text()) if path.is_file() else {}
+        return _Found(
+            folder=folder,
+            manifest_sha256=hash_manifest(folder),
+            registry=read_id(folder.parent),
+            target_fingerprint=str(provenance.get("target_fingerprint") or ""),
+        )
+    except (ValueError, OSError, AttributeError, RecursionError) as error:
+        raise RefusedError(422, f"{folder.name} is damaged: {error}") from error
+
+
+def _require_target(found: _Found, fingerprint: str) -> None:
+    """Refuse a version whose provenance names another target."""
+    wanted = found.target_fingerprint
+    if wanted and wanted != fingerprint:
+        raise RefusedError(
+            409,
+            f"{found.name} was trained for target {wanted[:12]}, but this server runs {fingerprint[:12]}: "
+            "give the server the registry of its own target, or restart it with the target of the draft",
+        )
