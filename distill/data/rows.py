@@ -160,7 +160,7 @@ def _json_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
     try:
         # JSON Lines under this name fail at the second line, and are read line by line below.
         value = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if isinstance(value, list):
         yield from _numbered(value)
@@ -182,6 +182,8 @@ def _json_lines(file: Iterable[bytes]) -> Iterator[Row]:
             yield Row(place, UnusableRowError("not JSON", f"{error.msg} at character {error.pos}"))
         except UnicodeDecodeError as error:
             yield Row(place, UnusableRowError("not UTF-8", f"{error.reason} at byte {error.start}"))
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 5,000 brackets
+            yield Row(place, UnusableRowError("not readable as JSON", str(error)))
         else:
             yield Row(place, value if isinstance(value, dict) else UnusableRowError("not a JSON object"))
 

@@ -171,8 +171,11 @@ def manifest(folder: Path) -> dict[str, FileEntry]:
         content = json.loads(path.read_text())
         if content.get("layout", LAYOUT) > LAYOUT:
             raise ValueError("a later release of redraft wrote it")
-        return {name: FileEntry(**entry) for name, entry in content["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        entries = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+        if not entries:
+            raise ValueError("it lists no file")
+        return entries
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is corrupt ({error}): publish the folder again") from error
 
 

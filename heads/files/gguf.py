@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -73,10 +74,19 @@ def read_header(path: Path) -> GgufHeader:
     Raises:
         ValueError: the file is truncated or corrupt.
     """
-    from gguf import GGUFReader  # an optional dependency
+    from gguf import GGUFReader, GGUFValueType  # an optional dependency
+
+    class Reader(GGUFReader):  # type: ignore[misc]  # gguf has no types
+        def _get_field_parts(self, offset: int, raw_type: int) -> Any:
+            # gguf would read zeros behind the end, for as long as a length in the file says.
+            if raw_type == GGUFValueType.ARRAY:
+                length = self._get(offset + 4, np.uint64)
+                if not length.size or length[0] > self.data.size:
+                    raise ValueError("an array is longer than the file")
+            return super()._get_field_parts(offset, raw_type)
 
     try:
-        reader = GGUFReader(path)
+        reader = Reader(path)
         fields = {
             key: reader.fields[key].contents()
             for key in ("general.architecture", "general.name", "general.license", "tokenizer.ggml.eot_token_id")

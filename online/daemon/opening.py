@@ -66,6 +66,9 @@ def _open(cfg: LearnerConfig, stack: ExitStack) -> tuple[str, Registry, Buffer]:
     cfg.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds users' text
     registry = Registry(cfg.registry)
     stack.enter_context(own(cfg.folder / "learner.lock", "a learner"))
+    for abandoned in cfg.folder.glob(".*.partial"):  # of `write_whole`, by a learner that was killed
+        if abandoned.is_file():
+            abandoned.unlink(missing_ok=True)
     stack.enter_context(registry.owned())
     target = fingerprint(cfg.target)
     provide_first_version(cfg, registry, target)

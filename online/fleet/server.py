@@ -35,6 +35,9 @@ gives up earlier itself, and answers 504. Giving up on the request does not stop
 MAX_ANSWER_BYTES = 8 << 20
 """Longest answer that is read. A /metrics page of vLLM has some 100 kB."""
 
+MAX_QUOTED = 300
+"""Most characters of a server's words in an error."""
+
 MAX_COUNTER = 1 << 53
 """Counters above this are nonsense: they do not fit a float, and no engine gets there."""
 
@@ -72,6 +75,7 @@ def require_address(url: str) -> None:
         has_port = parts.port is None or parts.port < 1 << 16
         is_word = not any(map(str.isspace, url)) and len(url) <= 200  # it becomes an identifier of the journal
         is_address = parts.scheme in ("http", "https") and bool(parts.host) and has_port and is_word
+        is_address = is_address and not parts.userinfo  # a password would be shown on the page
     except (httpx.InvalidURL, TypeError):
         is_address = False
     if not is_address:
@@ -226,7 +230,8 @@ class FleetServer:
         try:
             total = _parse_counts(content)
         except Exception as error:  # the parser of Prometheus raises half a dozen types
-            raise NonsenseError(f"{self.url} answers with something other than /metrics: {error!r:.200}") from error
+            reason = self._quote(repr(error))
+            raise NonsenseError(f"{self.url} answers with something other than /metrics: {reason}") from error
         if total is None:
             raise RefusedError(f"{self.url} has no {SPEC_DECODE}* counters: it runs without a draft")
         # Two requests: `by_domain` is a moment older than `total`, so the domains need not add up to it.
@@ -247,15 +252,20 @@ class FleetServer:
         except TimeoutError as error:
             raise UnreachableError(f"{self.url} does not answer {method} {path} within {timeout_s:.0f} s") from error
         except httpx.HTTPError as error:
-            raise UnreachableError(f"{self.url} does not answer: {error!r}") from error
+            raise UnreachableError(f"{self.url} does not answer: {self._quote(repr(error))}") from error
         except NonsenseError:
             raise
         except Exception as error:  # an odd header can raise anything, and it is the server's fault
-            raise UnreachableError(f"{self.url} cannot be understood: {error!r:.200}") from error
+            reason = self._quote(repr(error))
+            raise UnreachableError(f"{self.url} cannot be understood: {reason}") from error
         if code != 200:
-            reason = content[:300].decode(errors="replace")
+            reason = self._quote(content.decode(errors="replace"))
             raise RefusedError(f"{self.url} answers {method} {path} with {code}: {reason}")
         return content
+
+    def _quote(self, words: str) -> str:
+        """The beginning of a server's words. A page about an error may repeat the headers, with our token."""
+        return (words.replace(self.token, "***") if self.token else words)[:MAX_QUOTED]
 
     async def _exchange(self, method: str, path: str, json: object, headers: dict[str, str]) -> tuple[int, bytes]:
         plain = {"Accept-Encoding": "identity"}  # a few compressed kB could unpack to GB

@@ -29,7 +29,6 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from redraft.online.journal import Journal
 from redraft.online.page.history import History
@@ -117,9 +116,8 @@ async def serve_in_background(app: Starlette, host: str, port: int) -> AsyncIter
     listening = _listen(host, port)
     config = uvicorn.Config(
         app,
-        http=_QuietProtocol,
         ws="none",  # an upgrade is a request like any other
-        log_level="warning",
+        log_level="error",  # its warnings are about what clients send, a line each
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=2,
@@ -132,11 +130,6 @@ async def serve_in_background(app: Starlette, host: str, port: int) -> AsyncIter
     finally:
         server.should_exit = True
         await serving
-
-
-class _QuietProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # chosen by uvicorn
-    def _unsupported_upgrade_warning(self) -> None:
-        """Nothing: uvicorn would log two lines for each such request of a client."""
 
 
 class _EmbeddedServer(uvicorn.Server):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from starlette.datastructures import Headers
 
 EXTRA_ARGS_KEY = "redraft"
 """Key in `SamplingParams.extra_args` under which the API process passes the origin to the worker."""
@@ -22,12 +25,17 @@ class Origin(NamedTuple):
     opt_out: bool = False
 
 
-def read_origin_headers(headers: Mapping[str, str]) -> Origin:
-    """The origin in X-Redraft-Tenant, -Domain and -Opt-Out. Any opt-out value counts except 0, false and no."""
+OPT_OUT_NO = ("", "0", "false", "no")
+
+
+def read_origin_headers(headers: Headers) -> Origin:
+    """The origin in X-Redraft-Tenant, -Domain and -Opt-Out. Any opt-out value counts except 0, false
+    and no, and one of several suffices: a gateway may have added it."""
+    opt_outs = ",".join(headers.getlist("x-redraft-opt-out")).lower().split(",")
     return Origin(
         tenant=to_label(_decode(headers.get("x-redraft-tenant", ""))),
         domain=headers.get("x-redraft-domain", "")[:MAX_LABEL_CHARS],
-        opt_out=headers.get("x-redraft-opt-out", "0").lower() not in ("", "0", "false", "no"),
+        opt_out=any(value.strip() not in OPT_OUT_NO for value in opt_outs),
     )
 
 

@@ -106,9 +106,6 @@ class _Bounded(asyncio.Protocol):
                 self.transport.write(REFUSED_HEAD)
                 self.transport.close()
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Nothing: uvicorn would log two lines for each such request of a client."""
-
     def timeout_keep_alive_handler(self) -> None:
         # After a pause of the whole process, Linux wakes epoll without its events, and uvloop calls what is due before
         # it reads. A request sent in the pause would be cut off unread. So the sockets are read once more before the
@@ -272,7 +269,7 @@ def _configure(app: ASGIApp, **settings: Any) -> uvicorn.Config:
         app,
         http=BoundedProtocol,
         ws="none",
-        log_level="warning",
+        log_level="error",  # its warnings are about what clients send, a line each
         access_log=False,
         date_header=False,
         server_header=False,

@@ -23,7 +23,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from redraft.online.records.origin import DOMAIN_HEADER, Origin, read_origin_headers
 from redraft.online.traffic.domains import Domains
@@ -42,7 +42,9 @@ HOP_BY_HOP = {
     *(b"proxy-authenticate", b"proxy-authorization", b"proxy-authentication-info"),
 }
 """Headers about a single connection or meant for a proxy (RFC 9110, 7.6.1 and 11.7). Headers named by
-`Connection` are dropped too."""
+`Connection` are dropped too, except ours: a client must not take off what a gateway set."""
+
+OWN_PREFIX = b"x-redraft-"
 
 REFUSALS = (400, 422)
 """Statuses with which a server refuses a request as invalid, before the engine sees it."""
@@ -202,7 +204,7 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward one request and return the answer. If the client disconnects, cancel it, and the server stops too."""
         await self._turnstile.enter()
-        request = Request(scope, receive)
+        request, send = Request(scope, receive), _sending(send)
         if not {".", ".."}.isdisjoint(scope["path"].split("/")):  # it could resolve to the servers' /redraft/...
             await _respond_with_error(400, "a path that contains . or .. is not forwarded")(scope, receive, send)
             return
@@ -297,6 +299,18 @@ class Proxy:
         return Relayed(reply, _yield_once(answer), is_changed=True, length=len(answer))
 
 
+def _sending(send: Send) -> Send:
+    """`send` that raises ClientDisconnect once the connection is closed: uvloop raises RuntimeError."""
+
+    async def send_while_open(message: Message) -> None:
+        try:
+            await send(message)
+        except RuntimeError as error:
+            raise ClientDisconnect from error
+
+    return send_while_open
+
+
 async def _yield_once(chunk: bytes) -> AsyncGenerator[bytes, None]:
     yield chunk
 
@@ -351,7 +365,8 @@ def _build_request_headers(request: Request, found: str) -> list[Header]:
 def _drop_hop_by_hop(headers: Iterable[Header]) -> list[Header]:
     """The headers, with names in lower case, without those about a single connection."""
     lowered = [(name.lower(), value) for name, value in headers]
-    named = {option.strip().lower() for name, value in lowered if name == b"connection" for option in value.split(b",")}
+    options = b",".join(value for name, value in lowered if name == b"connection").lower().split(b",")
+    named = {option.strip() for option in options if not option.strip().startswith(OWN_PREFIX)}
     return [(name, value) for name, value in lowered if name not in HOP_BY_HOP and name not in named]
 
 
@@ -373,6 +388,7 @@ def _respond_to(error: Exception, max_body_bytes: int) -> Response:
 
 
 def _respond_with_error(status: int, message: str) -> Response:
-    """An error in the form OpenAI clients expect."""
-    logger.warning("%s", message)
+    """An error in the form OpenAI clients expect. A client's own mistake is not logged."""
+    if status >= 500:
+        logger.warning("%s", message)
     return JSONResponse({"error": {"message": message, "type": "server_error", "code": status}}, status)

@@ -206,6 +206,8 @@ def test_reasoning_that_a_server_parsed_out_is_kept_beside_the_answer(fields: di
             "call that has no name",
         ),
         ("[1]", r"1 not a JSON object \(first: line 1"),
+        ('{"prompt": ' + 5000 * "[", r"1 not readable as JSON \(first: line 1"),
+        ('{"prompt": ' + 5000 * "1" + "}", r"1 not readable as JSON \(first: line 1"),
     ],
 )
 def test_rows_that_cannot_be_used_are_refused_in_one_line_if_there_is_no_other(

@@ -87,6 +87,13 @@ def test_verify_refuses_a_folder_without_a_readable_manifest(tmp_path):
         verify(tmp_path)
 
 
+@pytest.mark.parametrize("content", ['{"layout": 1, "files": {}}', '{"files": ' + 100_000 * "["])
+def test_a_manifest_that_lists_nothing_or_cannot_be_read_is_damage(tmp_path, content):
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match=r"manifest\.json is corrupt"):
+        verify(tmp_path)
+
+
 def test_another_run_is_refused_until_overwriting_is_asked_for(tmp_path):
     folder = publish_sample(tmp_path / "run")
     with pytest.raises(FileExistsError, match="holds another run"):

@@ -32,6 +32,7 @@ from redraft.online.fleet.server import (
     converge,
     is_alarming,
     reconcile,
+    require_address,
 )
 from redraft.online.fleet.watch import JournaledServer
 from redraft.online.journal import Journal
@@ -425,6 +426,30 @@ async def test_a_wrong_token_is_a_refusal_and_never_shown():
         with pytest.raises(RefusedError, match="401"):
             await stranger.status()
         assert TOKEN not in repr(servers[0])
+
+
+@pytest.mark.parametrize("code", [200, 500])
+@in_event_loop
+async def test_a_page_that_repeats_the_headers_does_not_show_the_token(code):
+    async def echo(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (code, len(head)))
+        writer.write(head)
+        writer.close()
+
+    listener = await asyncio.start_server(echo, "127.0.0.1", 0)
+    async with listener, httpx.AsyncClient() as http:
+        server = FleetServer(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", TOKEN, http)
+        for ask in (server.status, server.read):
+            with pytest.raises(RefusedError) as refusal:
+                await ask()
+            assert TOKEN not in str(refusal.value)
+
+
+@pytest.mark.parametrize("url", ["http://user:secret@10.0.0.5:8000", "http://user@10.0.0.5"])
+def test_an_address_with_a_password_is_refused(url):
+    with pytest.raises(ValueError, match=r"10\.0\.0\.5"):
+        require_address(url)
 
 
 @in_event_loop

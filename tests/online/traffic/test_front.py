@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import signal
 import socket
 import subprocess
@@ -194,6 +195,24 @@ async def test_an_answer_without_an_end_is_cut_at_the_end_and_its_record_is_ship
         assert not upstream.gate.is_set(), "the server still answers"
     (record,) = (r for path in spool_files(tmp_path / "spool") for _, r in read_frames(path.read_bytes()))
     np.testing.assert_array_equal(record.output_ids, [7, 8])
+
+
+def test_garbage_behind_a_request_leaves_nothing_in_the_log(tmp_path, caplog):
+    uvloop = pytest.importorskip("uvloop", reason="asyncio's own transports take what is sent after their end")
+
+    async def send_garbage():
+        async with fronted(tmp_path) as (server, upstream):
+            body = b'{"do": "wait"}'
+            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            reader, writer = await connect(server, head + body)
+            await until(lambda: upstream.seen)
+            send(server, writer, b"\x00garbage\r\n\r\n")
+            upstream.gate.set()
+            await reader.read()
+            await until(lambda: not server.server_state.tasks)
+
+    uvloop.run(send_garbage())
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @in_event_loop

@@ -14,9 +14,11 @@ import httpx
 import numpy as np
 import pytest
 from fake_completions import Upstream, event, served
+from starlette.datastructures import Headers
 from waiting import in_event_loop, until
 
 from redraft.heads.files.artifact import fingerprint, publish
+from redraft.online.records.origin import read_origin_headers
 from redraft.online.records.record import Record, read_frames
 from redraft.online.records.spool import spool_files
 from redraft.online.traffic import pools, upstream
@@ -537,6 +539,23 @@ async def test_headers_of_a_single_connection_are_not_passed_on(tmp_path):
         seen = them.general.last()
         assert seen["x-end"] == "2"
         assert not {"connection", "x-hop", "proxy-authorization", "proxy-connection", "te"} & set(seen)
+
+
+@in_event_loop
+async def test_a_client_cannot_take_off_the_labels_of_a_gateway(tmp_path):
+    labels = {"X-Redraft-Opt-Out": "1", "X-Redraft-Tenant": "acme"}
+    named = {"Connection": "close, x-redraft-opt-out, X-Redraft-Tenant"}
+    async with routed(tmp_path) as them:
+        assert (await them.ask(headers=labels | named)).status_code == 200
+        seen = them.general.last()
+        assert (seen["x-redraft-opt-out"], seen["x-redraft-tenant"]) == ("1", "acme")
+
+
+@pytest.mark.parametrize("values", [("0", "1"), ("1", "0"), ("0, 1",), ("", "yes")])
+def test_one_opt_out_of_several_is_enough(values):
+    raw = [(b"x-redraft-opt-out", value.encode()) for value in values]
+    assert read_origin_headers(Headers(raw=raw)).opt_out
+    assert not read_origin_headers(Headers(raw=[(b"x-redraft-opt-out", b"0, no")])).opt_out
 
 
 @in_event_loop

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from fake_fleet import TOKEN
 from learner_world import World, make_draft, make_records, ship
+from starlette.datastructures import Headers
 from waiting import until
 
 from redraft.heads.files.artifact import fingerprint
@@ -85,7 +86,7 @@ def publish(world, *, through=None, copied=False):
 )
 def test_the_command_and_the_header_agree_on_a_name(name):
     header = name.encode().decode("latin-1")  # as HTTP libraries read the client's UTF-8
-    label = read_origin_headers({"x-redraft-tenant": header}).tenant
+    label = read_origin_headers(Headers({"x-redraft-tenant": header})).tenant
     assert label == to_label(name)
     assert len(label) <= MAX_LABEL_CHARS
     assert list_stored_names(name)[0] == label

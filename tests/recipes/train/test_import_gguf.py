@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from redraft.eval.engine.server import vllm_server
 from redraft.heads.files.artifact import PROVENANCE, sha256, verify
 from redraft.heads.files.checkpoint import load_causal_lm, load_text_config, load_tokenizer
 from redraft.heads.files.folder import check_model_folder, model_folder
+from redraft.heads.files.gguf import read_header
 from redraft.recipes.cli import run_guarded
 from redraft.recipes.data.import_gguf import Config, main
 
@@ -52,6 +54,16 @@ def write_gguf(path: Path, source: Path, tokenizer: PreTrainedTokenizerFast, arc
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def test_an_array_longer_than_its_file_is_refused_at_once(tmp_path):
+    """gguf's reader would read it for ever, and fill the memory."""
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    key = b"general.tags"
+    head = struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(key)) + key
+    (tmp_path / "m.gguf").write_bytes(head + struct.pack("<IIQ", 9, 4, 1 << 60))
+    with pytest.raises(ValueError, match="longer than the file"):
+        read_header(tmp_path / "m.gguf")
 
 
 def interleave_halves(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
