@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class RefusedError(Exception):
-    """What was asked for is refused; `code` is the HTTP status that fits the reason."""
+    """A request is refused; `code` is the HTTP status that fits the reason."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(why)

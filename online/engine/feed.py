@@ -23,7 +23,7 @@ from redraft.online.engine.capture import Capture
 from redraft.online.engine.one_pass import find_in_one_pass
 from redraft.online.engine.request_log import RequestInfo
 from redraft.online.engine.steps import EngineStep, StepPart
-from redraft.online.records.origin import Origin, read_origin_arguments
+from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin, read_origin_arguments
 from redraft.online.records.record import Sampling
 
 
@@ -204,6 +204,9 @@ def record_event(tensor: Tensor) -> torch.cuda.Event | None:
     return event
 
 
+PLAIN_ARGUMENTS = {EXTRA_ARGS_KEY, "kv_transfer_params", "ec_transfer_params"}
+
+
 def _find_skip_reason(request: Any, origin: Origin) -> str:
     """Why a request cannot be recorded; empty if it can."""
     params = request.sampling_params
@@ -215,6 +218,11 @@ def _find_skip_reason(request: Any, origin: Origin) -> str:
         "min_tokens": bool(params.min_tokens),
         "bad_words": bool(params.bad_words),
         "allowed_tokens": params.allowed_token_ids is not None,
+        "thinking_budget": params.thinking_token_budget is not None,
+        "watermark": bool(params.watermarking),
+        "forced_tokens": bool(params.trace_decode_token_ids),
+        # for logits processors that are not vLLM's
+        "custom_arguments": bool((params.extra_args or {}).keys() - PLAIN_ARGUMENTS),
         # with an adapter the target is not the one the draft is trained for
         "lora": request.lora_request is not None,
         # the target read more than token ids

@@ -83,11 +83,11 @@ class Domains:
 
 
 def prompt_text(payload: Mapping[str, Any], decode: TokenDecoder | None = None) -> str:
-    """The beginning of the prompt of a completion or a chat; empty if it is not text."""
-    if isinstance(messages := payload.get("messages"), list) and messages:
+    """The beginning of the prompt of a completion, chat or response; empty if it is not text."""
+    if isinstance(messages := payload.get("messages") or payload.get("input"), list) and messages:
         contents = [_content(message)[:CHARS_OF_A_MESSAGE] for message in messages if isinstance(message, dict)]
         return "\n".join(contents)[:CHARS_OF_A_PROMPT]
-    prompt = payload.get("prompt")
+    prompt = payload.get("prompt") or payload.get("input")
     if isinstance(prompt, list) and prompt and all(isinstance(part, str) for part in prompt):
         prompt = prompt[0]
     if isinstance(prompt, list) and decode and all(isinstance(token, int) and token in TOKENS for token in prompt):

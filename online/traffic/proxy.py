@@ -30,7 +30,7 @@ from redraft.online.traffic.domains import Domains
 from redraft.online.traffic.front import FrontConfig
 from redraft.online.traffic.pools import NoServerError, Pools
 from redraft.online.traffic.tap import Tap
-from redraft.online.traffic.tap_messages import COMPLETION_PATHS
+from redraft.online.traffic.tap_messages import COMPLETION_PATHS, TEXT_PATHS
 from redraft.online.traffic.upstream import BrokenError, ForwardedRequest, Header, Reply, UnsendableError
 
 logger = logging.getLogger("redraft.proxy")
@@ -51,6 +51,15 @@ REFUSALS = (400, 422)
 
 NO_CONTENT = (204, 304)
 """Statuses without a body, whatever their Content-Length says."""
+
+CLIENT_PATHS = (
+    *("v1", "v2", "health", "ping", "version", "metrics", "tokenize", "detokenize", "inference", "cohere"),
+    *("pooling", "classify", "score", "rerank", "generative_scoring", "invocations"),
+)
+"""First parts of the paths that vLLM has for clients."""
+
+ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""Paths among them that change the server."""
 
 POOL_HEADER = b"x-redraft-pool"
 """Response header: the domain of the answering server."""
@@ -173,12 +182,13 @@ class Proxy:
         self._turnstile = Turnstile()
 
     def app(self, *, hidden: Sequence[str] = ()) -> Router:
-        """For clients: forward everything except `hidden` and the servers' /redraft/..., which are the learner's."""
+        """For clients: forward the API that vLLM has for them, except `hidden`. Its other routes are the
+        learner's (/redraft/...) or a developer's: one of them puts a server to sleep."""
         own = [
             # The first match counts, and the last route takes every path.
-            *(Route(path, _respond_not_found, methods=METHODS) for path in hidden),
-            Route("/redraft/{path:path}", _respond_not_found, methods=METHODS),
-            Route("/{path:path}", self, methods=METHODS),
+            *(Route(path, _respond_not_found, methods=METHODS) for path in (*hidden, *ADMIN_PATHS)),
+            *(Route(f"/{name}", self, methods=METHODS) for name in CLIENT_PATHS),
+            *(Route(f"/{name}/{{path:path}}", self, methods=METHODS) for name in CLIENT_PATHS),
         ]
         return Router(own, lifespan=self._lifespan)  # a full application's middleware would slow down every chunk
 
@@ -257,8 +267,10 @@ class Proxy:
         Raises: NoServerError, BrokenError, UnsendableError, BodyTooLargeError.
         """
         origin = read_origin_headers(request.headers)
-        kind = COMPLETION_PATHS.get(request.url.path) if request.method == "POST" else None
-        payload: Any = _parse_json(body.beginning) if kind and body.is_whole else None
+        path = request.url.path
+        is_text = request.method == "POST" and path.rstrip("/") in TEXT_PATHS
+        kind = COMPLETION_PATHS.get(path, "") if is_text else ""
+        payload: Any = _parse_json(body.beginning) if is_text and body.is_whole else None
         domain = self._detect_domain(origin, payload)
         forwarded = ForwardedRequest(
             method=request.method,
@@ -269,9 +281,14 @@ class Proxy:
         )
         # After `forwarded`, which needs the domain as the client sent it.
         origin = origin._replace(domain=domain)
-        if self.tap is not None and kind and self.tap.should_record(payload, origin, is_read=body.is_whole):
+        if (
+            self.tap is not None
+            and is_text
+            and self.tap.should_record(payload, origin, is_read=body.is_whole, is_known=bool(kind))
+        ):
             reply = await self.pools.send(self.tap.ask_for_logprobs(forwarded, payload, kind), domain)
             if reply.status == 200:
+                self.tap.counts["captured_requests"] += 1
                 return await self._record(self.tap, reply, payload, origin)
             if reply.status not in REFUSALS:
                 return Relayed(reply, reply.chunks())

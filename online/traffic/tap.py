@@ -26,7 +26,7 @@ from redraft.online.records.guard import Guard
 from redraft.online.records.origin import Origin
 from redraft.online.records.outlet import Recording, open_outlet
 from redraft.online.records.record import Record, encode_frame
-from redraft.online.traffic.tap_messages import Answer, AnswerError, add_logprobs, is_recordable, strip_added
+from redraft.online.traffic.tap_messages import Answer, AnswerError, add_logprobs, find_skip_reason, strip_added
 from redraft.online.traffic.upstream import ForwardedRequest, Reply
 
 logger = logging.getLogger("redraft.tap")
@@ -67,21 +67,23 @@ class Tap:
     def status(self) -> dict[str, Any]:
         return {**self.counts, **self._outlet.status(), "failed_rounds": self.guard.failures}
 
-    def should_record(self, payload: Any, origin: Origin, *, is_read: bool = True) -> bool:
-        """Whether to record the answer to this request, whose JSON body is `payload`. Counts the decision.
+    def should_record(self, payload: Any, origin: Origin, *, is_read: bool = True, is_known: bool = True) -> bool:
+        """Whether to record the answer to this request, whose JSON body is `payload`. Counts a refusal.
 
-        `is_read` is False if the body is too large to be parsed.
+        `is_read` is False if the body is too large to be parsed, `is_known` if the tap cannot read the
+        answers of this API.
         """
         if origin.opt_out:
             reason = "opt_out"
         elif not is_read:
             reason = "too_large"
-        elif not is_recordable(payload):
-            reason = "unreadable" if payload is None else "unfit"
-        else:
+        elif not is_known:
+            reason = "other_api"
+        elif not (reason := find_skip_reason(payload)):
             # Drawn at random: the tap decides once per request, and several calls may share a request id.
             reason = self.config.find_skip_reason(origin.tenant, uuid.uuid4().bytes)
-        self.counts[f"skipped_requests_{reason}" if reason else "captured_requests"] += 1
+        if reason:
+            self.counts[f"skipped_requests_{reason}"] += 1
         return not reason
 
     def ask_for_logprobs(self, forwarded: ForwardedRequest, payload: dict[str, Any], kind: str) -> ForwardedRequest:

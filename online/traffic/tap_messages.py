@@ -19,7 +19,16 @@ from redraft.online.records.origin import Origin
 from redraft.online.records.record import Record, Sampling
 
 COMPLETION_PATHS = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
-"""Paths that generate text, and the kind of each."""
+"""Paths whose answers the tap reads, and the kind of each."""
+
+TEXT_PATHS = frozenset(
+    {
+        *COMPLETION_PATHS,
+        *("/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/v1/systemone"),
+        *("/inference/v1/generate", "/cohere/v2/chat", "/invocations"),
+    }
+)
+"""Paths that generate text, without a slash at the end. A request for any has a domain."""
 
 ADDED_FIELDS = ("logprobs", "token_ids", "prompt_token_ids")
 """Fields of an answer, or of its choices, present only because the tap asked for them."""
@@ -114,43 +123,78 @@ def _likeliest(top: dict[int, float], sampled: int) -> list[tuple[int, float]]:
     return ranked[:-1] if len(ranked) > 1 and ranked[-1][0] == sampled else ranked
 
 
-CONSTRAINED = (
-    "structured_outputs",
-    "response_format",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
+CLASHING = (
+    *("logprobs", "top_logprobs", "prompt_logprobs", "echo", "return_token_ids"),
+    *("return_tokens_as_token_ids", "return_token_offsets", "return_prompt_text", "return_mm_kwargs"),
 )
-"""Fields constraining the output to a grammar; servers from before 2026 call them guided_*."""
+"""Fields that overlap with those of the tap. `logprobs: 0` does so too."""
 
-
-CHANGED = ("logit_bias", "min_tokens", "bad_words", "allowed_token_ids")
-"""Fields that change the target's logits after its log-probabilities are taken. Empty ones and 0 change nothing."""
-
-
-UNRECORDABLE = (
-    # overlap with the fields that the tap adds
-    *("logprobs", "top_logprobs", "prompt_logprobs", "echo", "return_token_ids", "return_tokens_as_token_ids"),
-    # change how or which tokens are generated
-    *("use_beam_search", "logprob_token_ids", "suffix"),
-    *CONSTRAINED,
+CHANGED = (
+    # the logits, after their log-probabilities are taken
+    *("logit_bias", "min_tokens", "bad_words", "allowed_token_ids", "thinking_token_budget"),
+    *("watermarking", "vllm_xargs"),
+    # which tokens are generated, and how
+    *("use_beam_search", "best_of", "logprob_token_ids", "suffix"),
+    # a grammar; servers from before 2026 call them guided_*
+    *("structured_outputs", "response_format", "guided_json", "guided_regex", "guided_choice"),
+    *("guided_grammar", "functions", "function_call"),
+    # the target reads more than the prompt's token ids, or another server reads them
+    *("prompt_embeds", "mm_payload", "mm_processor_kwargs", "media_io_kwargs", "audio", "modalities"),
+    *("kv_transfer_params", "ec_transfer_params"),
 )
-"""Fields of a request whose answer is not recorded."""
+"""Fields with which text or distribution are not the plain target's."""
+
+ZERO_IS_A_VALUE = ("logprobs", "prompt_logprobs", "thinking_token_budget")
+
+PLAIN = (
+    *("model", "prompt", "messages", "n", "stream", "stream_options", "stream_interval", "seed", "user"),
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "length_penalty", "max_tokens", "max_completion_tokens", "ignore_eos"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "repetition_detection"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens"),
+    *("truncate_prompt_tokens", "truncation_side", "add_generation_prompt", "continue_final_message"),
+    *("chat_template", "chat_template_kwargs", "documents", "reasoning_effort", "include_reasoning"),
+    *("tools", "tool_choice", "parallel_tool_calls", "priority", "request_id", "session_id", "cache_salt"),
+    "routed_experts_prompt_start",
+    # clients of OpenAI; vLLM ignores them
+    *("metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "verbosity"),
+)
+"""Fields that leave the distribution as it is, or whose effect is in the record."""
+
+KNOWN = frozenset((*CLASHING, *CHANGED, *PLAIN))
 
 
-def is_recordable(payload: Any) -> bool:
-    """Whether a request has one prompt and one answer, and no field clashing with the tap's."""
+def find_skip_reason(payload: Any) -> str:
+    """Why the answer to a request is not recorded; empty if it has one prompt of text and one answer,
+    and both are the plain target's. A field that nobody has decided on is a reason too."""
     if not isinstance(payload, dict):
-        return False
+        return "unreadable" if payload is None else "unfit"
+    set_fields = {name for name, value in payload.items() if _is_set(name, value)}
     prompt = payload.get("prompt")
     is_single = not isinstance(prompt, list) or (bool(prompt) and all(isinstance(token, int) for token in prompt))
-    # `logprobs: 0` is not plain: it asks for the sampled token's log-probability.
-    is_plain = all(payload.get(name) is None or payload.get(name) is False for name in UNRECORDABLE)
-    is_plain &= not any(payload.get(name) for name in CHANGED)
     # If a tool's schema may constrain the output, the log-probabilities contain the grammar's mask.
     is_free = not payload.get("tools") or payload.get("tool_choice") == "none"
-    return is_single and is_plain and is_free and payload.get("n") in (None, 1)
+    if not (is_single and is_free and payload.get("n") in (None, 1)):
+        return "unfit"
+    if not set_fields.isdisjoint((*CLASHING, *CHANGED)):
+        return "unfit"
+    if not set_fields <= KNOWN:
+        return "unknown_field"
+    return "" if _is_text(payload.get("messages")) else "multimodal"
+
+
+def _is_set(name: str, value: Any) -> bool:
+    if value is None or value is False:
+        return False
+    return bool(value) or name in ZERO_IS_A_VALUE
+
+
+def _is_text(messages: Any) -> bool:
+    """Whether no message of a chat has a part other than text, e.g. an image."""
+    messages = messages if isinstance(messages, list) else []
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return all(not isinstance(part, dict) or "text" in str(part.get("type", "text")) for part in parts)
 
 
 def add_logprobs(payload: dict[str, Any], kind: str, top_k: int) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from starlette.routing import Route
 
 @dataclass
 class Upstream:
-    """Does what the request says: {"do": "wait"}, "break", "break within", or a status. Otherwise it just answers."""
+    """Does what the request says, itself or in its metadata: {"do": "wait"}, "break", "break within",
+    or a status. Otherwise it just answers."""
 
     name: str
     port: int = 0
@@ -57,6 +58,7 @@ class Upstream:
         self.seen.append((dict(request.headers), body))
         self.clients.add(request.client)
         question = json.loads(body) if body.startswith(b"{") else {}
+        question |= question.get("metadata") or {}
         if question.get("do") == "break":
             self._server.cut_off()
         if question.get("do") == "wait":

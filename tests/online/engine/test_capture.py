@@ -244,18 +244,46 @@ def test_the_sizes_of_a_light_step_are_not_underestimated():
     assert sys.getsizeof(prompt) + sum(map(sys.getsizeof, prompt)) <= TOKEN_BYTES * len(prompt)
 
 
+def make_request(name="a", length=3, **changes):
+    """A request as vLLM's scheduler announces it; `changes` are of its sampling parameters."""
+    unset = (
+        *("structured_outputs", "min_tokens", "bad_words", "allowed_token_ids", "stop_token_ids"),
+        *("eos_token_id", "thinking_token_budget", "watermarking", "trace_decode_token_ids"),
+    )
+    marked = {"extra_args": {EXTRA_ARGS_KEY: Origin()._asdict()}, "max_tokens": 9}
+    marked["extra_args"] |= changes.pop("extra_args", {})
+    fields = dict.fromkeys(unset) | marked | msgspec.structs.asdict(Sampling()) | changes
+    return SimpleNamespace(
+        req_id=name,
+        prompt_token_ids=[1] * length,
+        sampling_params=SimpleNamespace(**fields),
+        lora_request=None,
+        mm_features=[],
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"thinking_token_budget": 0}, "thinking_budget"),
+        ({"watermarking": True}, "watermark"),
+        ({"trace_decode_token_ids": [1]}, "forced_tokens"),
+        ({"extra_args": {"of_a_plugin": 1}}, "custom_arguments"),
+        ({"extra_args": {"kv_transfer_params": {}}}, ""),
+        ({"watermarking": False}, ""),
+    ],
+)
+def test_a_request_whose_tokens_are_not_the_plain_targets_is_counted_and_not_recorded(tmp_path, changes, reason):
+    capture = Capture(CaptureConfig(spool=tmp_path), "boot", "target", "v000001")
+    Feed(capture, max_model_len=100).add(make_request(**changes))
+    assert capture.counts == {f"skipped_requests_{reason}" if reason else "captured_requests": 1}
+
+
 def test_a_step_tells_the_prompts_of_its_new_requests_once(tmp_path):
     capture = Capture(CaptureConfig(spool=tmp_path), "boot", "target", "v000001")
     feed = Feed(capture, max_model_len=100)
-    none = dict.fromkeys(
-        ("structured_outputs", "min_tokens", "bad_words", "allowed_token_ids", "stop_token_ids", "eos_token_id")
-    )
-    marked = {"extra_args": {EXTRA_ARGS_KEY: Origin()._asdict()}, "max_tokens": 9}
-    params = SimpleNamespace(**marked, **none, **msgspec.structs.asdict(Sampling()))
     for name, length in (("a", 3), ("b", 4)):
-        request = SimpleNamespace(
-            req_id=name, prompt_token_ids=[1] * length, sampling_params=params, lora_request=None, mm_features=[]
-        )
+        request = make_request(name, length)
         info = feed.add(request)
         feed.add(request)
     batch = Batch(

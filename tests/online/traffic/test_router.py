@@ -372,10 +372,10 @@ async def test_servers_come_and_go_with_the_file(tmp_path, caplog):
 @in_event_loop
 async def test_a_wish_for_records_is_only_taken_back_where_it_was_refused(tmp_path, random_target):
     async with routed(tmp_path, tap=TapConfig(spool=tmp_path / "spool"), target=random_target) as them:
-        assert (await them.ask("code", prompt="x", do=503)).status_code == 503
+        assert (await them.ask("code", prompt="x", metadata={"do": 503})).status_code == 503
         assert len(them.code.seen) == 1
         assert not them.general.seen, "a server had it, and may have failed by it"
-        assert (await them.ask("code", prompt="x", do=400)).status_code == 400
+        assert (await them.ask("code", prompt="x", metadata={"do": 400})).status_code == 400
         assert [b"return_token_ids" in body for _, body in them.code.seen] == [True, True, False]
         assert await them.under_way() == {"code": 0, "prose": 0, "": 0}
 
@@ -519,6 +519,53 @@ def test_a_few_requests_start_in_each_turn_of_the_loop():
         assert max(after - before for before, after in itertools.pairwise(turns)) <= STARTS_PER_TURN
 
     asyncio.run(main())
+
+
+APIS = [
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/chat/completions/batch", "/inference/v1/generate", "/v1/completions/", "/v1/responses/"),
+]
+
+
+@pytest.mark.parametrize("path", APIS)
+@in_event_loop
+async def test_an_alias_counts_in_every_api_and_what_is_not_recorded_is_counted(tmp_path, path, random_target):
+    tap = TapConfig(spool=tmp_path / "spool", top_k=2)
+    config = {"aliases": {"llama-code": "code"}, "tap": tap, "target": random_target}
+    async with routed(tmp_path, **config) as them:
+        answer = await them.http.post(path, json={"model": "llama-code", "input": "x"})
+        assert answer.headers["x-redraft-pool"] == "code"
+        counts = (await them.admin.get("/redraft/tap")).json()
+        is_read = path in ("/v1/completions", "/v1/chat/completions")
+        assert counts.get("captured_requests", 0) == 0
+        assert counts["skipped_requests_unknown_field" if is_read else "skipped_requests_other_api"] == 1
+
+
+@in_event_loop
+async def test_text_of_every_api_has_a_domain(tmp_path, clusters):
+    async with routed(tmp_path, clusters=clusters) as them:
+        for content in (TALE, [{"role": "user", "content": [{"type": "input_text", "text": TALE}]}]):
+            answer = await them.http.post("/v1/responses", json={"input": content})
+            assert answer.headers["x-redraft-pool"] == "prose"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/sleep", "/collective_rpc", "/reset_prefix_cache", "/pause", "/server_info", "/start_profile"),
+        *("/%73leep", "//sleep", "/sleep/", "/v1/load_lora_adapter", "/docs"),
+    ],
+)
+@in_event_loop
+async def test_clients_do_not_reach_routes_for_developers(tmp_path, path):
+    async with routed(tmp_path) as them:
+        reader, writer = await asyncio.open_connection("127.0.0.1", them.port)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{{}}"
+        writer.write(head.encode())
+        answer = await reader.read()
+        writer.close()
+        assert answer.split(b" ")[1] == b"404"
+        assert not them.general.seen
 
 
 # --- headers

@@ -1,8 +1,11 @@
 """The tap in front of the real engine: the answers clients receive through it, and its records."""
 
+import ast
 import asyncio
+import importlib.util
 import json
 import threading
+from pathlib import Path
 from types import MappingProxyType
 
 import httpx
@@ -20,7 +23,14 @@ from redraft.online.traffic import tap as tap_module
 from redraft.online.traffic.pools import Pools
 from redraft.online.traffic.proxy import Proxy
 from redraft.online.traffic.tap import Tap, TapConfig
-from redraft.online.traffic.tap_messages import Answer, AnswerError, is_recordable, read_sampling, strip_added
+from redraft.online.traffic.tap_messages import (
+    KNOWN,
+    Answer,
+    AnswerError,
+    find_skip_reason,
+    read_sampling,
+    strip_added,
+)
 
 # --- messages
 
@@ -47,11 +57,35 @@ from redraft.online.traffic.tap_messages import Answer, AnswerError, is_recordab
         ({"messages": [], "tools": [{}], "tool_choice": "required"}, False),
         ({"messages": [], "tools": [{}]}, False),
         ({"messages": [], "tools": [{}], "tool_choice": "none"}, True),
+        ({"messages": [], "thinking_token_budget": 0}, False),
+        ({"messages": [], "watermarking": True}, False),
+        ({"messages": [], "watermarking": False}, True),
+        ({"prompt": "x", "vllm_xargs": {"a": 1}}, False),
+        ({"prompt": "x", "prompt_embeds": "AAAA"}, False),
+        ({"prompt": "x", "a_field_of_a_later_vllm": 1}, False),
+        ({"prompt": "x", "a_field_of_a_later_vllm": None}, True),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, True),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, False),
         ([], False),
     ],
 )
 def test_only_plain_requests_are_touched(question, recordable):
-    assert is_recordable(question) is recordable
+    assert (find_skip_reason(question) == "") is recordable
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("completion", "CompletionRequest"), ("chat_completion", "ChatCompletionRequest")],
+)
+def test_every_field_of_vllms_requests_is_decided_on(file, name):
+    spec = importlib.util.find_spec("vllm")
+    if spec is None:
+        pytest.skip("vLLM is not installed")
+    source = Path(spec.submodule_search_locations[0], "entrypoints", "openai", file, "protocol.py")
+    (request,) = (n for n in ast.parse(source.read_text()).body if getattr(n, "name", "") == name)
+    fields = {n.target.id for n in request.body if isinstance(n, ast.AnnAssign) and n.target.id[0] != "_"}
+    assert len(fields) > 40
+    assert fields <= KNOWN
 
 
 def test_an_event_that_is_only_there_for_the_tap_is_not_sent():
