@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import netrc
 import os
 import resource
 import time
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import torch
 from accelerate import Accelerator
@@ -76,8 +78,17 @@ class TrainingCost:
 
 def write_offline_unless_logged_in() -> None:
     """Keep wandb from asking for a login in the middle of a run."""
-    if not (os.environ.get("WANDB_API_KEY") or os.path.exists(os.path.expanduser("~/.netrc"))):
+    if not (os.environ.get("WANDB_API_KEY") or _has_login()):
         os.environ.setdefault("WANDB_MODE", "offline")
+
+
+def _has_login() -> bool:
+    """Whether ~/.netrc has a login for wandb's host. The file may be about other machines alone."""
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return host is not None and host in netrc.netrc(os.environ.get("NETRC")).hosts
+    except (OSError, ValueError, netrc.NetrcParseError):  # none, or one that nobody can read
+        return False
 
 
 def choose_precision(asked: str | None, launched: str | None, machine: Machine) -> tuple[str, str]:

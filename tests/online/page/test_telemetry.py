@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from make_journal import SERVERS, make_journal
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from redraft.distill.train.loop import write_offline_unless_logged_in
 from redraft.online.journal import (
     AcceptanceEntry,
     BufferEntry,
@@ -319,6 +321,30 @@ def test_every_alert_has_its_trouble():
 
 
 # ---------------------------------------------------------------- Weights & Biases
+@pytest.mark.parametrize(
+    ("content", "mode"),
+    [
+        (None, "offline"),
+        ("machine github.com login a password b\n", "offline"),
+        ("machine api.wandb.ai login user password key\n", None),
+        ("machine\n", "offline"),
+        ("\xff\xfe", "offline"),
+    ],
+)
+def test_wandb_is_offline_unless_netrc_has_its_login(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, mode: str | None
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    if content is not None:
+        (tmp_path / ".netrc").write_bytes(content.encode("latin-1"))
+        (tmp_path / ".netrc").chmod(0o600)
+    write_offline_unless_logged_in()
+    assert os.environ.get("WANDB_MODE") == mode
+    os.environ.pop("WANDB_MODE", None)
+
+
 def test_wandb_offline_gets_every_number_and_no_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -116,8 +116,8 @@ async def ask(server, body=b"{}", version="1.1", method="POST", path=PATH):
 @in_event_loop
 async def test_half_a_request_is_waited_for_only_so_long(tmp_path):
     async with fronted(tmp_path) as (server, _):
-        silent, half_head = await connect(server), await connect(server, b"POST / HTTP/1.1\r\nHost:")
-        half_body = await connect(server, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
+        silent, half_head = await connect(server), await connect(server, b"POST /v1/x HTTP/1.1\r\nHost:")
+        half_body = await connect(server, b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
         answering = asyncio.create_task(ask(server, b'{"do": "wait"}'))
         await settle(server, 4)
         now_s = time.monotonic()
@@ -161,9 +161,9 @@ async def test_an_upgrade_is_a_request_like_any_other(tmp_path, caplog, method, 
 
 STREAM = b'{"prompt": "x", "stream": true}'
 HALVES = (
-    b"POST / HTTP/1.1\r\nHost:",
-    b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\na",
-    b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n",
+    b"POST /v1/x HTTP/1.1\r\nHost:",
+    b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\na",
+    b"POST /v1/x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n",
 )
 
 
@@ -248,7 +248,7 @@ config = front._configure(None)
 factory = config.get_loop_factory() if hasattr(config, "get_loop_factory") else None
 asyncio.Runner(loop_factory=factory).run(main())
 """
-REQUEST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+REQUEST = b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
 
 
 def read_text(answers):
@@ -300,7 +300,7 @@ async def test_one_clients_halves_do_not_take_all_descriptors(tmp_path):
 @in_event_loop
 async def test_a_head_has_a_largest_size(tmp_path):
     async with fronted(tmp_path) as (server, upstream):
-        reader, writer = await connect(server, b"POST / HTTP/1.1\r\nHost: x\r\n")
+        reader, writer = await connect(server, b"POST /v1/x HTTP/1.1\r\nHost: x\r\n")
         with contextlib.suppress(ConnectionError):
             for number in range(200):
                 writer.write(b"X-%d: %s\r\n" % (number, b"a" * 1000))
