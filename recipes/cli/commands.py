@@ -78,13 +78,13 @@ COMMANDS = {
         Group.TRAIN,
         "redraft.recipes.data.retrieval",
         "Count the target's answers: a draft without training",
-        "redraft retrieval --target TARGET --source answers.jsonl",
+        "redraft retrieval --target TARGET --data answers.jsonl",
     ),
     "regenerate": Command(
         Group.TRAIN,
         "redraft.recipes.data.regenerate",
         "Have the target answer a data set's prompts, to train on",
-        "redraft regenerate --source DATA --output answers.jsonl",
+        "redraft regenerate --data DATA --output answers.jsonl",
     ),
     "eval": Command(
         Group.DECIDE,

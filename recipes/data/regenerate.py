@@ -1,6 +1,6 @@
 """Have the target answer the prompts of a data set, as training data for a draft.
 
-    $ redraft regenerate --target models/llama-8b --source HuggingFaceH4/ultrachat_200k --split train_sft \\
+    $ redraft regenerate --target models/llama-8b --data HuggingFaceH4/ultrachat_200k --split train_sft \\
           --output outputs/answers.jsonl
     $ redraft train standalone --target models/llama-8b --data.source outputs/answers.jsonl
 
@@ -17,8 +17,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import psutil
+import tyro
 
 from redraft.distill.data.conversations import load_conversations
 from redraft.distill.data.regenerate import Sampling, regenerate
@@ -35,21 +37,20 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    source: str
+    data: str
     """Conversations to answer: a hub name, a .jsonl or .parquet file, `stdlib`, or `stdlib-functions` (functions to
     complete). The answers in them are dropped."""
     output: Path
     """JSONL file to write, one line per finished conversation. Existing lines are kept."""
     split: str = "train"
     """Split of a hub data set."""
-    limit: int | None = None
+    num_conversations: int | None = None
     """Highest number of conversations to take, from the beginning; by default all."""
     target: str | None = None
     """Folder or hub name of the target. A vLLM server of it is started for this run, in the type in which drafts are
-    trained for it; --vllm-args=--dtype=bfloat16 chooses another."""
-    vllm_args: tuple[str, ...] = ()
-    """Further arguments for the vLLM server that --target starts, one by one, e.g.
-    `--vllm-args=--tensor-parallel-size=8`."""
+    trained for it; `-- --dtype=bfloat16` chooses another."""
+    vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Further arguments of every vLLM server, after `--`: `-- --tensor-parallel-size=8`."""
     url: str | None = None
     """Address of a running server, instead of --target; without both, http://127.0.0.1:8000. If the variable
     OPENAI_API_KEY is set, it is sent as the key of each request."""
@@ -70,7 +71,7 @@ def main(cfg: Config) -> None:
     """
     if cfg.target is not None and cfg.url is not None:
         raise ValueError("give --target to start a server of it, or --url to ask a running one: not both")
-    conversations = load_conversations(cfg.source, split=cfg.split)[: cfg.limit]
+    conversations = load_conversations(cfg.data, split=cfg.split)[: cfg.num_conversations]
     with serve_answers(cfg) as (url, model):
         endpoint = Endpoint(url, model=model, concurrency=cfg.concurrency, api_key=os.environ.get("OPENAI_API_KEY"))
         print(f"{regenerate(conversations, endpoint, cfg.output, cfg.sampling)} -> {cfg.output}")

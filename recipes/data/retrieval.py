@@ -1,7 +1,7 @@
 """Count the target's answers: a draft that needs no training, no GPU and no pass of a model to propose tokens.
 
-    $ redraft regenerate --target TARGET --source prompts.jsonl --output answers.jsonl     # or logged answers
-    $ redraft retrieval --target TARGET --source answers.jsonl --output drafts/answers
+    $ redraft regenerate --target TARGET --data prompts.jsonl --output answers.jsonl     # or logged answers
+    $ redraft retrieval --target TARGET --data answers.jsonl --output drafts/answers
     $ redraft eval --target TARGET --draft drafts/answers --draft ngram                    # how much is accepted?
     $ redraft serve TARGET --draft drafts/answers --num-speculative-tokens 6
     $ redraft serve TARGET --draft drafts/answers+HEAD:2 --num-speculative-tokens 6
@@ -30,7 +30,7 @@ from redraft.recipes.cli import run_recipe
 class Config:
     target: str
     """Folder or hub name of the served model, whose tokenizer and chat template are used."""
-    source: str
+    data: str
     """Conversations with answers of the target: a hub name, a .jsonl, .json or .parquet file (also .gz or .zst), or a
     folder."""
     output: Path = Path("outputs/retrieval")
@@ -58,7 +58,7 @@ def main(cfg: Config) -> None:
     # Before the counting: the fingerprint reads the weights.
     target = fetch_model(cfg.target)
     tokenizer, day = load_tokenizer(cfg.target), choose_day(cfg.date)
-    conversations = load_conversations(cfg.source, split=cfg.split)
+    conversations = load_conversations(cfg.data, split=cfg.split)
     ends = end_ids(cfg.target, tokenizer)
     samples, stats = build_samples(conversations, tokenizer, max_length=cfg.sequence_length, day=day, ends=ends)
     print(stats)
@@ -66,7 +66,7 @@ def main(cfg: Config) -> None:
     provenance = {
         "target": cfg.target,
         "target_fingerprint": fingerprint(target),
-        "data": cfg.source,
+        "data": cfg.data,
         "labels": stats.labels,
         "date": day.isoformat(),
     }

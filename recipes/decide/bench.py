@@ -98,9 +98,8 @@ class Config:
     target_dtype: str | None = None
     """Type in which the target computes. By default as stored on a GPU. On a CPU bfloat16 if it is stored so and the
     CPU has instructions for bfloat16, else float32."""
-    vllm_args: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Further argument of every server, after an equals sign: --vllm-args=--tensor-parallel-size=4. Repeat the flag for
-    more arguments."""
+    vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Further arguments of every vLLM server, after `--`: `-- --tensor-parallel-size=8`."""
     output: Path = Path("outputs/bench-serving")
     """Folder for the reports, the finished cells and the engine's logs."""
     overwrite: bool = False
@@ -288,7 +287,7 @@ def server(
         max_model_len=cfg.max_model_len,
         max_num_seqs=max_num_seqs(cfg),
         dtype=target_dtype(cfg),
-        # As a user starts it, the target alone too: --vllm-args=--enforce-eager measures eager servers.
+        # As a user starts it, the target alone too: `-- --enforce-eager` measures eager servers.
         mode="compiled",
         extra_args=cfg.vllm_args,
         extra_env=sampling_environment(os.environ),

@@ -115,9 +115,8 @@ class Config:
     together: int = 0
     """Servers alive at the same time, which take turns; 0: five on a CPU, two on a GPU. One is the target alone. All
     share the memory."""
-    engine_args: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Further argument of vLLM, after an equals sign: --engine-args=--tensor-parallel-size=8. Repeat the flag for more
-    arguments."""
+    vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Further arguments of every vLLM server, after `--`: `-- --tensor-parallel-size=8`."""
     flags: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Word to append to the command of every training: --flags=--loop.batch-size --flags=2."""
     parts: Path = Path("outputs/parts")
@@ -250,7 +249,7 @@ def require_answers(cfg: Config) -> None:
     if cfg.train and cfg.known_answers is None:
         raise ValueError(
             f"the answers in redraft are not those of {cfg.target}: run `redraft regenerate --target {cfg.target} "
-            "--source stdlib-functions --output answers.jsonl`, then give --answers answers.jsonl"
+            "--data stdlib-functions --output answers.jsonl`, then give --answers answers.jsonl"
         )
 
 
@@ -338,7 +337,7 @@ def server_options(cfg: Config) -> dict[str, Any]:
     return {
         "max_model_len": MAX_PROMPT_TOKENS + cfg.max_tokens + max(LOOKUP_TOKENS.values()) + cfg.num_speculative_tokens,
         "max_num_seqs": ROWS_PROMPTS,
-        "extra_args": cfg.engine_args,
+        "extra_args": cfg.vllm_args,
     }
 
 

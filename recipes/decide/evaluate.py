@@ -2,7 +2,7 @@
 
 $ redraft eval --preset demo --draft outputs/demo-tiny/draft   # small target: the draft of `make demo-tiny`, n-grams
 $ redraft eval --target TARGET --draft DRAFT --draft ngram --data prompts.jsonl --domain-column topic
-$ redraft eval --target TARGET --draft DRAFT --no-forecast --engine-args=--tensor-parallel-size=8   # of several GPUs
+$ redraft eval --target TARGET --draft DRAFT --no-forecast -- --tensor-parallel-size=8   # of several GPUs
 $ redraft eval --target TARGET --draft v13=DRAFT --baseline outputs/eval-v12/report.json --max-loss 0.02
 
 One pass of the target over its answers gives the acceptance of every draft (the forecast). Then a real vLLM serves each
@@ -106,16 +106,15 @@ class Config:
     """Prompts per pass of the target."""
     forecast: bool = True
     """Forecast every draft with the target in this process. With --no-forecast, the engine counts, and only the engine
-    loads the target: for one that takes several GPUs, with --engine-args=--tensor-parallel-size=N."""
+    loads the target: for one that takes several GPUs, with `-- --tensor-parallel-size=N`."""
     engine: bool = True
     """Also serve every draft in a real vLLM. With --no-engine, all numbers are forecasts."""
     engine_tokens: tuple[int, ...] = ()
     """The --num-speculative-tokens to serve in the engine, which restarts for each. By default the largest."""
     concurrency: int = 4
     """Requests in flight in the engine."""
-    engine_args: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Further argument of vLLM, after an equals sign: --engine-args=--tensor-parallel-size=8. Repeat the flag for more
-    arguments."""
+    vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Further arguments of every vLLM server, after `--`: `-- --tensor-parallel-size=8`."""
     costs: Path | None = None
     """The serving.json of a `redraft bench` of these drafts. The report then advises on the number of draft tokens."""
     baseline: Path | None = None
@@ -268,7 +267,7 @@ def load(name: str, dtype: TargetDtype | None = None, *, whole: bool = True) -> 
     """
     device, folder = torch.device("cuda" if torch.cuda.is_available() else "cpu"), model_folder(name)
     if whole:
-        way_out = "count in the engine alone: --no-forecast --engine-args=--tensor-parallel-size=N"
+        way_out = "count in the engine alone: --no-forecast -- --tensor-parallel-size=N"
         require_target_room(name, device, choose_dtype(name, dtype, device), way_out=way_out)
         model, tokenizer = load_target(name, Signal(), device, dtype)
     else:
@@ -316,7 +315,7 @@ def measure_in_engine(
     options = EngineOptions(
         concurrency=cfg.concurrency,
         dtype=cfg.target_dtype,
-        args=cfg.engine_args,
+        args=cfg.vllm_args,
         env=sampling_environment(os.environ),
     )
     found: dict[tuple[str, float, int], list[AcceptanceCounts]] = {}

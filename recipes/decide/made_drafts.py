@@ -95,7 +95,7 @@ def make_lookups(making: Making) -> Iterator[Candidate]:
         # A folder with a config.json is whole: `redraft retrieval` publishes with one rename.
         counted = making.output / RETRIEVAL
         module = ("-m", "redraft.recipes.data.retrieval")
-        command = [*module, "--target", making.target, "--source", making.answers, "--output", str(counted)]
+        command = [*module, "--target", making.target, "--data", making.answers, "--output", str(counted)]
         run_once(counted, counted / "config.json", command, making)
         config = DraftSource(source=str(counted)).speculative()
         yield Candidate(RETRIEVAL, "counted answers", config, LOOKUP_TOKENS[RETRIEVAL])

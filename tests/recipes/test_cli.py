@@ -21,7 +21,6 @@ from redraft.heads.catalog import list_trained
 from redraft.recipes.cli import COMMANDS, Group, describe_error, dispatch, format_help, parse, parse_recipe, run_guarded
 from redraft.recipes.cli.commands import list_recipes
 from redraft.recipes.cli.run import find_recipe
-from redraft.recipes.decide import bench
 
 ROOT = Path(__file__).parents[2]
 
@@ -258,8 +257,16 @@ def test_the_docstring_of_a_field_is_folded_into_whole_lines(capsys):
 def test_arguments_for_vllm_are_given_one_by_one():
     args = ["--engine-args=--tensor-parallel-size=8", "--engine-args=--max-model-len=4096"]
     assert parse(Prove, None, {}, args, prog="x").engine_args == ("--tensor-parallel-size=8", "--max-model-len=4096")
-    args = ["--vllm-args=--tensor-parallel-size=4", "--vllm-args=--enforce-eager"]
-    assert parse(bench.Config, None, {}, args, prog="x").vllm_args == ("--tensor-parallel-size=4", "--enforce-eager")
+    args = ["--tensor-parallel-size=4", "--enforce-eager"]
+    for command, *flags in (
+        ("bench", "--concurrency", "1", "2"),
+        ("compare",),
+        ("eval", "--draft", "d"),
+        ("regenerate", "--data", "stdlib", "--output", "x"),
+        ("serve", "t"),
+        ("serve-features", "t"),
+    ):
+        assert parse_recipe(*find_recipe(command, [*flags, "--", *args])).vllm_args == tuple(args)
     args = ["--flags=--loop.steps", "--flags=2"]
     assert parse(heads.Config, None, {}, args, prog="x").flags == ("--loop.steps", "2")
 

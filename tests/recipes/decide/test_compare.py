@@ -257,7 +257,7 @@ def test_the_answers_in_redraft_are_for_the_target_in_it(tmp_path: Path, monkeyp
 
     assert names() == ["ngram", "retrieval"]
     assert names(target="t", answers="mine.jsonl") == ["ngram", "retrieval"]
-    assert [command[command.index("--source") + 1] for command in counted] == [str(ANSWERS), "mine.jsonl"]
+    assert [command[command.index("--data") + 1] for command in counted] == [str(ANSWERS), "mine.jsonl"]
     for flag, module, *args in counted:
         parsed = tyro.cli(import_module(module).Config, args=args)
         assert (flag, parsed.output) == ("-m", tmp_path / "retrieval"), "a command that can be started"
@@ -271,7 +271,7 @@ def test_trainings_without_answers_of_the_target_are_refused_with_the_command_th
 ) -> None:
     assert dispatch(["compare", "--target", "models/t"]) == 2
     error = capsys.readouterr().err
-    assert "`redraft regenerate --target models/t --source stdlib-functions --output answers.jsonl`" in error
+    assert "`redraft regenerate --target models/t --data stdlib-functions --output answers.jsonl`" in error
     assert error.count("\n") == 1
 
 

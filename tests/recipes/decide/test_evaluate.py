@@ -328,7 +328,7 @@ def test_an_engine_that_does_not_start_is_one_line_and_the_forecast_is_kept(
     run: Run, served_pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--draft", f"noisy={served_pair[1]}", "--num-speculative-tokens", "2")
-    assert run(*flags, "--engine-args=--no-such-flag") == 2
+    assert run(*flags, "--", "--no-such-flag") == 2
     assert "redraft: noisy: vLLM did not start: error: unrecognized arguments" in capsys.readouterr().err
     monkeypatch.setattr(teacher_forced, "evaluate_batch", lambda *_: pytest.fail("it forecasts again"))
     assert run(*flags, "--no-engine") == 0
@@ -372,7 +372,7 @@ def test_the_real_engine_drafts_from_counted_answers_as_forecast(
     answers.write_text(
         "".join(json.dumps({"messages": [*row, {"role": "assistant", "content": code}]}) + "\n" for row in rows)
     )
-    flags = ["--target", str(tiny_target), "--source", str(answers), "--output", str(counted)]
+    flags = ["--target", str(tiny_target), "--data", str(answers), "--output", str(counted)]
     assert dispatch(["retrieval", *flags, "--retrieval.verify-cost", "0.01"]) == 0
     more = ("--target", str(tiny_target), "--concurrency", "1", "--max-tokens", "96", "--draft", str(counted))
     more += ("--target-dtype", "float32")

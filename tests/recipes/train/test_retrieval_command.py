@@ -35,7 +35,7 @@ def test_counted_answers_are_a_draft_for_every_command(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "counted"
-    command = ["retrieval", "--target", TARGET, "--source", str(source), "--output", str(folder)]
+    command = ["retrieval", "--target", TARGET, "--data", str(source), "--output", str(folder)]
     assert dispatch(command) == 0
     assert "runs of up to 6 tokens ->" in capsys.readouterr().out
     assert Retrieval.read(folder).entries
@@ -56,7 +56,7 @@ def test_counted_answers_are_a_draft_for_every_command(
 
 def test_a_target_on_the_hub_is_there_before_the_counting(source: Path, tmp_path: Path) -> None:
     code = "import sys; from redraft.recipes.cli import dispatch; sys.exit(dispatch(sys.argv[1:]))"
-    command = ["retrieval", "--target", NAME, "--source", str(source), "--output", str(tmp_path / "counted")]
+    command = ["retrieval", "--target", NAME, "--data", str(source), "--output", str(tmp_path / "counted")]
     files = {path.name: path.read_bytes() for path in Path(TARGET).iterdir()}
     with serve_model(files, broken="model.safetensors") as hub:
         done = run_with_hub(code, hub, tmp_path / "home", *command)
