@@ -94,6 +94,11 @@ def refill_columns(columns_W: Tensor, offsets_W: Tensor, logits_BV: Tensor) -> N
     logits_BV.fill_(float("-inf"))  # the old ids' columns would keep the last logits of the old draft
 
 
+def has_copies(draft: Any) -> bool:
+    """Whether `refill` reads the checkpoint itself for this draft's copies."""
+    return _find_block(draft) is not None or hasattr(draft, "mask_hidden")
+
+
 def _find_block(draft: Any) -> Any:
     """The part of the draft with copies of keys and values; None if it has none."""
     return next((module for module in draft.modules() if hasattr(module, BUILD)), None)

@@ -22,6 +22,9 @@ from torch import Tensor
 
 logger = logging.getLogger("vllm.redraft")
 
+Agree = Callable[[bool], bool]
+"""Whether all tensor-parallel ranks say yes, by what this one says. All of them must ask."""
+
 ReadText = Callable[[str, int, int], Sequence[int] | Tensor]
 """Token ids of a running request from one index in prompt + output to another, or to the last that is known."""
 
@@ -118,13 +121,22 @@ class Ledger:
 class Rereader:
     """Follows a model runner, and lets the draft read again where needed."""
 
-    def __init__(self, runner: Any, proposer: Any, groups: Sequence[Any], read_text: ReadText) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        proposer: Any,
+        groups: Sequence[Any],
+        read_text: ReadText,
+        agree: Agree | None = None,
+    ) -> None:
         """`proposer` is vLLM's for a standalone draft, `groups` are its layers' attention groups.
 
         Raises:
             ValueError: the draft's keys are laid out in a way that is not known here.
         """
         self.runner, self.proposer, self.groups, self.read_text = runner, proposer, groups, read_text
+        self._agree, self._is_among_ranks = agree or agree_on_ranks, False
+        self._num_ranks: int = proposer.vllm_config.parallel_config.tensor_parallel_size
         self.max_tokens: int = proposer.vllm_config.scheduler_config.max_num_batched_tokens
         self.num_tokens = 0
         """Tokens read again since the start."""
@@ -141,6 +153,8 @@ class Rereader:
             try:
                 self._follow(scheduler_output)
             except Exception as error:  # old keys cost acceptance, an exception would end the server
+                if self._is_among_ranks:  # the other ranks are in the pass, which never ends without this one
+                    raise
                 logger.exception("redraft: the draft no longer reads text again after a swap")
                 self.error = f"{type(error).__name__}: {error}"
         # After the reading: the draft proposes at the end of this step, and needs the new keys then.
@@ -157,9 +171,26 @@ class Rereader:
 
     @torch.inference_mode()
     def read(self, spans: Sequence[Span]) -> None:
-        """One pass of the draft over the spans, for its keys only. Tokens that the host does not know are left out."""
-        from vllm.forward_context import set_forward_context
+        """One pass of the draft over the spans, for its keys only. Tokens that the host does not know are left out.
 
+        Raises:
+            RuntimeError: another rank has not enough memory for it.
+        """
+        try:
+            inputs = self._prepare(spans)
+        except Exception:
+            self._agree(False)
+            raise
+        # The pass sums over the ranks, so it runs on all of them or on none.
+        if not self._agree(True):
+            raise RuntimeError("another rank cannot read the text again")
+        self._is_among_ranks = self._num_ranks > 1
+        self._pass(*inputs)
+        self._is_among_ranks = False
+        self.num_tokens += len(inputs[0])
+
+    def _prepare(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor, dict[str, Any], dict[str, Tensor]]:
+        """(ids, positions, vLLM's description of the pass, the slots to write), the last two by layer."""
         device = self.proposer.device
         texts = [self._read_ids(span) for span in spans]
         spans = [replace(span, end=span.begin + len(ids)) for span, ids in zip(spans, texts, strict=True)]
@@ -169,12 +200,14 @@ class Rereader:
         layers = [layer for group in self.groups for layer in group.layer_names]
         by_group = [group.build_metadata_for_drafting(attention, draft_index=0) for group in self.groups]
         metadata = {name: each for group, each in zip(self.groups, by_group, strict=True) for name in group.layer_names}
-        with set_forward_context(
-            metadata, self.proposer.vllm_config, num_tokens=len(ids_T), slot_mapping=dict.fromkeys(layers, slots_T)
-        ):
+        return ids_T, positions_T.to(device), metadata, dict.fromkeys(layers, slots_T)
+
+    def _pass(self, ids_T: Tensor, positions_T: Tensor, metadata: Any, slots: dict[str, Tensor]) -> None:
+        from vllm.forward_context import set_forward_context
+
+        with set_forward_context(metadata, self.proposer.vllm_config, num_tokens=len(ids_T), slot_mapping=slots):
             # The output is dropped. Attention writes the keys to the slots on the way.
-            self.proposer.model(input_ids=ids_T, positions=positions_T.to(device))
-        self.num_tokens += len(ids_T)
+            self.proposer.model(input_ids=ids_T, positions=positions_T)
 
     def _read_ids(self, span: Span) -> Tensor:
         prompt_ids = self.ledger.requests[span.request_id].prompt_ids
@@ -215,6 +248,18 @@ class Rereader:
             is_prefilling=torch.ones(len(spans), dtype=torch.bool),
         )
         return attention, attention.slot_mapping
+
+
+def agree_on_ranks(ok: bool) -> bool:
+    """`Agree` over vLLM's tensor-parallel group, on the host: a GPU that is out of memory can still say so."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return ok
+    said = torch.tensor([ok], dtype=torch.int32)
+    torch.distributed.all_reduce(said, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(said)
 
 
 def _require_plain_keys(proposer: Any, groups: Sequence[Any]) -> None:

@@ -1,12 +1,16 @@
 """Read a draft from the registry into the worker's memory in a thread, the only one that a hung storage can stop.
 
-    stage ─► thread: manifest, weights into memory, SHA-256 of every file, layout, pinning ─► done, or an error
+    stage ─► thread: manifest, layout, this rank's slices into memory, SHA-256 of this rank's files ─► done, or an error
     load  ─► copies from memory into the draft, while the engine is paused
     discard ─► frees the memory, at once or when the thread ends
 
-The weights go into anonymous files in memory: safetensors opens them by path, and no page of them is on the storage.
-Reading is done by Python, which lets the engine's thread run meanwhile. A page fault on a hung storage would stop both.
-For a GPU the tensors are then copied to pinned memory, from which the paused engine takes them several times as fast.
+The memory is anonymous, and no page of it is on the storage. Reading is done by Python, which lets the engine's
+thread run meanwhile. A page fault on a hung storage would stop both. For a GPU the memory is one pinned buffer, from
+which the paused engine takes the weights several times as fast. It is made at start and used by every swap: pinning
+takes the driver's lock, and the engine's launches would wait for it.
+
+Each tensor-parallel rank reads the slices that it loads (`Slices`). The files to compare with the manifest are shared
+out among the ranks, and a draft is loaded only if no rank has found damage.
 """
 
 from __future__ import annotations
@@ -14,33 +18,207 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
+import math
 import mmap
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import _TYPES as DTYPES
 from torch import Tensor
 
-from redraft.heads.files.artifact import MANIFEST, FileEntry, manifest, require_sizes, sha256
-from redraft.online.engine.swap import Layout, read_tensors, require_same_layout, require_same_shared
+from redraft.heads.files.artifact import (
+    MANIFEST,
+    FileEntry,
+    manifest,
+    require_sizes,
+    safetensors_header,
+    sha256,
+)
+from redraft.online.engine.slices import Slice, Sliced, Slices
+from redraft.online.engine.swap import Layout, require_same_layout, require_same_shared
 
 logger = logging.getLogger("vllm.redraft")
 
 CHUNK_BYTES = 16 << 20
+
+ALIGNMENT = 64
+"""Bytes at a multiple of which a tensor begins in memory."""
 
 
 class DamagedError(ValueError):
     """The files cannot be read or differ from the manifest."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The part of a draft that one of the ranks reads, and its files to compare with the manifest."""
+
+    slices: Slices = field(default_factory=dict)
+    rank: int = 0
+    num_ranks: int = 1
+    """Ranks that share out the comparing. 1: this rank compares every file."""
+
+
+class HostMemory:
+    """The memory of the drafts of one worker. The pinned buffer is kept, all other memory is freed."""
+
+    def __init__(self, pin: Callable[[Tensor], None] | None = None) -> None:
+        """`pin` pins a tensor where it is; None for a worker on the CPU."""
+        self._pin = pin
+        self._pinned: Tensor | None = None
+        self._is_lent = False
+        self.num_lent = 0
+        """Buffers that are in use."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        return 0 if self._pinned is None else len(self._pinned)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make the pinned buffer, if the worker has a GPU. Without enough of it swaps pause longer."""
+        if self._pin is None or not num_bytes:
+            return
+        try:
+            buffer = _anonymous(num_bytes)
+            self._pin(buffer)
+        except (RuntimeError, OSError) as error:
+            logger.warning("redraft: no pinned memory for drafts, so a swap pauses longer: %s", error)
+            self._pin = None
+        else:
+            self._pinned = buffer
+
+    def take(self, num_bytes: int) -> Tensor:
+        """A buffer of at least so many bytes: the pinned one if it is free and large enough. Raises: OSError."""
+        if self._pinned is not None and not self._is_lent and num_bytes <= len(self._pinned):
+            self._is_lent, buffer = True, self._pinned
+        else:
+            buffer = _anonymous(num_bytes)
+        self.num_lent += 1
+        return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        self.num_lent -= 1
+        if buffer is self._pinned:
+            self._is_lent = False
+
+
+def pin_on(device: torch.device) -> Callable[[Tensor], None] | None:
+    """Pins memory for a GPU; None for another device."""
+    if device.type != "cuda":
+        return None
+
+    def pin(buffer: Tensor) -> None:
+        # Not `pin_memory`: its blocks have a power of 2 of bytes, 2 GiB for 1.05.
+        with torch.cuda.device(device):
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), len(buffer), 0))
+
+    return pin
+
+
+def _anonymous(num_bytes: int) -> Tensor:
+    """Bytes that go back to the system with the tensor and its views."""
+    # mmap refuses to make nothing.
+    return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The part of a tensor that this rank reads: the same bytes of each of `rows`."""
+
+    name: str
+    whole: Sequence[int]
+    """Shape of the tensor in the file."""
+    slice: Slice | None
+    dtype: torch.dtype
+    rows: int
+    row_bytes: int
+    first_byte: int
+    """The part's first byte in each row."""
+    num_bytes: int
+    """The part's bytes in each row."""
+    begin: int
+    """In the file's data."""
+    at: int
+    """In memory."""
+
+    @property
+    def end(self) -> int:
+        """In memory."""
+        return self.at + self.rows * self.num_bytes
+
+    def tensor(self, memory: Tensor) -> Tensor:
+        """The tensor of the file's shape, with values in this part."""
+        values = memory[self.at : self.end].view(self.dtype)
+        if self.slice is None:
+            return values.view(*self.whole)
+        return Sliced.holding(values.view(*self.slice.shape(self.whole)), self.slice, self.whole)
+
+
+def plan_parts(header: Mapping[str, Any], slices: Slices, shared: set[str], at: int = 0) -> list[Part]:
+    """The parts of a file, by its header, in the file's order and in memory from `at` on. Tensors inside the modules
+    named `shared` are left out."""
+    parts = []
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
+        if not shared.isdisjoint(name.split(".")):
+            continue
+        shape, dtype, cut = entry["shape"], DTYPES[entry["dtype"]], slices.get(name)
+        rows = math.prod(shape[: cut.dim]) if cut else 1
+        inner = math.prod(shape[cut.dim + 1 :]) * dtype.itemsize if cut else 0
+        whole_bytes = math.prod(shape) * dtype.itemsize
+        at = -(-at // ALIGNMENT) * ALIGNMENT
+        part = Part(
+            name=name,
+            whole=shape,
+            slice=cut,
+            dtype=dtype,
+            rows=rows,
+            row_bytes=whole_bytes // rows if rows else 0,
+            first_byte=cut.first * inner if cut else 0,
+            num_bytes=cut.size * inner if cut else whole_bytes,
+            begin=entry["data_offsets"][0],
+            at=at,
+        )
+        parts.append(part)
+        at = part.end
+    return parts
+
+
+def plan_folder(folder: Path, slices: Slices, shared: set[str]) -> dict[Path, list[Part]]:
+    """The parts of all files of a draft, one after the other in memory. Raises: ValueError for a corrupt header."""
+    plan: dict[Path, list[Part]] = {}
+    at = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        plan[path] = plan_parts(safetensors_header(path), slices, shared, at)
+        at = plan[path][-1].end if plan[path] else at
+    return plan
+
+
+def list_weights(folder: Path, shared: set[str]) -> dict[str, Tensor]:
+    """The tensors of a draft outside the modules named `shared`, without memory."""
+    return {
+        part.name: torch.empty(*part.whole, dtype=part.dtype, device="meta")
+        for parts in plan_folder(folder, {}, shared).values()
+        for part in parts
+    }
+
+
+def count_bytes(plan: Mapping[Path, Sequence[Part]]) -> int:
+    """Bytes of memory for these parts."""
+    return max((part.end for parts in plan.values() for part in parts), default=0)
+
+
 class Staging:
     """One draft on its way into memory. The model is not touched."""
 
-    def __init__(self, folder: Path, current: Layout, shared: set[str], device: torch.device) -> None:
-        """Begin to read `folder`, for a worker on `device`: a draft to replace `current`, which shares the modules
-        `shared` with the target."""
+    def __init__(self, folder: Path, current: Layout, shared: set[str], memory: HostMemory, share: Share) -> None:
+        """Begin to read `folder`: a draft to replace `current`, which shares the modules `shared` with the target."""
         self.folder = folder
         self.layout: Layout | None = None
         """The draft's layout. None until it is done."""
@@ -51,8 +229,10 @@ class Staging:
         self.error = ""
         self.is_damaged = False
         """Whether `error` is about damaged or unreadable files."""
-        self._current, self._shared, self._device = current, shared, device
-        self._descriptors: list[int] = []
+        self.bytes_read = 0
+        """Bytes of the weights files that were read so far."""
+        self._current, self._shared, self._memory, self._share = current, shared, memory, share
+        self._buffer: Tensor | None = None
         self._is_discarded = self._is_finished = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="redraft-staging", daemon=True)
@@ -86,32 +266,31 @@ class Staging:
             self._free()
 
     def _stage(self) -> None:
-        # All files are compared with the manifest, if there is one, before config.json is believed.
         entries = self._read_manifest()
         weights = sorted(self.folder.glob("*.safetensors"))
-        files = [self._read_into_memory(path, entries) for path in weights]
         for name in entries.keys() - {path.name for path in weights}:
             _require_digest(self.folder, name, sha256(self.folder / name), entries)
-        layout = Layout.read(self.folder)
-        require_same_layout(self._current, layout)
-        layout = layout.with_shared(self._shared, files)
-        require_same_shared(self._current.with_shared(self._shared), layout)
-        tensors = read_tensors(files, self._shared)
-        if self._device.type == "cuda":
-            tensors = self._pin(tensors)
-        self.tensors, self.layout = tensors, layout
-
-    def _pin(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies in pinned memory; the tensors themselves if the host has too little of it."""
+        for path in weights:
+            self._require_named(path, entries)
         try:
-            # A new thread has device 0. Pinning there would take memory of another rank's GPU.
-            with torch.cuda.device(self._device):
-                pinned = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-        except RuntimeError as error:
-            logger.warning("no pinned memory for %s, so its swap will pause longer: %s", self.folder, error)
-            return tensors
-        self._close_files()
-        return pinned
+            layout = Layout.read(self.folder)
+            require_same_layout(self._current, layout)
+        except ValueError:
+            # Damage rather than another layout, if a header is corrupt.
+            for path in weights:
+                _require_digest(self.folder, path.name, sha256(path), entries)
+            raise
+        plan = plan_folder(self.folder, self._share.slices, self._shared)
+        self._buffer = self._memory.take(count_bytes(plan))
+        for i, (path, parts) in enumerate(plan.items()):
+            is_mine = bool(entries) and i % self._share.num_ranks == self._share.rank
+            digest = self._read_file(path, parts, self._buffer, is_hashed=is_mine)
+            if is_mine:
+                _require_digest(self.folder, path.name, digest, entries)
+        layout = layout.with_shared(self._shared)
+        require_same_shared(self._current.with_shared(self._shared), layout)
+        self.tensors = {part.name: part.tensor(self._buffer) for parts in plan.values() for part in parts}
+        self.layout = layout
 
     def _read_manifest(self) -> Mapping[str, FileEntry]:
         """The folder's manifest, with all sizes compared. A draft of the command line may have none."""
@@ -126,42 +305,80 @@ class Staging:
             raise DamagedError(str(error)) from error
         return entries
 
-    def _read_into_memory(self, path: Path, entries: Mapping[str, FileEntry]) -> Path:
-        """A copy of the file in memory, compared with the manifest."""
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            # mmap refuses an empty file
-            if not size:
-                raise DamagedError(f"{path} is empty: copy or publish the folder again")
-            descriptor = os.memfd_create(path.name)
-            self._descriptors.append(descriptor)
-            os.ftruncate(descriptor, size)
-            with mmap.mmap(descriptor, size) as memory, memoryview(memory) as view:
-                begin = 0
-                while begin < size:
-                    if self._is_discarded:
-                        raise ValueError(f"reading {path} was given up")
-                    # Released after each chunk: mmap refuses to close under a view.
-                    with view[begin : begin + CHUNK_BYTES] as chunk:
-                        num_bytes = file.readinto(chunk)
-                        digest.update(chunk[:num_bytes])
-                    if not num_bytes:
-                        raise DamagedError(f"{path} ended after {begin} of {size} bytes: copy or publish it again")
-                    begin += num_bytes
-        _require_digest(self.folder, path.name, digest.hexdigest(), entries)
-        return Path(f"/proc/self/fd/{descriptor}")
+    def _require_named(self, path: Path, entries: Mapping[str, FileEntry]) -> None:
+        """Raise DamagedError if the manifest lacks a file, or its header is corrupt."""
+        if entries and path.name not in entries:
+            raise DamagedError(f"{path} is not in the manifest: copy or publish the folder again")
+        try:
+            safetensors_header(path)
+        except ValueError as error:
+            raise DamagedError(str(error)) from error
+
+    def _read_file(self, path: Path, parts: Sequence[Part], buffer: Tensor, *, is_hashed: bool) -> str:
+        """Read the parts of a file into memory. Returns the file's SHA-256 if `is_hashed`, for which all of the file is
+        read."""
+        with path.open("rb", buffering=0) as file, memoryview(buffer.numpy().data) as memory:
+            reader = _Reader(self, file, hashlib.sha256() if is_hashed else None)
+            data = 8 + int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
+            for part in parts:
+                reader.go_to(data + part.begin)
+                for row in range(part.rows):
+                    begin = data + part.begin + row * part.row_bytes + part.first_byte
+                    reader.go_to(begin)
+                    at = part.at + row * part.num_bytes
+                    reader.fill(memory[at : at + part.num_bytes])
+            return reader.finish(path.stat().st_size)
+
+    def require_wanted(self) -> None:
+        """Raise ValueError if the draft was given up."""
+        if self._is_discarded:
+            raise ValueError(f"reading {self.folder} was given up")
 
     def _free(self) -> None:
         self.tensors = {}
-        self._close_files()
-
-    def _close_files(self) -> None:
         with self._lock:
-            # Taken out under the lock, so that each is closed once: a second close could hit another file.
-            descriptors, self._descriptors = self._descriptors, []
-        for descriptor in descriptors:
-            os.close(descriptor)
+            # Taken out under the lock, so that it is given back once.
+            buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._memory.give_back(buffer)
+
+
+class _Reader:
+    """Reads a file from front to back. With a digest it reads every byte, else it skips what nobody wants."""
+
+    def __init__(self, staging: Staging, file: FileIO, digest: Any) -> None:
+        self._staging, self._file, self._digest = staging, file, digest
+        self._position = 0
+        self._unwanted = memoryview(bytearray(0 if digest is None else CHUNK_BYTES))
+
+    def go_to(self, position: int) -> None:
+        if self._digest is None:
+            self._file.seek(position)
+            self._position = position
+        while self._position < position:
+            self.fill(self._unwanted[: position - self._position])
+
+    def fill(self, memory: memoryview) -> None:
+        """Read the next bytes into memory. Raises DamagedError if the file ends before."""
+        begin = 0
+        while begin < len(memory):
+            self._staging.require_wanted()
+            chunk = memory[begin : begin + CHUNK_BYTES]
+            num_bytes = self._file.readinto(chunk)
+            if not num_bytes:
+                raise DamagedError(f"{self._file.name} ended after {self._position} bytes: copy or publish it again")
+            if self._digest is not None:
+                self._digest.update(chunk[:num_bytes])
+            begin += num_bytes
+            self._position += num_bytes
+            self._staging.bytes_read += num_bytes
+
+    def finish(self, size: int) -> str:
+        """The SHA-256 of the file of this size; empty without a digest."""
+        if self._digest is None:
+            return ""
+        self.go_to(size)
+        return str(self._digest.hexdigest())
 
 
 def _require_digest(folder: Path, name: str, digest: str, entries: Mapping[str, FileEntry]) -> None:

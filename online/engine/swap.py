@@ -210,15 +210,23 @@ def _compute_sums(tensor: Tensor) -> Tensor:
 
     Words at a distance of a multiple of COLUMNS have the same weight: rows of a weight hardly ever do.
     """
-    bytes_ = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = bytes_[: len(bytes_) // 8 * 8]
-    # An int64 view must begin at a multiple of 8 bytes.
-    words = (whole.clone() if whole.storage_offset() % 8 else whole).view(torch.int64)
+    # In the order of memory: a copy of a transposed weight would not fit on a full GPU.
+    tensor = tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    if not tensor.is_contiguous():
+        # A view with gaps. Piece by piece, because `contiguous` copies.
+        pieces = [_compute_sums(piece.contiguous() if piece.dim() < 2 else piece) for piece in tensor]
+        places = torch.arange(1, 2 * len(pieces), 2, device=tensor.device)[:, None]
+        return (torch.stack(pieces) * places).sum(0)
+    bytes_ = tensor.view(-1).view(torch.uint8)
+    # An int64 view must begin at a multiple of 8 bytes. Up to 7 bytes stay before it, and up to 7 after it.
+    first = min(-bytes_.storage_offset() % 8, len(bytes_))
+    last = first + (len(bytes_) - first) // 8 * 8
+    words = bytes_[first:last].view(torch.int64)
     num_in_rows = len(words) // COLUMNS * COLUMNS
     sums, rest = words[:num_in_rows].view(-1, COLUMNS).sum(0), words[num_in_rows:]
     sums[: len(rest)] += rest
-    # The last 1 to 7 bytes. If there are none, the slice is empty too.
-    sums[COLUMNS - len(bytes_) % 8 :] += bytes_[len(whole) :]
+    for outside, end in ((bytes_[:first], COLUMNS - 7), (bytes_[last:], COLUMNS)):
+        sums[end - len(outside) : end] += outside
     # Odd weights can be inverted modulo 2**64, so a change of one column always shows in the second sum.
     odd = torch.arange(1, 2 * COLUMNS, 2, device=sums.device)
     return torch.stack([sums.sum(), (sums * odd).sum()])

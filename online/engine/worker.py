@@ -23,7 +23,8 @@ from redraft.online.engine.config import CaptureConfig, PluginConfig, SwapCache,
 from redraft.online.engine.reread import Rereader
 from redraft.online.engine.runners import describe_runner, find_runner, install_capture, install_reread
 from redraft.online.engine.sleep import watch_sleep
-from redraft.online.engine.staging import Staging
+from redraft.online.engine.slices import trace_slices
+from redraft.online.engine.staging import HostMemory, Share, Staging, count_bytes, list_weights, pin_on, plan_folder
 from redraft.online.engine.swap import Layout, checksum, load_draft, shared_modules
 from redraft.online.fleet.registry import hash_manifest
 
@@ -64,6 +65,9 @@ class WorkerState:
     """SHA-256 of the manifest of the last good draft; empty if it is not from the registry."""
     staging: Staging | None = None
     """The draft being read, or in memory."""
+    memory: HostMemory = field(default_factory=HostMemory)
+    share: Share = field(default_factory=Share)
+    """The part of a draft that this rank reads."""
     swapper: str = ""
     """Id of the API process that swaps; a server may have several of them. Empty if none does."""
     swapped_from_s: float = 0.0
@@ -127,6 +131,7 @@ def install(worker: Any) -> None:
     with _switching_off(state, "swap"):
         if config.registry is not None:
             _prepare_cache(worker, config.swap.cache)
+            _prepare_staging(worker)
     what = "records" if state.capture else "records nothing"
     logger.info("redraft: vLLM's %s, %s, draft %s", state.runner, what, state.draft_version or "none")
 
@@ -192,6 +197,34 @@ def _prepare_cache(worker: Any, cache: SwapCache) -> None:
     state.swap_cache = cache
 
 
+def _prepare_staging(worker: Any) -> None:
+    """Find this rank's slices of a draft, and pin the memory for them while nothing is served yet."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    state: WorkerState = worker.redraft
+    draft, target = worker.model_runner.get_draft_model(), worker.model_runner.get_model()
+    if draft is None or state.draft is None:
+        return
+    shared, num_ranks = shared_modules(draft, target), get_tensor_model_parallel_world_size()
+    if num_ranks > 1:
+        # Some loaders ask vLLM for the config.
+        with set_current_vllm_config(worker.vllm_config):
+            slices = trace_slices(draft, target, list_weights(state.draft.folder, shared))
+        # On another machine the files may be other ones, so its ranks compare all of them.
+        one_machine = worker.vllm_config.parallel_config.nnodes == 1
+        state.share = Share(
+            slices=slices,
+            rank=get_tensor_model_parallel_rank() if one_machine else 0,
+            num_ranks=num_ranks if one_machine else 1,
+        )
+    state.memory = HostMemory(pin_on(worker.device))
+    num_bytes = count_bytes(plan_folder(state.draft.folder, state.share.slices, shared))
+    state.memory.reserve(num_bytes)
+    kind = "pinned" if state.memory.pinned_bytes else "pageable"
+    logger.info("redraft: a swap reads %.3f GB of a draft into %s memory", num_bytes / 1e9, kind)
+
+
 def _start_capture(worker: Any, config: CaptureConfig) -> None:
     state: WorkerState = worker.redraft
     if not _is_recording_rank():
@@ -255,7 +288,8 @@ def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, An
     state.swapper, state.swapped_from_s = swapper, time.monotonic()
     # Asked of the modules themselves: vLLM decides at start which of them the draft shares with the target.
     shared = shared_modules(worker.model_runner.get_draft_model(), worker.model_runner.get_model())
-    state.staging = Staging(Path(folder) if folder else state.draft.folder, state.draft, shared, worker.device)
+    source = Path(folder) if folder else state.draft.folder
+    state.staging = Staging(source, state.draft, shared, state.memory, state.share)
     return {"ok": True}
 
 

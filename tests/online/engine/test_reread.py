@@ -6,12 +6,15 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import model_runners
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.fleet import turn_keys
@@ -163,17 +166,22 @@ def test_a_step_reads_no_more_than_it_may_and_the_next_ones_go_on():
     assert not slots.run(9)[0]
 
 
-PARALLEL = {"decode_context_parallel_size": 1, "is_moe_model": False, "data_parallel_size": 1}
+PARALLEL = {
+    "tensor_parallel_size": 1,
+    "decode_context_parallel_size": 1,
+    "is_moe_model": False,
+    "data_parallel_size": 1,
+}
 
 
-def make_rereader(parallel=PARALLEL, **changes):
+def make_rereader(parallel=PARALLEL, agree=None, **changes):
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8), parallel_config=SimpleNamespace(**parallel)
     )
     spec = SimpleNamespace(block_size=SIZE, num_kv_heads=1, sliding_window=changes.pop("window", None))
     groups = [SimpleNamespace(kv_cache_group_id=0, kv_cache_spec=spec, layer_names=["layer"])]
     runner = SimpleNamespace(execute_model=lambda scheduler_output, *rest: ("done", rest))
-    return runner, Rereader(runner, SimpleNamespace(vllm_config=config, **changes), groups, lambda *_: [])
+    return runner, Rereader(runner, SimpleNamespace(vllm_config=config, **changes), groups, lambda *_: [], agree)
 
 
 def test_an_error_ends_the_reading_and_not_the_server():
@@ -181,6 +189,41 @@ def test_an_error_ends_the_reading_and_not_the_server():
     assert runner.execute_model(SimpleNamespace(), None) == ("done", (None,))
     assert rereader.error.startswith("AttributeError: ")
     assert runner.execute_model(SimpleNamespace(), 1) == ("done", (1,))
+
+
+def test_if_one_rank_has_no_memory_to_read_no_rank_waits_for_it():
+    """Two ranks in threads; the pass of either would wait for the other's."""
+    met, answers, passes = threading.Barrier(2, timeout=20), [], []
+
+    def agree(ok):
+        answers.append(ok)
+        met.wait()
+        return all(answers)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    def make_rank(prepare):
+        runner, rereader = make_rereader(PARALLEL | {"tensor_parallel_size": 2}, agree)
+        rereader._follow = lambda _: rereader.read([])
+        rereader._prepare, rereader._pass = prepare, lambda *inputs: passes.append(inputs)
+        return runner, rereader
+
+    ranks = [make_rank(fail), make_rank(lambda _: (torch.ones(1), None, {}, {}))]
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(runner.execute_model, None, i) for i, (runner, _) in enumerate(ranks)]
+        assert [one.result(timeout=20) for one in done] == [("done", (0,)), ("done", (1,))]
+    assert passes == []
+    assert [bool(rereader.error) for _, rereader in ranks] == [True, True]
+
+
+def test_an_error_among_the_ranks_ends_the_server_instead_of_letting_it_wait():
+    runner, rereader = make_rereader(PARALLEL | {"tensor_parallel_size": 2}, lambda ok: ok)
+    rereader._follow = lambda _: rereader.read([])
+    rereader._prepare = lambda _: (torch.ones(1), None, {}, {})
+    rereader._pass = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        runner.execute_model(None)
 
 
 @pytest.mark.parametrize(

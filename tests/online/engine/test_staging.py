@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import shutil
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +18,8 @@ from torch import nn
 
 from redraft.heads.files.artifact import publish
 from redraft.online.engine import worker as plugin_worker
-from redraft.online.engine.staging import Staging
+from redraft.online.engine.slices import Slice
+from redraft.online.engine.staging import HostMemory, Share, Staging, count_bytes, plan_folder
 from redraft.online.engine.swap import Layout
 from redraft.online.fleet.registry import hash_manifest
 
@@ -38,8 +39,11 @@ def folders(tmp_path):
     return tmp_path / "v000001", tmp_path / "v000002"
 
 
-def stage(folder, current, shared=frozenset(), device="cpu"):
-    staging = Staging(folder, Layout.read(current), set(shared), torch.device(device))
+MEMORY = HostMemory()
+
+
+def stage(folder, current, shared=frozenset(), memory=MEMORY, share=Share()):  # noqa: B008
+    staging = Staging(folder, Layout.read(current), set(shared), memory, share)
     deadline_s = time.monotonic() + 20
     while not staging.is_done:
         assert time.monotonic() < deadline_s
@@ -47,14 +51,9 @@ def stage(folder, current, shared=frozenset(), device="cpu"):
     return staging
 
 
-def count_files():
-    return sum(os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:") for name in os.listdir("/proc/self/fd")
-               if os.path.islink(f"/proc/self/fd/{name}"))  # fmt: skip
-
-
 def test_what_is_in_memory_is_the_version_and_is_freed(folders):
     current, folder = folders
-    before = count_files()
+    before = MEMORY.num_lent
     staging = stage(folder, current, {"embed"})
     assert staging.error == ""
     assert staging.manifest_sha256 == hash_manifest(folder)
@@ -64,9 +63,9 @@ def test_what_is_in_memory_is_the_version_and_is_freed(folders):
     assert tensors.keys() == {"a.weight", "b"}
     assert torch.equal(tensors["a.weight"], torch.ones(8, 4))
     assert torch.equal(tensors["b"], TENSORS["b"])
-    assert count_files() == before + 1
+    assert MEMORY.num_lent == before + 1
     staging.discard()
-    assert count_files() == before
+    assert MEMORY.num_lent == before
 
 
 def test_a_draft_of_the_command_line_needs_no_manifest(folders, tmp_path):
@@ -77,47 +76,74 @@ def test_a_draft_of_the_command_line_needs_no_manifest(folders, tmp_path):
     staging.discard()
 
 
-def test_for_a_gpu_the_tensors_are_pinned_on_the_workers_device_and_the_files_closed(folders, monkeypatch):
-    """With stand-ins for the two functions of CUDA."""
-    devices, pinned = [], {}
-
-    @contextlib.contextmanager
-    def on_device(device):
-        devices.append(device)
-        yield
-        devices.append(None)
-
-    def pin(tensor):
-        assert devices[-1] == torch.device("cuda", 3)
-        copy = tensor.clone()
-        pinned[id(copy)] = copy
-        return copy
-
-    monkeypatch.setattr(torch.cuda, "device", on_device)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+def test_for_a_gpu_one_buffer_is_pinned_once_and_used_by_every_swap(folders):
+    pinned = []
+    memory = HostMemory(pinned.append)
     current, folder = folders
-    before = count_files()
-    staging = stage(folder, current, {"embed"}, "cuda:3")
-    assert (staging.error, devices) == ("", [torch.device("cuda", 3), None])
-    assert staging.tensors.keys() == {"a.weight", "b"}, "the target's embedding stays on the disk"
-    assert all(id(tensor) in pinned for tensor in staging.tensors.values())
-    assert torch.equal(staging.tensors["a.weight"], torch.ones(8, 4))
-    assert count_files() == before
-    staging.discard()
-    assert staging.tensors == {}
+    # 8 x 4 floats, then 3 numbers of 2 bytes at a multiple of 64.
+    memory.reserve(count_bytes(plan_folder(current, {}, {"embed"})))
+    assert [len(buffer) for buffer in pinned] == [128 + 6]
+    for version, value in ((folder, torch.ones(8, 4)), (current, TENSORS["a.weight"])):
+        staging = stage(version, current, {"embed"}, memory)
+        assert staging.error == ""
+        assert staging.tensors.keys() == {"a.weight", "b"}, "the target's embedding stays on the disk"
+        assert torch.equal(staging.tensors["a.weight"], value)
+        for tensor in staging.tensors.values():
+            assert 0 <= tensor.data_ptr() - pinned[0].data_ptr() < len(pinned[0])
+        staging.discard()
+        assert (staging.tensors, memory.num_lent) == ({}, 0)
+    assert len(pinned) == 1
 
 
-def test_too_little_pinned_memory_makes_a_swap_slower_and_not_impossible(folders, monkeypatch, caplog):
-    def refuse(tensor):
+def test_a_second_draft_in_memory_pins_nothing_more(folders):
+    """Its thread hangs in the storage, or it has not ended yet."""
+    pinned = []
+    memory = HostMemory(pinned.append)
+    memory.reserve(1000)
+    first, second = (stage(folders[1], folders[0], memory=memory) for _ in range(2))
+    assert torch.equal(first.tensors["a.weight"], second.tensors["a.weight"])
+    assert first.tensors["a.weight"].data_ptr() != second.tensors["a.weight"].data_ptr()
+    assert (len(pinned), memory.num_lent) == (1, 2)
+
+
+def test_too_little_pinned_memory_makes_a_swap_slower_and_not_impossible(folders, caplog):
+    def refuse(buffer):
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    memory = HostMemory(refuse)
+    memory.reserve(100)
+    assert "a swap pauses longer" in caplog.text
     current, folder = folders
-    staging = stage(folder, current, device="cuda:0")
-    assert (staging.error, torch.equal(staging.tensors["a.weight"], torch.ones(8, 4))) == ("", True)
-    assert "its swap will pause longer" in caplog.text
+    staging = stage(folder, current, memory=memory)
+    assert (staging.error, memory.pinned_bytes) == ("", 0)
+    assert torch.equal(staging.tensors["a.weight"], torch.ones(8, 4))
     staging.discard()
+
+
+@pytest.mark.parametrize(
+    ("part", "rows", "columns"),
+    [(Slice(0, 2, 3), slice(2, 5), slice(None)), (Slice(1, 1, 2), slice(None), slice(1, 3))],
+)
+def test_a_rank_reads_its_own_slice_and_compares_its_own_files(folders, part, rows, columns):
+    current, folder = folders
+    share = Share(slices={"a.weight": part}, rank=1, num_ranks=2)
+    staging = stage(folder, current, share=share)
+    assert staging.error == ""
+    # The only file is compared by rank 0. The embedding has 256 bytes, the bias 6.
+    values = torch.ones(8, 4)[rows, columns]
+    assert staging.bytes_read == values.numel() * 4 + 256 + 6
+    tensor = staging.tensors["a.weight"]
+    assert tensor.shape == (8, 4)
+    assert torch.equal(tensor[rows, columns].clone(), values)
+    assert torch.equal(torch.empty(values.shape).copy_(tensor[rows, columns]), values)
+    with pytest.raises(ValueError, match="was staged"):
+        tensor.clone()
+    first = stage(folder, current, share=replace(share, rank=0))
+    assert torch.equal(first.tensors["a.weight"][rows, columns].clone(), values)
+    assert first.bytes_read == (folder / "model.safetensors").stat().st_size
+    flip(folder / "model.safetensors")
+    assert not stage(folder, current, share=share).is_damaged, "another rank's file"
+    assert stage(folder, current, share=replace(share, rank=0)).is_damaged
 
 
 def flip(path):
@@ -140,12 +166,12 @@ def flip(path):
 def test_damage_is_told_and_holds_no_memory(folders, damage, told):
     current, folder = folders
     damage(folder)
-    before = count_files()
+    before = MEMORY.num_lent
     staging = stage(folder, current)
     assert staging.is_damaged
     assert told in staging.error
     assert staging.tensors == {}
-    assert count_files() == before
+    assert MEMORY.num_lent == before
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "Cannot allocate memory"), MemoryError("no memory")])
@@ -154,11 +180,11 @@ def test_too_little_memory_is_told_and_is_no_damage(folders, monkeypatch, error)
         raise error
 
     current, folder = folders
-    before = count_files()
+    before = MEMORY.num_lent
     monkeypatch.setattr("redraft.online.engine.staging.mmap.mmap", refuse)
     staging = stage(folder, current)
     assert (staging.is_damaged, "memory" in staging.error, staging.tensors) == (False, True, {})
-    assert count_files() == before
+    assert MEMORY.num_lent == before
 
 
 def test_another_layout_or_other_shared_tensors_are_told(folders, tmp_path):
@@ -178,11 +204,8 @@ def test_a_storage_that_hangs_stops_only_the_thread_and_frees_all_when_it_ends(f
     folder.mkdir()
     write_draft(folder)
     os.mkfifo(folder / "z.safetensors")  # opened after the first file, and nobody writes
-    before, began_s = count_files(), time.monotonic()
-    staging = Staging(folder, Layout.read(current), set(), torch.device("cpu"))
-    while count_files() == before:
-        time.sleep(0.01)
-    time.sleep(0.1)
+    before, began_s = MEMORY.num_lent, time.monotonic()
+    staging = Staging(folder, Layout.read(current), set(), MEMORY, Share())
     assert not staging.is_done
     staging.discard()
     assert time.monotonic() - began_s < 5
@@ -191,7 +214,7 @@ def test_a_storage_that_hangs_stops_only_the_thread_and_frees_all_when_it_ends(f
     writer.join()
     while not staging.is_done:
         time.sleep(0.01)
-    assert count_files() == before
+    assert MEMORY.num_lent == before
 
 
 # --- the worker's methods, without an engine

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from starlette.requests import Request
 from swapping import run_swaps
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.files.artifact import fingerprint
@@ -61,6 +63,45 @@ def test_a_shared_tensor_in_a_module_of_its_own_is_refused():
     draft.embed_tokens.weight = target.embed_tokens.weight
     with pytest.raises(ValueError, match="is a tensor of the target"), without_shared_modules(draft, target):
         pass
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes that one operation has allocated."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        held = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in held:
+                self.num_bytes = max(self.num_bytes, x.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x.t(),
+        lambda x: x.view(16, 64, 1024).permute(2, 0, 1),
+        lambda x: x[:, :512],
+        lambda x: x[:, :512].t(),
+        lambda x: x.view(-1)[3:].view(torch.uint8)[2:],
+        lambda x: x[0, 0],
+    ],
+)
+def test_the_checksum_copies_no_weight_however_it_lies_in_memory(view):
+    """A copy of the largest weight would not fit on a GPU that vLLM has filled."""
+    model = nn.Module()
+    model.register_buffer("weight", view(torch.randn(1024, 1024).to(torch.bfloat16)))
+    with Largest() as largest:
+        before = checksum(model)
+    assert largest.num_bytes <= 64 << 10
+    model.weight.view(-1)[-1:].add_(1) if model.weight.is_contiguous() else model.weight[-1, -1].add_(1)
+    assert checksum(model) != before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])

@@ -1,0 +1,187 @@
+"""The part of a checkpoint's tensor that one tensor-parallel rank loads, and tensors that hold no more than it.
+
+    at start   vLLM's own loaders run on a copy of the draft without memory ─► trace_slices: which rows or columns
+               of each tensor they copy on this rank
+    staging    reads these rows or columns only
+    load       `Sliced`, a tensor of the whole shape: the loaders cut their part out of it as they would of any other
+
+A tensor that is cut in another way than by rows or columns is read whole, and so are all if a loader does not run so.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from redraft.online.engine.copies import has_copies
+
+logger = logging.getLogger("vllm.redraft")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """`size` rows, columns, ... of a tensor from `first` on, along one dimension."""
+
+    dim: int
+    first: int
+    size: int
+
+    def shape(self, whole: Sequence[int]) -> list[int]:
+        """The shape of this part of a tensor of shape `whole`."""
+        return [self.size if dim == self.dim else size for dim, size in enumerate(whole)]
+
+    def join(self, other: Slice) -> Slice | None:
+        """The smallest slice with both; None if they are along different dimensions."""
+        if self.dim != other.dim:
+            return None
+        first = min(self.first, other.first)
+        return Slice(self.dim, first, max(self.first + self.size, other.first + other.size) - first)
+
+
+Slices = Mapping[str, Slice]
+"""By the checkpoint's names. A tensor that is missing here is read whole."""
+
+
+def trace_slices(draft: nn.Module, target: nn.Module, tensors: Mapping[str, Tensor]) -> Slices:
+    """The slice of each of these tensors that this rank's loaders take. The tensors need no memory.
+
+    Empty if the loaders do not run on a draft without memory. The draft itself stays as it is.
+    """
+    if has_copies(draft):  # vLLM reads the tensors for them in its own way
+        return {}
+    taken: dict[str, list[Slice | None]] = {name: [] for name in tensors}
+    shared = {id(module) for module in target.modules()}
+    try:
+        with torch.no_grad():
+            copy = _without_memory(draft, shared)
+            copy.load_weights(
+                (name, Sliced.of(tensor.to("meta"), _note(taken[name]), tensor.shape))
+                for name, tensor in tensors.items()
+            )
+    except Exception as error:  # a loader may do anything with a tensor; whole tensors always load
+        logger.info("redraft: a swap reads the whole draft on each rank (%s: %s)", type(error).__name__, error)
+        return {}
+    found = {name: _join(slices) for name, slices in taken.items()}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def _note(taken: list[Slice | None]) -> Callable[[Tensor, Slice | None], Tensor]:
+    def read(view: Tensor, part: Slice | None) -> Tensor:
+        taken.append(part)
+        return torch.empty_like(view)
+
+    return read
+
+
+def _join(slices: Iterable[Slice | None]) -> Slice | None:
+    """The smallest slice with all; None for the whole tensor, also if nothing was taken."""
+    joined: Slice | None = None
+    for one in slices:
+        if one is None:
+            return None
+        joined = one if joined is None else joined.join(one)
+        if joined is None:
+            return None
+    return joined
+
+
+def _without_memory(module: nn.Module, shared: set[int]) -> Any:
+    """A copy of the modules with the parameters that vLLM loads into, on the meta device. Modules in `shared`, by id,
+    are left out."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    copy = object.__new__(type(module))
+    vars(copy).update(vars(module))
+    # Before vLLM packs or transposes a weight for its kernels, it notes how the loaders expect it.
+    noted_parameters, noted_buffers = get_layerwise_info(module).restore_metadata
+    for kind, noted in (("_parameters", noted_parameters), ("_buffers", noted_buffers)):
+        own = {name: to_meta_tensor(x) for name, x in getattr(module, kind).items() if x is not None}
+        # The note itself has no loader bound to a layer, and is used again by every load.
+        own |= {name: restore_layer_refs(to_meta_tensor(x), module) for name, x in noted.items()}
+        vars(copy)[kind] = own
+    vars(copy)["_modules"] = {
+        name: None if child is None or id(child) in shared else _without_memory(child, shared)
+        for name, child in module._modules.items()
+    }
+    return copy
+
+
+class Sliced(Tensor):
+    """A tensor of which only a slice has memory: views of it are views, and everything else reads the slice."""
+
+    _view: Tensor
+    _read: Callable[[Tensor, Slice | None], Tensor]
+    _whole: Sequence[int]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def of(view: Tensor, read: Callable[[Tensor, Slice | None], Tensor], whole: Sequence[int]) -> Sliced:
+        """A view of a contiguous tensor of shape `whole`.
+
+        Args:
+            view: On the meta device.
+            read: Returns the values of a view, by the view and the slice that it is; None for another kind of view.
+            whole: Shape of the checkpoint's tensor.
+        """
+        made: Sliced = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            Sliced, view.shape, view.stride(), view.storage_offset(), dtype=view.dtype, device=torch.device("cpu")
+        )
+        made._view, made._read, made._whole = view, read, whole
+        return made
+
+    @staticmethod
+    def holding(values: Tensor, part: Slice, whole: Sequence[int]) -> Sliced:
+        """A tensor of shape `whole` with the values of this part."""
+
+        def read(view: Tensor, wanted: Slice | None) -> Tensor:
+            if wanted is None or wanted.dim != part.dim:
+                raise ValueError(f"a loader reads {wanted or 'all'} of a tensor of which {part} was staged")
+            begin = wanted.first - part.first
+            if begin < 0 or begin + wanted.size > part.size:
+                raise ValueError(f"a loader reads {wanted} of a tensor of which {part} was staged")
+            return values.narrow(part.dim, begin, wanted.size).view(view.shape)
+
+        return Sliced.of(torch.empty(*whole, dtype=values.dtype, device="meta"), read, whole)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Sliced({list(self.shape)} of {list(self._whole)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, (first, *others) = kwargs or {}, args
+        returns = func._schema.returns
+        is_view = len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+        if is_view and isinstance(first, Sliced):
+            return Sliced.of(func(first._view, *others, **kwargs), first._read, first._whole)
+        args, kwargs = tree_map_only(Sliced, Sliced._values, (tuple(args), dict(kwargs)))
+        return func(*args, **kwargs)
+
+    def _values(self) -> Tensor:
+        return self._read(self._view, find_slice(self._view, self._whole))
+
+
+def find_slice(view: Tensor, whole: Sequence[int]) -> Slice | None:
+    """The slice of a contiguous tensor of shape `whole` that a view is; None if it is the whole or something else."""
+    strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    if view.dim() != len(whole):
+        return None
+    offset, found = int(view.storage_offset()), []
+    for dim, (size, stride) in enumerate(zip(view.shape, strides, strict=True)):
+        first, offset = divmod(offset, stride)
+        if size > 1 and view.stride(dim) != stride:
+            return None
+        if size != whole[dim]:
+            found.append(Slice(dim, first, size))
+    return found[0] if len(found) == 1 else None
