@@ -62,6 +62,9 @@ class DraftRows:
     """int64, the target id of every draft id, ascending; None if both vocabularies are the same."""
     bias: tuple[Tensor, Tensor] | None = None
     """(code [M, E], head [W, E]): code @ head.T is added to the logits. The head as above, one object for all steps."""
+    bounds: Sequence[int] | None = None
+    """For ascending and distinct target rows: the first draft row of each chunk, then the number of rows. Without them
+    a GPU waits for the target rows."""
 
     @property
     def factors(self) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -147,7 +150,7 @@ def fused_linear_divergence(
         loss_S=loss_S,
         alpha_S=alpha_S,
         alpha_greedy_S=alpha_greedy_S,
-        count_S=torch.tensor([values_3M.shape[1] for values_3M in values], device=loss.device),
+        count_S=torch.stack([values_3M.new_full((), values_3M.shape[1], dtype=torch.long) for values_3M in values]),
         alpha_SM=[values_3M[1] for values_3M in values],
     )
 
@@ -260,6 +263,7 @@ class _Step:
     factors: Sequence[_Factors]
     draft_ids_W: Tensor | None
     target_row_M: Tensor
+    bounds: Sequence[int] | None
     scale_M: Tensor
     values_3M: Tensor
     """Divergence, alpha and alpha_greedy of every row."""
@@ -283,6 +287,7 @@ def _make_steps(request: _Request, leaves: Sequence[Tensor], gradients: Sequence
             factors=list(islice(factors, len(draft.factors))),
             draft_ids_W=draft.draft_ids_W,
             target_row_M=draft.target_row_M,
+            bounds=draft.bounds,
             scale_M=draft.weight_M.to(wide) / request.normaliser,
             values_3M=torch.zeros(3, len(draft.hidden_MD), dtype=wide, device=draft.hidden_MD.device),
         )
@@ -356,6 +361,8 @@ def _split_into_parts(steps: Sequence[_Step], num_rows: int, chunk_tokens: int) 
     Step 1 of the example above has target rows [4, 1, 2]. Sorted, they are [1, 2, 4] and the draft rows [1, 2, 0].
     Chunks start at rows 0 and 3 (and end at 6), so the bounds are [0, 2, 3].
     """
+    if all(step.bounds is not None for step in steps):
+        return [_cut_at_bounds(step, chunk_tokens) for step in steps]
     ordered = [step.target_row_M.sort(stable=True) for step in steps]
     starts = torch.arange(0, num_rows + chunk_tokens, chunk_tokens, device=ordered[0].values.device)
     # For each step the bounds, and whether its target rows are distinct.
@@ -373,6 +380,17 @@ def _split_into_parts(steps: Sequence[_Step], num_rows: int, chunk_tokens: int) 
             [[_Part(step, order_M[rows], place_M[rows], bool(is_distinct)) for rows in pieces] for pieces in cut]
         )
     return parts_by_chunk
+
+
+def _cut_at_bounds(step: _Step, chunk_tokens: int) -> list[list[_Part]]:
+    """The part of a step in each chunk, one or none, if its target rows ascend."""
+    assert step.bounds is not None
+    order_M = torch.arange(len(step.target_row_M), device=step.target_row_M.device)
+    place_M = step.target_row_M % chunk_tokens
+    return [
+        [_Part(step, order_M[low:high], place_M[low:high], is_distinct=True)] if low < high else []
+        for low, high in pairwise(step.bounds)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ values and gradients

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -173,8 +173,24 @@ class Timed:
 
 def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2, compiles: bool = False) -> Timed:
     """Run the step of `count_step` on a device, with random weights. `compiles` compiles layers."""
-    torch.manual_seed(0)
     on_gpu = device.type == "cuda"
+    run = prepare_step(plan, device, compiles=compiles)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = []
+    for _ in range(warm_up + rounds):
+        started = time.perf_counter()
+        run(_Unmarked())
+        if on_gpu:
+            torch.cuda.synchronize(device)  # kernels are still running when their launch returns
+        seconds.append(time.perf_counter() - started)
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
+    return Timed(seconds=statistics.median(seconds[warm_up:]), peak_bytes=peak)
+
+
+def prepare_step(plan: Plan, device: torch.device, *, compiles: bool = False) -> Callable[[Marker], None]:
+    """The step of `count_step` on a device, with random weights: each call runs it once and marks its parts."""
+    torch.manual_seed(0)
     model, draft = make_models(plan, device)
     # Made on the CPU and moved: the generator of the ids is the CPU's.
     batch = to_device(make_batch(plan), device)
@@ -184,19 +200,13 @@ def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2
     optimizers = _make_optimizers(plan, draft)
     if compiles:
         compile_layers(draft, source)
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    seconds = []
-    for _ in range(warm_up + rounds):
-        started = time.perf_counter()
-        _run(plan, draft, source, batch, signal, optimizers, _Unmarked(), device.type)
+
+    def run(marker: Marker) -> None:
+        _run(plan, draft, source, batch, signal, optimizers, marker, device.type)
         for optimizer in optimizers:
             optimizer.zero_grad()
-        if on_gpu:
-            torch.cuda.synchronize(device)  # kernels are still running when their launch returns
-        seconds.append(time.perf_counter() - started)
-    peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
-    return Timed(seconds=statistics.median(seconds[warm_up:]), peak_bytes=peak)
+
+    return run
 
 
 def make_models(plan: Plan, device: torch.device) -> tuple[Any, Any]:
@@ -207,9 +217,13 @@ def make_models(plan: Plan, device: torch.device) -> tuple[Any, Any]:
         return model, _make_draft(plan, model).to(device)
 
 
-class _Unmarked:
-    """In place of a `Count`, for a step that is not counted."""
+class Marker(Protocol):
+    """Gets the beginning of every part of a step."""
 
+    def begin(self, part: str) -> None: ...
+
+
+class _Unmarked:
     def begin(self, part: str) -> None: ...
 
 
@@ -220,7 +234,7 @@ def _run(
     batch: Batch,
     signal: TargetSignal | None,
     optimizers: list[torch.optim.Optimizer],
-    count: Count | _Unmarked,
+    count: Marker,
     device_type: str = "cpu",
 ) -> None:
     """The step of `distill.train.step`, part by part. Weightless tensors are on the CPU to autocast."""

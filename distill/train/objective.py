@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.loss.fused import DraftRows, ExactRows, TopKRows, fused_linear_divergence
+from redraft.distill.loss.fused import (
+    DraftRows,
+    ExactRows,
+    TopKRows,
+    default_chunk_tokens,
+    fused_linear_divergence,
+)
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal
 
 
@@ -33,74 +38,111 @@ def distill_loss(
     batch: Batch,
     signal: TargetSignal,
     divergence: Divergence,
-    scale: float,
+    scale: float | Tensor,
 ) -> StepResult:
     """scale * sum_k weight_k * sum_rows (D(target, draft) + further losses of the draft step).
 
     Never holds [rows, V] of both target and draft: `fused_linear_divergence` computes it in blocks.
     """
-    rows = labelled_rows(steps)
-    target, labels_N, target_rows = gather_target(steps, rows, batch, signal)
+    chunk_tokens = default_chunk_tokens(steps[0].head_WD.device)
+    rows = find_rows(steps, chunk_tokens)
+    # The target's row n is about token n + 1.
+    labels_N = batch.input_ids_BT.flatten()[(rows.kept_N + 1).clamp(max=batch.input_ids_BT.numel() - 1)]
     drafts = [
         DraftRows(
-            hidden_MD=step.hidden_BTD.flatten(0, 1)[row],
+            hidden_MD=step.hidden_BTD.flatten(0, 1)[row.place_M],
             head_WD=step.head_WD,
-            target_row_M=target_row,
-            weight_M=scale * step.weights(row),
+            target_row_M=row.target_row_M,
+            weight_M=scale * step.weights(row.place_M),
             draft_ids_W=step.draft_ids_W,
-            bias=None if step.bias is None else (step.bias.code_BTR.flatten(0, 1)[row], step.bias.head_WR),
+            bias=None if step.bias is None else (step.bias.code_BTR.flatten(0, 1)[row.place_M], step.bias.head_WR),
+            bounds=row.bounds,
         )
-        for step, row, target_row in zip(steps, rows, target_rows, strict=True)
+        for step, row in zip(steps, rows.of_steps, strict=True)
     ]
-    result = fused_linear_divergence(drafts, target, divergence, labels_N=labels_N, normaliser=1.0)
+    result = fused_linear_divergence(
+        drafts,
+        select_rows(signal, rows.kept_N),
+        divergence,
+        labels_N=labels_N,
+        normaliser=1.0,
+        chunk_tokens=chunk_tokens,
+    )
     loss = result.loss
-    for step, row, alpha_M in zip(steps, rows, result.alpha_SM, strict=True):
+    if isinstance(scale, Tensor):  # two tensors without dimensions would take the wider type
+        scale = scale.to(loss.dtype)
+    for step, row, alpha_M in zip(steps, rows.of_steps, result.alpha_SM, strict=True):
+        place_M = row.place_M
         if step.extra_loss_BT is not None:
-            loss = loss + scale * (step.weights(row) * step.extra_loss_BT.flatten()[row]).sum()
+            loss = loss + scale * (step.weights(place_M) * step.extra_loss_BT.flatten()[place_M]).sum()
         if step.confidence_BT is not None:
             # alpha carries no gradient (`mark_non_differentiable`): the estimate learns from it,
             # not the other way round. A sum of rounded minima may pass 1, hence the clamp.
-            confidence_M = step.confidence_BT.flatten()[row].to(alpha_M.dtype)
+            confidence_M = step.confidence_BT.flatten()[place_M].to(alpha_M.dtype)
             loss = loss + scale * binary_cross_entropy_with_logits(
-                confidence_M, alpha_M.clamp(0, 1), weight=step.weights(row), reduction="sum"
+                confidence_M, alpha_M.clamp(0, 1), weight=step.weights(place_M), reduction="sum"
             )
     sums = torch.stack([result.alpha_S, result.alpha_greedy_S, result.count_S.to(result.alpha_S.dtype)], dim=1)
     return StepResult(loss=loss, sums_S3=sums)
 
 
-def labelled_rows(steps: Sequence[DraftStep]) -> list[Tensor]:
-    """The labelled flat rows of each step. A GPU waits twice, for any number of steps."""
-    sizes = [step.mask_BT.numel() for step in steps]
-    ends = list(accumulate(sizes))
-    # The masks end to end: a step's rows begin behind those of the steps before.
-    found = torch.cat([step.mask_BT.flatten() for step in steps]).nonzero().squeeze(1)
-    bounds = torch.searchsorted(found, torch.tensor(ends[:-1], device=found.device)).tolist()
-    pieces = found.tensor_split(bounds)
-    return [piece - (end - size) for piece, end, size in zip(pieces, ends, sizes, strict=True)]
+@dataclass(frozen=True)
+class StepRows:
+    """The labelled rows of a draft step, ascending."""
+
+    place_M: Tensor
+    """Flat rows of the batch."""
+    target_row_M: Tensor
+    """The kept row of the target to compare each with, ascending and distinct."""
+    bounds: Sequence[int]
+    """The first row of each chunk of target rows, and the number of rows."""
 
 
-def gather_target(
-    steps: Sequence[DraftStep], rows: Sequence[Tensor], batch: Batch, signal: TargetSignal
-) -> tuple[ExactRows | TopKRows, Tensor, list[Tensor]]:
-    """The target's rows that the steps need, the text's token of each, and by step the indices of
-    its target rows.
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a loss."""
 
-    `rows` are the labelled flat rows of each step. Target rows are dense: at least one step points
-    at each.
+    kept_N: Tensor
+    """Flat rows of the target that some step is compared with."""
+    of_steps: Sequence[StepRows]
+
+
+def find_rows(steps: Sequence[DraftStep], chunk_tokens: int) -> Rows:
+    """The labelled rows of every step, and the target's rows that they need.
+
+    All sizes are read at once: a GPU waits once, for any number of steps.
     """
-    # A flat row plus the shift stays in the document: for a row t of the mask, token t + 1 + shift
-    # is in it.
-    places = [row + step.shift for row, step in zip(rows, steps, strict=True)]
-    # Several draft steps compare with the same target rows. Each needed row is selected once:
-    # new_index maps a flat row to a place among the kept ones. E.g. rows 1 and 3 of 4: needed =
-    # 0101, kept = [1, 3], new_index = [-1, 0, 0, 1].
-    needed = torch.zeros(batch.input_ids_BT.numel(), dtype=torch.bool, device=batch.input_ids_BT.device)
-    for place in places:
-        needed[place] = True
-    kept, new_index = needed.nonzero().squeeze(1), needed.cumsum(0) - 1
-    # The target's row n is about token n + 1.
-    labels_N = batch.input_ids_BT.flatten()[(kept + 1).clamp(max=needed.numel() - 1)]
-    return select_rows(signal, kept), labels_N, [new_index[place] for place in places]
+    # Row t of a step is compared with the target's row t + shift. Both are rows of one document.
+    masks = [step.mask_BT.flatten() for step in steps]
+    compared = [_moved(mask, step.shift) for mask, step in zip(masks, steps, strict=True)]
+    needed = torch.stack(compared).any(0)
+    # E.g. of rows 0101 those of places 1 and 3 are kept, and the second is row 1 of the kept ones.
+    new_index = needed.cumsum(0) - 1
+    size = needed.numel()
+    # For each chunk of kept rows the place behind it, also for chunks that turn out to be empty.
+    ends = torch.arange(0, size + chunk_tokens, chunk_tokens, device=needed.device)
+    behind = torch.searchsorted(new_index + 1, ends, right=True)
+    counts = [torch.cat([one.new_zeros(1, dtype=torch.long), one.cumsum(0)])[behind] for one in compared]
+    (num_kept, *_), *bounds = torch.stack([needed.sum().expand(len(ends)), *counts]).tolist()
+    num_chunks = -(-num_kept // chunk_tokens)
+    found = []
+    for mask, step, bound in zip(masks, steps, bounds, strict=True):
+        place_M = _places(mask, bound[-1])
+        found.append(StepRows(place_M, new_index[place_M + step.shift], bound[: num_chunks + 1]))
+    return Rows(_places(needed, num_kept), found)
+
+
+def _moved(mask_N: Tensor, shift: int) -> Tensor:
+    """The mask at places further on."""
+    return torch.cat([mask_N.new_zeros(shift), mask_N[: len(mask_N) - shift]])
+
+
+def _places(mask_N: Tensor, count: int) -> Tensor:
+    """The `count` places at which the mask is true. `nonzero` would read the count again."""
+    # All false places are written behind the last true one.
+    slots_N = torch.where(mask_N, mask_N.cumsum(0) - 1, count)
+    places = slots_N.new_empty(count + 1)
+    return places.scatter_(0, slots_N, torch.arange(len(mask_N), device=mask_N.device))[:count]
 
 
 def select_rows(signal: TargetSignal, kept_N: Tensor) -> ExactRows | TopKRows:

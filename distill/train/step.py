@@ -102,7 +102,12 @@ class DistillStep(nn.Module):
             self.divergence = replace(self.divergence, form="compiled")
 
     def forward(
-        self, batch: Batch, signal: TargetSignal, *, scale: float = 1.0, num_speculative_tokens: int | None = None
+        self,
+        batch: Batch,
+        signal: TargetSignal,
+        *,
+        scale: float | Tensor = 1.0,
+        num_speculative_tokens: int | None = None,
     ) -> tuple[Tensor, ...]:
         """(loss times `scale`, sums by draft step); with `num_speculative_tokens`, (`metric_sums`,) to evaluate it."""
         draft = cast(Draft, self.draft)
@@ -222,12 +227,13 @@ class Distillation:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-        tokens, labels = self._count(batches)
+        counts_2 = self._count(batches)
         # accelerate averages over ranks and micro-batches. We want the sum over all rows, divided by the labels of all
         # ranks: otherwise the labels of a rank with few would weigh more.
         # E.g. two ranks with 10 and 30 labels, one batch each: 2 / 40 on both, and the mean of both losses is
         # the sum / 40.
-        scale = self.accelerator.num_processes * len(batches) / max(1, labels)
+        # On the device: reading it would wait for the step before.
+        scale = self.accelerator.num_processes * len(batches) / counts_2[1].clamp(min=1).double()
         losses: list[Tensor] = []
         sums: list[Tensor] = []
         has_gradient = True
@@ -243,7 +249,9 @@ class Distillation:
                 losses.append(loss.detach())
                 sums.append(batch_sums_S3)
                 has_gradient = self._backward(loss)
-        grad_norm, num_finite = self._update(losses) if has_gradient else (None, 0)
+        grad_norm, num_finite, tokens, labels = (
+            self._update(losses, counts_2) if has_gradient else (None, 0, *counts_2.tolist())
+        )
         self._note(skipped=grad_norm is None)
         return UnreadStats(
             tokens=tokens,
@@ -271,11 +279,10 @@ class Distillation:
             alpha_greedy=[alpha / max(1, rows) for alpha, rows in zip(sums[1::3], sums[2::3], strict=True)],
         )
 
-    def _count(self, batches: Sequence[Batch]) -> tuple[int, int]:
-        """(tokens, labels) of all ranks and micro-batches."""
+    def _count(self, batches: Sequence[Batch]) -> Tensor:
+        """Tokens and labels of all ranks and micro-batches, int64 [2]."""
         counts = [torch.stack([(b.document_BT >= 0).sum(), label_rows(b, 0).sum()]) for b in batches]
-        tokens, labels = self._sum_over_ranks(torch.stack(counts).sum(0)).tolist()
-        return int(tokens), int(labels)
+        return self._sum_over_ranks(torch.stack(counts).sum(0))
 
     def _backward(self, loss: Tensor) -> bool:
         """Add the gradient of a micro-batch. Returns False if there is none: DeepSpeed gets no loss that is not finite.
@@ -295,35 +302,40 @@ class Distillation:
         self.accelerator.backward(loss)
         return True
 
-    def _update(self, losses: Sequence[Tensor]) -> tuple[float | None, int]:
+    def _update(self, losses: Sequence[Tensor], counts_2: Tensor) -> tuple[float | None, int, int, int]:
         """Make the optimizer's step unless a loss or the gradient is not finite.
 
-        Returns: the norm of the gradient, or None for no step; and the number of losses before the first that is not
-        finite on some rank.
+        Returns: the norm of the gradient, or None for no step; the number of losses before the first that is not
+        finite on some rank; and the two counts, which are read together with the norm.
         """
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.optim.max_grad_norm)
         if uses_deepspeed():  # `backward` has made the step already
             grad_norm, num_finite = float(norm or 0.0), len(losses)  # it may have no norm to give
+            tokens, labels = counts_2.tolist()
             (optimizer,) = self.optimizers
             finite = math.isfinite(grad_norm) and not optimizer.step_was_skipped
             if not finite and not optimizer.step_was_skipped:
                 raise RuntimeError("DeepSpeed took a step with a gradient that is not finite; resume at a lower rate")
         else:
-            grad_norm, num_finite = self._read_norm(norm, losses)
+            grad_norm, num_finite, tokens, labels = self._read_norm(norm, losses, counts_2)
             finite = math.isfinite(grad_norm) and num_finite == len(losses)
         for optimizer in self.optimizers:
             if finite:
                 optimizer.step()
             optimizer.zero_grad()
-        return grad_norm if finite else None, num_finite
+        return grad_norm if finite else None, num_finite, tokens, labels
 
-    def _read_norm(self, norm: Tensor, losses: Sequence[Tensor]) -> tuple[float, int]:
-        """The norm, and the number of losses before the first that is not finite on some rank: a GPU waits once."""
+    def _read_norm(self, norm: Tensor, losses: Sequence[Tensor], counts_2: Tensor) -> tuple[float, int, int, int]:
+        """The norm, the number of losses before the first that is not finite on some rank, and the two counts: a GPU
+        waits once."""
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         not_finite_N = self._count_not_finite(losses)
-        grad_norm, *counts = torch.cat([norm.to(not_finite_N.device)[None].double(), not_finite_N.double()]).tolist()
-        return grad_norm, next((index for index, count in enumerate(counts) if count), len(counts))
+        device = not_finite_N.device
+        results = [norm[None].to(device).double(), counts_2.to(device).double(), not_finite_N.double()]
+        grad_norm, tokens, labels, *counts = torch.cat(results).tolist()
+        num_finite = next((index for index, count in enumerate(counts) if count), len(counts))
+        return grad_norm, num_finite, int(tokens), int(labels)
 
     def _count_not_finite(self, losses: Sequence[Tensor]) -> Tensor:
         """For each loss, the number of ranks on which it is not finite, int64 [N]."""

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from redraft.distill.data.on_policy import draft_written, is_on_policy
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.loss.divergences import exact_log_probs
-from redraft.distill.train.objective import StepResult, distill_loss, gather_target, labelled_rows
+from redraft.distill.train.objective import StepResult, distill_loss, find_rows
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal, label_rows
@@ -104,9 +104,14 @@ def test_each_target_row_of_a_step_is_compared_with_some_draft_row():
         DraftStep(hidden_BTD=torch.randn(1, 40, 16), head_WD=torch.randn(VOCABULARY, 16), shift=shift, mask_BT=mask_BT)
         for shift, mask_BT in enumerate(masks)
     ]
-    found = gather_target(steps, labelled_rows(steps), batch, make_signal(make_model(0), batch))
-    target, _, rows = found
-    assert torch.cat(rows).unique().tolist() == list(range(len(target.hidden_ND)))
+    for chunk_tokens in (1, 5, 1000):
+        rows = find_rows(steps, chunk_tokens)
+        assert torch.cat([row.target_row_M for row in rows.of_steps]).unique().tolist() == list(range(len(rows.kept_N)))
+        for row, step in zip(rows.of_steps, steps, strict=True):
+            assert row.place_M.tolist() == step.mask_BT.flatten().nonzero().flatten().tolist()
+            assert torch.equal(rows.kept_N[row.target_row_M], row.place_M + step.shift)
+            chunks = range(0, len(rows.kept_N) + chunk_tokens, chunk_tokens)
+            assert row.bounds == [int((row.target_row_M < first).sum()) for first in chunks]
 
 
 def test_a_step_of_shift_two_learns_from_the_targets_row_two_further_on():
