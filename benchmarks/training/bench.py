@@ -50,7 +50,7 @@ from benchmarks.training.measure import (
     profile,
     round_ratios,
 )
-from redraft.eval.hardware import Machine, this_machine
+from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.eval.machine import environment
 from redraft.heads.files.artifact import write_whole
 from redraft.recipes.cli import run_recipe

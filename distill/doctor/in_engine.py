@@ -22,10 +22,10 @@ from redraft.distill.run.config import Data
 from redraft.distill.run.memory import require_target_room
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.eval.engine.server import engine_is_cpu
 from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.eval.forecast.stored import StoredForecast
-from redraft.eval.hardware import Machine, this_machine
 from redraft.eval.parity.acceptance import (
     MIN_DRAFTS,
     find_dead,

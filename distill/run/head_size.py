@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from redraft.eval.hardware import Machine
+from redraft.eval.engine.hardware import Machine
 from redraft.heads.nn.causal_lm import PLAIN_ATTENTION
 
 SMALLEST, LARGEST = 16, 256

@@ -36,9 +36,9 @@ from redraft.distill.signal.sharded import is_sharded, leading, load_sharded
 from redraft.distill.signal.shards import Content, is_complete, write_cache
 from redraft.distill.signal.sources import EndpointTarget, InProcessTarget
 from redraft.distill.train.loop import LoadedData
+from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.greedy import SignalFunction
-from redraft.eval.hardware import Machine, this_machine
 from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_text_config, load_tokenizer, refuse_quantised
 from redraft.heads.files.folder import model_folder

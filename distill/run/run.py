@@ -45,10 +45,10 @@ from redraft.distill.signal.sharded import leading
 from redraft.distill.train.loop import TrainingCost, make_accelerator, train
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.step import Distillation, require_whole_matrices
+from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.eval.engine.server import require_runner
 from redraft.eval.forecast.calibration import Calibration
 from redraft.eval.forecast.greedy import Forecast, SignalFunction
-from redraft.eval.hardware import Machine, this_machine
 from redraft.heads.catalog import require_head
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.families.mtp_layouts import detect_layout

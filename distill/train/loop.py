@@ -38,7 +38,7 @@ from redraft.distill.train.ranks import (
     uses_deepspeed,
 )
 from redraft.distill.train.step import Distillation, StepOutcome, StepStats
-from redraft.eval.hardware import Machine, this_machine
+from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.eval.prompts import Prompt
 from redraft.heads.draft import Batch
 from redraft.heads.families.standalone import StandaloneDraft

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from redraft.eval.hardware import Machine, this_machine
+from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.heads.files.folder import CONFIG, is_hub_name, read_config, refuse_gguf
 
 TargetDtype = Literal["float32", "bfloat16"]

@@ -28,7 +28,7 @@ from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation, StepStats, fits
-from redraft.eval.hardware import Machine, this_machine
+from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.heads.catalog import find_family, list_learning
 from redraft.heads.draft import Draft
 from redraft.heads.family import Family, Reads

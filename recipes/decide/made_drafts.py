@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups
+from redraft.eval.engine.hardware import this_machine
 from redraft.eval.engine.server import require_servable
-from redraft.eval.hardware import this_machine
 from redraft.eval.serving.drafts import Candidate
 from redraft.eval.serving.rounds import PLAIN
 from redraft.heads.files.artifact import fingerprint, write_whole

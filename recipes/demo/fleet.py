@@ -28,12 +28,12 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
+from redraft.eval.engine.hardware import this_machine
 from redraft.eval.engine.measure import Measurement
 from redraft.eval.engine.process import process_group
 from redraft.eval.engine.sampling import GREEDY, PENALTIES
 from redraft.eval.engine.server import VllmServer, engine_is_cpu, wait_until_healthy
 from redraft.eval.engine.target_dtype import TargetDtype
-from redraft.eval.hardware import this_machine
 from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt
 from redraft.heads.families.standalone import StandaloneDraft

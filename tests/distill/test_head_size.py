@@ -19,7 +19,7 @@ from redraft.distill.run.config import HeadConfig, Signal
 from redraft.distill.run.head_size import head_size, require_head_size
 from redraft.distill.run.inputs import load_target
 from redraft.distill.run.run import run
-from redraft.eval.hardware import Machine
+from redraft.eval.engine.hardware import Machine
 from redraft.heads.catalog import find_family
 from redraft.heads.options import Standalone
 

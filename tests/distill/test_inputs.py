@@ -22,7 +22,7 @@ from redraft.distill.run.folder import RunFolder
 from redraft.distill.run.inputs import choose_dtype, load_data, load_target
 from redraft.distill.run.run import run as run_training
 from redraft.distill.train.loop import LoadedData
-from redraft.eval.hardware import Machine
+from redraft.eval.engine.hardware import Machine
 from redraft.heads.catalog import find_family
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.options import Mtp

@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM
 from redraft.distill.doctor import in_engine
 from redraft.distill.doctor.in_engine import EngineCheck, Plan, Served, ask_fallback, judge_acceptance, plan_run
 from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.hardware import Machine
 from redraft.eval.forecast.stored import StoredForecast, digest_prompt
-from redraft.eval.hardware import Machine
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.families.eagle1 import Config, Eagle1
 from redraft.heads.files.artifact import publish

@@ -23,7 +23,7 @@ from redraft.distill.train import loop
 from redraft.distill.train.loop import LoadedData, choose_precision
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
-from redraft.eval.hardware import Machine
+from redraft.eval.engine.hardware import Machine
 from redraft.online.learning.config import Training
 
 H100 = Machine(gpu="NVIDIA H100", gpu_has_bfloat16=True)

@@ -14,9 +14,9 @@ import torch
 
 from redraft.distill.run import proof as prove
 from redraft.eval.engine import server, target_dtype
+from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.eval.engine.server import vllm_server
 from redraft.eval.engine.target_dtype import default_target_dtype, stored_dtype
-from redraft.eval.hardware import Machine, this_machine
 from redraft.eval.prompts import Prompt
 
 

@@ -16,12 +16,12 @@ from transformers import LlamaForCausalLM
 
 from redraft.distill.run import memory as fit
 from redraft.eval.engine import target_dtype
+from redraft.eval.engine.hardware import Machine
 from redraft.eval.engine.measure import WARM_UP_TOKENS, measure, read_counters
 from redraft.eval.engine.sampling import Sampling
 from redraft.eval.engine.server import VllmServer
 from redraft.eval.forecast import teacher_forced
 from redraft.eval.forecast.greedy import generate_answers
-from redraft.eval.hardware import Machine
 from redraft.eval.prompts import Prompt
 from redraft.heads.families import eagle1, medusa
 from redraft.heads.files.checkpoint import load_tokenizer

@@ -21,8 +21,8 @@ from benchmarks.advice import Config as AdviceConfig
 from benchmarks.advice import cells_acceptance, cells_costs, lines, verdict
 from redraft.eval.engine import target_dtype
 from redraft.eval.engine.draft_source import DraftSource
+from redraft.eval.engine.hardware import Machine
 from redraft.eval.engine.server import VllmServer
-from redraft.eval.hardware import Machine
 from redraft.eval.serving import report as serving_report
 from redraft.eval.serving.cost import StepCosts
 from redraft.eval.serving.load import LoadResult

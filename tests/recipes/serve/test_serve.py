@@ -14,9 +14,9 @@ import tyro
 from safetensors.torch import save_file
 
 from redraft.eval.engine import server, target_dtype
+from redraft.eval.engine.hardware import Machine
 from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.server import vllm_keys
-from redraft.eval.hardware import Machine
 from redraft.heads.families.retrieval import Config as Counts
 from redraft.heads.families.retrieval import Retrieval
 from redraft.online.engine.config import is_enabled, read_config
