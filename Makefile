@@ -21,7 +21,7 @@ export TQDM_MININTERVAL ?= 10
 endif
 
 .PHONY: help env lock demo drafts demo-tiny demo-heads demo-online demo-domains soak faketime test test-all test-floors browser \
-	test-gpu check check-deps \
+	gpu test-gpu check check-deps \
 	format bench bench-gpu bench-decisions bench-fleet clean
 
 help:  ## what can be made
@@ -72,6 +72,9 @@ test: $(STAMP) browser  ## the quick tests, with the real engine, a real browser
 
 test-all: $(STAMP) browser  ## these and the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+gpu: $(STAMP)  ## everything that only a GPU runs, in 15 minutes on one card: tests, trainings, kernels, steps, vLLM
+	$(BIN)/python -m benchmarks.gpu
 
 test-gpu: $(STAMP)  ## kernels, attention and training steps on one GPU, beside PyTorch's operations and the CPU
 	$(BIN)/python -m pytest -m gpu tests/gpu

@@ -1,0 +1,163 @@
+"""Check everything that only a GPU runs, in fifteen minutes on one card. Without a GPU, all that needs none.
+
+    $ python -m benchmarks.gpu                       # every phase, the most valuable first
+    $ python -m benchmarks.gpu --phases facts tests --tests "norm or attention"
+
+    facts    versions, the card, its copy bandwidth and matrix products                         facts.json
+    tests    tests/gpu in shards                                                                tests.json
+    train    trainings end to end with a resumed run, on a small target of random weights       train.json
+    micro    kernels and attention beside their roofs, swaps, capture                           micro.json
+    step     the steps that `redraft plan train` counts: device and host time of each part      step.json
+    loss     the fused loss alone                                                               loss.json
+    engine   vLLM: its model runner, CUDA graphs, capture and swaps                             engine.json
+
+Each phase is a process with a time limit and writes its file at every result, so that a kill loses one phase at most.
+Its log is beside the file. `tests` and `train` measure no time and run side by side. On a CPU, step, loss and engine
+are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+PhaseName = Literal["facts", "tests", "train", "micro", "step", "loss", "engine"]
+
+LEFT_S = 8.0
+"""Seconds of the whole limit that a phase leaves, and fewer than which start none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The check's settings."""
+
+    output: Path = Path("outputs/gpu")
+    """Folder of the results. Files of the phases that run are replaced."""
+    phases: tuple[PhaseName, ...] = ("facts", "tests", "train", "micro", "step", "loss", "engine")
+    """Phases to run, in this order."""
+    minutes: float = 14.5
+    """Time limit of all phases together."""
+    tests: str = ""
+    """Tests to run, as an expression of pytest -k; by default all."""
+    trainings: tuple[str, ...] = ("eagle3", "standalone", "dflash", "compiled", "cached")
+    """Trainings to run: families, `compiled` for EAGLE-3 with compiled layers, `cached` for Medusa on a cache."""
+    steps: int | None = None
+    """Steps of each training; by default 60 on a GPU and 3 on a CPU."""
+    families: tuple[str, ...] = ("eagle3", "dflash", "mtp", "medusa", "standalone")
+    """Families of the step."""
+    drafts: tuple[Literal["eagle3", "draft_model"], ...] = ("eagle3", "draft_model")
+    """Drafts that the engine serves."""
+
+    @property
+    def device(self) -> str:
+        from redraft.eval.hardware import this_machine
+
+        return this_machine().device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A part of the check, in a process of its own."""
+
+    name: PhaseName
+    module: str
+    """Of benchmarks.gpu, with `measure(config, results)`."""
+    limit_s: float
+    needs_gpu: bool = False
+    is_timed: bool = True
+    """Whether it measures time, so nothing runs beside it."""
+
+
+PHASES = (
+    Phase(name="facts", module="facts", limit_s=60),
+    Phase(name="tests", module="shards", limit_s=190, is_timed=False),
+    Phase(name="train", module="trainings", limit_s=190, is_timed=False),
+    Phase(name="micro", module="micro", limit_s=100),
+    Phase(name="step", module="family_steps", limit_s=230, needs_gpu=True),
+    Phase(name="loss", module="family_steps", limit_s=90, needs_gpu=True),
+    Phase(name="engine", module="engines", limit_s=230, needs_gpu=True),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a phase ended."""
+
+    name: PhaseName
+    outcome: str
+    seconds: float
+
+
+def main(cfg: Config) -> None:
+    """Run the phases and print each as it ends.
+
+    Raises:
+        ValueError: a phase failed, or did not end in its time.
+    """
+    cfg.output.mkdir(parents=True, exist_ok=True)
+    began_s, device = time.monotonic(), cfg.device
+    phases = [next(phase for phase in PHASES if phase.name == name) for name in cfg.phases]
+    ended: list[Ended] = []
+    with ThreadPoolExecutor(len(PHASES)) as pool:
+        for group in group_phases(phases):
+            left_s = began_s + 60 * cfg.minutes - time.monotonic()
+            for one in pool.map(lambda phase, left_s=left_s: run_phase(phase, cfg, device, left_s), group):
+                ended.append(one)
+                print(f"{one.name:<8} {one.outcome}, {one.seconds:.0f} s", flush=True)
+    if failed := [one.name for one in ended if one.outcome not in ("passed", "left out")]:
+        raise ValueError(f"{', '.join(failed)} failed: the logs are in {cfg.output}")
+
+
+def group_phases(phases: Sequence[Phase]) -> list[list[Phase]]:
+    """Phases that run side by side: neighbours that measure no time."""
+    groups: list[list[Phase]] = []
+    for phase in phases:
+        if groups and not phase.is_timed and not groups[-1][-1].is_timed:
+            groups[-1].append(phase)
+        else:
+            groups.append([phase])
+    return groups
+
+
+def run_phase(phase: Phase, cfg: Config, device: str, left_s: float) -> Ended:
+    """Run a phase in a process of its own, for at most `left_s` seconds."""
+    limit_s = min(phase.limit_s, left_s - LEFT_S)
+    if (phase.needs_gpu and device == "cpu") or limit_s < LEFT_S:
+        return Ended(name=phase.name, outcome="left out", seconds=0)
+    file = cfg.output / f"{phase.name}.json"
+    file.unlink(missing_ok=True)
+    settings = json.dumps(asdict(cfg), default=str)
+    command = [sys.executable, "-m", "benchmarks.gpu.check", phase.name, settings]
+    began_s = time.monotonic()
+    with (cfg.output / f"{phase.name}.log").open("w") as log:
+        try:
+            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=limit_s).returncode
+            outcome = "passed" if code == 0 else f"exit status {code}"
+        except subprocess.TimeoutExpired:
+            outcome = f"stopped after {limit_s:.0f} s"
+    return Ended(name=phase.name, outcome=outcome, seconds=time.monotonic() - began_s)
+
+
+def measure(name: str, settings: str) -> None:
+    """A phase, in its own process."""
+    from benchmarks.gpu.results import Results
+
+    read: dict[str, Any] = json.loads(settings)
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in read.items()}
+    values["output"] = Path(read["output"])
+    cfg = Config(**values)
+    phase = next(one for one in PHASES if one.name == name)
+    module = import_module(f"benchmarks.gpu.{phase.module}")
+    module.MEASURES[name](cfg, Results(cfg.output / f"{name}.json"))
+
+
+if __name__ == "__main__":
+    measure(*sys.argv[1:])

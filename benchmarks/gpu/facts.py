@@ -1,0 +1,66 @@
+"""The machine, its packages, and the roofs of its card: copies and matrix products."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+from dataclasses import asdict
+
+import torch
+
+from benchmarks.gpu.check import Config
+from benchmarks.gpu.results import Results, median_s
+from redraft.eval.hardware import this_machine
+from redraft.eval.machine import environment
+
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "datasets", "safetensors", "vllm", "liger-kernel", "trl")
+
+
+def measure(cfg: Config, results: Results) -> None:
+    """Versions, then the roofs."""
+    device = torch.device(cfg.device)
+    results.measure("environment", environment)
+    results.measure("machine", lambda: asdict(this_machine()))
+    results.measure("versions", lambda: {name: find_version(name) for name in PACKAGES})
+    results.measure("compilers", lambda: {name: shutil.which(name) for name in ("g++", "nvcc", "ncu")})
+    results.measure("cores", os.cpu_count)
+    results.measure("copy, TB/s read and written", time_copy, device)
+    for dtype in (torch.bfloat16, torch.float32):
+        results.measure(f"matrix product in {dtype}, TFLOP/s", time_product, device, dtype)
+    if device.type == "cuda":
+        for pinned in (True, False):
+            kind = "pinned" if pinned else "pageable"
+            results.measure(f"host to device, {kind}, GB/s", time_upload, device, pinned)
+
+
+def find_version(package: str) -> str | None:
+    """Its installed version."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def time_copy(device: torch.device) -> float:
+    """Bytes read and written per second by a copy, in TB/s."""
+    source = torch.ones(1 << (30 if device.type == "cuda" else 25), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_s(lambda: target.copy_(source), device) / 1e12
+
+
+def time_product(device: torch.device, dtype: torch.dtype) -> float:
+    """Of two square matrices, in TFLOP/s."""
+    size = 8192 if device.type == "cuda" else 512
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / median_s(lambda: left @ right, device, rounds=5) / 1e12
+
+
+def time_upload(device: torch.device, pinned: bool) -> float:
+    """In GB/s."""
+    source = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=pinned)
+    target = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    return source.nbytes / median_s(lambda: target.copy_(source), device, rounds=5) / 1e9
+
+
+MEASURES = {"facts": measure}

@@ -1,0 +1,68 @@
+"""The check of GPUs, run on the CPU where it needs no card, and its settings beside those of `redraft plan`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+from benchmarks.gpu import check
+from benchmarks.gpu.check import PHASES, Config, Ended, group_phases, main, run_phase
+from benchmarks.training import gpu
+from redraft.recipes.plan.count import make_plan
+from redraft.recipes.plan.plan import Train
+
+
+def read(folder: Path, name: str) -> dict[str, Any]:
+    return dict(json.loads((folder / f"{name}.json").read_text()))
+
+
+def test_on_a_cpu_the_check_writes_the_results_of_every_phase_that_needs_no_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = Config(
+        output=tmp_path, tests="norm_under_autocast or kernels_of_capture_find", steps=2, trainings=("medusa",)
+    )
+    main(cfg)
+    assert set(read(tmp_path, "facts")["versions"]) >= {"torch", "vllm"}
+    assert read(tmp_path, "tests")["not passed"] == {}
+    assert read(tmp_path, "tests")["outcomes"]["passed"] >= 1
+    train = read(tmp_path, "train")
+    assert train["medusa"]["exported"]
+    assert train["medusa, resumed"]["difference"] == 0
+    assert "training in" in train["medusa"]["start"]
+    assert read(tmp_path, "micro")["rows_without_a_number"]["forms agree"]
+    assert not any("error" in str(value)[:20] for value in read(tmp_path, "micro").values())
+    out = capsys.readouterr().out
+    assert [out.count(f"{phase.name} ") >= 1 for phase in PHASES] == [True] * len(PHASES)
+    assert out.count("left out") == 3
+
+
+def test_phases_that_measure_no_time_run_side_by_side() -> None:
+    names = [[phase.name for phase in group] for group in group_phases(PHASES)]
+    assert names == [["facts"], ["tests", "train"], ["micro"], ["step"], ["loss"], ["engine"]]
+
+
+def test_a_phase_is_stopped_at_its_limit_and_keeps_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "LEFT_S", 0.01)
+    phase = replace(PHASES[0], limit_s=0.1)
+    ended = run_phase(phase, Config(output=tmp_path), "cpu", 60.0)
+    assert ended == Ended(name="facts", outcome="stopped after 0 s", seconds=ended.seconds)
+    assert run_phase(PHASES[0], Config(output=tmp_path), "cpu", 0.0).outcome == "left out"
+
+
+@pytest.mark.parametrize("family", gpu.FAMILIES)
+def test_redraft_plan_counts_the_step_that_the_benchmark_runs(family: Any) -> None:
+    """By the flags that the benchmark prints beside its result: batch, recomputation, types."""
+    own = gpu.choose_sizes(gpu.Config(), family)
+    counted = make_plan(tyro.cli(Train, args=shlex.split(gpu.write_flags(own))))
+    run = make_plan(own)
+    for name in ("batch_size", "sequence_length", "gradient_checkpointing", "dtype", "autocast", "optimizer"):
+        assert getattr(counted, name) == getattr(run, name)
