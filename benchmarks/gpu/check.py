@@ -58,7 +58,7 @@ class Config:
 
     @property
     def device(self) -> str:
-        from redraft.eval.hardware import this_machine
+        from redraft.eval.engine.hardware import this_machine
 
         return this_machine().device
 

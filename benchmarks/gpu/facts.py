@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.check import Config
 from benchmarks.gpu.results import Results, median_s
-from redraft.eval.hardware import this_machine
+from redraft.eval.engine.hardware import this_machine
 from redraft.eval.machine import environment
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "datasets", "safetensors", "vllm", "liger-kernel", "trl")

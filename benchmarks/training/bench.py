@@ -65,7 +65,8 @@ class Config(gpu.Config):
     threads: int = 0
     """Threads for torch. 0 uses torch's default."""
     device: Literal["cpu", "cuda"] | None = None
-    """Device to measure on; by default the GPU if torch sees one, else the CPU."""
+    """Device to measure on; by default the GPU if torch sees one, else the CPU. Only the fused loss has sizes for GPUs:
+    launches limit the other cases there, and --gpu measures steps of real sizes."""
     cases: str = ""
     """Only cases whose name contains this."""
     gpu: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import shlex
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from redraft.distill.doctor.label_probe import label_probe
 from redraft.distill.run.config import Prove
@@ -187,9 +186,10 @@ class EngineProof:
     """vLLM's model runner that served the draft, or our decoder."""
 
 
-def leave_gpu(*models: nn.Module) -> None:
-    """Move these models to the CPU, because vLLM takes the whole GPU. Tensors on `meta` have no data to move."""
-    for tensor in itertools.chain.from_iterable((*model.parameters(), *model.buffers()) for model in models):
+def leave_gpu(model: nn.Module, *views: Tensor) -> None:
+    """Move a model to the CPU, because vLLM takes the whole GPU, and views of its weights, which would hold the GPU's
+    memory. Tensors on `meta` have no data to move."""
+    for tensor in (*model.parameters(), *model.buffers(), *views):
         if not tensor.is_meta:
             tensor.data = tensor.data.cpu()
     if torch.cuda.is_available():

@@ -293,7 +293,8 @@ class Run:
         if self.family.method is None:
             head = self.load(draft).to(self.target.head_VD.dtype).to(self.forecaster.device).eval()
             return prove_by_reference(cfg, self.model, head, self.forecaster.continuations)
-        leave_gpu(self.model)
+        # Drafts and the forecaster share the target's two views.
+        leave_gpu(self.model, self.target.embed_VD, self.target.head_VD)
         speculative = self.family.speculative
         if not self.family.is_in_target:
             speculative = {**speculative, "model": str(draft.absolute())}

@@ -21,6 +21,9 @@ from vllm.v1.request import RequestStatus
 
 from redraft.distill.signal.features_store import WAIT_S, remove_states, write_states
 
+COPY_POLL_S = 0.001
+"""Between two looks at a copy from the GPU."""
+
 KEPT_S = 10 * WAIT_S
 """Age at which leftover states are removed: their trainer was killed or gave up."""
 
@@ -48,7 +51,8 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
 
     # vLLM's is a static method, but it is submitted as `self._write_tensors`. So a method may take over.
     def _write_tensors(self, tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: None) -> None:
-        event.synchronize()
+        while not event.query():  # `synchronize` of vLLM's event spins, in as many threads as write
+            time.sleep(COPY_POLL_S)
         config = self._vllm_config.speculative_config.draft_model_config.hf_config
         states_format = self._kv_transfer_config.get_from_extra_config("format", "exact")
         layers = config.eagle_aux_hidden_state_layer_ids

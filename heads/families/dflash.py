@@ -43,6 +43,7 @@ from redraft.heads.files.tensors import write_head
 from redraft.heads.nn.blocks import BlockMask, attend_blocks
 from redraft.heads.nn.layers import GatedMLP, LlamaShape, RMSNorm, Rotary, norm, rotate
 from redraft.heads.nn.masks import check_mask_token, choose_rows
+from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.vocabulary import check_ids, id_maps, over_target_vocabulary
 from redraft.heads.target import Target, aux_layers, layer_weights
 
@@ -166,7 +167,7 @@ class DFlash(nn.Module):
             ValueError: the signal has another number of aux layers, or none.
         """
         # [B, T, L, D] with ascending layers, flattened to the L * D columns of `fc`.
-        aux_BTLD = aux_streams(signal, self.aux_layer_ids).to(self.fc.weight.dtype)
+        aux_BTLD = aux_streams(signal, self.aux_layer_ids).to(product_dtype(self.fc.weight))
         out: Tensor = self.hidden_norm(self.fc(aux_BTLD.flatten(2)))
         return out
 

@@ -25,6 +25,7 @@ from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.nn.attention import Memory
 from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, RMSNorm, Rotary, norm
+from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.recurrent import propose, unroll
 from redraft.heads.nn.vocabulary import check_ids, id_maps, over_target_vocabulary, read_ids
 from redraft.heads.target import Target, aux_layers, layer_weights
@@ -132,7 +133,10 @@ class Eagle3(nn.Module):
         Raises:
             ValueError: the signal has another number of aux layers, or none.
         """
-        return self.mix(aux_streams(signal, self.aux_layer_ids).to(self.fc.weight.dtype))
+        is_normed = self.config.norm_before_fc or self.config.fc_norm
+        # Without a norm `fc` reads the streams, and under autocast it would narrow a wide copy again.
+        dtype = self.fc.weight.dtype if is_normed else product_dtype(self.fc.weight)
+        return self.mix(aux_streams(signal, self.aux_layer_ids).to(dtype))
 
     def mix(self, aux_BTLD: Tensor) -> Tensor:
         """fc(concat of the streams), [B, T, D]."""

@@ -63,6 +63,7 @@ class Capture:
         self._outlet = open_outlet(config, server_id, self.guard)
         self._logs: dict[str, RequestLog] = {}
         self._scratch = ScratchMemory()
+        self._stream: torch.cuda.Stream | None = None
         self._waiting: list[Frame] = []
         self._waiting_since_s = 0.0
         self._is_stopping = threading.Event()
@@ -137,6 +138,18 @@ class Capture:
             if step.computed is not None:
                 # Copies from this thread run on another CUDA stream, which would not wait for the engine's.
                 step.computed.synchronize()
+        sampled = [step.sampled_BK for step in steps if step.sampled_BK is not None]
+        device = sampled[0].device if sampled else torch.device("cpu")
+        with self._stream_on(device) if device.type == "cuda" else contextlib.nullcontext():
+            self._apply_all(steps)
+
+    def _stream_on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """This thread's stream and device: by default they would be the first GPU's, and the default stream."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(self._stream)
+
+    def _apply_all(self, steps: list[EngineStep]) -> None:
         # All waiting steps at once: a step has few rows, and the fixed cost of a reduction would exceed its work.
         kept = reduce_steps(steps, self.config.top_k, self._scratch)
         first_row = first_draft = 0

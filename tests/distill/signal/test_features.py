@@ -564,7 +564,13 @@ def test_states_of_another_size_are_lost_and_not_written_anywhere(random_target:
 
 def test_a_target_whose_layers_are_elsewhere_leaves_the_gpu_too(random_target: Path) -> None:
     skeleton = load_skeleton(str(random_target), torch.float32, torch.device("cpu"))
-    leave_gpu(skeleton)
+    head_VD = skeleton.get_output_embeddings().weight.detach()
+    before = head_VD.untyped_storage().data_ptr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as from a GPU, in other memory
+        leave_gpu(skeleton, head_VD)
+    held = (head_VD, skeleton.get_output_embeddings().weight)
+    assert before not in {tensor.untyped_storage().data_ptr() for tensor in held}, "a view would hold the GPU's memory"
     assert any(parameter.is_meta for parameter in skeleton.parameters())
     assert not skeleton.get_output_embeddings().weight.is_meta
 
