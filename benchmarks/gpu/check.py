@@ -19,6 +19,8 @@ are left out.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -138,11 +140,17 @@ def run_phase(phase: Phase, cfg: Config, device: str, left_s: float) -> Ended:
     command = [sys.executable, "-m", "benchmarks.gpu.check", phase.name, settings]
     began_s = time.monotonic()
     with (cfg.output / f"{phase.name}.log").open("w") as log:
+        # A session of its own, so that the limit ends the phase's children too.
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=limit_s).returncode
+            code = process.wait(timeout=limit_s)
             outcome = "passed" if code == 0 else f"exit status {code}"
         except subprocess.TimeoutExpired:
             outcome = f"stopped after {limit_s:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     return Ended(name=phase.name, outcome=outcome, seconds=time.monotonic() - began_s)
 
 

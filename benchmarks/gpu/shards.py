@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
+import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from benchmarks.gpu.check import Config
 from benchmarks.gpu.results import Results
 
-PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 
 TESTS = Path(__file__).parents[2] / "tests/gpu"
 
@@ -29,23 +30,28 @@ def measure(cfg: Config, results: Results) -> None:
     num_shards = min(2 if on_cpu else 6, len(nodes))
     outcomes: Counter[str] = Counter()
     not_passed: dict[str, str] = {}
-    with ThreadPoolExecutor(max(num_shards, 1)) as pool:
+    lock = threading.Lock()
+
+    def run(number: int) -> None:
         # Every n-th test, because neighbours take alike times.
-        jobs = [pool.submit(run_shard, cfg, env, i, nodes[i::num_shards]) for i in range(num_shards)]
-        for job in as_completed(jobs):
-            for case in job.result():
-                outcomes[case["outcome"]] += 1
-                if case["outcome"] not in ("passed", "skipped"):
-                    not_passed[case["test"]] = case["message"]
-            results.keep("outcomes", dict(outcomes))
-            results.keep("not passed", not_passed)
-    if not_passed or not outcomes["passed"]:
-        raise ValueError(f"{len(not_passed)} tests did not pass, {outcomes['passed']} did")
+        for test, outcome, message in run_shard(env, nodes[number::num_shards]):
+            with lock:
+                outcomes[outcome] += not message
+                if outcome in ("FAILED", "ERROR"):
+                    not_passed[test] = message
+                results.keep("outcomes", dict(outcomes))
+                results.keep("not passed", not_passed)
+
+    with ThreadPoolExecutor(num_shards) as pool:
+        for job in [pool.submit(run, number) for number in range(num_shards)]:
+            job.result()
+    if not_passed or not outcomes["PASSED"]:
+        raise ValueError(f"{len(not_passed)} tests did not pass, {outcomes['PASSED']} did")
 
 
 def collect(cfg: Config, env: dict[str, str]) -> list[str]:
     """The ids of the tests. Raises: ValueError if they cannot be collected."""
-    command = [*PYTEST, "--collect-only", "-m", "gpu", "-k", cfg.tests, str(TESTS)]
+    command = [*PYTEST, "-q", "--collect-only", "-m", "gpu", "-k", cfg.tests, str(TESTS)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     nodes = [line for line in done.stdout.splitlines() if "::" in line and " " not in line.partition("[")[0]]
     if done.returncode or not nodes:
@@ -53,25 +59,21 @@ def collect(cfg: Config, env: dict[str, str]) -> list[str]:
     return nodes
 
 
-def run_shard(cfg: Config, env: dict[str, str], number: int, nodes: list[str]) -> list[dict[str, Any]]:
-    """The outcome of each test of a shard."""
-    report = cfg.output / f"tests.{number}.xml"
-    report.unlink(missing_ok=True)
-    command = [*PYTEST, f"--junitxml={report}", *nodes]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    print(done.stdout[-4000:], flush=True)
-    if not report.exists():
-        return [{"test": f"shard {number}", "outcome": "error", "message": (done.stdout + done.stderr)[-2000:]}]
-    return [read_case(case) for case in ET.parse(report).iter("testcase")]
-
-
-def read_case(case: ET.Element) -> dict[str, Any]:
-    """A test of pytest's report."""
-    for outcome in ("failure", "error", "skipped"):
-        if (found := case.find(outcome)) is not None:
-            message = (found.get("message") or "")[:600]
-            return {"test": case.get("name"), "outcome": outcome, "message": message}
-    return {"test": case.get("name"), "outcome": "passed", "message": ""}
+def run_shard(env: dict[str, str], nodes: list[str]) -> Iterator[tuple[str, str, str]]:
+    """(test, outcome, "") as each test ends, then (test, outcome, message) of those that failed."""
+    command = [*PYTEST, "-v", "-rfE", "--color=no", *nodes]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    num_ended = 0
+    for line in process.stdout:
+        if found := re.match(r"(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b", line):
+            num_ended += 1
+            yield found[1], found[2], ""
+        elif found := re.match(r"(FAILED|ERROR) (\S+)(?: - (.*))?", line):
+            yield found[2], found[1], found[3] or "failed"
+        print(line, end="", flush=True)
+    if process.wait() and num_ended < len(nodes):
+        yield nodes[num_ended], "ERROR", f"pytest ended with status {process.returncode} after {num_ended} tests"
 
 
 MEASURES = {"tests": measure}

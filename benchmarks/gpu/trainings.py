@@ -35,7 +35,7 @@ def measure(cfg: Config, results: Results) -> None:
     work.mkdir(parents=True)
     target = make_target(work / "target")
     steps = cfg.steps or (60 if on_gpu else 3)
-    names = cfg.trainings if on_gpu else cfg.trainings[:2]
+    names = cfg.trainings if on_gpu else cfg.trainings[:1]
     with ThreadPoolExecutor(3 if on_gpu else 1) as pool:
         jobs = {name: pool.submit(train, name, target, work / name, steps, on_gpu=on_gpu) for name in names}
         for name, job in jobs.items():
