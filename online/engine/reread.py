@@ -254,11 +254,11 @@ def agree_on_ranks(ok: bool) -> bool:
     """`Agree` over vLLM's tensor-parallel group, on the host: a GPU that is out of memory can still say so."""
     from vllm.distributed import get_tp_group
 
-    group = get_tp_group()
-    if group.world_size == 1:
+    ranks = get_tp_group()
+    if ranks.world_size == 1:
         return ok
     said = torch.tensor([ok], dtype=torch.int32)
-    torch.distributed.all_reduce(said, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    torch.distributed.all_reduce(said, op=torch.distributed.ReduceOp.MIN, group=ranks.cpu_group)
     return bool(said)
 
 

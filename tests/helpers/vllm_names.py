@@ -69,7 +69,9 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "group.kv_cache_spec": ("v1.kv_cache_interface:FullAttentionSpec",),
         "parallel": ("config.parallel:ParallelConfig",),
         "CommonAttentionMetadata": ("v1.attention.backend:CommonAttentionMetadata",),
+        "ranks": ("distributed.parallel_state:GroupCoordinator",),
     },
+    "online/engine/slices.py": {},
     "online/engine/feed.py": {
         "request": (CACHED_REQUEST, NEW_REQUEST),
         "params": ("sampling_params:SamplingParams",),
