@@ -205,8 +205,16 @@ class Proxy:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: object) -> AsyncIterator[None]:
-        async with self.pools.running(), self.tap.shipping() if self.tap else contextlib.nullcontext():
-            yield
+        async with self.pools.running():
+            if self.tap is None:
+                yield
+                return
+            checking = asyncio.create_task(self.tap.checks.check_forever(self.pools))
+            try:
+                async with self.tap.shipping():
+                    yield
+            finally:
+                checking.cancel()
 
     async def _tap_status(self, request: Request) -> Response:
         return _respond_not_found(request) if self.tap is None else JSONResponse(self.tap.status())
@@ -279,6 +287,8 @@ class Proxy:
             body=body.beginning if body.is_whole else body,
             length=body.length,
         )
+        if self.tap is not None and is_text and (key := request.headers.get("authorization")):
+            self.tap.checks.authorization = key.encode("latin-1")
         # After `forwarded`, which needs the domain as the client sent it.
         origin = origin._replace(domain=domain)
         if (

@@ -26,6 +26,7 @@ from redraft.online.records.guard import Guard
 from redraft.online.records.origin import Origin
 from redraft.online.records.outlet import Recording, open_outlet
 from redraft.online.records.record import Record, encode_frame
+from redraft.online.traffic.server_check import ServerChecks
 from redraft.online.traffic.tap_messages import Answer, AnswerError, add_logprobs, find_skip_reason, strip_added
 from redraft.online.traffic.upstream import ForwardedRequest, Reply
 
@@ -61,11 +62,18 @@ class Tap:
         self.target_fingerprint = target_fingerprint
         self.server_id = uuid.uuid4().hex[:16]
         self.counts: Counter[str] = Counter()
+        self.checks = ServerChecks(config.top_k, self.guard)
         self._outlet = open_outlet(config, self.server_id, self.guard)
         self._waiting: deque[Record] = deque()
 
     def status(self) -> dict[str, Any]:
-        return {**self.counts, **self._outlet.status(), "failed_rounds": self.guard.failures}
+        problems = {url: verdict.problem for url, verdict in self.checks.verdicts.items()}
+        return {
+            **self.counts,
+            **self._outlet.status(),
+            "checked_servers": problems,
+            "failed_rounds": self.guard.failures,
+        }
 
     def should_record(self, payload: Any, origin: Origin, *, is_read: bool = True, is_known: bool = True) -> bool:
         """Whether to record the answer to this request, whose JSON body is `payload`. Counts a refusal.
@@ -79,7 +87,7 @@ class Tap:
             reason = "too_large"
         elif not is_known:
             reason = "other_api"
-        elif not (reason := find_skip_reason(payload)):
+        elif not (reason := find_skip_reason(payload) or self.checks.find_skip_reason(payload.get("model"))):
             # Drawn at random: the tap decides once per request, and several calls may share a request id.
             reason = self.config.find_skip_reason(origin.tenant, uuid.uuid4().bytes)
         if reason:
@@ -94,7 +102,7 @@ class Tap:
 
     async def relay_answer(self, reply: Reply, payload: dict[str, Any], origin: Origin) -> bytes:
         """The client's part of a whole answer, which is recorded."""
-        answer, message = Answer(), await reply.read()
+        answer, message = self._begin(reply, payload), await reply.read()
         if len(message) > MAX_INLINE_BYTES:
             cleaned = await asyncio.to_thread(self._clean, message, answer)
         else:
@@ -104,7 +112,7 @@ class Tap:
 
     async def relay_stream(self, reply: Reply, payload: dict[str, Any], origin: Origin) -> AsyncGenerator[bytes, None]:
         """The client's part of a streamed answer. It is recorded at the end, even if the client disconnects first."""
-        answer = Answer()
+        answer = self._begin(reply, payload)
         chunks = reply.chunks()
         try:
             async for event in self._clean_events(chunks, answer):
@@ -112,6 +120,12 @@ class Tap:
         finally:
             await chunks.aclose()
             self._keep(answer, payload, origin)
+
+    def _begin(self, reply: Reply, payload: dict[str, Any]) -> Answer:
+        """An answer to be read; it is not recorded if the server that took the request is unfit."""
+        if self.checks.is_fit(reply.upstream.url, payload.get("model")):
+            return Answer()
+        return Answer(failure=AnswerError("unfit_server", f"{reply.upstream.url} is unchecked or unfit"))
 
     async def _clean_events(self, chunks: AsyncIterator[bytes], answer: Answer) -> AsyncIterator[bytes]:
         """Server-sent events without the tap's fields, each as soon as it is complete."""

@@ -64,10 +64,17 @@ async def fronted(folder, **settings):
     upstream = Upstream("only")
     await upstream.start()
     (folder / "fleet.toml").write_text(f'[[servers]]\nurl = "{upstream.url}"\n')
-    app, _ = build_router(RouterConfig(fleet=folder / "fleet.toml", **settings))
+    app, admin = build_router(RouterConfig(fleet=folder / "fleet.toml", **settings))
     server = Front(app, "127.0.0.1", 0)
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started, serving)
+    if "tap" in settings:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(admin), base_url="http://admin") as http:
+
+            async def is_checked():
+                return (await http.get("/redraft/tap")).json()["checked_servers"]
+
+            await until(is_checked)
     try:
         yield server, upstream
     finally:

@@ -66,6 +66,16 @@ class Routed:
     async def under_way(self):
         return {server["domain"]: server["requests"] for server in await self.shown()}
 
+    async def until_checked(self):
+        """Wait until the tap has checked every server, and forget its questions."""
+
+        async def are_checked():
+            return len((await self.admin.get("/redraft/tap")).json()["checked_servers"]) == len(self.servers)
+
+        await until(are_checked)
+        for server, _ in self.servers:
+            server.seen.clear()
+
     async def until_known(self, *urls):
         async def are_known():
             return set(urls) <= {server["url"] for server in await self.shown()}
@@ -87,6 +97,8 @@ async def routed(folder, **config):
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}", timeout=20) as them.http,
             httpx.AsyncClient(transport=httpx.ASGITransport(admin_app), base_url="http://admin") as them.admin,
         ):
+            if config.tap.is_on:
+                await them.until_checked()
             yield them
         for server, _ in them.servers:
             server.gate.set()
@@ -384,7 +396,7 @@ async def test_a_wish_for_records_is_only_taken_back_where_it_was_refused(tmp_pa
 async def test_it_is_itself_the_tap(tmp_path, random_target):
     tap = TapConfig(spool=tmp_path / "spool", top_k=2)
     async with routed(tmp_path, tap=tap, target=random_target) as them:
-        plain = (await them.ask("code", model="m", prompt="x")).json()
+        plain = (await them.ask("code", model="code", prompt="x")).json()
         asked = json.loads(them.code.seen[0][1])
         assert (asked["return_token_ids"], asked["logprobs"]) == (True, 2)
         assert plain["choices"] == [make_choice("code") | {"token_ids": None, "prompt_token_ids": None}]

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import threading
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import httpx
 import numpy as np
@@ -22,6 +22,7 @@ from redraft.online.records.spool import spool_files
 from redraft.online.traffic import tap as tap_module
 from redraft.online.traffic.pools import Pools
 from redraft.online.traffic.proxy import Proxy
+from redraft.online.traffic.server_check import Verdict
 from redraft.online.traffic.tap import Tap, TapConfig
 from redraft.online.traffic.tap_messages import (
     KNOWN,
@@ -122,6 +123,7 @@ class RunningTap:
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
         self.thread.start()
         wait_until(lambda: self.server.started)
+        wait_until(lambda: tap.checks.verdicts)
         port = self.server.servers[0].sockets[0].getsockname()[1]
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
 
@@ -239,7 +241,7 @@ def test_a_server_that_refuses_the_taps_wish_still_answers_the_client(server, tm
     running = RunningTap(server.url, tmp_path, top_k=41)  # above the server's --max-logprobs
     path, body = make_bodies()["text"]
     assert answer_of(running.http, path, body) == answer_of(httpx.Client(base_url=server.url), path, body)
-    assert running.counts()["refused_requests"] == 1
+    assert running.counts()["skipped_requests_unfit_server"] == 1
     assert running.stop() == []
 
 
@@ -247,7 +249,9 @@ def test_a_server_that_refuses_the_taps_wish_still_answers_the_client(server, tm
 def test_who_opts_out_is_not_recorded(server, tap):
     path, body = make_bodies()["text"]
     assert tap.http.post(path, json=body, headers={"X-Redraft-Opt-Out": "1"}).status_code == 200
-    assert {name: count for name, count in tap.counts().items() if count} == {"skipped_requests_opt_out": 1}
+    counts = {name: count for name, count in tap.counts().items() if count}
+    assert counts.pop("checked_servers") == {server.url: ""}
+    assert counts == {"skipped_requests_opt_out": 1}
     assert tap.stop() == []
 
 
@@ -255,7 +259,12 @@ def test_who_opts_out_is_not_recorded(server, tap):
 
 
 def make_tap(folder):
-    return Tap(TapConfig(spool=folder), "target")
+    return checked(Tap(TapConfig(spool=folder), "target"))
+
+
+def checked(tap):
+    tap.checks.verdicts["http://server"] = Verdict(models=frozenset({"m"}))
+    return tap
 
 
 def make_answer(**changes):
@@ -274,6 +283,7 @@ class Arrived:
 
     def __init__(self, message):
         self.message = message
+        self.upstream = SimpleNamespace(url="http://server")
 
     async def read(self):
         return self.message
@@ -313,7 +323,7 @@ def test_sampling_is_stored_as_vllm_takes_it(given, stored):
 
 def test_a_request_that_sets_no_sampling_is_recorded_with_the_servers_defaults(tmp_path):
     defaults = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
-    tap = Tap(TapConfig(spool=tmp_path, top_k=2), "target", defaults)
+    tap = checked(Tap(TapConfig(spool=tmp_path, top_k=2), "target", defaults))
     relay_all(tap, {}, {"top_p": 1, "top_k": None})
     assert [record.sampling for record in spooled(tmp_path)] == [
         Sampling(temperature=0.7, top_p=0.8, top_k=20),

@@ -1,0 +1,154 @@
+"""The check of a server before the tap records its answers, by requests of the tap itself.
+
+    /v1/models          the names of the target itself; an adapter has a parent
+    /v1/completions     as many log-probabilities as a record has, of the model and not of its sampling
+
+A server's flags decide both, e.g. --max-logprobs and --logprobs-mode. The check is repeated after a server
+was down, because it may have come back with other flags.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from redraft.online.records.guard import Guard
+from redraft.online.traffic.pools import Pools
+from redraft.online.traffic.upstream import ForwardedRequest, Upstream
+
+logger = logging.getLogger("redraft.tap")
+
+CHECK_S = 0.5
+"""Seconds between two looks for servers that are unchecked."""
+
+TIMEOUT_S = 60.0
+MAX_TOTAL = 1.01
+"""Most probability of the likeliest tokens in sum; log-probabilities are rounded."""
+
+MAX_CHANGE = 0.5
+"""Most change of a log-probability by another top_p. Behind the filter it changes to 0 or below -1000."""
+
+PROMPT = "The"
+
+
+class NotYetError(Exception):
+    """The server gave no answer to judge, e.g. because it wants a key."""
+
+
+class UnfitError(Exception):
+    """The server's answers cannot be recorded; the message names the flag to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    problem: str = ""
+    """Why no answer of the server is recorded; empty if they are."""
+    models: frozenset[str] = frozenset()
+    """Names of the target, without those of adapters."""
+
+
+class ServerChecks:
+    """The verdict on each server, by address."""
+
+    def __init__(self, top_k: int, guard: Guard) -> None:
+        self.top_k, self.guard = top_k, guard
+        self.verdicts: dict[str, Verdict] = {}
+        self.authorization = b""
+        """The newest key of a client, for servers that want one."""
+
+    def find_skip_reason(self, model: Any) -> str:
+        """Why no server's answer for this model is recorded; empty if one's is."""
+        verdicts = self.verdicts.values()
+        fit = [verdict for verdict in verdicts if not verdict.problem]
+        if not fit:
+            return "unfit_server" if verdicts else "unchecked_server"
+        is_target = model in (None, "") or any(str(model) in verdict.models for verdict in fit)
+        return "" if is_target else "adapter"
+
+    def is_fit(self, url: str, model: Any) -> bool:
+        """Whether an answer of this server is one of the target."""
+        verdict = self.verdicts.get(url, Verdict(problem="unchecked"))
+        return not verdict.problem and (model in (None, "") or str(model) in verdict.models)
+
+    async def check_forever(self, pools: Pools) -> None:
+        while True:
+            with self.guard.round("tap-checks"):
+                await asyncio.gather(*(self._check(upstream) for upstream in pools.upstreams))
+            await asyncio.sleep(CHECK_S)
+
+    async def _check(self, upstream: Upstream) -> None:
+        if upstream.is_down:
+            self.verdicts.pop(upstream.url, None)
+        if upstream.is_down or upstream.url in self.verdicts:
+            return
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                verdict = Verdict(models=await self._find_models(upstream))
+        except UnfitError as error:
+            verdict = Verdict(problem=str(error))
+            logger.warning("nothing of %s is recorded: %s", upstream.url, error)
+        except (NotYetError, TimeoutError):
+            return
+        self.verdicts[upstream.url] = verdict
+
+    async def _find_models(self, upstream: Upstream) -> frozenset[str]:
+        """The names of the target. Raises: UnfitError, NotYetError."""
+        listed = (await self._ask(upstream, "GET", b"/v1/models")).get("data") or []
+        names = [str(card["id"]) for card in listed if not card.get("parent")]
+        if not names:
+            raise UnfitError("/v1/models lists no model")
+        plain = await self._read_log_probs(upstream, names[0], top_p=1.0)
+        filtered = await self._read_log_probs(upstream, names[0], top_p=1e-6)
+        total = sum(map(math.exp, plain.values())) if max(plain.values()) <= 0 else math.inf
+        changes = [abs(plain[token] - filtered.get(token, -math.inf)) for token in plain]
+        if total > MAX_TOTAL or max(changes) > MAX_CHANGE:
+            raise UnfitError(
+                "its log-probabilities are not those of the model: start vLLM with --logprobs-mode raw_logprobs"
+            )
+        return frozenset(names)
+
+    async def _read_log_probs(self, upstream: Upstream, model: str, top_p: float) -> dict[str, float]:
+        """The log-probabilities of the likeliest first tokens, by token."""
+        asked = {"model": model, "prompt": PROMPT, "max_tokens": 1, "temperature": 1.0, "top_p": top_p}
+        asked |= {"logprobs": self.top_k}
+        asked |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        answer = await self._ask(upstream, "POST", b"/v1/completions", asked)
+        (top,) = answer["choices"][0]["logprobs"]["top_logprobs"][:1]
+        # vLLM adds the sampled token, which depends on top_p: without the last one both lists agree.
+        count = max(1, min(len(top), self.top_k) - 1)
+        ranked = sorted(top.items(), key=lambda item: -item[1])[:count]
+        return {str(token): float(value) for token, value in ranked}
+
+    async def _ask(
+        self, upstream: Upstream, method: str, path: bytes, content: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        headers = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
+        headers += [(b"x-redraft-opt-out", b"1")]  # a plugin, or another tap, records no check
+        headers += [(b"authorization", self.authorization)] if self.authorization else []
+        body = b"" if content is None else json.dumps(content).encode()
+        try:
+            reply = await upstream.send(ForwardedRequest(method=method, path=path, headers=headers, body=body))
+        except Exception as error:  # refused or broken: the pools look after a server that is down
+            raise NotYetError from error
+        try:
+            answer = await reply.read()
+        except Exception as error:
+            raise NotYetError from error
+        finally:
+            await reply.aclose()
+        if reply.status in (400, 422):
+            raise UnfitError(
+                f"it refuses {self.top_k} log-probabilities and ids for each token: start vLLM with "
+                f"--max-logprobs {self.top_k}, or set a smaller top_k"
+            )
+        if reply.status != 200:
+            raise NotYetError
+        try:
+            found: dict[str, Any] = json.loads(answer)
+        except (ValueError, RecursionError) as error:
+            raise UnfitError("its answers are not JSON") from error
+        return found

@@ -1,0 +1,142 @@
+"""The tap records nothing of a server whose answers are not the plain target's, and names what to change."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+
+import httpx
+import numpy as np
+import pytest
+from fake_completions import served
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from waiting import in_event_loop, until
+
+from redraft.online.records.record import read_frames
+from redraft.online.records.spool import spool_files
+from redraft.online.traffic.pools import Pools
+from redraft.online.traffic.proxy import Proxy
+from redraft.online.traffic.tap import Tap, TapConfig
+
+LOGITS = np.linspace(3.0, -3.0, 12)
+
+
+def log_softmax(logits):
+    return logits - np.log(np.exp(logits).sum())
+
+
+def sample(mode, question):
+    """Log-probabilities as vLLM returns them under --logprobs-mode."""
+    if mode == "raw_logprobs":
+        return log_softmax(LOGITS)
+    if mode == "raw_logits":
+        return LOGITS
+    logits = LOGITS / question.get("temperature", 1.0)
+    probs = np.exp(log_softmax(logits))
+    is_kept = probs.cumsum() - probs < question.get("top_p", 1.0)
+    kept = np.where(is_kept, logits, -math.inf)
+    values = log_softmax(kept) if mode == "processed_logprobs" else kept
+    return np.maximum(values, -9999.0)
+
+
+def make_server(mode="raw_logprobs", max_logprobs=20, key=""):
+    """A vLLM with these flags, which serves the target `m` and its adapter `a`."""
+
+    async def models(request):
+        if key and request.headers.get("authorization") != key:
+            return Response(status_code=401)
+        return JSONResponse({"data": [{"id": "m", "parent": None}, {"id": "a", "parent": "m"}]})
+
+    async def complete(request):
+        if key and request.headers.get("authorization") != key:
+            return Response(status_code=401)
+        question = json.loads(await request.body())
+        count = question.get("logprobs") or 0
+        if count > max_logprobs:
+            return JSONResponse({"error": "too many"}, 400)
+        choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": None}
+        if count:
+            values = sample(mode, question).tolist()
+            # the sampled token is listed even if it is not one of the likeliest
+            sampled = len(values) - 1 if question.get("top_p", 1.0) == 1.0 else 0
+            listed = {*range(count), sampled}
+            top = {f"token_id:{token}": values[token] for token in sorted(listed)}
+            choice["logprobs"] = {"top_logprobs": [top]}
+        if question.get("return_token_ids"):
+            choice |= {"token_ids": [0], "prompt_token_ids": [1, 2]}
+        return JSONResponse({"id": "cmpl-1", "choices": [choice]})
+
+    return Starlette(routes=[Route("/v1/models", models), Route("/v1/completions", complete, methods=["POST"])])
+
+
+@contextlib.asynccontextmanager
+async def tapped(folder, server, **config):
+    """The tap in front of the server, and a client of it."""
+    async with served(server) as upstream:
+        tap = Tap(TapConfig(spool=folder, top_k=5, **config), "target")
+        proxy = Proxy(Pools(lambda: [(f"http://127.0.0.1:{upstream.port}", "")], poll_s=0.02), tap=tap)
+        async with (
+            served(proxy.app()) as front,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}") as client,
+        ):
+            yield tap, client
+
+
+async def ask(client, **changes):
+    answer = await client.post("/v1/completions", json={"model": "m", "prompt": "x"} | changes)
+    assert answer.status_code == 200
+    return answer.json()
+
+
+def records_in(folder):
+    return [record for path in spool_files(folder) for _, record in read_frames(path.read_bytes())]
+
+
+@pytest.mark.parametrize(
+    ("flags", "cure"),
+    [
+        ({"mode": "processed_logprobs"}, "--logprobs-mode raw_logprobs"),
+        ({"mode": "processed_logits"}, "--logprobs-mode raw_logprobs"),
+        ({"mode": "raw_logits"}, "--logprobs-mode raw_logprobs"),
+        ({"max_logprobs": 4}, "--max-logprobs 5"),
+    ],
+)
+@in_event_loop
+async def test_a_server_with_an_unfit_flag_is_named_with_the_cure_and_not_recorded(tmp_path, caplog, flags, cure):
+    async with tapped(tmp_path, make_server(**flags)) as (tap, client):
+        await until(lambda: tap.checks.verdicts)
+        await ask(client)
+        counts = tap.status()
+        (problem,) = counts["checked_servers"].values()
+        assert cure in problem
+        assert caplog.text.count(cure) == 1
+        assert counts["skipped_requests_unfit_server"] == 1
+        assert "captured_requests" not in counts
+    assert records_in(tmp_path) == []
+
+
+@in_event_loop
+async def test_the_target_is_recorded_and_its_adapter_is_counted(tmp_path):
+    async with tapped(tmp_path, make_server()) as (tap, client):
+        await until(lambda: tap.checks.verdicts)
+        for model in ("m", None, "a", "unknown"):
+            await ask(client, model=model)
+        assert tap.counts["captured_requests"] == 2
+        assert tap.counts["skipped_requests_adapter"] == 2
+    records = records_in(tmp_path)
+    assert len(records) == 2
+    np.testing.assert_allclose(records[0].topk_log_probs[0], log_softmax(LOGITS)[: records[0].top_k], atol=1e-5)
+
+
+@in_event_loop
+async def test_a_server_that_wants_a_key_is_checked_with_a_clients(tmp_path):
+    async with tapped(tmp_path, make_server(key="Bearer k")) as (tap, client):
+        client.headers["Authorization"] = "Bearer k"
+        await ask(client)
+        assert tap.counts["skipped_requests_unchecked_server"] == 1
+        await until(lambda: tap.checks.verdicts)
+        await ask(client)
+        assert tap.counts["captured_requests"] == 1
