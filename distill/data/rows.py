@@ -12,10 +12,12 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-import datasets
 import zstandard
+
+if TYPE_CHECKING:
+    import datasets
 
 SPLITS = "dataset_dict.json"
 """File of `save_to_disk` with the names of splits."""
@@ -94,6 +96,8 @@ def is_saved(folder: Path) -> bool:
 
 
 def _load_saved(folder: Path, split: str) -> datasets.Dataset:
+    import datasets  # takes a second: not for --help
+
     saved = datasets.load_from_disk(str(folder))
     if isinstance(saved, datasets.Dataset):
         return saved
@@ -189,6 +193,8 @@ def _json_lines(file: Iterable[bytes]) -> Iterator[Row]:
 
 
 def _parquet_rows(path: Path) -> Iterable[dict[str, Any]]:
+    import datasets  # takes a second: not for --help
+
     try:
         return map(_without_missing, datasets.load_dataset("parquet", data_files=str(path), split="train"))
     except (datasets.exceptions.DatasetsError, ValueError) as error:
@@ -202,6 +208,8 @@ def _hub_rows(name: str, split: str) -> Iterable[dict[str, Any]]:
 def _load_hub(source: str, split: str) -> datasets.Dataset:
     """One split of a data set, named as `owner/name` or, with one of several configs, `owner/name:config`."""
     name, _, config = source.partition(":")
+    import datasets  # takes a second: not for --help
+
     try:
         return datasets.load_dataset(name, config or None, split=split)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:

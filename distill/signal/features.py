@@ -24,13 +24,12 @@ from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.features_store import (
     Description,
-    StatesFormat,
     StatesLostError,
     Storage,
     absolute,
 )
 from redraft.distill.signal.sources import TOP_K_ONLY, EndpointTarget, documents
-from redraft.distill.signal.storage import DEFAULT_STORAGE
+from redraft.distill.signal.storage import DEFAULT_STORAGE, StatesFormat
 from redraft.distill.signal.transfer import host_zeros
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families.standalone import find_logit_change

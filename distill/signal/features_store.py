@@ -31,6 +31,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
+from redraft.distill.signal.storage import StatesFormat
 from redraft.heads.nn.float8 import SCALE_BYTES, decode_float8, encode_float8
 
 BLOCK_BYTES = 4 << 20
@@ -53,9 +54,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", re.ASCII)
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 Use = Callable[[int, Tensor, Sequence[int]], None]
 """Receives (first row, rows [t, L, D], layers). Rows sent in 8 bits are float32."""
-
-StatesFormat = Literal["exact", "float8"]
-"""States as the server computes them, or in 8 bits."""
 
 
 class StatesLostError(OSError):

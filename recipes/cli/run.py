@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -238,11 +239,6 @@ def _choices(name: str, known: Mapping[str, object]) -> str:
 
 
 def _run_command(name: str, args: Sequence[str]) -> None:
-    if _asks_for_help(args) and name != "train":
-        from redraft.recipes.cli.stand_ins import stand_ins
-
-        with stand_ins():  # the modules of these commands import torch
-            parse_recipe(*find_recipe(name, args))  # prints the help and raises SystemExit
     recipe, rest = find_recipe(name, args)
     recipe.main(parse_recipe(recipe, rest))
 
@@ -257,13 +253,15 @@ def find_recipe(name: str, args: Sequence[str]) -> tuple[Recipe, Sequence[str]]:
     command, path = COMMANDS[name], COMMANDS[name].module
     if command.parts:
         name, path, args = _choose_part(name, command, args)
-    module = importlib.import_module(path)
+    # A module that loads torch has its config in another: help and the flags of a mistyped command do not wait for it.
+    config = f"{path}_config"
+    module = importlib.import_module(config if importlib.util.find_spec(config) else path)
     if hasattr(module, "choose_recipe"):
         chosen: tuple[Recipe, Sequence[str]] = module.choose_recipe(args, f"redraft {name}")
         return chosen
     return (
         Recipe(
-            main=module.main,
+            main=lambda cfg: importlib.import_module(path).main(cfg),
             config_type=module.Config,
             description=module.__doc__,
             presets=getattr(module, "PRESETS", {}),

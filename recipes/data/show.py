@@ -1,10 +1,4 @@
-"""Show what a draft would learn from a data set, before any training: sizes, losses, vocabulary, and labels in colour.
-
-$ redraft data answers.jsonl --target meta-llama/Llama-3.1-8B-Instruct
-$ redraft data ShareGPT_V3.json --target TARGET --held-out 0.05 --num-samples 10 --no-color
-
-Only the target's tokenizer is loaded. The data is read, split, rendered and cut as in training.
-"""
+"""Show a draft's training data before the training: sizes, losses, vocabulary, and labels in colour."""
 
 from __future__ import annotations
 
@@ -15,13 +9,12 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice, pairwise, zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import tyro
 
 from redraft.distill.data.conversations import (
     Conversation,
@@ -42,44 +35,12 @@ from redraft.heads.files.checkpoint import end_ids, load_text_config, load_token
 from redraft.heads.files.folder import CONFIG, is_hub_name
 from redraft.heads.files.served_target import require_rows
 from redraft.recipes.cli import run_recipe
+from redraft.recipes.data import show_config
+from redraft.recipes.data.show_config import Config
 
 VOCABULARY_SIZES = (4096, 8192, 16384, 32768, 65536)
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    source: Annotated[str, tyro.conf.Positional]
-    """Conversations: a hub name, a .jsonl, .json or .parquet file (also .gz or .zst), a folder, or `stdlib`."""
-    target: str
-    """Folder or hub name of the served model, whose tokenizer and chat template are used."""
-    split: str = "train"
-    """Split of a hub data set."""
-    domain_column: str | None = None
-    """Column with a row's domain (chat, code, math, ...). By default `domain`, if the data has it."""
-    held_out: float = 0.05
-    """Share of the conversations to hold out, between 0 and 1. A draft vocabulary is judged on them."""
-    sequence_length: int = 4096
-    """Longest sample in tokens. Use the --loop.sequence-length of the training."""
-    date: str | None = None
-    """Date, as YYYY-MM-DD, for chat templates that write today's. By default today."""
-    num_samples: int = 3
-    """Number of samples to show, from every domain in turn, and at least one with each kind of turn."""
-    json: Path | None = None
-    """File for everything counted, as JSON."""
-    sample_tokens: int = 300
-    """Number of tokens to show of each sample."""
-    color: bool = True
-    """Show labels in green. With --no-color, or if the output is not a terminal, labels stand between 「 and 」."""
-    strict: bool = False
-    """End at the first row that cannot be used, instead of counting such rows."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.held_out < 1:
-            raise ValueError(f"--held-out is {self.held_out}: the share to hold out lies between 0 and 1")
-        if self.sequence_length < 2:
-            raise ValueError(f"--sequence-length is {self.sequence_length}: it must be at least 2")
 
 
 def main(cfg: Config) -> None:
@@ -272,4 +233,4 @@ def printable(text: str) -> str:
 
 
 if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)
+    run_recipe(main, Config, show_config.__doc__)

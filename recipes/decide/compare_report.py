@@ -15,7 +15,7 @@ from redraft.eval.engine.measure import Measurement
 from redraft.eval.report.page import engine_section
 from redraft.eval.serving.drafts import Choice
 from redraft.eval.serving.rounds import PLAIN, Results, compare, merge
-from redraft.recipes.decide.made_drafts import parse_trained
+from redraft.recipes.decide.compare_config import parse_trained
 
 LOADS = (1, 8)
 """Requests in flight."""

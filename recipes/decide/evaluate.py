@@ -1,14 +1,4 @@
-"""Measure the acceptance of drafts by domain, temperature and number of draft tokens, with intervals.
-
-$ redraft eval --preset demo --draft outputs/demo-tiny/draft   # small target: the draft of `make demo-tiny`, n-grams
-$ redraft eval --target TARGET --draft DRAFT --draft ngram --data prompts.jsonl --domain-column topic
-$ redraft eval --target TARGET --draft DRAFT --no-forecast -- --tensor-parallel-size=8   # of several GPUs
-$ redraft eval --target TARGET --draft v13=DRAFT --baseline outputs/eval-v12/report.json --max-loss 0.02
-
-One pass of the target over its answers gives the acceptance of every draft (the forecast). Then a real vLLM serves each
-draft, and its counters are shown next to the forecast. After an interruption, run the same command again to continue.
-The exit status is 1 if acceptance fell below the baseline, 2 if something cannot be measured.
-"""
+"""Measure the acceptance of drafts by domain, temperature and number of draft tokens, with intervals."""
 
 from __future__ import annotations
 
@@ -18,12 +8,11 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 
 from redraft.distill.data.conversations import load_conversations, split_held_out
 from redraft.distill.data.day import keep_day, writes_date
@@ -35,13 +24,11 @@ from redraft.distill.signal.features import load_skeleton
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import write_offline_unless_logged_in
 from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.draft_source import SampleMethod
 from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
 from redraft.eval.engine.served import EngineOptions, serve_and_count
 from redraft.eval.engine.server import require_runner
 from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft, load_drafts
-from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Protocol, Rows, forecast_drafts
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.acceptance import SCHEMA_VERSION, build_acceptance_report, write_acceptance_report
@@ -54,94 +41,9 @@ from redraft.heads.files.artifact import fingerprint, write_whole
 from redraft.heads.files.checkpoint import end_ids, load_tokenizer
 from redraft.heads.files.folder import model_folder
 from redraft.recipes.cli import run_recipe
+from redraft.recipes.decide import evaluate_config
+from redraft.recipes.decide.evaluate_config import PRESETS, Config
 from redraft.recipes.serve.serve import sampling_environment
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    target: str = "meta-llama/Llama-3.1-8B-Instruct"
-    """Folder or hub name of the served model."""
-    target_dtype: TargetDtype | None = None
-    """Type in which the target computes, in the forecast and in the engine. By default as stored on a GPU. On a CPU
-    bfloat16 if it is stored so and the CPU has instructions for bfloat16, else float32."""
-    draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Draft to measure: a folder (a head, a standalone draft, a version of a registry), a hub name, `ngram` (prompt
-    lookup) or `suffix`. `ngram+HEAD` looks n-grams up first, `ANSWERS+HEAD:2` counted answers, and takes at most 2
-    tokens of the head. NAME=FOLDER gives it a name. Repeat the flag for more drafts."""
-    data: str = "HuggingFaceH4/ultrachat_200k"
-    """Source of the prompts: a hub name, a .jsonl or .parquet file, or `stdlib` (code and prose, for the small
-    target)."""
-    split: str = "test_sft"
-    """Split of a hub data set."""
-    domain_column: str | None = None
-    """Column with a row's domain (chat, code, math, ...). By default `domain`, if the data has it."""
-    held_out: float = 1.0
-    """Share of the conversations to use, from 0 to 1. The number used in training selects those held out there."""
-    num_prompts: int = 64
-    """Number of prompts, divided evenly among the domains."""
-    max_prompt_tokens: int = 1024
-    """Maximum length of a prompt in tokens. Longer prompts are left out."""
-    temperature: tuple[float, ...] = ()
-    """Temperatures to measure at. Above 0, answers are sampled from the target. By default the one that the target's
-    generation_config.json names, else 1, as vLLM."""
-    top_p: float | None = None
-    """Sample from the fewest tokens whose probabilities add up to this. By default as the target's
-    generation_config.json says; 1 keeps all tokens."""
-    top_k: int | None = None
-    """Sample from this many tokens. By default as the target's generation_config.json says; 0 keeps all."""
-    min_p: float | None = None
-    """Sample from tokens with at least this share of the highest probability. By default as the target's
-    generation_config.json says; 0 keeps all. With a draft, vLLM refuses any other value."""
-    num_speculative_tokens: tuple[int, ...] = (1, 2, 3, 5)
-    """Numbers of draft tokens to measure."""
-    max_tokens: int = 128
-    """Maximum length of an answer in tokens."""
-    draft_sample_method: SampleMethod = "greedy"
-    """How the server drafts at temperatures above 0: the most probable token, or a sampled one. The report says which
-    is accepted more often."""
-    ngram: Ngram = field(default_factory=Ngram)
-    seed: int = 0
-    """Seed of the sampled answers."""
-    batch_size: int = 16
-    """Prompts per pass of the target."""
-    forecast: bool = True
-    """Forecast every draft with the target in this process. With --no-forecast, the engine counts, and only the engine
-    loads the target: for one that takes several GPUs, with `-- --tensor-parallel-size=N`."""
-    engine: bool = True
-    """Also serve every draft in a real vLLM. With --no-engine, all numbers are forecasts."""
-    engine_tokens: tuple[int, ...] = ()
-    """The --num-speculative-tokens to serve in the engine, which restarts for each. By default the largest."""
-    concurrency: int = 4
-    """Requests in flight in the engine."""
-    vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Further arguments of every vLLM server, after `--`: `-- --tensor-parallel-size=8`."""
-    costs: Path | None = None
-    """The serving.json of a `redraft bench` of these drafts. The report then advises on the number of draft tokens."""
-    baseline: Path | None = None
-    """An earlier report.json of the same target. Losses of acceptance are listed, and the exit status is 1."""
-    max_loss: float = 0.02
-    """Share of tau that may be lost against the baseline, e.g. 0.02 for 2%. A loss must also be
-    more than chance explains: with few prompts, small losses are not reported."""
-    card: bool = False
-    """Write a model card with the results, README.md, into the folder of every draft."""
-    wandb: str | None = None
-    """Weights & Biases project to log to. Without a login, the run is stored offline."""
-    output: Path = Path("outputs/eval")
-    """Folder for report.json, report.html, report.md and run.json, and for finished measurements."""
-
-
-PRESETS = {
-    "demo": Config(
-        target="tests/assets/tiny-target",
-        target_dtype="float32",  # as in the demo's training
-        draft=("ngram",),
-        data="stdlib",
-        held_out=0.05,
-        max_prompt_tokens=512,
-        temperature=(0.0, 1.0),
-        output=Path("outputs/demo-eval"),
-    )
-}
 
 
 def main(cfg: Config) -> None:
@@ -400,4 +302,4 @@ def read_costs(path: Path, drafts: Sequence[NamedDraft]) -> dict[str, StepCosts]
 
 
 if __name__ == "__main__":
-    run_recipe(main, Config, __doc__, PRESETS)
+    run_recipe(main, Config, evaluate_config.__doc__, PRESETS)

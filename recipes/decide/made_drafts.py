@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -23,9 +22,8 @@ from redraft.eval.serving.rounds import PLAIN
 from redraft.heads.files.artifact import fingerprint, write_whole
 from redraft.heads.files.checkpoint import load_text_config
 from redraft.heads.files.folder import count_parameters, model_folder
+from redraft.recipes.decide.compare_config import HEAD, LAYERS, LOOKUP_TOKENS, RETRIEVAL, parse_trained
 
-LAYERS = re.compile(r"layers-(\d+)")
-HEAD = re.compile(r"(eagle3|dflash|peagle)-(\d+)k")
 OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {
     "eagle3": lambda tokens: [
         *("--head.num-steps", str(tokens), "--head.fc-norm", "--init", "least_squares", "--init-tokens", "32768")
@@ -45,10 +43,7 @@ time for the long memory of a higher momentum."""
 MUON_RATE, STARTED_RATE = "2e-3", "5e-4"
 """Muon's learning rate, and that of a head that starts by least squares: a higher one would undo the start."""
 
-RETRIEVAL = "retrieval"
 LOOKUP_TITLES = {NGRAM: "n-grams", RETRIEVAL: "counted answers"}
-LOOKUP_TOKENS = {NGRAM: 4, RETRIEVAL: 6}
-"""Most draft tokens of a step. Counted answers propose fewer if they are unlikely."""
 
 MAX_PROMPT_TOKENS = 360
 """Longest prompt of the rounds, in tokens."""
@@ -81,11 +76,6 @@ class Making:
     overwrite: bool = False
     made: set[Path] = field(default_factory=set)
     """Folders made by this process: a head behind two lookups is trained once."""
-
-
-def parse_trained(name: str) -> DraftSource:
-    """A name of --train; `source` is the draft to train."""
-    return DraftSource.parse(name, (RETRIEVAL,))
 
 
 def make_lookups(making: Making) -> Iterator[Candidate]:

@@ -1,19 +1,10 @@
-"""Write offline data as records that the learner replays beside live traffic, against forgetting.
-
-    $ redraft data anchors --target models/llama-8b --data answers.jsonl --output anchors
-    $ redraft learner --config learner.toml --set 'anchors="anchors"'
-
-One pass of the target over every sample keeps the largest probabilities at each label, as capture does in a server.
-`replay.anchor_share` in learner.toml sets the share of anchors in every training step. Heads cannot use anchors, which
-hold no hidden states.
-"""
+"""Write offline data as records that the learner replays beside live traffic, against forgetting."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
 import torch
 
@@ -23,39 +14,14 @@ from redraft.distill.data.samples import build_samples
 from redraft.distill.run.config import Signal
 from redraft.distill.run.inputs import load_target
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.heads.files.artifact import fingerprint, write_whole
 from redraft.heads.files.checkpoint import end_ids
 from redraft.heads.files.folder import model_folder
 from redraft.heads.progress import Progress
 from redraft.online.learning.anchors import write_anchors
 from redraft.recipes.cli import run_recipe
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    target: str
-    """Folder or hub name of the served model."""
-    target_dtype: TargetDtype | None = None
-    """Type in which the target computes. By default as stored on a GPU. On a CPU bfloat16 if it is stored so and the
-    CPU has instructions for bfloat16, else float32."""
-    data: str
-    """Text the draft must not forget: a hub name, a .jsonl or .parquet file, a folder of text, or `stdlib`. Answers
-    written by the target are best (redraft regenerate)."""
-    split: str = "train"
-    """Split of a data set on the hub."""
-    output: Path = Path("anchors")
-    """File to write the records to. Its provenance stands beside it, in OUTPUT.json."""
-    overwrite: bool = False
-    """Replace `output` if it exists."""
-    num_conversations: int = 2000
-    """Maximum number of conversations, taken from the beginning of the data."""
-    max_length: int = 4096
-    """Maximum length of a text in tokens. Use the length the draft is trained with."""
-    date: str | None = None
-    """Date, as YYYY-MM-DD, for chat templates that write today's. By default today."""
-    top_k: int = 32
-    """Probabilities to keep at every label. Use the servers' --capture.top-k."""
+from redraft.recipes.serve import anchors_config
+from redraft.recipes.serve.anchors_config import Config
 
 
 def main(cfg: Config) -> None:
@@ -90,4 +56,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)
+    run_recipe(main, Config, anchors_config.__doc__)

@@ -1,10 +1,4 @@
-"""vLLM's OpenAI server with the plugin switched on: `redraft serve TARGET --draft D -- any vLLM argument`.
-
-    $ redraft serve meta-llama/Llama-3.1-8B-Instruct --registry drafts/llama8b --capture.spool spool -- --port 8001
-
-Everything after `--` goes to vLLM unchanged. The plugin reads settings from environment variables (REDRAFT_...), which
-this command sets. A deployment that starts vLLM itself sets VLLM_PLUGINS=redraft and those variables instead.
-"""
+"""vLLM's OpenAI server with the plugin switched on: `redraft serve TARGET --draft D -- any vLLM argument`."""
 
 from __future__ import annotations
 
@@ -12,25 +6,23 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from redraft.eval.engine.command import vllm_command
-from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups, SampleMethod
+from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups
 from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.server import engine_dtype, engine_is_cpu, find_two_speeds, require_servable, vllm_keys
 from redraft.eval.machine import count_cores
-from redraft.heads.catalog import Method
 from redraft.heads.doctor.method import lacks_confidence
 from redraft.heads.doctor.pair import read_provenance
 from redraft.heads.files.folder import read_config as read_model_config
 from redraft.heads.files.folder import tensor_files
-from redraft.online.engine.config import PLUGIN_NAME, CaptureConfig, SwapConfig, read_config
+from redraft.online.engine.config import PLUGIN_NAME, read_config
 from redraft.recipes.cli import run_recipe
+from redraft.recipes.serve import serve_config
+from redraft.recipes.serve.serve_config import Config
 
 PLUGIN_GROUPS = (
     "vllm.general_plugins",
@@ -49,49 +41,6 @@ vLLM's default of 0 kills the workers, and their records, at once."""
 
 MODEL_FLAGS = ("method", "draft_sample_method", "draft_quantization", "adaptive_verification")
 """Options without a meaning for a lookup alone."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    target: Annotated[str, tyro.conf.Positional]
-    """Folder or hub name of the target."""
-    vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Further arguments of vLLM's server, after `--`."""
-    draft: str | None = None
-    """Folder or hub name of the draft, `ngram`, `suffix`, or `mtp` for the target's MTP layer. `ngram+HEAD` looks the
-    last 2 to 4 tokens up in the text first, `ANSWERS+HEAD:2` in counted answers too (`redraft retrieval`), and takes at
-    most 2 tokens of the head a step. HEAD is EAGLE-1, EAGLE-3 or MTP. By default the current version of the
-    registry."""
-    registry: Path | None = None
-    """Folder of the draft's versions (v000001, ..., current). Required for swapping."""
-    num_speculative_tokens: int = 3
-    """Draft tokens per step."""
-    method: Method | None = None
-    """vLLM's method for the draft. By default it follows from the draft's tensors."""
-    draft_sample_method: SampleMethod = "greedy"
-    """How draft tokens are chosen. With `greedy` the acceptance is p(argmax q); with `probabilistic` it is
-    sum min(p, q), which is higher at temperatures above 0."""
-    draft_quantization: str | None = None
-    """Quantisation of the draft when it is loaded, as vLLM calls it (`fp8`); of every version that is swapped in, too.
-    The registry holds plain weights."""
-    head_requests: int | None = None
-    """With a lookup before the head: if more requests than this are answered at once, only tokens looked up are
-    proposed."""
-    verify_cost: float | None = None
-    """For counted answers: cost of verifying one more token, in target steps of one request. A token is proposed if its
-    probability is at least this times the requests in the step. By default as `redraft retrieval` was told."""
-    least_first: float | None = None
-    """With counted answers before a head: least probability of the first token looked up. If it is lower, the head is
-    asked. By default 0.5."""
-    adaptive_verification: bool = False
-    """Verify fewer draft tokens where the draft is unsure, the more so the busier the server is. Only for a DSpark head
-    with a confidence head; nothing is captured then."""
-    token_file: Path | None = None
-    """File with the bearer token that protects /redraft/... The variable REDRAFT_TOKEN can hold the token instead."""
-    allow_remote: bool = False
-    """Allow other machines to use /redraft/... as well."""
-    swap: SwapConfig = field(default_factory=SwapConfig)
-    capture: CaptureConfig = field(default_factory=CaptureConfig)
 
 
 def main(cfg: Config) -> None:
@@ -238,4 +187,4 @@ def _require_confidence(draft: DraftSource) -> None:
 
 
 if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)
+    run_recipe(main, Config, serve_config.__doc__)

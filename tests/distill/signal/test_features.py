@@ -36,10 +36,11 @@ from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, Hidde
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.features import EndpointHiddenStates, load_skeleton, server_args
-from redraft.distill.signal.features_store import StatesFormat, Storage, write_states
+from redraft.distill.signal.features_store import Storage, write_states
 from redraft.distill.signal.parts import read_stream_norms, stream_scales
 from redraft.distill.signal.shards import write_cache
 from redraft.distill.signal.sources import InProcessTarget
+from redraft.distill.signal.storage import StatesFormat
 from redraft.distill.train.loop import LoadedData
 from redraft.distill.train.objective import distill_loss
 from redraft.eval.engine.server import VllmServer, vllm_server

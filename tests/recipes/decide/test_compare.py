@@ -29,7 +29,7 @@ from redraft.heads.files.folder import read_config
 from redraft.recipes import train
 from redraft.recipes.cli import dispatch, parse_recipe
 from redraft.recipes.decide import compare, made_drafts
-from redraft.recipes.decide.compare import Config, Rounds, main
+from redraft.recipes.decide.compare import Config, Rounds, known_answers, main
 from redraft.recipes.decide.made_drafts import (
     Making,
     identify,
@@ -252,7 +252,7 @@ def test_the_answers_in_redraft_are_for_the_target_in_it(tmp_path: Path, monkeyp
 
     def names(**changes: Any) -> list[str]:
         cfg = Config(train=(), output=tmp_path, **changes)
-        making = make_making(tmp_path, "a target", answers=cfg.known_answers)
+        making = make_making(tmp_path, "a target", answers=known_answers(cfg))
         return [made.name for made in make_lookups(making)]
 
     assert names() == ["ngram", "retrieval"]

@@ -1,0 +1,94 @@
+"""Measure the speed-up of drafts in a real vLLM server: the tables to decide with how to serve.
+
+$ redraft bench --target T --draft D                        # the first value of each flag is used in all tables
+$ redraft bench --target T --draft D --draft ngram --num-speculative-tokens 4 1 2 6 --concurrency 8 1 32 128
+$ redraft bench --target T --draft D --request-rate 1 4 16 --data sharegpt:sharegpt.json jsonl:ours.jsonl
+$ redraft bench --preset demo                               # the small target with the draft of `make demo-tiny`
+
+Every server is started once a pass and gets its load from vLLM's generator (`vllm bench serve`). Finished cells are
+kept: after an interruption, or with further drafts, run the command again to measure the rest. The target alone is then
+measured again beside them, because a speed-up is a ratio within a pass. The results are serving.html, serving.md and
+serving.json; `redraft advise --serving serving.json` then advises on the number of draft tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from redraft.eval.engine.draft_source import SampleMethod
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: str = "meta-llama/Llama-3.1-70B-Instruct"
+    """Folder or hub name of the served model."""
+    draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Draft to measure: a folder, a hub name, `ngram`, `suffix`, or `mtp` for the target's MTP layer. `ngram+HEAD`
+    looks n-grams up first, `ANSWERS+HEAD:2` counted answers, and takes at most 2 tokens of the head. Repeat the flag
+    for more drafts."""
+    num_speculative_tokens: tuple[int, ...] = (3, 1, 2, 5)
+    """Numbers of draft tokens. One table compares all of them, the others use the first."""
+    concurrency: tuple[int, ...] = (8, 1, 32, 128)
+    """Numbers of requests in flight. One table compares all of them, the others use the first."""
+    request_rate: tuple[float, ...] = (1.0, 4.0, 16.0)
+    """Requests per second, sent without waiting for answers, for one table. Leave it empty to skip that table."""
+    data: tuple[str, ...] = ("sonnet",)
+    """Prompts: `random`, `sonnet` (lines of the Python manual), `sonnet:TEXT`, `sharegpt:JSON`, or `jsonl:FILE` with a
+    field `prompt`. One table compares all of them, the others use the first."""
+    input_tokens: tuple[int, ...] = (512, 128, 2048)
+    """Lengths of the prompts of `random` and `sonnet`, in tokens. One table compares all of them, the others use the
+    first."""
+    output_tokens: int = 256
+    """Maximum length of an answer, in tokens."""
+    max_model_len: int = 4096
+    """Maximum length of prompt and answer together, in tokens."""
+    draft_quantization: tuple[str, ...] = ()
+    """vLLM quantizations of the first draft, e.g. `fp8`, for one more table if the engine supports them."""
+    prompts_per_client: int = 8
+    """Prompts per request in flight: with a concurrency of 32, 256 prompts are sent."""
+    repeats: int = 3
+    """Number of passes over all servers, in turns. The run with the median speed is shown, and the median of the
+    passes' ratios, with an interval; a single pass has none, and the report then states no speed-up in words."""
+    temperature: float | None = None
+    """Temperature of every request. By default the one that the target's generation_config.json names, else 1, as
+    vLLM."""
+    top_p: float | None = None
+    """Sample from the fewest tokens whose probabilities add up to this. By default as the target's
+    generation_config.json says; 1 keeps all tokens."""
+    top_k: int | None = None
+    """Sample from this many tokens. By default as the target's generation_config.json says; 0 keeps all."""
+    min_p: float | None = None
+    """Sample from tokens with at least this share of the highest probability. By default as the target's
+    generation_config.json says; 0 keeps all. vLLM refuses others beside a draft."""
+    draft_sample_method: SampleMethod = "greedy"
+    """How the server drafts at temperatures above 0: the most probable token, or a sampled one. `redraft eval` says
+    which is accepted more often."""
+    target_dtype: str | None = None
+    """Type in which the target computes. By default as stored on a GPU. On a CPU bfloat16 if it is stored so and the
+    CPU has instructions for bfloat16, else float32."""
+    vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Further arguments of every vLLM server, after `--`: `-- --tensor-parallel-size=8`."""
+    output: Path = Path("outputs/bench-serving")
+    """Folder for the reports, the finished cells and the engine's logs."""
+    overwrite: bool = False
+    """Measure everything again."""
+
+
+PRESETS = {
+    "demo": Config(
+        target="tests/assets/tiny-target",
+        target_dtype="float32",  # as in the demo's training
+        draft=("outputs/demo-tiny/draft", "ngram"),
+        num_speculative_tokens=(3, 1),
+        concurrency=(4, 1, 16),
+        request_rate=(4.0, 16.0),
+        input_tokens=(64, 256),
+        output_tokens=64,
+        max_model_len=1024,
+        output=Path("outputs/demo-bench"),
+    )
+}

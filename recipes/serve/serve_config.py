@@ -1,0 +1,62 @@
+"""vLLM's OpenAI server with the plugin switched on: `redraft serve TARGET --draft D -- any vLLM argument`.
+
+    $ redraft serve meta-llama/Llama-3.1-8B-Instruct --registry drafts/llama8b --capture.spool spool -- --port 8001
+
+Everything after `--` goes to vLLM unchanged. The plugin reads settings from environment variables (REDRAFT_...), which
+this command sets. A deployment that starts vLLM itself sets VLLM_PLUGINS=redraft and those variables instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from redraft.eval.engine.draft_source import SampleMethod
+from redraft.heads.catalog import Method
+from redraft.online.engine.config import CaptureConfig, SwapConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: Annotated[str, tyro.conf.Positional]
+    """Folder or hub name of the target."""
+    vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Further arguments of vLLM's server, after `--`."""
+    draft: str | None = None
+    """Folder or hub name of the draft, `ngram`, `suffix`, or `mtp` for the target's MTP layer. `ngram+HEAD` looks the
+    last 2 to 4 tokens up in the text first, `ANSWERS+HEAD:2` in counted answers too (`redraft retrieval`), and takes at
+    most 2 tokens of the head a step. HEAD is EAGLE-1, EAGLE-3 or MTP. By default the current version of the
+    registry."""
+    registry: Path | None = None
+    """Folder of the draft's versions (v000001, ..., current). Required for swapping."""
+    num_speculative_tokens: int = 3
+    """Draft tokens per step."""
+    method: Method | None = None
+    """vLLM's method for the draft. By default it follows from the draft's tensors."""
+    draft_sample_method: SampleMethod = "greedy"
+    """How draft tokens are chosen. With `greedy` the acceptance is p(argmax q); with `probabilistic` it is
+    sum min(p, q), which is higher at temperatures above 0."""
+    draft_quantization: str | None = None
+    """Quantisation of the draft when it is loaded, as vLLM calls it (`fp8`); of every version that is swapped in, too.
+    The registry holds plain weights."""
+    head_requests: int | None = None
+    """With a lookup before the head: if more requests than this are answered at once, only tokens looked up are
+    proposed."""
+    verify_cost: float | None = None
+    """For counted answers: cost of verifying one more token, in target steps of one request. A token is proposed if its
+    probability is at least this times the requests in the step. By default as `redraft retrieval` was told."""
+    least_first: float | None = None
+    """With counted answers before a head: least probability of the first token looked up. If it is lower, the head is
+    asked. By default 0.5."""
+    adaptive_verification: bool = False
+    """Verify fewer draft tokens where the draft is unsure, the more so the busier the server is. Only for a DSpark head
+    with a confidence head; nothing is captured then."""
+    token_file: Path | None = None
+    """File with the bearer token that protects /redraft/... The variable REDRAFT_TOKEN can hold the token instead."""
+    allow_remote: bool = False
+    """Allow other machines to use /redraft/... as well."""
+    swap: SwapConfig = field(default_factory=SwapConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
