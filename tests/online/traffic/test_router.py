@@ -475,7 +475,7 @@ async def test_a_request_without_a_free_descriptor_waits_and_no_server_is_blamed
 @pytest.mark.parametrize("is_patient", [True, False])
 async def test_a_server_that_takes_requests_and_never_answers_is_passed_over(tmp_path, monkeypatch, is_patient):
     monkeypatch.setattr(upstream, "SILENT_S", 0.05)
-    monkeypatch.setattr(upstream, "HEALTH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(upstream, "HEALTH_TIMEOUT_S", 1.0)
     async with routed(tmp_path) as them:
         hung = await asyncio.start_server(lambda reader, writer: asyncio.sleep(3600), "127.0.0.1", 0)
         port = hung.sockets[0].getsockname()[1]
