@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import shutil
 import sys
@@ -33,7 +32,7 @@ from redraft.heads.files.kept import fingerprint_path
 from redraft.heads.progress import Progress
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.decide import compare_config
-from redraft.recipes.decide.compare_config import LOOKUP_TOKENS, PRESETS, Config, parse_trained
+from redraft.recipes.decide.compare_config import LOOKUP_TOKENS, PRESETS, Config
 from redraft.recipes.decide.compare_report import LOADS, compose_answer, describe_head, describe_speed, verdict
 from redraft.recipes.decide.made_drafts import (
     MAX_PROMPT_TOKENS,
@@ -67,9 +66,10 @@ def main(cfg: Config) -> None:
     # Before the trainings: a target without all files, too few prompts, or a draft that cannot be served, must not be
     # found out an hour later.
     fetch_model(target)
-    first, rest = load_prompts(cfg, target)
+    questions = load_questions(cfg)
+    first, rest = render_prompts(cfg, target, questions)
     finished = list(finished_drafts(cfg.draft, cfg.train, cfg.num_speculative_tokens))
-    making = prepare(cfg, target)
+    making = prepare(cfg, target, questions)
 
     # 1. the plain server to beat: compiled or eager, whichever is faster here
     bandwidth = measure_bandwidth()
@@ -95,9 +95,7 @@ def main(cfg: Config) -> None:
         | {str(load): compare(confirmed[choice.candidate.name], choice.candidate.name, load) for load in LOADS}
         for choice in best
     ]
-    baseline = describe_baseline(
-        [*measured, *confirmed.values()], rounds.mode, rounds.modes, weight_bytes(target), bandwidth
-    )
+    baseline = describe_baseline(rounds.groups, rounds.mode, rounds.modes, weight_bytes(target), bandwidth)
     report = {
         "target": cfg.target or read_origin(Path(target)),
         "command": shlex.join(sys.argv),
@@ -132,10 +130,10 @@ def require_answers(cfg: Config) -> None:
         )
 
 
-def prepare(cfg: Config, target: str) -> Making:
+def prepare(cfg: Config, target: str, questions: Sequence[Conversation]) -> Making:
     """How the drafts are made, with the file of the first rounds' conversations, on which the trainings forecast."""
     prompts = cfg.output / "prompts.jsonl"
-    lines = [json.dumps(conversation) for conversation in load_questions(cfg)[::FIRST_PROBLEMS]]
+    lines = [json.dumps(conversation) for conversation in questions[::FIRST_PROBLEMS]]
     write_whole(prompts, "".join(f"{line}\n" for line in lines))
     return Making(
         target=target,
@@ -158,17 +156,12 @@ def make_groups(cfg: Config, ready: Sequence[Candidate], making: Making) -> Iter
     size = num_together(cfg) - 1
     for start in range(0, len(ready), size):
         yield list(ready[start : start + size])
-    heads = dict.fromkeys(parse_trained(name).source for name in cfg.train)
-    with Progress(total=len(heads), desc="train drafts", unit="draft") as bar:
-        done: set[str] = set()
+    with Progress(total=len(cfg.train), desc="train drafts", unit="draft") as bar:
         for start in range(0, len(cfg.train), size):
-            names = cfg.train[start : start + size]
             group: list[Candidate] = []
-            for candidate in make_trained(making, names):
+            for candidate in make_trained(making, cfg.train[start : start + size]):
                 group.append(candidate)
-                new = {parse_trained(candidate.name).source} - done
-                done |= new
-                bar.update(len(new))
+                bar.update()
             yield group
 
 
@@ -194,22 +187,21 @@ def load_questions(cfg: Config) -> list[Conversation]:
     return conversations
 
 
-def load_prompts(cfg: Config, target: str) -> tuple[list[Prompt], list[Prompt]]:
+def render_prompts(cfg: Config, target: str, questions: Sequence[Conversation]) -> tuple[list[Prompt], list[Prompt]]:
     """(prompts of the first rounds, prompts of the last ones).
 
     Raises:
-        ValueError: there are too few.
+        ValueError: none is left.
     """
-    conversations = load_questions(cfg)
     tokenizer, day = load_tokenizer(target), choose_day(None)
 
     def render(some: Sequence[Conversation], number: int) -> list[Prompt]:
         return held_out_prompts(some, tokenizer, num_prompts=number, max_length=MAX_PROMPT_TOKENS, day=day)
 
     # Disjoint from the prompts of the first rounds: choosing on the prompts that confirm would favour luck.
-    rest = [c for number, c in enumerate(conversations) if number % FIRST_PROBLEMS]
+    rest = [c for number, c in enumerate(questions) if number % FIRST_PROBLEMS]
     most = cfg.confirm_rounds * max(cfg.prompts_one, cfg.prompts_many)
-    return render(conversations[::FIRST_PROBLEMS], num_prompts(cfg)), render(rest, most)
+    return render(questions[::FIRST_PROBLEMS], num_prompts(cfg)), render(rest, most)
 
 
 def server_options(cfg: Config) -> dict[str, Any]:
@@ -241,6 +233,8 @@ class Rounds:
 
     def __init__(self, cfg: Config, target: str, mode: Mode, modes: Mapping[Mode, float]) -> None:
         self.cfg, self.target, self.mode, self.modes = cfg, target, mode, modes
+        self.groups: list[Results] = []
+        """The rounds of every group, once."""
 
     def measure_first(self, candidates: Sequence[Candidate], prompts: Sequence[Prompt]) -> Results:
         """Rounds of a group of drafts with the most draft tokens, beside the target alone.
@@ -258,8 +252,8 @@ class Rounds:
         size, plan = num_together(self.cfg) - 1, plan_rounds(self.cfg, self.cfg.confirm_rounds)
         results: dict[str, Results] = {}
         with Progress(total=len(best), desc="confirm drafts", unit="draft") as bar:
-            for number in range(math.ceil(len(best) / size)):
-                group = best[number * size : (number + 1) * size]
+            for start in range(0, len(best), size):
+                group = best[start : start + size]
                 drafts = {choice.candidate.name: choice.speculative_config for choice in group}
                 # With the target's rounds of this group: a speed is a ratio within a round.
                 results |= dict.fromkeys(drafts, self._measure(drafts, prompts, plan, "logs-confirm"))
@@ -286,7 +280,8 @@ class Rounds:
 
         files = [fingerprint_path(config[key]) for config in drafts.values() for key in FILES if key in config]
         key = [identify(self.target), configs, files, prompts, plan, alone, options, engine_environment()]
-        return keep_rounds(self.cfg.output / ROUNDS, key, measure)
+        self.groups.append(keep_rounds(self.cfg.output / ROUNDS, key, measure))
+        return self.groups[-1]
 
 
 def known_answers(cfg: Config) -> str | None:

@@ -118,12 +118,10 @@ def _choose_prompts(run: Measurement, like: Measurement) -> Measurement:
 
 def find_head(choices: Sequence[Choice]) -> Choice | None:
     """The trained draft without a lookup that is expected to be the fastest; None if nothing was trained."""
-    trained = [choice for choice in choices if choice.candidate.training and not parse_trained(_name(choice)).lookup]
+    trained = [
+        choice for choice in choices if choice.candidate.training and not parse_trained(choice.candidate.name).lookup
+    ]
     return max(trained, key=lambda choice: choice.speedups["1"], default=None)
-
-
-def _name(choice: Choice) -> str:
-    return choice.candidate.name
 
 
 def describe_head(target: str, output: Path, choices: Sequence[Choice], first: Sequence[Results]) -> dict[str, Any]:
@@ -131,7 +129,7 @@ def describe_head(target: str, output: Path, choices: Sequence[Choice], first: S
     head = find_head(choices)
     if head is None:
         return {}
-    name = _name(head)
+    name = head.candidate.name
     report = json.loads((output / name / "report.json").read_text())
     results = next(results for results in first if (name, MANY) in results)
     ours, plain = (merge(results[server, MANY]) for server in (name, PLAIN))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,12 +219,30 @@ def test_finished_groups_of_rounds_are_kept_whole(
     assert len(servers.started) == 6
 
 
+def test_rounds_that_several_drafts_share_count_once(
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = Servers()
+    monkeypatch.setattr(compare, "start_servers", servers.start)
+    monkeypatch.setattr(compare, "run_rounds", servers.run)
+    rounds = Rounds(Config(together=3, output=tmp_path), str(tiny_target), "compiled", {})
+    best: list[Any] = [
+        SimpleNamespace(candidate=Candidate(name, name, {"method": "ngram"}, 2), speculative_config={"method": "ngram"})
+        for name in ("a", "b", "c")
+    ]
+    confirmed = rounds.confirm(best, [Prompt(token_ids=[1, 2])])
+    assert servers.started == [["none", "a", "b"], ["none", "c"]]
+    assert confirmed["a"] is confirmed["b"]
+    assert [{name for name, _ in group} for group in rounds.groups] == [{"none", "a", "b"}, {"none", "c"}]
+
+
 def test_a_finished_draft_that_proposes_less_is_refused_before_the_trainings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_file({"hidden_norm.weight": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "block_size": 4}))
-    monkeypatch.setattr(compare, "load_prompts", lambda *_: ([], []))
+    monkeypatch.setattr(compare, "load_questions", lambda *_: [])
+    monkeypatch.setattr(compare, "render_prompts", lambda *_: ([], []))
     monkeypatch.setattr(made_drafts, "run_once", lambda *_: pytest.fail("a training was started"))
     draft: dict[str, Any] = {"draft": (str(tmp_path),), "num_speculative_tokens": 5}
     cfg = Config(target="target", answers="answers.jsonl", output=tmp_path / "drafts", **draft)
