@@ -47,7 +47,7 @@ def process_group(
     """`start_group`; the whole group is stopped on exit, which SIGTERM brings about too."""
     # The cause of a death is looked for in the whole log, so it must hold no earlier run.
     log.unlink(missing_ok=True)
-    with _exiting_on_sigterm():
+    with exiting_on_sigterm():
         process = start_group(command, log=log, env=env)
         try:
             yield process
@@ -56,7 +56,7 @@ def process_group(
 
 
 @contextlib.contextmanager
-def _exiting_on_sigterm() -> Iterator[None]:
+def exiting_on_sigterm() -> Iterator[None]:
     """SIGTERM raises SystemExit within this context, unless this program handles it already, or another thread is here.
 
     By default it ends a program at once. The kernel then sends SIGTERM to each group, once: a vLLM that is just loading

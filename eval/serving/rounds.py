@@ -22,6 +22,7 @@ import numpy as np
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.measure import Measurement, Output, measure
+from redraft.eval.engine.process import exiting_on_sigterm
 from redraft.eval.engine.served import count_steps
 from redraft.eval.engine.server import IDLE_S, VllmServer, engine_is_cpu, vllm_server
 from redraft.eval.intervals import median_interval
@@ -67,7 +68,12 @@ def start_servers(
     if not on_cpu:
         options["extra_args"] = share_memory(options.get("extra_args", ()), len(drafts))
     # a server ends with the thread that started it, so the threads stay until the servers are stopped
-    with ThreadPoolExecutor(len(drafts) if on_cpu else 1) as pool, contextlib.ExitStack() as stack:
+    # and SIGTERM is turned into their end here, in the main thread
+    with (
+        exiting_on_sigterm(),
+        ThreadPoolExecutor(len(drafts) if on_cpu else 1) as pool,
+        contextlib.ExitStack() as stack,
+    ):
 
         def start(name: str) -> VllmServer:
             # A draft may be named by a path.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups
 from redraft.eval.engine.hardware import this_machine
+from redraft.eval.engine.process import exiting_on_sigterm
 from redraft.eval.engine.server import require_servable
 from redraft.eval.serving.drafts import Candidate
 from redraft.eval.serving.rounds import PLAIN
@@ -234,7 +235,9 @@ def run_once(folder: Path, result: Path, command: list[str], making: Making) -> 
     # Before the run, so that an interrupted one is known by its flags.
     write_whole(kept, json.dumps(made))
     print(f"\nmake {folder.name}", flush=True)
-    if subprocess.run([sys.executable, *command, *(["--resume"] if resumes else [])]).returncode:
+    with exiting_on_sigterm():  # so that the training ends with this process
+        done = subprocess.run([sys.executable, *command, *(["--resume"] if resumes else [])])
+    if done.returncode:
         raise ValueError(f"{folder.name} failed, see above")
 
 

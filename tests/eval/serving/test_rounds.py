@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from redraft.eval.serving import rounds
 from redraft.eval.serving.rounds import share_memory, start_servers
@@ -38,6 +41,24 @@ sys.exit("ValueError: no such draft")
     assert time.monotonic() - began_s < 30
     pid = slow.read_text().split()[1]
     assert not Path("/proc", pid).exists()
+
+
+def test_sigterm_ends_every_server_that_starts(tmp_path: Path) -> None:
+    script = f"""
+import pathlib, sys
+from redraft.eval.serving import rounds
+from redraft.eval.engine import server
+server.vllm_command = lambda model, arguments: [sys.executable, "-c", {NEVER_READY!r}]
+with rounds.start_servers("t", {{"a": None, "b": None}}, pathlib.Path({str(tmp_path)!r}), dtype="float32"):
+    pass
+"""
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
+        logs = [tmp_path / f"vllm-{name}.log" for name in ("a", "b")]
+        wait_until(lambda: all(log.exists() and "pid" in log.read_text() for log in logs))
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    pids = [log.read_text().split()[1] for log in logs]
+    assert [pid for pid in pids if Path("/proc", pid).exists()] == []
 
 
 class Servers:
