@@ -2,7 +2,7 @@
 
 A conversation of four turns is rendered as four prompts and four texts with an answer, one the beginning of the next:
 
-    <|user|>q1<|assistant|>                          a fast tokenizer cuts at special tokens before it does anything
+    <|user|>q1<|assistant|>                          a tokenizer cuts at special tokens before it does anything
     <|user|>q1<|assistant|>a1<|end|>                 else, and encodes every piece by itself. So the ids of a text are
     <|user|>q1<|assistant|>a1<|end|><|user|>q2 ...   those of its pieces, each with the special token before it
 """
@@ -86,10 +86,11 @@ class Pieces:
 def _find_borders(tokenizer: Any) -> tuple[re.Pattern[str], frozenset[str]]:
     """(a pattern of the tokens that a tokenizer finds before anything else, those of them at which it may be cut).
 
-    There are none for a tokenizer in Python, and for one with a token that is found or not by the words beside it.
+    There are none for a tokenizer with a token that is found or not by the words beside it.
     """
-    added = list(tokenizer.added_tokens_decoder.values()) if getattr(tokenizer, "is_fast", False) else []
-    first = [token for token in added if not token.normalized]  # found in the text as it stands
+    added = list(tokenizer.added_tokens_decoder.values())
+    # Found in the text as it stands: by a tokenizer in Python all of them.
+    first = [token for token in added if not token.normalized or not tokenizer.is_fast]
     none: tuple[re.Pattern[str], frozenset[str]] = re.compile("(?!)"), frozenset()
     if any(token.single_word for token in first) or getattr(tokenizer, "split_special_tokens", False):
         return none

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_tokenizers import make_byte_tokenizer, make_sentencepiece_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from redraft.distill.data.pieces import PieceEncoder
 
@@ -47,6 +48,14 @@ def make_lowercase() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def make_python() -> Any:
+    """One without a fast version: ids of bytes."""
+    tokenizer = ByT5Tokenizer()
+    added = [AddedToken(text, special=True, normalized=False) for text in ("<|end|>", "<|bos|>", "<END>")]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*added, AddedToken("<left>", lstrip=True)]})
+    return tokenizer
+
+
 def with_added(*tokens: AddedToken) -> PreTrainedTokenizerFast:
     tokenizer = make_llama3()
     tokenizer.add_tokens(list(tokens))
@@ -59,6 +68,7 @@ TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "sentencepiece": make_sentencepiece_tokenizer,
     "prepending": make_prepending,
     "lowercase": make_lowercase,
+    "in Python": make_python,
     "longer tokens over a border": lambda: with_added(AddedToken("a<|end|>", special=False, normalized=False)),
     "tokens that take spaces": lambda: with_added(
         AddedToken("<left>", special=True, normalized=False, lstrip=True),
@@ -102,8 +112,11 @@ def test_a_tokenizer_that_depends_on_the_text_before_is_not_cut() -> None:
     assert not PieceEncoder(odd)._borders
 
 
-def test_every_piece_of_a_conversation_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = make_llama3()
+@pytest.mark.parametrize("make_tokenizer", [make_llama3, make_python])
+def test_every_piece_of_a_conversation_is_encoded_once(
+    make_tokenizer: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = make_tokenizer()
     encode, seen = PieceEncoder(tokenizer), list[str]()
     plain = encode.encode
     monkeypatch.setattr(encode, "encode", lambda pieces: seen.extend(pieces) or plain(pieces))
